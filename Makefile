@@ -1,0 +1,66 @@
+# On a fresh machine with Python 3.11+ and make:  make train  and  make test  are all there is to do.
+# Both set up .venv the first time and whenever pyproject.toml or constraints.txt changes.
+#
+#   PYTHON=python3.12   the interpreter that .venv is made with (default: the first one >= 3.11 found)
+#   ARGS="..."          further arguments for the command: make train ARGS="--epochs 3 --replicas 2"
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test check format bench clean .venv/moved
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The stamp holds the folder it was made in: scripts in a virtual environment name their interpreter
+# by absolute path, so one that came here with a copied tree is made again.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+STALE := .venv/moved
+endif
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+venv: $(STAMP)  ## set up .venv (done by the other targets where needed)
+
+.venv/moved:
+
+$(STAMP): pyproject.toml constraints.txt $(STALE)
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+	    echo "make: \`PYTHON\` must be a Python interpreter, but is '$(PYTHON)', which is not found." \
+	         "Install Python 3.11 or newer, or name one: make PYTHON=python3.12 venv" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "make: \`PYTHON\` must be Python 3.11 or newer, but '$(PYTHON)' is" \
+	         "$$("$(PYTHON)" --version 2>&1). Name another: make PYTHON=python3.12 venv" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "make: '$(PYTHON)' must come with the modules venv and ensurepip, but has not." \
+	         "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@if [ -n "$(STALE)" ]; then rm -rf $(VENV); fi
+	@if ! $(BIN)/python -c '' 2>/dev/null; then "$(PYTHON)" -m venv --clear $(VENV); fi
+	@echo "Installing into $(VENV) (once; a minute or a few)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@printf '%s\n' '$(CURDIR)' > $(STAMP)
+
+train: $(STAMP)  ## train the default model on the default data and show the result
+	@$(BIN)/phalanx train $(ARGS)
+
+test: $(STAMP)  ## run the whole test suite
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## put the sources into the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## measure a training step beside its peers
+	@$(BIN)/phalanx bench step $(ARGS)
+
+clean:  ## remove .venv and what tools left behind
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

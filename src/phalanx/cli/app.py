@@ -1,0 +1,72 @@
+"""The command ``phalanx``: its subcommands, and how errors end it.
+
+torch is imported even for ``--help``: it comes with the package itself, whose front door offers
+containers that are torch modules. What is slow beside it is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Annotated
+
+import torch
+import typer
+from rich.text import Text
+
+from phalanx.cli.bench import bench_app
+from phalanx.cli.console import make_console
+from phalanx.cli.session import phalanx_version
+from phalanx.cli.train import INTERRUPTED, train
+from phalanx.errors import InternalError, PhalanxError
+
+_REFUSED = 2  # as for a command line that cannot be parsed
+
+app = typer.Typer(
+    name="phalanx",
+    help="Train PyTorch models on replicas, with the same numbers in every formation.",
+    no_args_is_help=True,
+    add_completion=False,
+    # An unexpected error keeps Python's own traceback, which is what a bug report needs.
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(train)
+app.add_typer(bench_app, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        make_console().print(
+            f"phalanx {phalanx_version()} (torch {torch.__version__}, "
+            f"Python {platform.python_version()})"
+        )
+        raise typer.Exit
+
+
+@app.callback()
+def phalanx(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Train PyTorch models on replicas, with the same numbers in every formation."""
+
+
+def main() -> None:
+    """Run the command line; what the user can act on is one message, all else a traceback."""
+    try:
+        app()
+    except InternalError:
+        raise
+    except PhalanxError as exc:
+        make_console(stderr=True).print(_describe(exc))
+        sys.exit(_REFUSED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _describe(exc: PhalanxError) -> Text:
+    notes = [f"\n  {note}" for note in getattr(exc, "__notes__", ())]
+    return Text.assemble(("Error: ", "bold red"), str(exc), *notes)

@@ -1,0 +1,281 @@
+"""What each contestant of ``phalanx bench step`` runs.
+
+All train the same model from the same weights on the same synthetic batch with plain SGD. What
+differs is where the work is done, and nothing is tuned on one side only: Phalanx lays out
+convolutional nets as channels_last by itself, so peers are also measured with that done by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import phalanx
+from phalanx.cli.bench.arena import Entrant, Step, serve
+from phalanx.cli.models import bench_cnn, bench_gpt, bench_mlp
+from phalanx.errors import ConfigError
+
+__all__ = [
+    "CONTESTANTS",
+    "MICROBATCHES",
+    "MODELS",
+    "Contestant",
+    "Job",
+    "build",
+    "entrant",
+    "main",
+    "select",
+]
+
+MICROBATCHES = (2, 4, 8, 16)
+_LEARNING_RATE = 0.01
+
+_TINY = "tiny"  # not shown to anybody
+
+Batch = tuple[Tensor, Tensor]
+
+
+def _tiny() -> tuple[nn.Module, Batch]:
+    """A model for tests: every contestant gets through it in no time."""
+    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    return module, (torch.randn(16, 5), torch.randint(0, 3, (16,)))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
+    "mlp": bench_mlp,
+    "cnn": bench_cnn,
+    "gpt": bench_gpt,
+    _TINY: _tiny,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One process of one contestant: what it trains, and where it stands among its peers."""
+
+    contestant: str
+    model: str
+    workers: int
+    rank: int = 0
+    meeting_point: str = ""
+
+
+Opener = Callable[[Job, nn.Module, Batch], AbstractContextManager[Step]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """One way to make a training step.
+
+    Args:
+        title: What the reader sees; ``{workers}`` is filled in.
+        open: Sets up and yields the step.
+        of_phalanx: Ours, or a peer.
+        process_per_worker: One process per worker instead of one in all.
+        models: The models it is for; None: all.
+    """
+
+    title: str
+    open: Opener
+    of_phalanx: bool
+    process_per_worker: bool = False
+    models: frozenset[str] | None = None
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy over all rows, or over all tokens of all rows."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def _sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=_LEARNING_RATE)  # type: ignore[arg-type]
+
+
+def _plain_step(module: nn.Module, batch: Batch) -> Step:
+    """Return the loop that everybody writes."""
+    inputs, targets = batch
+    optimizer = _sgd(module.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(module(inputs), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def _to_channels_last(module: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
+    inputs, targets = batch
+    return (
+        module.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        (inputs.to(memory_format=torch.channels_last), targets),
+    )
+
+
+def _one_process(*, num_threads: int | None, channels_last: bool = False) -> Opener:
+    @contextmanager
+    def open_step(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
+        torch.set_num_threads(num_threads or job.workers)
+        if channels_last:
+            module, batch = _to_channels_last(module, batch)
+        yield _plain_step(module, batch)
+
+    return open_step
+
+
+def _ddp(*, channels_last: bool = False) -> Opener:
+    @contextmanager
+    def open_step(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
+        torch.set_num_threads(1)
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{job.meeting_point}",
+            rank=job.rank,
+            world_size=job.workers,
+        )
+        try:
+            inputs, targets = (whole.chunk(job.workers)[job.rank] for whole in batch)
+            batch = (inputs.contiguous(), targets.contiguous())
+            if channels_last:
+                module, batch = _to_channels_last(module, batch)
+            yield _plain_step(DistributedDataParallel(module), batch)
+        finally:
+            dist.destroy_process_group()
+
+    return open_step
+
+
+def _trainer(microbatches: int | None = None) -> Opener:
+    @contextmanager
+    def open_step(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
+        trainer = phalanx.Trainer(
+            module, loss_of, _sgd, replicas=job.workers, microbatches=microbatches
+        )
+        with trainer:
+            yield lambda: trainer.step(batch)
+
+    return open_step
+
+
+@contextmanager
+def _data_parallel(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
+    with phalanx.DataParallel(module, devices=["cpu"] * job.workers) as parallel:
+        yield _plain_step(parallel, batch)
+
+
+_CONVOLUTIONAL = frozenset({"cnn"})
+
+CONTESTANTS: dict[str, Contestant] = {
+    "single": Contestant(
+        title="1 process, 1 thread", open=_one_process(num_threads=1), of_phalanx=False
+    ),
+    "threads": Contestant(
+        title="1 process, {workers} threads",
+        open=_one_process(num_threads=None),
+        of_phalanx=False,
+    ),
+    "threads-cl": Contestant(
+        title="{workers} threads + channels_last",
+        open=_one_process(num_threads=None, channels_last=True),
+        of_phalanx=False,
+        models=_CONVOLUTIONAL,
+    ),
+    "ddp": Contestant(
+        title="DDP over gloo, {workers} ranks",
+        open=_ddp(),
+        of_phalanx=False,
+        process_per_worker=True,
+    ),
+    "ddp-cl": Contestant(
+        title="DDP + channels_last",
+        open=_ddp(channels_last=True),
+        of_phalanx=False,
+        process_per_worker=True,
+        models=_CONVOLUTIONAL,
+    ),
+    "dataparallel": Contestant(
+        title="DataParallel, {workers} replicas", open=_data_parallel, of_phalanx=True
+    ),
+    "trainer": Contestant(title="Trainer, {workers} replicas", open=_trainer(), of_phalanx=True),
+} | {
+    f"trainer-m{count}": Contestant(
+        title=f"Trainer, {count} microbatches",
+        open=_trainer(count),
+        of_phalanx=True,
+    )
+    for count in MICROBATCHES
+}
+
+
+def select(names: list[str], model: str) -> list[str]:
+    """Return those of ``names`` that compete on ``model``, in the order of `CONTESTANTS`.
+
+    Raises:
+        ConfigError: A contestant or the model is not known, or nobody competes.
+    """
+    for name in names:
+        if name not in CONTESTANTS:
+            raise ConfigError(
+                f"`--contestants` must be of {', '.join(CONTESTANTS)}, but has {name!r}."
+            )
+    if model not in MODELS:
+        shown = ", ".join(name for name in MODELS if name != _TINY)
+        raise ConfigError(f"`--models` must be of {shown}, but has {model!r}.")
+    wanted = {name: known for name, known in CONTESTANTS.items() if name in names}
+    chosen = [
+        name for name, known in wanted.items() if known.models is None or model in known.models
+    ]
+    if not chosen:
+        raise ConfigError(
+            f"`--contestants` must name at least one that competes on {model!r}, but is {names!r}."
+        )
+    return chosen
+
+
+def build(model: str) -> tuple[nn.Module, Batch]:
+    """Return the model and its batch, the same for every caller."""
+    torch.manual_seed(0)
+    return MODELS[model]()
+
+
+def entrant(name: str, model: str, *, workers: int, folder: str) -> Entrant:
+    """Return the command lines that make contestant ``name`` run ``model``.
+
+    Args:
+        folder: Where the processes of one contestant find each other.
+    """
+    jobs = [
+        Job(
+            contestant=name,
+            model=model,
+            workers=workers,
+            rank=rank,
+            meeting_point=os.path.join(folder, f"{model}-{name}"),
+        )
+        for rank in range(workers if CONTESTANTS[name].process_per_worker else 1)
+    ]
+    start = f"from {__name__} import main; main()"
+    return Entrant(
+        name=name,
+        commands=tuple((sys.executable, "-c", start, json.dumps(asdict(job))) for job in jobs),
+    )
+
+
+def main() -> None:
+    """Be the contestant that the command line describes."""
+    job = Job(**json.loads(sys.argv[1]))
+    module, batch = build(job.model)
+    serve(CONTESTANTS[job.contestant].open(job, module, batch))

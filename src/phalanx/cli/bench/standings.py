@@ -1,0 +1,131 @@
+"""From raw times to medians, ratios and targets. Nothing here runs or writes anything."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "BASELINES",
+    "TARGETS",
+    "TARGET_WORKERS",
+    "Standing",
+    "Target",
+    "Verdict",
+    "overheads",
+    "rank",
+]
+
+# The contestants that others are measured against: the peer, plain PyTorch, our own fast mode.
+BASELINES = ("ddp", "threads", "trainer")
+
+TARGET_WORKERS = 2  # the targets were set for as many
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """On ``model``, the median of ``contestant`` is at most ``at_most`` times ``baseline``'s."""
+
+    model: str
+    contestant: str
+    baseline: str
+    at_most: float
+
+
+def _targets(contestant: str, baseline: str, **at_most: float) -> tuple[Target, ...]:
+    return tuple(
+        Target(model=model, contestant=contestant, baseline=baseline, at_most=ratio)
+        for model, ratio in at_most.items()
+    )
+
+
+TARGETS = (
+    *_targets("trainer", "ddp", mlp=0.45, cnn=0.65, gpt=0.85),
+    *_targets("trainer", "threads", mlp=1.0, cnn=1.05, gpt=1.0),
+    *_targets("trainer-m4", "trainer", mlp=1.4, cnn=1.15, gpt=1.15),
+    *_targets("dataparallel", "ddp", mlp=0.55, cnn=0.7, gpt=0.9),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How a target was met."""
+
+    baseline: str
+    at_most: float
+    ratio: float
+
+    @property
+    def met(self) -> bool:
+        """Whether the ratio is within the target."""
+        return self.ratio <= self.at_most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where one contestant stands.
+
+    Args:
+        ratio_by_baseline: Own median over the baseline's; without those that did not run.
+    """
+
+    name: str
+    num_steps: int
+    median_s: float
+    min_s: float
+    ratio_by_baseline: Mapping[str, float]
+    verdicts: tuple[Verdict, ...] = ()
+
+
+def rank(
+    seconds: Mapping[str, Sequence[Sequence[float]]], targets: Sequence[Target] = ()
+) -> list[Standing]:
+    """Return a standing per contestant, in the order given.
+
+    Args:
+        seconds: Kept steps by contestant and round.
+        targets: Those that count here, all for one model.
+
+    Example:
+        >>> rank({"ddp": [[0.2], [0.4, 0.3]], "trainer": [[0.1, 0.2]]})[1].ratio_by_baseline["ddp"]
+        0.5
+    """
+    steps = {name: [step for turn in turns for step in turn] for name, turns in seconds.items()}
+    medians = {name: statistics.median(times) for name, times in steps.items()}
+    standings = []
+    for name, times in steps.items():
+        ratios = {base: medians[name] / medians[base] for base in BASELINES if base in medians}
+        standings.append(
+            Standing(
+                name=name,
+                num_steps=len(times),
+                median_s=medians[name],
+                min_s=min(times),
+                ratio_by_baseline=ratios,
+                verdicts=tuple(
+                    Verdict(
+                        baseline=target.baseline,
+                        at_most=target.at_most,
+                        ratio=ratios[target.baseline],
+                    )
+                    for target in targets
+                    if target.contestant == name and target.baseline in ratios
+                ),
+            )
+        )
+    return standings
+
+
+def overheads(standings: Sequence[Standing]) -> dict[int, float]:
+    """Return what the same bits cost: by number of microbatches, the median over the fast mode's.
+
+    Example:
+        >>> overheads(rank({"trainer": [[0.2]], "trainer-m4": [[0.25]]}))
+        {4: 1.25}
+    """
+    return {
+        int(standing.name.removeprefix("trainer-m")): standing.ratio_by_baseline["trainer"]
+        for standing in standings
+        if standing.name.startswith("trainer-m") and "trainer" in standing.ratio_by_baseline
+    }

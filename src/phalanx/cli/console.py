@@ -1,0 +1,14 @@
+"""The one place that prints: where every rich console of the command line comes from."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Make a console on stdout or stderr.
+
+    Text is taken as it is: no markup, no emoji, no colours by guess and no line broken at the width
+    of the terminal, because most of what is printed holds names, paths and commands of the user's.
+    """
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,285 @@
+"""The folder that a training leaves behind.
+
+runs/digits-cnn-001/
+    config.json         the options as resolved, versions, devices
+    metrics.jsonl       one line per step and per epoch
+    model.safetensors   the trained weights, under the plain model's keys
+    checkpoint/         where `--resume` goes on (written by the trainer)
+    training.png        what it looked like
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from phalanx.cli.history import Record
+from phalanx.errors import CheckpointError, ConfigError
+
+_MAX_NAME_LENGTH = 60
+
+
+class RunFolder:
+    """The files of one run; everything that the command line writes is written here.
+
+    A file that is replaced is first written beside and then renamed, so that a reader, or a crash,
+    meets the old one or the new one and never a half.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path) -> RunFolder:
+        """Make a new run folder, with the folders above it.
+
+        Raises:
+            ConfigError: Something is there already, or the folder cannot be made.
+        """
+        refuse_existing(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise ConfigError(_cannot_be_made(path, exc)) from exc
+        return cls(path)
+
+    @classmethod
+    def create_next(cls, parent: Path, name: str) -> RunFolder:
+        """Make ``parent/name-NNN`` with the first free number.
+
+        Two trainings that start at the same moment get two numbers: only one of them can make a
+        folder.
+
+        Raises:
+            ConfigError: The folder cannot be made.
+        """
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            number = 1
+            while True:
+                path = parent / f"{name}-{number:03d}"
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    number += 1
+                else:
+                    return cls(path)
+        except OSError as exc:
+            raise ConfigError(_cannot_be_made(parent, exc)) from exc
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """Open the folder of a run that is to go on.
+
+        Raises:
+            ConfigError: It is no run folder, or holds nothing to go on from.
+        """
+        folder = cls(path)
+        if not folder.config_path.is_file():
+            raise ConfigError(
+                f"`--resume` must name the folder of a run, but {path} has no config.json. "
+                "Leave `--resume` out to start a run."
+            )
+        if not folder.checkpoint_path.is_dir():
+            raise ConfigError(
+                f"`--resume` must name a run with a checkpoint, but {path} has none: it ended "
+                "before the first was saved. Start the run again."
+            )
+        return folder
+
+    @property
+    def config_path(self) -> Path:
+        """Where the options, versions and devices stand."""
+        return self.path / "config.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        """Where the lines of steps and epochs stand."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def model_path(self) -> Path:
+        """Where the trained weights lie."""
+        return self.path / "model.safetensors"
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The folder that the trainer saves to."""
+        return self.path / "checkpoint"
+
+    @property
+    def figure_path(self) -> Path:
+        """Where the figure is drawn."""
+        return self.path / "training.png"
+
+    # Any: JSON.
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write config.json, in place of the one before."""
+        self._replace(self.config_path, json.dumps(config, indent=2) + "\n")
+
+    # Any: JSON.
+    def read_config(self) -> dict[str, Any]:
+        """Read config.json.
+
+        Raises:
+            CheckpointError: It is unreadable or no JSON object.
+        """
+        try:
+            config = json.loads(self.config_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as exc:
+            raise CheckpointError(
+                f"{self.config_path} must be readable JSON, but is not: {exc}."
+            ) from exc
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{self.config_path} must hold a JSON object, but does not.")
+        return config
+
+    def append_metrics(self, records: Iterable[Record]) -> None:
+        """Add lines to metrics.jsonl; they have reached the system when this returns."""
+        lines = "".join(_to_json(record) + "\n" for record in records)
+        with self.metrics_path.open("a", encoding="utf-8") as file:
+            file.write(lines)
+
+    def rewind_metrics(self, *, steps: int, epochs: int) -> list[Record]:
+        """Drop what was written after the checkpoint, and return the rest.
+
+        A run that was killed may have written lines for steps that it will now do again, and its
+        last line may be torn.
+
+        Args:
+            steps: Steps that the checkpoint holds.
+            epochs: Epochs that the checkpoint holds.
+
+        Raises:
+            CheckpointError: A line other than the last is damaged, or a step is missing.
+        """
+        kept = [
+            record
+            for record in self._read_metrics()
+            if (record["step"] <= steps if record["kind"] == "step" else record["epoch"] < epochs)
+        ]
+        found = [record["step"] for record in kept if record["kind"] == "step"]
+        if found != list(range(1, steps + 1)):
+            raise CheckpointError(
+                f"{self.metrics_path} must hold the steps 1 to {steps} of the checkpoint, but "
+                f"holds {len(found)} of them. Put the file of that run back."
+            )
+        self._replace(self.metrics_path, "".join(_to_json(record) + "\n" for record in kept))
+        return kept
+
+    def remove_config(self) -> None:
+        """Take config.json back, and the folder too if it holds nothing else."""
+        self.config_path.unlink(missing_ok=True)
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def write_model(self, module: nn.Module) -> None:
+        """Write the module's weights and buffers, each whole and on its own.
+
+        The trainer's tensors are views of one buffer and may be shared between layers; safetensors
+        files hold neither, hence the copies.
+        """
+        tensors = {
+            name: value.detach().cpu().contiguous().clone()
+            for name, value in module.state_dict().items()
+            if isinstance(value, Tensor)
+        }
+        beside = self.model_path.with_suffix(".safetensors.new")
+        save_file(tensors, beside, metadata={"format": "pt"})
+        os.replace(beside, self.model_path)
+
+    def _read_metrics(self) -> list[Record]:
+        if not self.metrics_path.exists():
+            return []
+        lines = self.metrics_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        records = []
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append(_from_json(line))
+            except (ValueError, KeyError, TypeError) as exc:
+                if number < len(lines):
+                    raise CheckpointError(
+                        f"Line {number} of {self.metrics_path} must be a step or an epoch, but is "
+                        f"{line[:80]!r}."
+                    ) from exc
+        return records
+
+    def _replace(self, path: Path, text: str) -> None:
+        beside = path.with_name(path.name + ".new")
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+
+def refuse_existing(path: Path) -> None:
+    """Refuse a place for a new run that holds something already.
+
+    Raises:
+        ConfigError: It is no folder, or a folder that is not empty.
+    """
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise ConfigError(f"`--out` must be a folder, but {path} is a file. Name another.")
+    if any(path.iterdir()):
+        raise ConfigError(
+            f"`--out` must be a new or empty folder, but {path} holds files already. "
+            f"Go on with `--resume {path}`, or name another with `--out`."
+        )
+
+
+def name_run(data: str, model: str) -> str:
+    """Make a folder name of two specs: their words, and of paths only the last part.
+
+    Example:
+        >>> name_run("digits", "cnn"), name_run("idx:/data/fashion-mnist/", "my.models:Net")
+        ('digits-cnn', 'idx-fashion-mnist-my.models-Net')
+    """
+    return f"{_slug(data)}-{_slug(model)}"
+
+
+def _slug(spec: str) -> str:
+    reader, separator, where = spec.partition(":")
+    last_part = re.split(r"[/\\]+", where.rstrip("/\\"))[-1]
+    words = re.findall(r"\w[\w.]*", f"{reader}{separator}{last_part}", flags=re.ASCII)
+    return "-".join(words)[:_MAX_NAME_LENGTH] or "run"
+
+
+def _cannot_be_made(path: Path, exc: OSError) -> str:
+    return (
+        f"The run folder {path} must be a place where folders can be made, but is not: "
+        f"{exc.strerror}. Name another with `--out`."
+    )
+
+
+def _to_json(record: Record) -> str:
+    return json.dumps(_finite(record), allow_nan=False)
+
+
+# Any: JSON.
+def _finite(value: Any) -> Any:
+    """Replace numbers that JSON has no word for by null."""
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _from_json(line: str) -> Record:
+    record: Record = json.loads(line)
+    if record["kind"] == "step":
+        record["step"] + 0, record["loss"]
+    elif record["kind"] == "epoch":
+        record["epoch"] + 0, record["last_step"], record["train"], record["validation"]
+    else:
+        raise ValueError(record["kind"])
+    return record

@@ -1,0 +1,357 @@
+"""What one process does for a run: open everything, train, save, and write down."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import shlex
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from torch import nn
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+from phalanx.cli.data import Data, open_data
+from phalanx.cli.figure import draw_training
+from phalanx.cli.history import History
+from phalanx.cli.models import build_model, loss_for
+from phalanx.cli.options import (
+    GivenOptions,
+    TrainOptions,
+    complete,
+    continue_with,
+    parse_replicas,
+    parse_workloads,
+    read_options,
+)
+from phalanx.cli.progress import Plan, choose_progress
+from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
+from phalanx.cli.summary import draw_summary
+from phalanx.clock import now_s
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.train import FormationChosen, StepDone, Trainer
+
+_RUNS = Path("runs")
+_CONFIG_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formation:
+    """Where the replicas are, and with how many threads each."""
+
+    devices: tuple[str, ...]
+    intra_op: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be done, decided before anything is.
+
+    Args:
+        options: All of them.
+        out: The new run folder; None for the next free one under runs/.
+        resumed: The run that goes on, or None for a new one.
+        formation: The one that the run had, if it is to keep it.
+    """
+
+    options: TrainOptions
+    out: Path | None
+    resumed: RunFolder | None
+    formation: Formation | None
+
+
+def plan_new(given: GivenOptions, out: Path | None) -> Job:
+    """Decide what a new run is to be.
+
+    Raises:
+        ConfigError: An option is out of its range, or ``out`` holds something already.
+    """
+    if out is not None:
+        refuse_existing(out)
+    return Job(options=complete(given), out=out, resumed=None, formation=None)
+
+
+def plan_resumed(given: GivenOptions, path: Path, out: Path | None) -> Job:
+    """Decide how a run goes on.
+
+    It keeps the formation that it had, unless replicas are given: a new trial might choose another,
+    and with it other bits.
+
+    Raises:
+        ConfigError: There is no such run, an option was given that differs, or ``out`` was.
+        CheckpointError: Its config.json is damaged.
+    """
+    if out is not None:
+        raise ConfigError(
+            f"`--out` must be left out with `--resume`, but is {str(out)!r}. "
+            "A run that goes on stays in its folder."
+        )
+    folder = RunFolder.open(path)
+    stored, formation = read_config(folder.read_config(), source=str(folder.config_path))
+    options = continue_with(stored, given, run=str(path))
+    return Job(
+        options=options,
+        out=None,
+        resumed=folder,
+        formation=formation if given.replicas is None else None,
+    )
+
+
+# Any, here and below: JSON.
+def read_config(config: Mapping[str, Any], *, source: str) -> tuple[TrainOptions, Formation | None]:
+    """Check a config.json.
+
+    Raises:
+        CheckpointError: Something is missing or of another type.
+        ConfigError: An option is out of its range.
+    """
+    try:
+        if config["format"] != _CONFIG_FORMAT:
+            raise CheckpointError(
+                f"`format` in {source} must be {_CONFIG_FORMAT}, but is {config['format']!r}. "
+                "Use the version of Phalanx that wrote it."
+            )
+        options, formation = dict(config["options"]), config["formation"]
+        devices = None if formation is None else tuple(str(name) for name in formation["devices"])
+        intra_op = None if formation is None else int(formation["intra_op"])
+    except (KeyError, TypeError, ValueError) as exc:
+        raise CheckpointError(
+            f"{source} must hold `format`, `options` and `formation`, but does not: {exc!r}."
+        ) from exc
+    complete_options = read_options(options, source=source)
+    if devices is None or intra_op is None:
+        return complete_options, None
+    return complete_options, Formation(devices=devices, intra_op=intra_op)
+
+
+class Session:
+    """A process's part in a run: everything that is open, from the data to the run folder.
+
+    Entering opens the data, the model, the trainer and last the folder, so that options that cannot
+    work leave nothing behind.
+
+    Args:
+        job: What is to be done.
+        console: Where it is told.
+    """
+
+    def __init__(self, job: Job, console: Console) -> None:
+        self.job = job
+        self.options = job.options
+        self.console = console
+        self.history = History()
+        self._stopping = False
+        is_fixed = parse_replicas(job.options.replicas) != "auto"
+        self._is_formed = is_fixed or job.formation is not None
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with self._exits as exits:
+            options = self.options
+            self.data = open_data(options.data, batch_size=options.batch_size, seed=options.seed)
+            self.module = build_model(options.model, self.data, seed=options.seed)
+            plan = Plan(epochs=options.epochs, steps_per_epoch=_length(self.data.train))
+            self.progress = choose_progress(self.console, plan)
+            self.trainer = exits.enter_context(self._open_trainer())
+            if self.job.resumed is None:
+                self.folder = _create_folder(self.job)
+            else:
+                self.folder = self.job.resumed
+                self._go_on()
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._exits.close()
+
+    def stop(self) -> None:
+        """Finish the running step and then save; may be called from a signal's handler."""
+        self._stopping = True
+        self.trainer.stop()
+        # The signal may have come in the middle of a write to the same stream, which then refuses.
+        with contextlib.suppress(RuntimeError):
+            self.console.show_cursor(True)
+            self.console.print("Finishing the step, then saving. Ctrl-C again stops at once.")
+
+    def run(self) -> bool:
+        """Train to the last epoch, or until stopped.
+
+        Returns:
+            Whether it came to its end.
+        """
+        self.console.print(self._describe_start())
+        begun_s = now_s()
+        try:
+            with self.progress:
+                self._train()
+        finally:
+            self._write_metrics()
+            if not self.history.losses:
+                self.folder.remove_config()  # nothing came of it, so the name is free again
+        return self._conclude(now_s() - begun_s)
+
+    def _train(self) -> None:
+        self._write_config()
+        while self.trainer.epochs < self.options.epochs and not self._stopping:
+            self.trainer.fit(self.data.train, epochs=1, validate=self.data.test)
+            self._save()
+
+    def _save(self) -> None:
+        # The metrics go first: lines beyond the checkpoint are dropped when the run goes on, while
+        # lines that are missing could not be made again.
+        self._write_metrics()
+        self._write_config()
+        self.trainer.save(self.folder.checkpoint_path)
+
+    def _conclude(self, seconds: float) -> bool:
+        """Write what the run leaves behind, and say what it came to."""
+        if not self.history.losses:
+            self.console.print("Stopped before the first step: nothing was saved.")
+            return False
+        title = f"{self.options.model} on {self.options.data}, {self._name_formation()}"
+        draw_training(self.folder.figure_path, self.history, title=title)
+        if self.trainer.epochs < self.options.epochs:
+            self.console.print(self._describe_interruption())
+            return False
+        self.folder.write_model(self.trainer.module)
+        self.console.print(self._draw_summary(seconds))
+        self.console.print(f"Weights, metrics and training.png are in {self.folder.path}")
+        return True
+
+    def _open_trainer(self) -> Trainer:
+        options, kept = self.options, self.job.formation
+        return Trainer(
+            self.module,
+            loss_for(self.data),
+            partial(torch.optim.AdamW, lr=options.lr),
+            replicas=parse_replicas(options.replicas) if kept is None else kept.devices,
+            workloads=parse_workloads(options.workloads),
+            microbatches=options.microbatches,
+            intra_op=None if kept is None else kept.intra_op,
+            seed=options.seed,
+            metrics=_metrics_for(self.data),
+            callbacks=(self.history, self.progress, self._listen),
+        )
+
+    def _listen(self, event: object) -> None:
+        if isinstance(event, FormationChosen):
+            self._is_formed = True
+        elif isinstance(event, StepDone) and self._stopping and not self.trainer.stopped:
+            # The request came between two calls of `fit`, and the second took no notice of it.
+            self.trainer.stop()
+
+    def _go_on(self) -> None:
+        """Put the trainer and the history where the run was left."""
+        self.trainer.resume(self.folder.checkpoint_path)
+        done = self.trainer.epochs
+        if done >= self.options.epochs and self.folder.model_path.exists():
+            raise ConfigError(
+                f"`--epochs` must be more than the {done} that the run in {self.folder.path} has "
+                f"finished, but is {self.options.epochs}. Give --epochs {2 * done}."
+            )
+        self.history.restore(
+            self.folder.rewind_metrics(steps=self.trainer.steps, epochs=self.trainer.epochs)
+        )
+
+    def _write_metrics(self) -> None:
+        self.folder.append_metrics(self.history.take_records())
+
+    def _write_config(self) -> None:
+        self.folder.write_config(
+            {
+                "format": _CONFIG_FORMAT,
+                "options": asdict(self.options),
+                "formation": self._describe_formation(),
+                "data": self.data.description,
+                "parameters": _count_parameters(self.module),
+                "versions": _versions(),
+            }
+        )
+
+    def _describe_formation(self) -> dict[str, Any] | None:
+        if not self._is_formed:
+            return None  # the trial is still to come
+        devices = [str(device) for device in self.trainer.devices]
+        return {"devices": devices, "intra_op": self.trainer.intra_op}
+
+    def _name_formation(self) -> str:
+        count, pieces = len(self.trainer.devices), self.options.microbatches
+        replicas = "1 replica" if count == 1 else f"{count} replicas"
+        return replicas if pieces is None else f"{replicas}, {pieces} microbatches"
+
+    def _describe_start(self) -> str:
+        options = self.options
+        epochs = "1 epoch" if options.epochs == 1 else f"{options.epochs} epochs"
+        going_on = f", going on after step {self.trainer.steps}" if self.trainer.steps else ""
+        return (
+            f"{self.data.description}\n"
+            f"{options.model}, {_count_parameters(self.module):,} parameters; AdamW with learning "
+            f"rate {options.lr:g}, batches of {options.batch_size}, {epochs}, seed {options.seed}\n"
+            f"Run folder: {self.folder.path}{going_on}"
+        )
+
+    def _describe_interruption(self) -> str:
+        command = shlex.join(["phalanx", "train", "--resume", str(self.folder.path)])
+        return (
+            f"Stopped after step {self.trainer.steps}, in epoch {self.trainer.epochs + 1} of "
+            f"{self.options.epochs}. Go on with:\n  {command}"
+        )
+
+    def _draw_summary(self, seconds: float) -> Any:
+        return draw_summary(
+            self.history.epochs[-1] if self.history.epochs else None,
+            self.history.totals,
+            seconds=seconds,
+            devices=[str(device) for device in self.trainer.devices],
+            is_text=self.data.kind == "tokens",
+        )
+
+
+def _create_folder(job: Job) -> RunFolder:
+    if job.out is not None:
+        return RunFolder.create(job.out)
+    return RunFolder.create_next(_RUNS, name_run(job.options.data, job.options.model))
+
+
+def _metrics_for(data: Data) -> dict[str, Metric] | None:
+    if data.kind == "tokens" or data.num_classes is None:
+        return None
+    # "micro": the fraction of samples that are right, where torchmetrics' default averages classes.
+    return {"accuracy": MulticlassAccuracy(num_classes=data.num_classes, average="micro")}
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    return len(loader) if isinstance(loader, Sized) else None
+
+
+def _count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "phalanx": phalanx_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def phalanx_version() -> str:
+    """Return the installed version, or "unknown" where the source tree runs uninstalled."""
+    try:
+        return version("phalanx")
+    except PackageNotFoundError:
+        return "unknown"

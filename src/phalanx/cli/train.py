@@ -1,0 +1,155 @@
+"""``phalanx train``: the command, and what Ctrl-C does to it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Annotated, Self
+
+import typer
+
+from phalanx.cli.console import make_console
+from phalanx.cli.options import GivenOptions
+from phalanx.cli.session import Session, plan_new, plan_resumed
+
+INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
+
+
+def train(
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="digits (ships with Phalanx), idx:DIR (MNIST-format files), text:PATH (the bytes "
+            "of a file or folder), text:stdlib (Python's own source), or module:attribute (your "
+            "own Dataset or loader).",
+            show_default="digits",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="mlp, cnn, gpt, or module:attribute (your own nn.Module, or what makes it).",
+            show_default="cnn; gpt for text",
+        ),
+    ] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|N|DEVICES",
+            help="How many replicas, or one device for each, as cpu,cpu,cuda:0. With auto, a short "
+            "trial decides what is fastest here.",
+            show_default="auto",
+        ),
+    ] = None,
+    workloads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="W,W,...",
+            help="Relative shares of the replicas: with 2,1 the first takes two thirds.",
+            show_default="equal",
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            metavar="M",
+            help="Cut each batch into M pieces whatever the replicas: the trained weights are then "
+            "the same bits for any number of them.",
+            show_default="one per replica",
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Times through the data.", show_default="suits data and model"
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Samples per step.", show_default="suits data and model"),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE", help="Learning rate of AdamW.", show_default="suits data and model"
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Decides initial weights, data order and dropout.", show_default="0"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The run folder, new or empty.",
+            show_default="runs/DATA-MODEL-NNN",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Go on with the run in this folder, bit for bit, with its own options; "
+            "--replicas, --workloads and --epochs may be given anew.",
+        ),
+    ] = None,
+) -> None:
+    """Train a model on replicas, and leave weights, metrics and a figure in a run folder.
+
+    Ctrl-C finishes the step, saves, and says how to go on.
+    """
+    given = GivenOptions(
+        data=data,
+        model=model,
+        replicas=replicas,
+        workloads=workloads,
+        microbatches=microbatches,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        seed=seed,
+    )
+    job = plan_new(given, out) if resume is None else plan_resumed(given, resume, out)
+    with Session(job, make_console()) as session, Interruption(session.stop):
+        finished = session.run()
+    if not finished:
+        raise typer.Exit(INTERRUPTED)
+
+
+class Interruption:
+    """Turns the first SIGINT or SIGTERM into a call of ``stop``; the second ends the process.
+
+    After the first, both signals have their default effect, which needs no Python to run: it works
+    in a step that never ends as well. What was there before is put back on exit.
+    """
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        # What `signal.signal` returns: a function, a constant, or None for what C code has set.
+        self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
+        self._stop()

@@ -1,0 +1,234 @@
+"""All parameters of one dtype in one buffer, and all their gradients in another.
+
+    parameters   | weight 0 ..|pad| bias 0 |pad| weight 1 .... |pad|     one buffer per group and
+    dtype gradients    | weight 0 ..|pad| bias 0 |pad| weight 1 .... |pad|     the same places
+
+The module's own parameters become views of the buffer, so whoever writes there trains the module,
+and sums, steps and copies are one pass over memory. Every parameter starts at 64 bytes, every
+buffer is a whole number of `BLOCK_BYTES`. Padding holds zeros and stays zero under every
+elementwise optimizer. A parameter keeps the order in which its elements lay in memory
+(channels_last stays channels_last).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.plan import Overlap, overlaps, part_bounds
+
+__all__ = [
+    "ALIGN_BYTES",
+    "BLOCK_BYTES",
+    "FlatParameters",
+    "Part",
+    "Range",
+    "Segment",
+    "in_memory_order",
+]
+
+ALIGN_BYTES = 64
+BLOCK_BYTES = 256  # no vector loop of torch's kernels is wider, so whole blocks leave no tail
+
+
+def in_memory_order(gradient: Tensor, like: Tensor) -> Tensor:
+    """Return ``gradient`` as one run of elements, in the order in which ``like`` lies in memory."""
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.stride() != like.stride() or gradient.dtype != like.dtype:
+        gradient = torch.empty_like(like).copy_(gradient)
+    return gradient.as_strided((gradient.numel(),), (1,))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The parameters of one group and one dtype.
+
+    Attributes:
+        group: Index of the group.
+        members: Indices of its parameters, in `FlatParameters.parameters`.
+        starts: First element of each member in the buffers.
+        values: The buffer of parameters, 1-D.
+        gradients: The buffer of gradients, 1-D, of the same size.
+    """
+
+    group: int
+    members: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    values: Tensor
+    gradients: Tensor
+
+    def view(self, buffer: Tensor, place: int, like: Tensor) -> Tensor:
+        """Return the ``place``-th member's elements of ``buffer`` in the shape of ``like``."""
+        return buffer.as_strided(like.shape, _dense_strides(like), self.starts[place])
+
+
+class FlatParameters:
+    """Move parameters into flat buffers, in place, until :meth:`release`.
+
+    Ties inside the module are kept, because a tied parameter is one object. Frozen parameters are
+    moved too, but never get a gradient.
+
+    Args:
+        groups: The parameters, by optimizer group; each at most once.
+
+    Raises:
+        ConfigError: A parameter stands twice, or two parameters lie over each other in memory.
+
+    Example:
+        >>> layer = nn.Linear(3, 2)
+        >>> flat = FlatParameters([list(layer.parameters())])
+        >>> flat.segments[0].values.zero_().numel()
+        64
+        >>> layer(torch.ones(1, 3)).tolist()
+        [[0.0, 0.0]]
+
+    Source: Torch7's ``getParameters()``.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        self.parameters = [parameter for group in groups for parameter in group]
+        _refuse_overlap(self.parameters)
+        self.segments: list[Segment] = []
+        self._places: dict[int, tuple[Segment, int]] = {}
+        first = 0
+        for index, group in enumerate(groups):
+            self._add_group(index, range(first, first + len(group)))
+            first += len(group)
+
+    def _add_group(self, group: int, indices: range) -> None:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index in indices:
+            parameter = self.parameters[index]
+            by_kind.setdefault((parameter.device, parameter.dtype), []).append(index)
+        for (device, dtype), members in by_kind.items():
+            self._add_segment(group, members, device, dtype)
+
+    def _add_segment(
+        self, group: int, members: list[int], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        align = max(1, ALIGN_BYTES // dtype.itemsize)
+        block = max(1, BLOCK_BYTES // dtype.itemsize)
+        starts, total = [], 0
+        for index in members:
+            starts.append(total)
+            total += -(-self.parameters[index].numel() // align) * align
+        total = -(-total // block) * block
+        segment = Segment(
+            group=group,
+            members=tuple(members),
+            starts=tuple(starts),
+            sizes=tuple(self.parameters[index].numel() for index in members),
+            values=torch.zeros(total, dtype=dtype, device=device),
+            gradients=torch.zeros(total, dtype=dtype, device=device),
+        )
+        self.segments.append(segment)
+        for place, index in enumerate(members):
+            parameter = self.parameters[index]
+            view = segment.view(segment.values, place, parameter)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            self._places[index] = (segment, place)
+
+    def intact(self) -> bool:
+        """Tell whether every parameter lies in its place still (``module.to()`` moves them)."""
+        return all(
+            self.parameters[index].data_ptr()
+            == segment.values.data_ptr() + segment.starts[place] * segment.values.itemsize
+            for index, (segment, place) in self._places.items()
+            if segment.sizes[place]
+        )
+
+    def gradient(self, index: int) -> Tensor:
+        """Return the gradient of parameter ``index``, a view of its buffer."""
+        segment, place = self._places[index]
+        return segment.view(segment.gradients, place, self.parameters[index])
+
+    def parts(self, num_parts: int) -> list[Part]:
+        """Divide all buffers into ``num_parts`` shares of nearly equal size, at whole blocks."""
+        bounds = [
+            part_bounds(
+                segment.values.numel(), num_parts, max(1, BLOCK_BYTES // segment.values.itemsize)
+            )
+            for segment in self.segments
+        ]
+        return [
+            Part([Range(s, *b[part]) for s, b in zip(self.segments, bounds, strict=True)])
+            for part in range(num_parts)
+        ]
+
+    def release(self) -> None:
+        """Give every parameter memory of its own again and drop its gradient; the values stay."""
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clone()
+            parameter.grad = None
+
+
+class Range:
+    """Elements ``start`` to ``stop`` of one segment."""
+
+    def __init__(self, segment: Segment, start: int, stop: int) -> None:
+        self.segment = segment
+        self.start = start
+        self.stop = stop
+        self.values = segment.values[start:stop]
+        self.gradients = segment.gradients[start:stop]
+        self._pieces = [
+            self._piece(o) for o in overlaps(segment.starts, segment.sizes, start, stop)
+        ]
+
+    def _piece(self, overlap: Overlap) -> tuple[int, int, int, Tensor]:
+        place, start, stop = overlap
+        first = self.segment.starts[place]
+        out = self.segment.gradients[first + start : first + stop]
+        return self.segment.members[place], start, stop, out
+
+    def sum_gradients(self, operands: Sequence[Sequence[Tensor | None]]) -> None:
+        """Write the sum of one or two sets of gradients to the buffer.
+
+        Each set holds the parameters' gradients in memory order; None stands for no gradient.
+        """
+        for index, start, stop, out in self._pieces:
+            present = [g[index] for g in operands if g[index] is not None]
+            terms = [gradient[start:stop] for gradient in present if gradient is not None]
+            if len(terms) == 2:
+                torch.add(terms[0], terms[1], out=out)
+            elif terms:
+                out.copy_(terms[0])
+            else:
+                out.zero_()
+
+
+class Part:
+    """One thread's share of all buffers."""
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self.ranges = [each for each in ranges if each.start < each.stop]
+
+    def sum_gradients(self, operands: Sequence[Sequence[Tensor | None]]) -> None:
+        """Write this part of the sum of ``operands`` to the gradient buffers."""
+        for each in self.ranges:
+            each.sum_gradients(operands)
+
+
+def _dense_strides(like: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(like, device="meta").stride()
+
+
+def _refuse_overlap(parameters: Sequence[nn.Parameter]) -> None:
+    seen: dict[tuple[torch.device, int], int] = {}
+    for index, parameter in enumerate(parameters):
+        if parameter.numel() == 0:
+            continue
+        key = (parameter.device, parameter.data_ptr())
+        if key in seen:
+            raise ConfigError(
+                f"Parameters {seen[key]} and {index} must lie in memory of their own, but share "
+                "it. Tie them by assigning the same `nn.Parameter` object to both places."
+            )
+        seen[key] = index

@@ -1,0 +1,114 @@
+"""How many rows of a batch each part gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from phalanx.errors import ConfigError
+
+__all__ = ["check_workloads", "equal_sizes", "round_robin", "workload_sizes"]
+
+
+def equal_sizes(total: int, parts: int) -> list[int]:
+    """Cut ``total`` rows into ``parts`` sizes that differ by at most one, larger ones first.
+
+    More parts than rows leave the last parts empty.
+
+    Example:
+        >>> equal_sizes(10, 4)
+        [3, 3, 2, 2]
+        >>> equal_sizes(1, 3)
+        [1, 0, 0]
+
+    Raises:
+        ConfigError: ``total`` is negative or ``parts`` is less than 1.
+
+    Source: torch/cunn's DataParallelTable (first r replicas get one row more).
+    """
+    _check_total(total)
+    _check_parts(parts)
+    quotient, remainder = divmod(total, parts)
+    return [quotient + 1] * remainder + [quotient] * (parts - remainder)
+
+
+def workload_sizes(total: int, workloads: Sequence[float]) -> list[int]:
+    """Apportion ``total`` rows in proportion to ``workloads`` by largest remainder.
+
+    Each size is within one row of its exact share ``w·total/Σw``; a workload of 0 gets no row;
+    equal remainders are served in order, so that equal workloads give :func:`equal_sizes`.
+
+    Example:
+        >>> workload_sizes(9, [2, 1])
+        [6, 3]
+        >>> workload_sizes(5, [1, 0, 1])
+        [3, 0, 2]
+
+    Raises:
+        ConfigError: A workload is negative or not finite, or all are zero.
+
+    Source: MXNet's ``work_load_list``, without its rounding (which gave the last device the
+    remainder, or refused the batch).
+    """
+    _check_total(total)
+    check_workloads(workloads)
+    scale = max(workloads)  # scaled first, so that huge workloads cannot overflow their sum
+    scaled = [workload / scale for workload in workloads]
+    whole = math.fsum(scaled)
+    shares = [total * (workload / whole) for workload in scaled]
+    sizes = [math.floor(share) for share in shares]
+    # Rounding may carry a share a hair above its exact value; never hand out more than there is.
+    left = total - sum(sizes)
+    while left < 0:
+        sizes[sizes.index(max(sizes))] -= 1
+        left += 1
+    served = [index for index, workload in enumerate(scaled) if workload > 0]
+    by_remainder = sorted(served, key=lambda index: (sizes[index] - shares[index], index))
+    for index in by_remainder[:left]:
+        sizes[index] += 1
+    return sizes
+
+
+def round_robin(total: int, parts: int) -> list[list[int]]:
+    """Deal the indices 0 … total - 1 to ``parts``: index i goes to part i mod ``parts``.
+
+    Example:
+        >>> round_robin(5, 2)
+        [[0, 2, 4], [1, 3]]
+
+    Raises:
+        ConfigError: ``total`` is negative or ``parts`` is less than 1.
+    """
+    _check_total(total)
+    _check_parts(parts)
+    return [list(range(part, total, parts)) for part in range(parts)]
+
+
+def check_workloads(workloads: Sequence[float], num_devices: int | None = None) -> None:
+    """Refuse workloads that no batch can be cut by."""
+    if num_devices is not None and len(workloads) != num_devices:
+        raise ConfigError(
+            f"`workloads` must hold one share per device ({num_devices}), but holds "
+            f"{len(workloads)}. Give [1] * {num_devices} for equal shares."
+        )
+    for index, workload in enumerate(workloads):
+        if not math.isfinite(workload) or workload < 0:
+            raise ConfigError(
+                f"`workloads` must hold finite shares of at least 0, but share {index} is "
+                f"{workload!r}. Give 0 to switch a device off."
+            )
+    if not any(workloads):
+        raise ConfigError(
+            f"`workloads` must hold at least one share above 0, but is {list(workloads)!r}. "
+            "Give 1 to a device that shall work."
+        )
+
+
+def _check_total(total: int) -> None:
+    if total < 0:
+        raise ConfigError(f"`total` must be at least 0, but is {total!r}.")
+
+
+def _check_parts(parts: int) -> None:
+    if parts < 1:
+        raise ConfigError(f"`parts` must be at least 1, but is {parts!r}.")

@@ -1,0 +1,48 @@
+"""One model many times: the threads, copies and sums behind every container."""
+
+from phalanx.replicas.devices import resolve_devices
+from phalanx.replicas.draws import (
+    Draws,
+    advance_process_generator,
+    derive_seed,
+    seed_of_process,
+)
+from phalanx.replicas.intra_op import caller_intra_op, num_cores, set_intra_op
+from phalanx.replicas.memory_format import (
+    restore_memory_format,
+    use_channels_last,
+    wants_channels_last,
+)
+from phalanx.replicas.replica import Replica, add_gradients
+from phalanx.replicas.statistics import Statistic, merge_statistics, write_statistics
+from phalanx.replicas.sums import Partial, PartialSums
+from phalanx.replicas.team import Team
+from phalanx.replicas.thread_crew import Report, Span, ThreadCrew, Turn, blame, default_intra_op
+
+__all__ = [
+    "Draws",
+    "Partial",
+    "PartialSums",
+    "Replica",
+    "Report",
+    "Span",
+    "Statistic",
+    "Team",
+    "ThreadCrew",
+    "Turn",
+    "add_gradients",
+    "advance_process_generator",
+    "blame",
+    "caller_intra_op",
+    "default_intra_op",
+    "derive_seed",
+    "merge_statistics",
+    "num_cores",
+    "resolve_devices",
+    "restore_memory_format",
+    "seed_of_process",
+    "set_intra_op",
+    "use_channels_last",
+    "wants_channels_last",
+    "write_statistics",
+]

@@ -1,0 +1,68 @@
+"""Which devices a user's word stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.errors import ConfigError
+from phalanx.types import Device
+
+__all__ = ["resolve_devices"]
+
+
+def resolve_devices(
+    devices: Sequence[Device] | int | None, home: torch.device
+) -> tuple[torch.device, ...]:
+    """Return one device per replica.
+
+    Args:
+        devices: Names or devices, a number of replicas on ``home``, or None for one replica for
+        every
+            device of the kind of ``home`` (two on a CPU).
+        home: Where the module's parameters lie.
+
+    Raises:
+        ConfigError: There is no device, one is unknown, or one does not exist here.
+    """
+    if devices is None:
+        count = 2 if home.type == "cpu" else torch.get_device_module(home).device_count()
+        return tuple(
+            home if home.type == "cpu" else torch.device(home.type, i) for i in range(count)
+        )
+    if isinstance(devices, int):
+        if devices < 1:
+            raise ConfigError(f"`replicas` must be at least 1, but is {devices!r}.")
+        return (home,) * devices
+    if isinstance(devices, str):
+        raise ConfigError(
+            f"`devices` must be a sequence of devices, but is {devices!r}. Give [{devices!r}] for "
+            "one replica."
+        )
+    found = tuple(_resolve(device) for device in devices)
+    if not found:
+        raise ConfigError(
+            "`devices` must name at least one device, but is empty. Give ['cpu', 'cpu']."
+        )
+    return found
+
+
+def _resolve(device: Device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"`devices` must hold names such as 'cpu' or 'cuda:0', but holds {device!r}."
+        ) from error
+    if found.type == "cpu":
+        return torch.device("cpu")
+    kind = getattr(torch, found.type, None)
+    count = kind.device_count() if hasattr(kind, "device_count") else 0
+    index = found.index or 0
+    if index >= count:
+        raise ConfigError(
+            f"`devices` must exist on this machine, but {str(found)!r} does not: it has {count} "
+            f"device(s) of kind {found.type!r}. Give 'cpu'."
+        )
+    return torch.device(found.type, index)

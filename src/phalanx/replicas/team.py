@@ -1,0 +1,137 @@
+"""Persistent threads, one per replica: the only place where threads are made."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from phalanx.errors import StateError
+from phalanx.replicas.intra_op import set_intra_op
+
+__all__ = ["Team"]
+
+T = TypeVar("T")
+
+
+class _Seat:
+    """What the team and one of its threads share; the thread holds nothing else of the team."""
+
+    def __init__(self) -> None:
+        self.go = threading.Lock()
+        self.done = threading.Lock()
+        self.go.acquire()
+        self.done.acquire()
+        self.task: Callable[[], Any] | None = None  # Any: the caller's own result type
+        self.result: Any = None
+        self.failure: BaseException | None = None
+
+
+class Team:
+    """Threads that run one function at a time, each with its own index.
+
+    Idle threads sleep on a lock; they never spin. A team that is no longer referenced dismisses its
+    threads by itself.
+
+    Args:
+        size: Number of threads.
+        intra_op: Threads inside the operators that each of them runs.
+        name: Threads are called ``<name>-<index>``.
+
+    Example:
+        >>> team = Team(3, intra_op=1)
+        >>> team.each(lambda index: index * index)
+        [0, 1, 4]
+        >>> team.close()
+    """
+
+    def __init__(self, size: int, *, intra_op: int, name: str = "phalanx-replica") -> None:
+        self._seats = [_Seat() for _ in range(size)]
+        self._threads = [
+            threading.Thread(target=_serve, args=(seat,), name=f"{name}-{index}", daemon=True)
+            for index, seat in enumerate(self._seats)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._dismiss = weakref.finalize(self, _dismiss, self._seats)
+        before = torch.get_num_threads()
+        self.each(lambda _: set_intra_op(intra_op))
+        set_intra_op(before)  # the last number set is what threads born later start with
+
+    def each(self, task: Callable[[int], T]) -> list[T]:
+        """Run ``task(index)`` in every thread at once and return the results by index.
+
+        When tasks fail, the first failure by index is raised with its own traceback, the others are
+        notes on it. All threads are idle again when this returns or raises, also after a
+        `KeyboardInterrupt` in the caller.
+
+        Raises:
+            StateError: The team is closed.
+        """
+        if not self._dismiss.alive:
+            raise StateError("`each()` needs open threads, but they were closed. Make a new one.")
+        for index, seat in enumerate(self._seats):
+            seat.task = _bind(task, index)
+            seat.go.release()
+        interrupt: BaseException | None = None
+        for seat in self._seats:
+            while True:
+                try:
+                    seat.done.acquire()
+                    break
+                except (
+                    BaseException
+                ) as error:  # Ctrl-C while waiting: the replicas still hold our memory
+                    interrupt = error
+        results = [seat.result for seat in self._seats]
+        failures = [seat.failure for seat in self._seats if seat.failure is not None]
+        for seat in self._seats:
+            seat.result = seat.failure = None
+        if interrupt is not None:
+            raise interrupt
+        if failures:
+            raise _first_cause(failures)
+        return results
+
+    def close(self) -> None:
+        """Dismiss the threads and wait until they are gone; closing twice does nothing."""
+        self._dismiss()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+def _bind(task: Callable[[int], T], index: int) -> Callable[[], T]:
+    return lambda: task(index)
+
+
+def _serve(seat: _Seat) -> None:
+    while True:
+        seat.go.acquire()
+        task = seat.task
+        if task is None:
+            return
+        try:
+            seat.result = task()
+        except BaseException as error:  # carried to the caller, who raises it
+            seat.failure = error
+        seat.task = task = None
+        seat.done.release()
+
+
+def _dismiss(seats: list[_Seat]) -> None:
+    for seat in seats:
+        seat.task = None
+        with contextlib.suppress(RuntimeError):  # a thread in mid-task at interpreter exit
+            seat.go.release()
+
+
+def _first_cause(failures: list[BaseException]) -> BaseException:
+    cause, *echoes = failures
+    for echo in echoes:
+        cause.add_note(f"Also failed: {type(echo).__name__}: {echo}")
+    return cause

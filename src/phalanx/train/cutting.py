@@ -1,0 +1,107 @@
+"""A batch in microbatches: how many, how large, and what each stands for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.errors import ConfigError
+from phalanx.plan import Layout, cut, equal_sizes, num_rows, workload_sizes
+from phalanx.types import Nested, WeightFn
+
+__all__ = ["Cut", "Cutter"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A batch in microbatches.
+
+    Attributes:
+        microbatches: In order; some may be without rows.
+        sizes: Rows of each.
+        weights: What each stands for.
+        pinned: One slice for every replica, rather than microbatches for whoever is free.
+    """
+
+    microbatches: list[Nested]
+    sizes: list[int]
+    weights: list[float]
+    pinned: bool
+
+    @property
+    def weight(self) -> float:
+        """What the whole batch stands for."""
+        return math.fsum(self.weights)
+
+    @property
+    def scales(self) -> list[float]:
+        """Each microbatch's share in the loss of the whole batch."""
+        return [weight / self.weight for weight in self.weights]
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """Cut batches the way a trainer was told.
+
+    Args:
+        layout: Which dim of which leaf is split.
+        microbatches: Their number, or None for one slice per replica.
+        weight: What a microbatch stands for; None for its rows.
+    """
+
+    layout: Layout
+    microbatches: int | None
+    weight: WeightFn | None
+
+    def cut(self, batch: Nested, workloads: Sequence[float]) -> Cut:
+        """Cut ``batch`` for replicas with ``workloads``.
+
+        Raises:
+            ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
+        """
+        rows = num_rows(batch, self.layout)
+        if rows == 0:
+            raise ConfigError(
+                "`batch` must hold at least 1 row, but is empty. Leave empty batches out."
+            )
+        if self.microbatches is None:
+            sizes = workload_sizes(rows, workloads)
+        else:
+            sizes = equal_sizes(rows, self.microbatches)
+        parts = cut(batch, sizes, self.layout)
+        return Cut(parts, sizes, self._weights(parts, sizes), pinned=self.microbatches is None)
+
+    def check_rows(self, batch: Nested) -> None:
+        """Refuse a batch that has fewer rows than there shall be microbatches.
+
+        Only the first batch of an epoch is checked: its last one may be smaller, and leaves the
+        last microbatches empty.
+        """
+        if (
+            self.microbatches is not None
+            and (rows := num_rows(batch, self.layout)) < self.microbatches
+        ):
+            raise ConfigError(
+                f"`microbatches` must be at most the batch's rows ({rows}), but is "
+                f"{self.microbatches}. Give larger batches, or microbatches={rows} or fewer."
+            )
+
+    def _weights(self, parts: Sequence[Nested], sizes: Sequence[int]) -> list[float]:
+        if self.weight is None:
+            return [float(size) for size in sizes]
+        weights = []
+        for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+            value = float(self.weight(part)) if size else 0.0
+            if not math.isfinite(value) or value < 0:
+                raise ConfigError(
+                    f"`weight` must return a finite number of at least 0, but returned {value!r} "
+                    f"for microbatch {index}."
+                )
+            weights.append(value)
+        if not any(weights):
+            raise ConfigError(
+                "`weight` must be above 0 for at least one microbatch, but is 0 for all. Leave "
+                "batches out that count nothing."
+            )
+        return weights

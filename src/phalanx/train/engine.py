@@ -1,0 +1,241 @@
+"""One optimizer update over a crew: cut, compute, sum, clip, step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.clock import now_s
+from phalanx.errors import ConfigError
+from phalanx.memory import FlatParameters
+from phalanx.replicas import (
+    Partial,
+    Report,
+    Span,
+    Statistic,
+    ThreadCrew,
+    Turn,
+    merge_statistics,
+    write_statistics,
+)
+from phalanx.train.cutting import Cut, Cutter
+from phalanx.train.formation import Formation
+from phalanx.train.stepping import (
+    FlatStepper,
+    Stepper,
+    WholeStepper,
+    norm_of_gradients,
+    open_stepper,
+)
+from phalanx.train.work import Outcome
+from phalanx.types import Nested
+
+__all__ = ["Engine", "Update", "compute", "loss_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What one update did; see `StepDone` for the fields of the same name."""
+
+    loss: float
+    weight: float
+    samples: int
+    shares: tuple[int, ...]
+    busy_s: tuple[float, ...]
+    spans: tuple[Span, ...]
+
+
+class Engine:
+    """Flat memory, a crew and a stepper around one module and its optimizer.
+
+    Opening it moves the optimizer's parameters into flat buffers; :meth:`close` gives them memory
+    of their own again.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        formation: Formation,
+        *,
+        cutter: Cutter,
+        workloads: Sequence[float] | None,
+        clip_norm: float | None,
+    ) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._cutter = cutter
+        self._clip_norm = clip_norm
+        groups = [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
+        self._flat = FlatParameters(groups)
+        place_of = {id(parameter): place for place, parameter in enumerate(module.parameters())}
+        self._places = [place_of.get(id(parameter), -1) for parameter in self._flat.parameters]
+        self.crew = ThreadCrew(
+            module, formation.devices, workloads=workloads, intra_op=formation.intra_op
+        )
+        self._parts = self._flat.parts(len(self.crew))
+        self._stepper: Stepper = open_stepper(optimizer, self._flat, len(self.crew))
+        self._show_gradients()
+
+    def close(self) -> None:
+        """Dismiss the crew, and give the parameters memory of their own."""
+        self.crew.close()
+        if isinstance(self._stepper, FlatStepper):
+            self._stepper.dissolve()
+        self._flat.release()
+
+    def fits(self) -> bool:
+        """Tell whether module and memory are still as they were when this was opened."""
+        trainable = [p.requires_grad for p in self._flat.parameters]
+        return all(trainable) and self._flat.intact() and self.crew.matches_source()
+
+    def reload_state(self) -> None:
+        """Take over a state that was loaded into the optimizer."""
+        self._stepper = open_stepper(self._optimizer, self._flat, len(self.crew))
+        for replica in self.crew.replicas:
+            replica.outdate()
+
+    def cut(self, batch: Nested) -> Cut:
+        """Cut ``batch`` as this formation computes it."""
+        return self._cutter.cut(batch, self.crew.workloads)
+
+    def compute(self, pieces: Cut, run: Callable[[Turn], Outcome], seed: tuple[int, ...]) -> Report:
+        """Run all microbatches; nothing that the caller can see changes."""
+        return compute(self.crew, pieces, run, seed)
+
+    def update(
+        self,
+        pieces: Cut,
+        run: Callable[[Turn], Outcome],
+        seed: tuple[int, ...],
+        count: Callable[[int, Outcome], None],
+    ) -> Update:
+        """Do one optimizer update.
+
+        Args:
+            count: Called as ``count(replica, outcome)`` in the replica's thread for each of its
+                microbatches, when all of them have succeeded.
+        """
+        report = self.compute(pieces, run, seed)
+        missing = self._missing(report.operands)
+        if missing and isinstance(self._stepper, FlatStepper):
+            self._stepper.dissolve()
+            self._stepper = WholeStepper(self._optimizer, self._flat)
+        operands = [self._in_flat_order(operand) for operand in report.operands]
+        coefficient = self._sum_and_clip(operands) if self._clip_norm is not None else None
+        self._stepper.prepare(missing)
+        shared = isinstance(self._stepper, FlatStepper)
+        if not shared and coefficient is None:
+            self.crew.each(lambda part: self._parts[part].sum_gradients(operands))
+        spans: list[Span] = []
+
+        def finish(part: int) -> None:
+            start_s = now_s()
+            if shared and coefficient is None:
+                self._parts[part].sum_gradients(operands)
+            self._stepper.step_part(part)
+            for index, outcome in enumerate(report.results):
+                if report.replica_of[index] == part:
+                    count(part, outcome)
+            spans.append(Span(replica=part, microbatch=None, start_s=start_s, stop_s=now_s()))
+
+        interrupt = None
+        try:
+            self.crew.each(finish)
+        except (
+            KeyboardInterrupt
+        ) as error:  # the threads have finished: so do we, and tell afterwards
+            interrupt = error
+        self._stepper.finish()
+        self._write_statistics(report.operands)
+        for replica in self.crew.replicas:
+            replica.outdate()
+        if interrupt is not None:
+            raise interrupt
+        return self._describe(pieces, report, spans)
+
+    def _sum_and_clip(self, operands: Sequence[Sequence[Tensor | None]]) -> float:
+        """Write the clipped sum of gradients, and return the factor that it was scaled by."""
+        assert self._clip_norm is not None
+        self.crew.each(lambda part: self._parts[part].sum_gradients(operands))
+        count = len(self.crew)
+        norm = norm_of_gradients(
+            self._flat, lambda work: self.crew.each(lambda thread: work(thread, count))
+        )
+        if not torch.isfinite(norm):
+            raise ConfigError(
+                f"The gradients' norm must be finite to be clipped, but is {norm.item()!r}; the "
+                "step was refused and nothing has changed. Lower the learning rate, or look at "
+                "this batch's data."
+            )
+        coefficient = min(1.0, self._clip_norm / (norm.item() + 1e-6))
+
+        def scale(part: int) -> None:
+            for each in self._parts[part].ranges:
+                each.gradients.mul_(coefficient)
+
+        self.crew.each(scale)
+        return coefficient
+
+    def _missing(self, operands: Sequence[Partial]) -> list[int]:
+        """Return the parameters that got no gradient from any microbatch."""
+        return [
+            index
+            for index, place in enumerate(self._places)
+            if place < 0 or all(operand.gradients[place] is None for operand in operands)
+        ]
+
+    def _in_flat_order(self, operand: Partial) -> list[Tensor | None]:
+        return [None if place < 0 else operand.gradients[place] for place in self._places]
+
+    def _write_statistics(self, operands: Sequence[Partial]) -> None:
+        merged: dict[str, Statistic] = {}
+        for operand in operands:
+            merge_statistics(merged, operand.statistics)
+        if merged:
+            write_statistics(dict(self._module.named_buffers(remove_duplicate=False)), merged)
+
+    def _show_gradients(self) -> None:
+        for index, parameter in enumerate(self._flat.parameters):
+            parameter.grad = self._flat.gradient(index)
+
+    def _describe(self, pieces: Cut, report: Report, spans: Sequence[Span]) -> Update:
+        count = len(self.crew)
+        shares, busy_s = [0] * count, [0.0] * count
+        for size, replica in zip(pieces.sizes, report.replica_of, strict=True):
+            if replica >= 0:
+                shares[replica] += size
+        everything = [*report.spans, *sorted(spans, key=lambda span: span.replica)]
+        for span in everything:
+            busy_s[span.replica] += span.stop_s - span.start_s
+        return Update(
+            loss=loss_of(pieces, report),
+            weight=pieces.weight,
+            samples=sum(pieces.sizes),
+            shares=tuple(shares),
+            busy_s=tuple(busy_s),
+            spans=tuple(everything),
+        )
+
+
+def compute(
+    crew: ThreadCrew, pieces: Cut, run: Callable[[Turn], Outcome], seed: tuple[int, ...]
+) -> Report:
+    """Run all microbatches of ``pieces`` on ``crew``."""
+    return crew.run(
+        pieces.microbatches, run, weights=pieces.weights, seed=seed, pinned=pieces.pinned
+    )
+
+
+def loss_of(pieces: Cut, report: Report) -> float:
+    """Return the loss of the whole batch: the microbatches' mean losses, weighted, in order."""
+    return math.fsum(
+        scale * outcome.loss
+        for scale, outcome in zip(pieces.scales, report.results, strict=True)
+        if outcome is not None
+    )

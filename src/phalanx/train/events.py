@@ -1,0 +1,71 @@
+"""What a trainer tells its callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from phalanx.replicas import Span
+
+__all__ = ["Callback", "EpochDone", "Event", "FormationChosen", "Span", "StepDone"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormationChosen:
+    """How many replicas with how many threads each will train, and why."""
+
+    replicas: int
+    intra_op: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone:
+    """One optimizer update is done.
+
+    Attributes:
+        step: How many are done, this one included.
+        epoch: Number of the running epoch, from 0.
+        batch: Number of the batch within the epoch, from 0.
+        loss: Loss of the whole batch.
+        samples: Rows of the batch.
+        seconds: From the batch at hand to the updated weights.
+        shares: Rows that each replica computed.
+        busy_s: Seconds that each replica worked.
+        spans: What each replica did when, by the monotonic clock.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    loss: float
+    samples: int
+    seconds: float
+    shares: tuple[int, ...]
+    busy_s: tuple[float, ...]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochDone:
+    """One pass over the loader is done.
+
+    Attributes:
+        epoch: Its number, from 0.
+        steps: Steps done since the beginning.
+        samples: Rows of this epoch.
+        seconds: Of this epoch, without validation.
+        train: "loss" (weighted mean over the epoch's steps) and the metrics, as the weights were
+        then. validation: The same of the validation loader after the epoch; None without one.
+    """
+
+    epoch: int
+    steps: int
+    samples: int
+    seconds: float
+    train: Mapping[str, float]
+    validation: Mapping[str, float] | None
+
+
+Event = FormationChosen | StepDone | EpochDone
+Callback = Callable[[Event], None]

@@ -1,0 +1,96 @@
+"""How many replicas, with how many threads each: given, or found out by a short trial."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.clock import now_s
+from phalanx.replicas import default_intra_op, num_cores
+
+__all__ = ["Formation", "candidates", "try_out"]
+
+_TRIAL_S = 2.0
+_LEAST_ROUNDS = 3
+_MOST_ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class Formation:
+    """Who computes.
+
+    Attributes:
+        devices: One per replica.
+        intra_op: Threads inside operators, per replica.
+    """
+
+    devices: tuple[torch.device, ...]
+    intra_op: int
+
+    def __str__(self) -> str:
+        count = len(self.devices)
+        threads = "thread" if self.intra_op == 1 else "threads"
+        return f"{count} {'replica' if count == 1 else 'replicas'} × {self.intra_op} {threads}"
+
+
+def candidates(
+    home: torch.device, intra_op: int | None, *, cores: int | None = None
+) -> list[Formation]:
+    """Return what `replicas="auto"` may choose from.
+
+    On a CPU: from one replica with all cores to one replica per core. With ``intra_op`` given, or
+    fixed because bits are promised, only the number of replicas is open.
+
+    Example:
+        >>> [str(each) for each in candidates(torch.device("cpu"), None, cores=4)]
+        ['1 replica × 4 threads', '2 replicas × 2 threads', '4 replicas × 1 thread']
+    """
+    if home.type != "cpu":
+        return [Formation((home,), intra_op or 1)]
+    cores = num_cores() if cores is None else cores
+    counts = sorted({1, cores, *(n for n in (2,) if n < cores)})
+    return [Formation((home,) * count, intra_op or max(1, cores // count)) for count in counts]
+
+
+def fixed(devices: tuple[torch.device, ...], intra_op: int | None) -> Formation:
+    """Return the formation that the user asked for."""
+    return Formation(devices, intra_op or default_intra_op(devices))
+
+
+def try_out(
+    formations: Sequence[Formation],
+    open_run: Callable[[Formation], tuple[Callable[[], None], Callable[[], None]]],
+) -> tuple[Formation, str]:
+    """Measure each formation, in turns, and return the fastest and a line that says why.
+
+    Args:
+        open_run: Returns, for a formation, a function that does one step's work without any effect,
+        and
+            one that frees what the first holds.
+    """
+    runs = [(formation, *open_run(formation)) for formation in formations]
+    seconds: list[list[float]] = [[] for _ in runs]
+    try:
+        for _, run, _ in runs:
+            run()  # the first time costs allocations and choices of kernels
+        begin_s = now_s()
+        for done in itertools.count(1):
+            for times, (_, run, _) in zip(seconds, runs, strict=True):
+                run()  # caches are the other formation's still
+                start_s = now_s()
+                run()
+                times.append(now_s() - start_s)
+            if done >= _MOST_ROUNDS or (done >= _LEAST_ROUNDS and now_s() - begin_s > _TRIAL_S):
+                break
+    finally:
+        for _, _, close in runs:
+            close()
+    medians = [statistics.median(times) for times in seconds]
+    best = min(range(len(runs)), key=medians.__getitem__)
+    parts = [f"{f} {m * 1e3:.1f} ms" for (f, _, _), m in zip(runs, medians, strict=True)]
+    parts.insert(0, parts.pop(best))
+    return runs[best][0], "measured " + ", ".join(parts)

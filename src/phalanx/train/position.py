@@ -1,0 +1,55 @@
+"""How far a training run has come."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+__all__ = ["Position"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands.
+
+    Attributes:
+        steps: Updates done since the beginning.
+        epochs: Epochs finished since the beginning.
+        batch: Batches done in the running epoch.
+        samples: Rows done in the running epoch.
+        weight: What they stand for.
+        weighted_loss: Sum of the losses of the epoch's batches, each times its weight.
+        target: At how many epochs the interrupted `fit` would have ended; None when none is open.
+    """
+
+    steps: int = 0
+    epochs: int = 0
+    batch: int = 0
+    samples: int = 0
+    weight: float = 0.0
+    weighted_loss: float = 0.0
+    target: int | None = None
+
+    def next_batch(self, loss: float, weight: float, samples: int) -> Position:
+        """Return the position after one more batch."""
+        return replace(
+            self,
+            steps=self.steps + 1,
+            batch=self.batch + 1,
+            samples=self.samples + samples,
+            weight=self.weight + weight,
+            weighted_loss=self.weighted_loss + loss * weight,
+        )
+
+    def next_epoch(self) -> Position:
+        """Return the position after the epoch's last batch."""
+        return Position(steps=self.steps, epochs=self.epochs + 1, target=self.target)
+
+    @property
+    def mean_loss(self) -> float:
+        """The epoch's loss so far."""
+        return self.weighted_loss / self.weight
+
+    def to_values(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return asdict(self)

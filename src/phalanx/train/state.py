@@ -1,0 +1,209 @@
+"""From a trainer to a checkpoint and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from phalanx.errors import CheckpointError, UnsupportedError
+from phalanx.train.checkpoint import Stored, load_stored, pack_state, save_stored, unpack_like
+from phalanx.train.order import Order
+from phalanx.train.position import Position
+
+__all__ = ["TrainerState", "capture_state", "restore_state"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """Everything that decides how a run goes on.
+
+    Attributes:
+        formation: Number of replicas and threads inside each, or None when not chosen yet.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    position: Position
+    order: Order | None
+    seed: int
+    microbatches: int | None
+    formation: tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a checkpoint says beside what it put into module, optimizer and scheduler."""
+
+    position: Position
+    order: Order | None
+    seed: int
+    microbatches: int | None
+    formation: tuple[int, int] | None
+
+
+def capture_state(state: TrainerState, folder: Path) -> None:
+    """Write ``state`` to ``folder``.
+
+    Raises:
+        UnsupportedError: The module's state dict holds something that is no tensor.
+        CheckpointError: The optimizer's or scheduler's state is not plain.
+    """
+    tensors, scalars = _optimizer_state(state.optimizer)
+    order = state.order
+    save_stored(
+        Stored(
+            tensors={
+                "model": _module_state(state.module),
+                "optimizer": tensors,
+                "order": order.tensors if order is not None else {},
+            },
+            values={
+                "position": state.position.to_values(),
+                "order": order.values if order is not None else None,
+                "seed": state.seed,
+                "microbatches": state.microbatches,
+                "formation": state.formation,
+                "optimizer": type(state.optimizer).__name__,
+                "optimizer_scalars": scalars,
+                "groups": [
+                    pack_state(group) for group in state.optimizer.state_dict()["param_groups"]
+                ],
+                "scheduler": None
+                if state.scheduler is None
+                else pack_state(state.scheduler.state_dict()),
+            },
+        ),
+        folder,
+    )
+
+
+def restore_state(state: TrainerState, folder: Path) -> Restored:
+    """Put what ``folder`` holds into module, optimizer and scheduler, and return the rest.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or of another model; nothing has changed then.
+    """
+    stored = load_stored(folder)
+    values = stored.values
+    try:
+        restored = Restored(
+            position=Position(**values["position"]),
+            order=None
+            if values["order"] is None
+            else Order(stored.tensors["order"], values["order"]),
+            seed=values["seed"],
+            microbatches=values["microbatches"],
+            formation=None if values["formation"] is None else tuple(values["formation"]),
+        )
+        optimizer = _loadable_optimizer_state(stored, state.optimizer)
+        packed_scheduler = values["scheduler"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"Checkpoint `{folder}` must hold what `save()` writes, but does not: {error!r}."
+        ) from error
+    _check_model(state.module, stored.tensors["model"], folder)
+    _check_optimizer(state.optimizer, stored, folder)
+    _check_scheduler(state.scheduler, packed_scheduler, folder)
+    state.module.load_state_dict(stored.tensors["model"])
+    state.optimizer.load_state_dict(optimizer)
+    if state.scheduler is not None:
+        state.scheduler.load_state_dict(unpack_like(packed_scheduler, state.scheduler.state_dict()))
+    return restored
+
+
+def _module_state(module: nn.Module) -> dict[str, Tensor]:
+    state = module.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise UnsupportedError(
+                f"`state_dict()` must hold tensors only to be saved without pickle, but `{name}` "
+                f"is {type(value).__name__!r}. Keep extra state in a buffer."
+            )
+    return dict(state)
+
+
+def _optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for index, entries in optimizer.state_dict()["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{key}"] = value
+            else:
+                scalars[f"{index}.{key}"] = pack_state(value)
+    return tensors, scalars
+
+
+def _loadable_optimizer_state(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {}
+    packed = {
+        name: unpack_like(value, None) for name, value in stored.values["optimizer_scalars"].items()
+    }
+    everything: Mapping[str, Any] = {**stored.tensors["optimizer"], **packed}
+    for name, value in everything.items():
+        index, key = name.split(".", 1)
+        state.setdefault(int(index), {})[key] = value
+    likes = optimizer.state_dict()["param_groups"]
+    groups = stored.values["groups"]
+    likes += [{}] * (len(groups) - len(likes))
+    return {
+        "state": state,
+        "param_groups": [
+            unpack_like(group, like) for group, like in zip(groups, likes, strict=False)
+        ],
+    }
+
+
+def _check_model(module: nn.Module, stored: Mapping[str, Tensor], folder: Path) -> None:
+    ours = module.state_dict()
+    missing = [name for name in ours if name not in stored]
+    extra = [name for name in stored if name not in ours]
+    if missing or extra:
+        raise CheckpointError(
+            f"Checkpoint `{folder}` must be of this model, but lacks {missing[:3]} and holds "
+            f"{extra[:3]} that the model has not. Build the model that was saved."
+        )
+    for name, tensor in ours.items():
+        if tensor.shape != stored[name].shape or tensor.dtype != stored[name].dtype:
+            raise CheckpointError(
+                f"Checkpoint `{folder}` must hold `{name}` as {_kind(tensor)}, but holds "
+                f"{_kind(stored[name])}. Build the model that was saved."
+            )
+
+
+def _check_optimizer(optimizer: Optimizer, stored: Stored, folder: Path) -> None:
+    ours, theirs = type(optimizer).__name__, stored.values["optimizer"]
+    if ours != theirs:
+        raise CheckpointError(
+            f"Checkpoint `{folder}` must be of optimizer {ours!r}, but is of {theirs!r}. Make the "
+            "optimizer that was saved."
+        )
+    sizes = [len(group["params"]) for group in optimizer.state_dict()["param_groups"]]
+    stored_groups = [unpack_like(group, None) for group in stored.values["groups"]]
+    stored_sizes = [len(group["params"]) for group in stored_groups]
+    if sizes != stored_sizes:
+        raise CheckpointError(
+            f"Checkpoint `{folder}` must hold parameter groups of {sizes} parameters, but holds "
+            f"{stored_sizes}. Make the optimizer that was saved."
+        )
+
+
+def _check_scheduler(scheduler: LRScheduler | None, packed: Any, folder: Path) -> None:
+    if (scheduler is None) != (packed is None):
+        ours = "without" if scheduler is None else "with"
+        raise CheckpointError(
+            f"Checkpoint `{folder}` must be of a run {ours} scheduler like this trainer, but is "
+            "not. Give `scheduler=` as it was."
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(torch.Size(tensor.shape))}"

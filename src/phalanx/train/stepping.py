@@ -1,0 +1,282 @@
+"""The optimizer's step on flat memory, every replica's thread its part.
+
+An elementwise optimizer does to each element what that element's own history says. So it may be run
+on any part of the flat buffers, and the parts together are the whole:
+
+    flat values   | part 0 ........ | part 1 ........ |     a small torch optimizer each, of the same
+    flat moments  | part 0 ........ | part 1 ........ |     class and options, stepped by one thread
+
+The user's own optimizer stays the owner: options (learning rate, …) are read from it before every
+step, and its state tensors are views of the flat moments, so its `state_dict()` is at all times what
+plain torch would have. Parts end at whole blocks, so the bits do not depend on their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from phalanx.memory import FlatParameters, Part, Range, Segment
+
+__all__ = ["FlatStepper", "Stepper", "WholeStepper", "open_stepper"]
+
+_ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad)
+_FUSED_ON_CPU = (SGD, Adam, AdamW, Adagrad)
+_EachThread = Callable[[Callable[[int, int], None]], object]
+_SCALAR = "step"  # the one state entry of these optimizers that has not the parameter's shape
+
+
+class Stepper(Protocol):
+    """How the step is shared among threads."""
+
+    def prepare(self, missing: Sequence[int]) -> None:
+        """Get ready in the caller's thread; ``missing`` parameters got no gradient."""
+
+    def step_part(self, part: int) -> None:
+        """Step one part, in that part's thread."""
+
+    def finish(self) -> None:
+        """Finish in the caller's thread."""
+
+
+def open_stepper(optimizer: Optimizer, flat: FlatParameters, num_parts: int) -> Stepper:
+    """Return the stepper that shares the work, or else the one that leaves it whole."""
+    if _is_elementwise(optimizer) and _state_is_uniform(optimizer, flat):
+        return FlatStepper(optimizer, flat, num_parts)
+    return WholeStepper(optimizer, flat)
+
+
+class WholeStepper:
+    """Any torch optimizer as it is, on the module's own parameters."""
+
+    def __init__(self, optimizer: Optimizer, flat: FlatParameters) -> None:
+        self._optimizer = optimizer
+        self._flat = flat
+
+    def prepare(self, missing: Sequence[int]) -> None:
+        for index, parameter in enumerate(self._flat.parameters):
+            parameter.grad = None if index in missing else self._flat.gradient(index)
+
+    def step_part(self, part: int) -> None:
+        if part == 0:
+            self._optimizer.step()
+
+    def finish(self) -> None:
+        pass
+
+
+class FlatStepper:
+    """An elementwise optimizer, cut into parts.
+
+    Args:
+        optimizer: The user's; its options and state stay the truth.
+        flat: The parameters, grouped as the optimizer groups them.
+        num_parts: Number of threads.
+    """
+
+    def __init__(self, optimizer: Optimizer, flat: FlatParameters, num_parts: int) -> None:
+        self._optimizer = optimizer
+        self._flat = flat
+        self._pieces = [_PieceOptimizer(optimizer, part) for part in flat.parts(num_parts)]
+        self._bound: tuple[Any, ...] = ()
+        if optimizer.state:
+            self._scatter_state()
+
+    def prepare(self, missing: Sequence[int]) -> None:  # noqa: ARG002 - `open_stepper` sees to it
+        for piece in self._pieces:
+            piece.copy_options(self._optimizer)
+
+    def step_part(self, part: int) -> None:
+        self._pieces[part].step()
+
+    def finish(self) -> None:
+        """Make the state that a first step created visible in the user's optimizer."""
+        signature = tuple(self._pieces[0].signature())
+        if signature != self._bound:
+            self._gather_state()
+            self._bound = tuple(self._pieces[0].signature())
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+
+    def dissolve(self) -> None:
+        """Leave the user's optimizer with state of its own for every parameter."""
+        for state in self._optimizer.state.values():
+            for key, value in state.items():
+                state[key] = value.clone() if isinstance(value, Tensor) else value
+
+    def _scatter_state(self) -> None:
+        """Cut the user's optimizer's state into the parts."""
+        for segment in self._flat.segments:
+            states = [self._optimizer.state[self._flat.parameters[i]] for i in segment.members]
+            for key in states[0] if states else ():
+                values = [state[key] for state in states]
+                self._install(segment, key, self._whole(segment, key, values))
+        self._bound = tuple(self._pieces[0].signature())
+
+    def _gather_state(self) -> None:
+        """Join the parts' state to one run of memory, of which the user's optimizer sees views."""
+        for segment in self._flat.segments:
+            owned = [piece.owned(segment) for piece in self._pieces]
+            parts = [own for own in owned if own is not None]
+            for key in list(parts[0][1]) if parts else ():
+                value = parts[0][1][key]
+                if isinstance(value, Tensor) and key != _SCALAR:
+                    whole = torch.zeros(
+                        segment.values.numel(), dtype=value.dtype, device=value.device
+                    )
+                    for where, state in parts:
+                        whole[where.start : where.stop] = state[key]
+                    value = whole
+                self._install(segment, key, value)
+
+    def _whole(self, segment: Segment, key: str, values: Sequence[Any]) -> Any:
+        if not isinstance(values[0], Tensor) or key == _SCALAR:
+            return values[0]
+        whole = torch.zeros(
+            segment.values.numel(), dtype=values[0].dtype, device=segment.values.device
+        )
+        for place, value in enumerate(values):
+            like = self._flat.parameters[segment.members[place]]
+            segment.view(whole, place, like).copy_(value)
+        return whole
+
+    def _install(self, segment: Segment, key: str, value: Any) -> None:
+        """Give ``value`` to the parts (cut) and to the user's optimizer (as views of it)."""
+        shared = value
+        for piece in self._pieces:
+            own = piece.owned(segment)
+            if own is None:
+                continue
+            where, state = own
+            if not isinstance(value, Tensor):
+                state[key] = value
+            elif key == _SCALAR:
+                state[key] = value.clone()
+                shared = state[key]
+            else:
+                state[key] = value[where.start : where.stop]
+        for place, index in enumerate(segment.members):
+            parameter = self._flat.parameters[index]
+            is_whole = isinstance(value, Tensor) and key != _SCALAR
+            view = segment.view(value, place, parameter) if is_whole else shared
+            self._optimizer.state[parameter][key] = view
+
+
+class _PieceOptimizer:
+    """A torch optimizer of the user's class over one part of the flat buffers."""
+
+    def __init__(self, optimizer: Optimizer, part: Part) -> None:
+        self._ranges: list[tuple[Range, nn.Parameter]] = []
+        groups = []
+        for each in part.ranges:
+            parameter = nn.Parameter(each.values)
+            parameter.grad = each.gradients
+            self._ranges.append((each, parameter))
+            options = _options(optimizer, each.segment.group)
+            groups.append({**options, "params": [parameter]})
+        self._optimizer = type(optimizer)(groups) if groups else None  # type: ignore[call-arg]
+        if self._optimizer is not None:
+            self._optimizer.state.clear()  # Adagrad made some; ours comes from the user's
+            self._fuse()
+
+    def _fuse(self) -> None:
+        """One pass over memory instead of several, where the user did not choose otherwise."""
+        assert self._optimizer is not None
+        if type(self._optimizer) not in _FUSED_ON_CPU:
+            return
+        for group in self._optimizer.param_groups:
+            values = group["params"][0]
+            unchosen = group.get("fused") is None and group.get("foreach") is None
+            if unchosen and values.device.type == "cpu" and values.is_floating_point():
+                group["fused"] = True
+
+    def copy_options(self, optimizer: Optimizer) -> None:
+        if self._optimizer is None:
+            return
+        for (each, _), group in zip(self._ranges, self._optimizer.param_groups, strict=True):
+            options = _options(optimizer, each.segment.group)
+            options.pop("fused", None)
+            group.update(options)
+
+    def step(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+    def owned(self, segment: Segment) -> tuple[Range, dict[str, Any]] | None:
+        """Return this part's range of ``segment`` and the state there, or None."""
+        for each, parameter in self._ranges:
+            if each.segment is segment:
+                assert self._optimizer is not None
+                return each, self._optimizer.state[parameter]
+        return None
+
+    def signature(self) -> list[tuple[str, ...]]:
+        """Return which state there is, by range."""
+        if self._optimizer is None:
+            return []
+        return [
+            tuple(
+                key for key, value in self._optimizer.state[parameter].items() if value is not None
+            )
+            for _, parameter in self._ranges
+        ]
+
+
+def _options(optimizer: Optimizer, group: int) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in optimizer.param_groups[group].items()
+        if key not in ("params", "param_names")
+    }
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    if type(optimizer) not in _ELEMENTWISE:
+        return False
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    return not any(
+        isinstance(value, Tensor) or (key in ("capturable", "differentiable") and value)
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key != "params"
+    )
+
+
+def _state_is_uniform(optimizer: Optimizer, flat: FlatParameters) -> bool:
+    """Tell whether all parameters of a segment have the same kind of history."""
+    for segment in flat.segments:
+        states = [optimizer.state.get(flat.parameters[index], {}) for index in segment.members]
+        kinds = [{key for key, value in state.items() if value is not None} for state in states]
+        if any(kind != kinds[0] for kind in kinds):
+            return False
+        steps = [float(state[_SCALAR]) for state in states if _SCALAR in state]
+        if len(set(steps)) > 1:
+            return False
+    return True
+
+
+def norm_of_gradients(flat: FlatParameters, each: _EachThread) -> Tensor:
+    """Return the 2-norm of all gradients; ``each`` runs a function of (thread, threads)."""
+    norms: list[Tensor | None] = [None] * len(flat.parameters)
+    spans = list(_spans(flat))
+
+    def work(thread: int, num_threads: int) -> None:
+        for index, gradient in itertools.islice(spans, thread, None, num_threads):
+            norms[index] = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+
+    each(work)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n for n in norms if n is not None]))
+    return total
+
+
+def _spans(flat: FlatParameters) -> list[tuple[int, Tensor]]:
+    return [
+        (index, segment.gradients[start : start + size])
+        for segment in flat.segments
+        for index, start, size in zip(segment.members, segment.starts, segment.sizes, strict=True)
+    ]

@@ -1,0 +1,577 @@
+"""Train a module on replicas: the loop, its position, and everything a user says to it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric
+
+from phalanx.clock import now_s
+from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.plan import Layout, check_workloads
+from phalanx.replicas import (
+    ThreadCrew,
+    caller_intra_op,
+    resolve_devices,
+    restore_memory_format,
+    use_channels_last,
+    wants_channels_last,
+)
+from phalanx.train.cutting import Cutter
+from phalanx.train.engine import Engine, compute, loss_of
+from phalanx.train.events import Callback, EpochDone, Event, FormationChosen, StepDone
+from phalanx.train.formation import Formation, candidates, fixed, try_out
+from phalanx.train.metrics import ReplicaMetrics
+from phalanx.train.order import Order, batches_from
+from phalanx.train.position import Position
+from phalanx.train.state import TrainerState, capture_state, restore_state
+from phalanx.train.work import Outcome, Work
+from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
+
+__all__ = ["Trainer"]
+
+_END = object()
+
+
+class Trainer:
+    """Train ``module`` on several replicas as plain PyTorch would on one.
+
+    Every batch is cut into microbatches; their gradients, weighted by what they stand for, are
+    summed along a fixed tree, and the optimizer steps once. Without ``microbatches`` every replica
+    gets one slice, which is fastest. With it the trained weights are the same bits for any number
+    of replicas, any timing, and across a stop and a resume.
+
+    Args:
+        module: Trained in place; ``trainer.module`` is it, always current. Between construction and
+            :meth:`close` its parameters lie in flat buffers.
+        loss: (outputs, targets) -> a mean over what it counts.
+        optimizer: Makes a torch optimizer from the list of the module's parameters.
+        replicas: How many, or a device for each, or "auto": a short measured trial before the first
+        step
+            decides how many replicas with how many threads each.
+        workloads: Each replica's relative share; equal by default.
+        microbatches: Into how many pieces every batch is cut; fixes the bits.
+        intra_op: Threads inside operators, per replica. Part of what fixes the bits: 1 when
+            ``microbatches`` is given, else cores divided by replicas.
+        seed: Where dropout and its like start; each microbatch of each step has numbers of its own.
+        crew: "threads": replicas are threads of this process.
+        weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
+            default its rows.
+        forward: (module, microbatch) -> loss or (loss, outputs), for batches or models of another
+        form. layout: Which dim of which leaf of (inputs, targets) is split; default dim 0 of all.
+        clip_norm: Largest 2-norm of all gradients together.
+        scheduler: Makes a learning-rate scheduler from the optimizer; stepped after every update.
+        metrics: torchmetrics by name, counted in training and evaluation.
+        channels_last: Lay convolution weights out channels_last; default: where the model has
+            convolutions and runs so.
+        callbacks: Called with every `StepDone`, `EpochDone` and `FormationChosen`.
+
+    Raises:
+        ConfigError: An argument cannot work.
+
+    Determinism: with ``microbatches``, bitwise the same for any formation on the same kind of
+    device; without, bitwise from run to run for the same formation.
+
+    Example:
+        >>> data = [(torch.ones(6, 3), torch.zeros(6, 1))]
+        >>> def sgd(params):
+        ...     return torch.optim.SGD(params, lr=0.1)
+        >>> with Trainer(nn.Linear(3, 1), nn.functional.mse_loss, sgd, replicas=2) as trainer:
+        ...     epochs = trainer.fit(data, epochs=2)
+        >>> [each.steps for each in epochs]
+        [1, 2]
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: LossFn | None,
+        optimizer: Callable[[list[nn.Parameter]], Optimizer],
+        *,
+        replicas: int | str | Sequence[Device] = "auto",
+        workloads: Sequence[float] | None = None,
+        microbatches: int | None = None,
+        intra_op: int | None = None,
+        seed: int = 0,
+        crew: str = "threads",
+        weight: WeightFn | None = None,
+        forward: ForwardFn | None = None,
+        layout: Layout | None = None,
+        clip_norm: float | None = None,
+        scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        channels_last: bool | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        _check_options(module, replicas, microbatches, intra_op, crew, clip_norm)
+        parameters = list(module.parameters())
+        self.module = module
+        self._home = parameters[0].device if parameters else torch.device("cpu")
+        self._formation = self._given_formation(replicas, microbatches, intra_op)
+        if workloads is not None:
+            check_workloads(workloads, len(self._formation.devices) if self._formation else None)
+        self._work = Work(loss, forward)
+        self._cutter = Cutter(layout if layout is not None else Layout(), microbatches, weight)
+        self._metrics = ReplicaMetrics(metrics or {})
+        self.optimizer = _make_optimizer(optimizer, parameters)
+        self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
+        self._workloads = workloads
+        self._microbatches = microbatches
+        self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
+        self._seed = seed
+        self._clip_norm = clip_norm
+        self._channels_last = channels_last
+        self._callbacks = tuple(callbacks)
+        self._engine: Engine | None = None
+        self._closed = False
+        self._position = Position()
+        self._order: Order | None = None
+        self._order_is_stored = False  # the order came from a checkpoint and is to be put back
+        self._loader: object = None
+        self._iterator: object = None  # the last one, to know a generator again
+        self._stopped = False
+
+    def _given_formation(
+        self, replicas: int | str | Sequence[Device], microbatches: int | None, intra_op: int | None
+    ) -> Formation | None:
+        if replicas == "auto":
+            return None
+        assert not isinstance(replicas, str)
+        if microbatches is not None and intra_op is None:
+            intra_op = 1
+        return fixed(resolve_devices(replicas, self._home), intra_op)
+
+    # -- what is known
+    # -------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Optimizer updates done since the beginning."""
+        return self._position.steps
+
+    @property
+    def epochs(self) -> int:
+        """Epochs finished since the beginning."""
+        return self._position.epochs
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last :meth:`fit` was ended by :meth:`stop`."""
+        return self._stopped
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each replica; empty until the trial of `replicas="auto"`."""
+        return self._formation.devices if self._formation is not None else ()
+
+    @property
+    def intra_op(self) -> int | None:
+        """Threads inside operators, per replica; None until the trial of `replicas="auto"`."""
+        return self._formation.intra_op if self._formation is not None else None
+
+    def __repr__(self) -> str:
+        formation = str(self._formation) if self._formation is not None else "replicas to be chosen"
+        cut = f", {self._microbatches} microbatches" if self._microbatches is not None else ""
+        return f"Trainer({type(self.module).__name__} on {formation}{cut}, step {self.steps})"
+
+    # -- training
+    # ------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        loader: Iterable[Nested],
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        validate: Iterable[Nested] | None = None,
+    ) -> list[EpochDone]:
+        """Train for ``epochs`` passes over ``loader``, or ``steps`` updates, whichever ends first.
+
+        A call that was stopped in mid-epoch is finished by the next one, in this process or after
+        :meth:`resume` in another: it goes on behind the last batch that was done.
+
+        Args:
+            loader: Any iterable of batches that can be iterated once per epoch.
+            epochs: Of this call; default 1, or as many as ``steps`` needs.
+            validate: Evaluated after each epoch.
+
+        Returns:
+            One `EpochDone` for every epoch that this call finished.
+
+        Raises:
+            ConfigError: The loader yields nothing, or a batch cannot work; the step is refused
+            then.
+        """
+        _check_counts(epochs, steps)
+        self._check_open()
+        if epochs is None and steps is None:
+            epochs = 1
+        last_epoch = self._position.target
+        if last_epoch is None and epochs is not None:
+            last_epoch = self.epochs + epochs
+        self._position = replace(self._position, target=last_epoch)
+        last_step = None if steps is None else self.steps + steps
+        self._stopped = False
+        finished: list[EpochDone] = []
+        with caller_intra_op(1):  # the caller's idle thread pool must not spin beside the replicas
+            while last_epoch is None or self.epochs < last_epoch:
+                done = self._run_epoch(loader, validate, last_step)
+                if done is None:
+                    break
+                finished.append(done)
+        if not self._stopped:
+            self._position = replace(self._position, target=None)
+        return finished
+
+    def step(self, batch: Nested) -> StepDone:
+        """Do one optimizer update on ``batch``.
+
+        Raises:
+            ConfigError: The batch cannot work, or its loss is not finite; nothing has changed then.
+            Exception: What the module or the loss raised in a replica, with a note that says in
+            which.
+        """
+        self._check_open()
+        self._cutter.check_rows(batch)
+        with caller_intra_op(1):
+            self.module.train()
+            return self._step(batch)
+
+    def stop(self) -> None:
+        """Make the running :meth:`fit` return after the step it is in; callable from anywhere."""
+        self._stopped = True
+
+    def evaluate(self, loader: Iterable[Nested]) -> dict[str, float]:
+        """Return the loss and the metrics over all of ``loader``, in eval mode, without gradients.
+
+        The loss is the weighted mean over everything; metrics are exact however batches were cut.
+        """
+        self._check_open()
+        with caller_intra_op(1):
+            return self._evaluate(loader)
+
+    def _run_epoch(
+        self, loader: Iterable[Nested], validate: Iterable[Nested] | None, last_step: int | None
+    ) -> EpochDone | None:
+        """Run what is left of the current epoch; None when it was left in the middle."""
+        begin_s = now_s()
+        self.module.train()
+        batches = self._batches(loader)
+        while not self._epoch_is_complete(loader):
+            if self._stopped or (last_step is not None and self.steps >= last_step):
+                return None
+            batch = next(batches, _END)
+            if batch is _END:
+                break
+            if self._position.batch == 0:
+                self._cutter.check_rows(batch)
+            self._step(batch)
+        if self._position.batch == 0:
+            raise ConfigError(
+                "`loader` must yield at least one batch, but yields none. A generator is used up "
+                "after one pass: give something that can be iterated again."
+            )
+        return self._finish_epoch(now_s() - begin_s, validate)
+
+    def _epoch_is_complete(self, loader: Iterable[Nested]) -> bool:
+        """Tell it without asking for another batch, where the loader knows its length."""
+        return isinstance(loader, Sized) and 0 < len(loader) <= self._position.batch
+
+    def _batches(self, loader: Iterable[Nested]) -> Iterator[Nested]:
+        self._loader = loader
+        if loader is self._iterator and self._position.batch > 0:
+            return iter(loader)  # a generator that was left in the middle goes on by itself
+        if self._order is not None and (self._order_is_stored or self._position.batch > 0):
+            self._order.restore(loader)
+        else:
+            self._order = Order.capture(loader)
+        self._order_is_stored = False
+        batches = batches_from(loader, self._position.batch, self.epochs)
+        self._iterator = batches
+        return batches
+
+    def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
+        train = {"loss": self._position.mean_loss, **self._metrics.compute()}
+        validation = None if validate is None else self._evaluate(validate)
+        done = EpochDone(
+            epoch=self.epochs,
+            steps=self.steps,
+            samples=self._position.samples,
+            seconds=seconds,
+            train=train,
+            validation=validation,
+        )
+        self._position = self._position.next_epoch()
+        self._tell(done)
+        return done
+
+    def _step(self, batch: Nested) -> StepDone:
+        engine = self._open_engine(batch)
+        start_s = now_s()
+        pieces = engine.cut(batch)
+        run = self._work.training(pieces.scales, keep_outputs=bool(self._metrics))
+        if self._position.batch == 0:
+            self._metrics.reset(len(engine.crew))
+        update = engine.update(pieces, run, (self._seed, self.steps), self._count)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        done = StepDone(
+            step=self.steps + 1,
+            epoch=self.epochs,
+            batch=self._position.batch,
+            loss=update.loss,
+            samples=update.samples,
+            seconds=now_s() - start_s,
+            shares=update.shares,
+            busy_s=update.busy_s,
+            spans=update.spans,
+        )
+        self._position = self._position.next_batch(update.loss, update.weight, update.samples)
+        self._tell(done)
+        return done
+
+    def _count(self, replica: int, outcome: Outcome) -> None:
+        if self._metrics:
+            self._metrics.update(replica, outcome.outputs, outcome.targets)
+
+    def _evaluate(self, loader: Iterable[Nested]) -> dict[str, float]:
+        metrics = self._metrics.copy()
+        modes = [(child, child.training) for child in self.module.modules()]
+        total = weight = 0.0
+        run = self._work.evaluation()
+        engine: Engine | None = None
+        try:
+            for batch in loader:
+                if engine is None:
+                    engine = self._open_engine(batch)
+                    metrics.reset(len(engine.crew))
+                    self.module.eval()
+                pieces = engine.cut(batch)
+                with torch.no_grad():
+                    report = engine.compute(pieces, run, (self._seed, self.steps))
+                for replica, outcome in zip(report.replica_of, report.results, strict=True):
+                    if metrics and outcome is not None:
+                        metrics.update(replica, outcome.outputs, outcome.targets)
+                total += loss_of(pieces, report) * pieces.weight
+                weight += pieces.weight
+        finally:
+            for child, training in modes:
+                child.training = training
+        if engine is None:
+            raise ConfigError("`loader` must yield at least one batch, but yields none.")
+        return {"loss": total / weight, **metrics.compute()}
+
+    # -- state
+    # ---------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write everything that :meth:`resume` needs to ``folder``, as a whole or not at all."""
+        self._check_open()
+        capture_state(self._state(), Path(folder))
+
+    def resume(self, folder: str | Path) -> None:
+        """Continue from what :meth:`save` wrote: model, optimizer, scheduler, position, data order.
+
+        With the same `microbatches` and seed the run goes on bit for bit, on any number of
+        replicas.
+
+        Raises:
+            CheckpointError: It is missing, damaged, or of another model or optimizer; nothing has
+                changed then.
+        """
+        self._check_open()
+        state = self._state()
+        restored = restore_state(state, Path(folder))
+        self._position, self._order = restored.position, restored.order
+        self._order_is_stored, self._iterator = restored.order is not None, None
+        if self._formation is None and restored.formation is not None:
+            count, intra_op = restored.formation
+            self._formation = Formation((self._home,) * count, self._intra_op or intra_op)
+        for name, was, now in (
+            ("microbatches", restored.microbatches, self._microbatches),
+            ("seed", restored.seed, self._seed),
+        ):
+            if was != now:
+                warnings.warn(
+                    f"`{name}` must be {was!r} as in the checkpoint to continue bit for bit, but "
+                    f"is {now!r}.",
+                    stacklevel=2,
+                )
+        if self._engine is not None:
+            self._engine.reload_state()
+
+    def close(self) -> None:
+        """Dismiss the replicas and give the parameters memory of their own; idempotent."""
+        self._closed = True
+        self._close_engine()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _state(self) -> TrainerState:
+        if self._position.batch == 0 and self._loader is not None and not self._order_is_stored:
+            self._order = Order.capture(self._loader)  # what the next epoch will start from
+        return TrainerState(
+            module=self.module,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            position=self._position,
+            order=self._order,
+            seed=self._seed,
+            microbatches=self._microbatches,
+            formation=None
+            if self._formation is None
+            else (len(self._formation.devices), self._formation.intra_op),
+        )
+
+    # -- the engine
+    # ----------------------------------------------------------------------------------
+
+    def _open_engine(self, batch: Nested) -> Engine:
+        if self._engine is not None and not self._engine.fits():
+            self._close_engine()
+        if self._engine is None:
+            self._settle_memory_format(batch)
+            if self._formation is None:
+                self._formation = self._choose_formation(batch)
+            self._engine = self._make_engine(self._formation)
+        return self._engine
+
+    def _make_engine(self, formation: Formation) -> Engine:
+        return Engine(
+            self.module,
+            self.optimizer,
+            formation,
+            cutter=self._cutter,
+            workloads=self._workloads,
+            clip_norm=self._clip_norm,
+        )
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _settle_memory_format(self, batch: Nested) -> None:
+        """Use channels_last weights where the model has convolutions and runs with them."""
+        wanted = self._channels_last
+        if wanted is False or (wanted is None and not wants_channels_last(self.module)):
+            return
+        use_channels_last(self.module)
+        if wanted is None and not self._runs(batch):
+            restore_memory_format(self.module)
+        self._channels_last = False  # settled; parameters keep their format from now on
+
+    def _runs(self, batch: Nested) -> bool:
+        """Tell whether a step on ``batch`` would get through (models that call `view` may not)."""
+        run, close = self._open_trial(Formation((self._home,), 1), batch)
+        try:
+            run()
+        except Exception:
+            return False
+        finally:
+            close()
+        return True
+
+    def _choose_formation(self, batch: Nested) -> Formation:
+        intra_op = self._intra_op
+        options = candidates(self._home, intra_op)
+        if self._workloads is not None:
+            options = [Formation((self._home,) * len(self._workloads), intra_op or 1)]
+        chosen, reason = options[0], "the only choice"
+        if len(options) > 1:
+            chosen, reason = try_out(options, lambda formation: self._open_trial(formation, batch))
+        self._tell(
+            FormationChosen(replicas=len(chosen.devices), intra_op=chosen.intra_op, reason=reason)
+        )
+        return chosen
+
+    def _open_trial(
+        self, formation: Formation, batch: Nested
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Return a function that computes the gradients of ``batch`` to no effect, and its end."""
+        crew = ThreadCrew(
+            self.module, formation.devices, workloads=self._workloads, intra_op=formation.intra_op
+        )
+        pieces = self._cutter.cut(batch, crew.workloads)
+        work = self._work.training(pieces.scales, keep_outputs=False)
+
+        def run() -> None:
+            compute(crew, pieces, work, (self._seed, self.steps))
+
+        return run, crew.close
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError(
+                "The trainer must be open, but was closed. Make a new one and `resume()`."
+            )
+
+    def _tell(self, event: Event) -> None:
+        for callback in self._callbacks:
+            callback(event)
+
+
+def _check_options(
+    module: nn.Module,
+    replicas: int | str | Sequence[Device],
+    microbatches: int | None,
+    intra_op: int | None,
+    crew: str,
+    clip_norm: float | None,
+) -> None:
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
+    if isinstance(replicas, str) and replicas != "auto":
+        raise ConfigError(
+            f"`replicas` must be a number, a sequence of devices or 'auto', but is {replicas!r}. "
+            f"Give [{replicas!r}] for one replica there."
+        )
+    if microbatches is not None and microbatches < 1:
+        raise ConfigError(
+            f"`microbatches` must be at least 1, but is {microbatches!r}. Give None for one slice "
+            "per replica."
+        )
+    if intra_op is not None and intra_op < 1:
+        raise ConfigError(f"`intra_op` must be at least 1 thread, but is {intra_op!r}.")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(
+            f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
+        )
+    if crew != "threads":
+        raise UnsupportedError(
+            f"`crew` must be 'threads', but is {crew!r}: no other crew is built yet."
+        )
+
+
+def _check_counts(epochs: int | None, steps: int | None) -> None:
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and value < 1:
+            raise ConfigError(f"`{name}` must be at least 1, but is {value!r}.")
+
+
+def _make_optimizer(
+    make: Callable[[list[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]
+) -> Optimizer:
+    if not callable(make):
+        raise ConfigError(
+            "`optimizer` must be a function that makes one from parameters, but is "
+            f"{type(make).__name__!r}. Give lambda params: torch.optim.AdamW(params, lr=1e-3)."
+        )
+    optimizer = make(parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            "`optimizer` must return a `torch.optim.Optimizer`, but returned "
+            f"{type(optimizer).__name__!r}."
+        )
+    return optimizer

@@ -1,0 +1,138 @@
+"""What a replica does with one microbatch: forward, loss, backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.plan import flatten, unflatten
+from phalanx.replicas import Turn
+from phalanx.types import ForwardFn, LossFn, Nested
+
+__all__ = ["Outcome", "Work"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one microbatch gave.
+
+    Attributes:
+        loss: Its mean loss.
+        outputs: The module's outputs, detached; None where nobody asked.
+        targets: The microbatch's targets, on the same device.
+    """
+
+    loss: float
+    outputs: Nested
+    targets: Nested
+
+
+class Work:
+    """Compute losses and gradients of microbatches.
+
+    Args:
+        loss: (outputs, targets) -> mean loss; needed without ``forward``.
+        forward: (module, microbatch) -> loss, or (loss, outputs); takes the place of calling the
+        module
+            and the loss.
+    """
+
+    def __init__(self, loss: LossFn | None, forward: ForwardFn | None) -> None:
+        if (loss is None) == (forward is None):
+            given = "none is given" if loss is None else "both are given"
+            raise ConfigError(
+                f"`loss` must be given unless `forward` is, but {given}. Give one of them."
+            )
+        self._loss = loss
+        self._forward = forward
+
+    def training(self, scales: Sequence[float], keep_outputs: bool) -> Callable[[Turn], Outcome]:
+        """Return the function that runs a microbatch forward and backward.
+
+        Args:
+            scales: Each microbatch's share in the whole batch's loss.
+            keep_outputs: Whether metrics will want them.
+        """
+
+        def run(turn: Turn) -> Outcome:
+            loss, outcome = self._evaluate(turn, keep_outputs)
+            if not math.isfinite(outcome.loss):
+                raise ConfigError(
+                    f"`loss` must be finite, but is {outcome.loss!r} in microbatch {turn.index}; "
+                    "the step was refused and nothing has changed. Lower the learning rate, clip "
+                    "gradients by `clip_norm`, or look at this microbatch's data."
+                )
+            if not loss.requires_grad:
+                raise ConfigError(
+                    "`loss` must depend on a parameter that requires a gradient, but does not. "
+                    "Unfreeze parameters, and compute the loss from the module's outputs."
+                )
+            loss.backward(torch.as_tensor(scales[turn.index], dtype=loss.dtype, device=loss.device))
+            return outcome
+
+        return run
+
+    def evaluation(self) -> Callable[[Turn], Outcome]:
+        """Return the function that runs a microbatch forward only."""
+        return lambda turn: self._evaluate(turn, keep_outputs=True)[1]
+
+    def _evaluate(self, turn: Turn, keep_outputs: bool) -> tuple[Tensor, Outcome]:
+        batch = _to_device(turn.batch, turn.replica.device)
+        with turn.drawing():
+            loss, outputs = self._call(turn.replica.module, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"`loss` must return a tensor of one element, but returned {shown!r}. Take its "
+                "mean."
+            )
+        kept = _detached(outputs) if keep_outputs else None
+        targets = batch[1] if keep_outputs and _is_pair(batch) else None
+        return loss, Outcome(loss.item(), kept, targets)
+
+    def _call(
+        self, module: nn.Module, batch: Nested
+    ) -> tuple[Any, Nested]:  # Any: the user's loss, unchecked
+        if self._forward is not None:
+            result = self._forward(module, batch)
+            return result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if not _is_pair(batch):
+            raise ConfigError(
+                f"A batch must be a pair (inputs, targets), but is {type(batch).__name__!r}. Give "
+                "`forward=` to take batches of another form."
+            )
+        assert self._loss is not None
+        inputs, targets = batch
+        if isinstance(inputs, dict):
+            outputs = module(**inputs)
+        elif isinstance(inputs, (tuple, list)):
+            outputs = module(*inputs)
+        else:
+            outputs = module(inputs)
+        return self._loss(outputs, targets), outputs
+
+
+def _is_pair(batch: Nested) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+def _to_device(batch: Nested, device: torch.device) -> Nested:
+    leaves, spec = flatten(batch)
+    return unflatten(
+        [
+            leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ],
+        spec,
+    )
+
+
+def _detached(outputs: Nested) -> Nested:
+    leaves, spec = flatten(outputs)
+    return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

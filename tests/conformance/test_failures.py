@@ -1,0 +1,436 @@
+"""An exception inside a replica arrives as it was raised, and leaves everything usable.
+
+Its own type and data, its own traceback down to the line that raised, a note that names replica and
+microbatch; weights, statistics and optimizer as before; no thread left.
+"""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx.train import StepDone
+from tests.conformance.models import (
+    CNN_NORM,
+    MLP,
+    Loader,
+    adamw,
+    assert_same_bits,
+    batches_of,
+    cnn_norm,
+    gradients_of,
+    mlp,
+    sgd,
+    state_of,
+    vector_batch,
+)
+
+MARKER = 1e6  # a row that holds this makes the code under test raise
+MICROBATCHES = 8
+ROWS = 16  # two rows in each microbatch
+
+
+class Boom(Exception):
+    """An exception that cannot be made again from its message alone."""
+
+    def __init__(self, code: int, *, where: str) -> None:
+        super().__init__(f"boom {code} in {where}")
+        self.code = code
+        self.where = where
+
+
+def explode(where: str) -> None:
+    raise Boom(7, where=where)
+
+
+class ExplodesGoingBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        if bool((x == MARKER).any()):
+            explode("backward")
+        return gradient
+
+
+class Fuse(nn.Module):
+    """Hands its input on; at the marker it raises, in forward or in backward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward" and bool((x == MARKER).any()):
+            explode("forward")
+        if self.where == "backward":
+            x = ExplodesGoingBack.apply(x)
+        return x.clamp(max=3.0)
+
+
+class Fused(nn.Module):
+    """Batch norm in front, so that statistics are written before anything goes wrong."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(4)
+        self.lift = nn.Linear(7, 7)
+        self.fuse = Fuse(where)
+        self.net = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        marked = (x == MARKER).any(1, keepdim=True)
+        lifted = torch.where(marked, torch.full_like(x, MARKER), self.lift(x.clamp(max=3.0)))
+        return self.norm(self.net(self.fuse(lifted)))
+
+
+def loss_for(where: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if where == "loss" and bool((targets < 0).any()):
+            explode("loss")
+        return MLP.loss(outputs, targets.clamp(min=0))
+
+    return loss
+
+
+def marked_batch(row: int) -> tuple[Tensor, Tensor]:
+    x, targets = vector_batch(ROWS)
+    x, targets = x.clone(), targets.clone()
+    x[row] = MARKER
+    targets[row] = -1
+    return x, targets
+
+
+def whole_state(trainer: phalanx.Trainer) -> list[Any]:
+    return [
+        state_of(trainer.module),
+        copy.deepcopy(trainer.optimizer.state_dict()),
+        trainer.steps,
+        trainer.epochs,
+        [each.training for each in trainer.module.modules()],
+    ]
+
+
+def functions_in(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+WHERE = pytest.mark.parametrize("where", ["forward", "backward", "loss"])
+
+
+@WHERE
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("row", [0, 11, 15])
+def test_the_trainer_raises_what_the_replica_raised(where: str, replicas: int, row: int) -> None:
+    net = Fused(where)
+    with phalanx.Trainer(
+        net, loss_for(where), adamw, replicas=replicas, microbatches=MICROBATCHES
+    ) as trainer:
+        with pytest.raises(Boom) as caught:
+            trainer.step(marked_batch(row))
+    error = caught.value
+    assert type(error) is Boom
+    assert (error.code, error.where) == (7, where)
+    assert "explode" in functions_in(error)
+    assert f"microbatch {row // 2}" in notes_of(error)
+    assert any(f"replica {index}" in notes_of(error) for index in range(replicas))
+
+
+@WHERE
+def test_after_a_failure_the_trainer_goes_on_as_if_there_had_been_none(where: str) -> None:
+    good = [vector_batch(ROWS, seed=seed) for seed in range(6)]
+
+    def run(*, failing: bool) -> list[Any]:
+        with phalanx.Trainer(
+            Fused(where), loss_for(where), adamw, replicas=2, microbatches=MICROBATCHES
+        ) as trainer:
+            for index, batch in enumerate(good):
+                if failing and index in (0, 3):
+                    before = whole_state(trainer)
+                    with pytest.raises(Boom):
+                        trainer.step(marked_batch(5 * index))
+                    assert_same_bits(whole_state(trainer), before)
+                trainer.step(batch)
+            return whole_state(trainer)
+
+    assert_same_bits(run(failing=True), run(failing=False))
+
+
+@WHERE
+def test_a_failure_in_the_middle_of_a_fit_can_be_followed_by_another_fit(where: str) -> None:
+    good = [vector_batch(ROWS, seed=seed) for seed in range(3)]
+    with phalanx.Trainer(Fused(where), loss_for(where), sgd, replicas=2) as trainer:
+        with pytest.raises(Boom):
+            trainer.fit(Loader([good[0], marked_batch(3), good[1]]), epochs=1)
+        assert trainer.steps == 1
+        trainer.fit(Loader(good), epochs=1)
+        assert trainer.steps >= 4
+
+
+@pytest.mark.parametrize("where", ["forward", "loss"])
+def test_a_failure_in_evaluation_arrives_too_and_training_mode_comes_back(where: str) -> None:
+    with phalanx.Trainer(Fused(where), loss_for(where), sgd, replicas=2) as trainer:
+        trainer.step(vector_batch(ROWS))
+        before = whole_state(trainer)
+        with pytest.raises(Boom) as caught:
+            trainer.evaluate(Loader([vector_batch(ROWS), marked_batch(9)]))
+        assert "explode" in functions_in(caught.value)
+        assert "replica" in notes_of(caught.value)
+        assert_same_bits(whole_state(trainer), before)
+        assert torch.isfinite(torch.tensor(trainer.evaluate(Loader([vector_batch(ROWS)]))["loss"]))
+
+
+def test_when_all_replicas_fail_one_exception_arrives() -> None:
+    x, targets = vector_batch(ROWS)
+    with phalanx.Trainer(
+        Fused("forward"), loss_for("forward"), sgd, replicas=3, microbatches=MICROBATCHES
+    ) as trainer:
+        with pytest.raises(Boom) as caught:
+            trainer.step((torch.full_like(x, MARKER), targets))
+        assert "microbatch" in notes_of(caught.value)
+        trainer.step((x, targets))
+
+
+def test_the_same_exception_object_raised_by_two_replicas_is_no_trouble() -> None:
+    one = Boom(1, where="shared")
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        raise one
+
+    with phalanx.Trainer(mlp(), loss, sgd, replicas=3) as trainer:
+        for _ in range(2):
+            with pytest.raises(Boom) as caught:
+                trainer.step(vector_batch(ROWS))
+            assert caught.value is one
+
+
+def test_an_exception_of_the_weight_function_arrives() -> None:
+    def weight(part: Any) -> float:
+        explode("weight")
+        return 1.0
+
+    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2, weight=weight) as trainer:
+        before = whole_state(trainer)
+        with pytest.raises(Boom):
+            trainer.step(vector_batch(ROWS))
+        assert_same_bits(whole_state(trainer), before)
+
+
+def test_an_exception_of_a_callback_arrives_and_the_step_counts() -> None:
+    def watch(event: object) -> None:
+        if isinstance(event, StepDone) and event.step == 2:
+            explode("callback")
+
+    batches = batches_of(MLP, ROWS, torch.float32, 4)
+    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2, callbacks=[watch]) as trainer:
+        with pytest.raises(Boom):
+            trainer.fit(Loader(batches), epochs=1)
+        assert trainer.steps == 2
+        trainer.step(batches[2])
+        assert trainer.steps == 3
+
+
+def test_an_exception_of_the_loader_arrives() -> None:
+    def broken() -> Iterator[Any]:
+        yield vector_batch(ROWS)
+        explode("loader")
+
+    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2) as trainer:
+        with pytest.raises(Boom):
+            trainer.fit(broken(), epochs=1)
+        assert trainer.steps == 1
+        trainer.step(vector_batch(ROWS))
+
+
+# --- DataParallel -------------------------------------------------------------------------------------------
+
+
+class TestDataParallel:
+    def model(self, net: nn.Module, replicas: int = 3) -> phalanx.DataParallel:
+        return phalanx.DataParallel(net, devices=["cpu"] * replicas)
+
+    def test_forward_raises_what_the_replica_raised(self) -> None:
+        net = Fused("forward")
+        before = state_of(net)
+        with self.model(net) as model:
+            with pytest.raises(Boom) as caught:
+                model(marked_batch(7)[0])  # 16 rows are cut 6, 5, 5: row 7 is replica 1's
+            assert "explode" in functions_in(caught.value)
+            assert "replica 1" in notes_of(caught.value)
+            assert "microbatch 1" in notes_of(caught.value)
+            assert_same_bits(state_of(net), before)
+            model(vector_batch(ROWS)[0]).sum().backward()
+        assert all(gradient is not None for gradient in gradients_of(net))
+
+    def test_backward_raises_what_the_replica_raised_and_adds_no_gradient(self) -> None:
+        net = Fused("backward")
+        x, targets = marked_batch(12)
+        loss = loss_for("backward")
+        with self.model(net) as model:
+            loss(model(vector_batch(ROWS)[0]), vector_batch(ROWS)[1]).backward()
+            before = gradients_of(net)
+            outputs = model(x)
+            with pytest.raises(Boom) as caught:
+                loss(outputs, targets).backward()
+            assert (caught.value.code, caught.value.where) == (7, "backward")
+            assert "explode" in functions_in(caught.value)
+            assert "replica 2" in notes_of(caught.value)
+            assert_same_bits(gradients_of(net), before)
+            model.zero_grad()
+            loss(model(vector_batch(ROWS)[0]), vector_batch(ROWS)[1]).backward()
+        assert all(gradient is not None for gradient in gradients_of(net))
+
+    def test_after_a_failure_gradients_are_right(self) -> None:
+        net, twin = Fused("backward").eval(), Fused("backward").eval()
+        x, targets = vector_batch(ROWS)
+        with self.model(net) as model:
+            for marked in (marked_batch(2), marked_batch(14)):
+                with pytest.raises(Boom):
+                    loss_for("")(model(marked[0]), marked[1]).backward()
+            model.zero_grad()
+            loss_for("")(model(x), targets).backward()
+        loss_for("")(twin(x), targets).backward()
+        torch.testing.assert_close(gradients_of(net), gradients_of(twin), rtol=1e-5, atol=1e-5)
+
+
+# --- stopping -----------------------------------------------------------------------------------------------
+
+
+def house_threads() -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("phalanx"))
+
+
+@pytest.fixture
+def threads_before() -> list[str]:
+    return house_threads()
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_no_thread_is_left_after_close(failing: bool, threads_before: list[str]) -> None:
+    trainer = phalanx.Trainer(Fused("forward"), loss_for(""), sgd, replicas=3)
+    if failing:
+        with pytest.raises(Boom):
+            trainer.step(marked_batch(4))
+    trainer.step(vector_batch(ROWS))
+    assert set(house_threads()) >= {f"phalanx-replica-{index}" for index in range(3)}
+    trainer.close()
+    assert house_threads() == threads_before
+    trainer.close()
+
+
+def test_no_thread_of_a_container_is_left_after_close(threads_before: list[str]) -> None:
+    model = phalanx.DataParallel(mlp(), devices=["cpu"] * 3)
+    assert house_threads() == threads_before, "construction is cheap: threads start when there is work"
+    outputs = model(vector_batch(ROWS)[0])
+    assert len(house_threads()) > len(threads_before)
+    outputs.sum().backward()
+    model.close()
+    assert house_threads() == threads_before
+    model.close()
+
+
+def test_leaving_the_block_by_an_exception_closes(threads_before: list[str]) -> None:
+    with pytest.raises(Boom), phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2) as trainer:
+        trainer.step(vector_batch(ROWS))
+        explode("block")
+    assert house_threads() == threads_before
+
+
+def test_stop_finishes_the_step_and_fit_returns() -> None:
+    seen: list[StepDone] = []
+
+    def watch(event: object) -> None:
+        if isinstance(event, StepDone):
+            seen.append(event)
+            if event.step == 3:
+                trainer.stop()
+
+    batches = batches_of(MLP, ROWS, torch.float32, 5)
+    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2, callbacks=[watch]) as trainer:
+        assert not trainer.stopped
+        trainer.fit(Loader(batches), epochs=2)
+        assert trainer.stopped
+        assert (trainer.steps, trainer.epochs) == (3, 0)
+        assert [event.step for event in seen] == [1, 2, 3]
+
+
+def test_stop_may_be_called_from_another_thread() -> None:
+    """As a signal handler or a notebook's button does."""
+    begun = threading.Event()
+
+    def watch(event: object) -> None:
+        if isinstance(event, StepDone) and event.step == 2:
+            begun.set()
+            stopper.join()
+
+    def stop() -> None:
+        begun.wait(30)
+        trainer.stop()
+
+    stopper = threading.Thread(target=stop)
+    batches = batches_of(MLP, ROWS, torch.float32, 5)
+    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2, callbacks=[watch]) as trainer:
+        stopper.start()
+        trainer.fit(Loader(batches), epochs=100)
+        assert trainer.steps == 2
+
+
+def test_an_interrupt_in_a_callback_arrives_and_the_trainer_can_be_saved(tmp_path: Any) -> None:
+    def watch(event: object) -> None:
+        if isinstance(event, StepDone) and event.step == 2:
+            raise KeyboardInterrupt
+
+    batches = batches_of(CNN_NORM, ROWS, torch.float32, 4)
+    with phalanx.Trainer(cnn_norm(), CNN_NORM.loss, adamw, replicas=2, callbacks=[watch]) as trainer:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(Loader(batches), epochs=1)
+        assert trainer.steps == 2
+        trainer.save(tmp_path / "checkpoint")
+        expected = whole_state(trainer)
+    with phalanx.Trainer(cnn_norm(seed=2), CNN_NORM.loss, adamw, replicas=3) as trainer:
+        trainer.resume(tmp_path / "checkpoint")
+        assert_same_bits(whole_state(trainer), expected)
+
+
+def test_ctrl_c_while_the_replicas_compute_leaves_a_usable_trainer(threads_before: list[str]) -> None:
+    """The signal reaches the main thread while it waits for the replicas; they still hold the model's memory."""
+    armed = threading.Event()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if armed.is_set():
+            armed.clear()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return MLP.loss(outputs, targets)
+
+    with phalanx.Trainer(mlp(), loss, adamw, replicas=2, microbatches=MICROBATCHES) as trainer:
+        trainer.step(vector_batch(ROWS))
+        before = whole_state(trainer)
+        armed.set()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(vector_batch(ROWS, seed=1))
+        after = whole_state(trainer)
+        assert after[2] in (1, 2)  # the step was undone, or was finished; not half of it
+        if after[2] == 1:
+            assert_same_bits(after, before)
+        done = trainer.step(vector_batch(ROWS, seed=2))
+        assert done.step == after[2] + 1
+        assert torch.isfinite(torch.tensor(done.loss))
+    assert house_threads() == threads_before

@@ -1,0 +1,830 @@
+"""Wrapped equals unwrapped: what plain PyTorch computes, `DataParallel` and `Trainer` compute too.
+
+Batches of 1, 2, 7, 9, 15 and 64 rows over 1, 2 and 3 replicas: fewer rows than replicas, one row more or less
+than even, and plain even ones. The tolerance is argued in `models.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx.errors import UnsupportedError
+from tests.conformance.models import (
+    CASES,
+    CNN_NORM,
+    GPT,
+    MLP,
+    OPTIMIZERS,
+    Case,
+    Named,
+    Nest,
+    Pair,
+    PartlyUsed,
+    SharedInside,
+    TwoInputs,
+    adamw,
+    assert_close,
+    assert_same_bits,
+    batches_of,
+    cnn_norm,
+    gpt,
+    gradients_of,
+    mlp,
+    plain_sgd,
+    plain_steps,
+    sgd,
+    state_of,
+    token_batch,
+    twin_of,
+    vector_batch,
+)
+
+STEPS = 10
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 3])
+ROWS = pytest.mark.parametrize("rows", [1, 2, 7, 9, 15, 64])
+MODELS = pytest.mark.parametrize("case", CASES, ids=str)
+OPTIMIZER = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+
+
+def parallel(module: nn.Module, replicas: int = 2, **options: Any) -> phalanx.DataParallel:
+    return phalanx.DataParallel(module, devices=["cpu"] * replicas, **options)
+
+
+@functools.cache
+def plain_run(
+    case: Case, rows: int, dtype: torch.dtype, optimizer: str
+) -> tuple[dict[str, Tensor], list[float], Tensor]:
+    """Train the unwrapped twin; return its weights, its losses, its output on one more batch."""
+    twin = case.build(dtype)
+    losses = plain_steps(twin, case.loss, OPTIMIZERS[optimizer], batches_of(case, rows, dtype, STEPS))
+    with torch.no_grad():
+        return state_of(twin), losses, twin(case.batch(rows, dtype, seed=STEPS)[0])
+
+
+# --- the matrix ---------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@REPLICAS
+@ROWS
+@MODELS
+def test_output_input_gradient_and_parameter_gradients_equal_the_twins(
+    case: Case, rows: int, replicas: int, dtype: torch.dtype
+) -> None:
+    net = case.build(dtype)
+    twin = twin_of(net)
+    inputs, targets = case.batch(rows, dtype)
+    wants_gradient = inputs.is_floating_point()
+    ours = inputs.clone().requires_grad_(wants_gradient)
+    theirs = inputs.clone().requires_grad_(wants_gradient)
+    with parallel(net, replicas) as model:
+        outputs = model(ours)
+        case.loss(outputs, targets).backward()
+    expected = twin(theirs)
+    case.loss(expected, targets).backward()
+    assert_close(outputs, expected, dtype)
+    assert_close(gradients_of(net), gradients_of(twin), dtype)
+    if wants_gradient:
+        assert_close(ours.grad, theirs.grad, dtype)
+
+
+@OPTIMIZER
+@DTYPES
+@REPLICAS
+@ROWS
+@MODELS
+def test_ten_optimizer_steps_of_data_parallel_equal_the_twins(
+    case: Case, rows: int, replicas: int, dtype: torch.dtype, optimizer: str
+) -> None:
+    weights, losses, outputs = plain_run(case, rows, dtype, optimizer)
+    net = case.build(dtype)
+    with parallel(net, replicas) as model:
+        got = plain_steps(
+            model, case.loss, OPTIMIZERS[optimizer], batches_of(case, rows, dtype, STEPS)
+        )
+        with torch.no_grad():
+            assert_close(model(case.batch(rows, dtype, seed=STEPS)[0]), outputs, dtype)
+    assert_close(state_of(net), weights, dtype)
+    assert_close(got, losses, dtype)
+
+
+@OPTIMIZER
+@DTYPES
+@REPLICAS
+@ROWS
+@MODELS
+def test_ten_optimizer_steps_of_the_trainer_equal_the_twins(
+    case: Case, rows: int, replicas: int, dtype: torch.dtype, optimizer: str
+) -> None:
+    weights, losses, outputs = plain_run(case, rows, dtype, optimizer)
+    with phalanx.Trainer(
+        case.build(dtype), case.loss, OPTIMIZERS[optimizer], replicas=replicas
+    ) as trainer:
+        done = [trainer.step(batch) for batch in batches_of(case, rows, dtype, STEPS)]
+        with torch.no_grad():
+            assert_close(trainer.module(case.batch(rows, dtype, seed=STEPS)[0]), outputs, dtype)
+        assert_close(state_of(trainer.module), weights, dtype)
+    assert_close([event.loss for event in done], losses, dtype)
+    assert [event.step for event in done] == list(range(1, STEPS + 1))
+    assert {event.samples for event in done} == {rows}
+    assert all(sum(event.shares) == rows and len(event.shares) == replicas for event in done)
+
+
+@DTYPES
+@REPLICAS
+@ROWS
+@MODELS
+def test_the_trainers_gradient_equals_the_twins(
+    case: Case, rows: int, replicas: int, dtype: torch.dtype
+) -> None:
+    net = case.build(dtype)
+    twin = twin_of(net)
+    batch = case.batch(rows, dtype)
+    with phalanx.Trainer(net, case.loss, plain_sgd, replicas=replicas) as trainer:
+        before = state_of(trainer.module)
+        trainer.step(batch)
+        after = state_of(trainer.module)
+    case.loss(twin(batch[0]), batch[1]).backward()
+    for name, parameter in twin.named_parameters():
+        assert_close(before[name] - after[name], parameter.grad, dtype)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 7])
+@MODELS
+def test_the_trainer_equals_the_twin_whatever_the_number_of_microbatches(
+    case: Case, microbatches: int
+) -> None:
+    weights, _, _ = plain_run(case, 7, torch.float64, "adamw")
+    with phalanx.Trainer(
+        case.build(torch.float64), case.loss, adamw, replicas=2, microbatches=microbatches
+    ) as trainer:
+        for batch in batches_of(case, 7, torch.float64, STEPS):
+            trainer.step(batch)
+        assert_close(state_of(trainer.module), weights, torch.float64)
+
+
+# --- inputs and graphs of other kinds -----------------------------------------------------------------------
+
+
+@REPLICAS
+def test_data_parallel_inside_a_larger_sequential_equals_the_twin(replicas: int) -> None:
+    torch.manual_seed(3)
+    around = nn.Sequential(nn.Linear(5, 7), mlp(), nn.Linear(4, 3)).double()
+    twin = twin_of(around)
+    inner = parallel(around[1], replicas)
+    around[1] = inner
+    with inner:
+        x = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
+        other = x.detach().clone().requires_grad_()
+        outputs, expected = around(x), twin(other)
+        outputs.square().mean().backward()
+        expected.square().mean().backward()
+        assert_close(outputs, expected, torch.float64)
+        assert_close(x.grad, other.grad, torch.float64)
+        assert_close(gradients_of(around), gradients_of(twin), torch.float64)
+        assert list(around.state_dict()) == list(twin.state_dict())
+
+
+def test_an_input_that_needs_no_gradient_gets_none() -> None:
+    net = mlp(torch.float64)
+    twin = twin_of(net)
+    x, targets = vector_batch(7, torch.float64)
+    with parallel(net) as model:
+        MLP.loss(model(x), targets).backward()
+    MLP.loss(twin(x), targets).backward()
+    assert x.grad is None
+    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
+
+
+def test_when_nothing_needs_a_gradient_the_output_needs_none() -> None:
+    net = mlp().requires_grad_(False)
+    x, _ = vector_batch(7)
+    with parallel(net) as model:
+        assert not model(x).requires_grad
+        assert model(x.requires_grad_()).requires_grad
+
+
+def test_only_the_input_needs_a_gradient() -> None:
+    net = mlp(torch.float64).requires_grad_(False)
+    twin = twin_of(net)
+    x = torch.randn(9, 7, dtype=torch.float64, requires_grad=True)
+    other = x.detach().clone().requires_grad_()
+    with parallel(net, 3) as model:
+        model(x).square().sum().backward()
+    twin(other).square().sum().backward()
+    assert_close(x.grad, other.grad, torch.float64)
+
+
+def test_an_intermediate_input_hands_its_gradient_on() -> None:
+    net = mlp(torch.float64)
+    twin = twin_of(net)
+    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    other = scale.detach().clone().requires_grad_()
+    x, targets = vector_batch(9, torch.float64)
+    with parallel(net) as model:
+        MLP.loss(model(x * scale), targets).backward()
+    MLP.loss(twin(x * other), targets).backward()
+    assert_close(scale.grad, other.grad, torch.float64)
+
+
+@pytest.mark.parametrize("build", [lambda: gpt(torch.float64, tied=True), lambda: SharedInside().double()])
+@REPLICAS
+def test_weights_shared_inside_the_model_stay_one_weight(build: Any, replicas: int) -> None:
+    net = build()
+    twin = twin_of(net)
+    case = GPT if hasattr(net, "embed") else MLP
+    batches = batches_of(case, 9, torch.float64, STEPS)
+    names = [name for name, _ in net.named_parameters()]
+    with parallel(net, replicas) as model:
+        plain_steps(model, case.loss, sgd, batches)
+    plain_steps(twin, case.loss, sgd, batches)
+    assert [name for name, _ in net.named_parameters()] == names
+    assert_close(state_of(net), state_of(twin), torch.float64)
+
+
+@REPLICAS
+def test_the_trainer_keeps_shared_weights_one_weight(replicas: int) -> None:
+    twin = gpt(torch.float64, tied=True)
+    batches = batches_of(GPT, 9, torch.float64, STEPS)
+    plain_steps(twin, GPT.loss, adamw, batches)
+    with phalanx.Trainer(gpt(torch.float64, tied=True), GPT.loss, adamw, replicas=replicas) as trainer:
+        for batch in batches:
+            trainer.step(batch)
+        assert trainer.module.head.weight is trainer.module.embed.weight
+        assert_close(state_of(trainer.module), state_of(twin), torch.float64)
+
+
+@REPLICAS
+@MODELS
+def test_three_backwards_without_zeroing_add_up(case: Case, replicas: int) -> None:
+    net = case.build(torch.float64)
+    twin = twin_of(net)
+    with parallel(net, replicas) as model:
+        for each in (model, twin):
+            optimizer = sgd(each.parameters())
+            for rows in (9, 2, 7):
+                inputs, targets = case.batch(rows, torch.float64)
+                case.loss(each(inputs), targets).backward()
+            if each is twin:
+                assert_close(gradients_of(net), gradients_of(twin), torch.float64)
+            optimizer.step()
+    # The comparison above ran after ours had stepped: a step does not touch gradients.
+    assert_close(state_of(net), state_of(twin), torch.float64)
+
+
+def test_two_graphs_live_at_once_and_run_back_in_any_order() -> None:
+    net = mlp(torch.float64)
+    twin = twin_of(net)
+    (x, x_targets), (y, y_targets) = vector_batch(9, torch.float64), vector_batch(7, torch.float64)
+    with parallel(net) as model:
+        for each in (model, twin):
+            first, second = each(x), each(y)
+            MLP.loss(first, x_targets).backward()
+            MLP.loss(second, y_targets).backward()
+            (MLP.loss(each(x), x_targets) * 2 + MLP.loss(each(y), y_targets)).backward()
+    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
+
+
+def test_a_part_of_the_output_may_stay_unused() -> None:
+    net = Nest().double()
+    twin = twin_of(net)
+    items = nested_items(9)
+    with parallel(net, 3) as model:
+        model(items)["sides"][0].square().sum().backward()
+    twin(items)["sides"][0].square().sum().backward()
+    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
+    assert net.right.weight.grad is None
+    assert twin.right.weight.grad is None
+
+
+def test_rows_of_the_output_may_stay_unused() -> None:
+    net = mlp(torch.float64)
+    twin = twin_of(net)
+    x, _ = vector_batch(9, torch.float64)
+    with parallel(net, 3) as model:
+        model(x)[:2].square().sum().backward()
+    twin(x)[:2].square().sum().backward()
+    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
+
+
+def test_gradients_can_be_asked_for_by_autograd_grad() -> None:
+    net = mlp(torch.float64)
+    twin = twin_of(net)
+    x = torch.randn(9, 7, dtype=torch.float64, requires_grad=True)
+    with parallel(net) as model:
+        ours = torch.autograd.grad(model(x).square().sum(), [x, *net.parameters()])
+    theirs = torch.autograd.grad(twin(x).square().sum(), [x, *twin.parameters()])
+    assert_close(ours, theirs, torch.float64)
+    assert gradients_of(net) == [None] * len(ours[1:])
+
+
+def test_an_empty_batch_gives_an_empty_output() -> None:
+    net = mlp()
+    with parallel(net, 3) as model:
+        outputs = model(torch.empty(0, 7))
+        outputs.sum().backward()
+    assert outputs.shape == (0, 4)
+    assert all(g is None or not g.any() for g in gradients_of(net))
+
+
+@pytest.mark.parametrize("workloads", [[2, 1], [1, 0], [0, 1], [0.1, 5.0]])
+def test_workloads_do_not_show_in_the_result(workloads: list[float]) -> None:
+    net = mlp(torch.float64)
+    twin = twin_of(net)
+    x, targets = vector_batch(15, torch.float64)
+    with parallel(net, 2, workloads=workloads) as model:
+        outputs = model(x)
+        MLP.loss(outputs, targets).backward()
+    expected = twin(x)
+    MLP.loss(expected, targets).backward()
+    assert_close(outputs, expected, torch.float64)
+    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
+
+
+def nested_items(rows: int) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(rows)
+    return {
+        "left": torch.randn(rows, 7, generator=draw, dtype=torch.float64),
+        "rest": (torch.randn(rows, 3, generator=draw, dtype=torch.float64), 0.5),
+    }
+
+
+@REPLICAS
+@pytest.mark.parametrize("rows", [1, 9])
+def test_keywords_and_nested_inputs_and_outputs_come_through(rows: int, replicas: int) -> None:
+    net = Nest().double()
+    twin = twin_of(net)
+    items = nested_items(rows)
+    mask = (torch.arange(rows).unsqueeze(1) % 2).double()
+    scale = torch.tensor(3.0, dtype=torch.float64)  # without dims: given whole
+    with parallel(net, replicas) as model:
+        outputs = model(items, mask=mask, scale=scale, swapped=True)
+        outputs["sum"].square().sum().backward()
+    expected = twin(items, mask=mask, scale=scale, swapped=True)
+    expected["sum"].square().sum().backward()
+    assert list(outputs) == ["sum", "sides"]
+    assert isinstance(outputs["sides"], list)
+    assert isinstance(outputs["sides"][1], tuple)
+    assert outputs["sides"][1][1] == "dict"
+    assert_close(outputs["sum"], expected["sum"], torch.float64)
+    assert_close(outputs["sides"][0], expected["sides"][0], torch.float64)
+    assert_close(outputs["sides"][1][0], expected["sides"][1][0], torch.float64)
+    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "pair"])
+def test_tuples_and_named_tuples_come_back_as_such(kind: str) -> None:
+    net = Nest().double()
+    twin = twin_of(net)
+    with parallel(net) as model:
+        outputs = model(nested_items(7), kind=kind)
+    expected = twin(nested_items(7), kind=kind)
+    assert type(outputs) is type(expected) is (Pair if kind == "pair" else tuple)
+    assert_close(list(outputs), list(expected), torch.float64)
+
+
+def test_an_integer_output_comes_back_without_a_gradient() -> None:
+    class Classify(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(torch.float64)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            scores = self.net(x)
+            return scores, scores.argmax(1)
+
+    net = Classify()
+    twin = twin_of(net)
+    x, targets = vector_batch(9, torch.float64)
+    with parallel(net, 3) as model:
+        scores, classes = model(x)
+        MLP.loss(scores, targets).backward()
+    expected, expected_classes = twin(x)
+    MLP.loss(expected, targets).backward()
+    assert torch.equal(classes, expected_classes)
+    assert not classes.requires_grad
+    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
+
+
+def test_scalars_come_back_as_one_value_per_replica_in_use() -> None:
+    class MeanLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(torch.float64)
+
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            return MLP.loss(self.net(x), targets)
+
+    net = MeanLoss()
+    x, targets = vector_batch(2, torch.float64)
+    with parallel(net, 3) as model:
+        losses = model(x, targets)
+    each = [net(x[i : i + 1], targets[i : i + 1]) for i in range(2)]
+    assert_close(losses, torch.stack(each), torch.float64)
+
+
+class TestTrainerInputs:
+    def test_a_tuple_is_given_by_place(self) -> None:
+        torch.manual_seed(0)
+        net = TwoInputs().double()
+        twin = twin_of(net)
+        batches = []
+        for seed in range(STEPS):
+            left, targets = vector_batch(7, torch.float64, seed=seed)
+            batches.append(((left, left[:, :3] * 2), targets))
+        plain_steps(twin, MLP.loss, sgd, batches)
+        with phalanx.Trainer(net, MLP.loss, sgd, replicas=3) as trainer:
+            for batch in batches:
+                trainer.step(batch)
+            assert_close(state_of(trainer.module), state_of(twin), torch.float64)
+
+    def test_a_dict_is_given_by_name(self) -> None:
+        torch.manual_seed(0)
+        net = Named()
+        twin = twin_of(net)
+        batches = []
+        for seed in range(STEPS):
+            tokens, _ = token_batch(9, seed=seed)
+            mask = (tokens > 3).float()
+            batches.append(({"tokens": tokens, "mask": mask}, tokens[:, 0] % 4))
+        plain_steps(twin, MLP.loss, adamw, batches)
+        with phalanx.Trainer(net, MLP.loss, adamw, replicas=2) as trainer:
+            for batch in batches:
+                trainer.step(batch)
+            assert_close(state_of(trainer.module), state_of(twin), torch.float32)
+
+    def test_targets_may_be_nested(self) -> None:
+        def loss(outputs: Tensor, targets: dict[str, Tensor]) -> Tensor:
+            return (MLP.loss(outputs, targets["hard"]) + (outputs - targets["soft"]).square().mean()) / 2
+
+        net = mlp(torch.float64)
+        twin = twin_of(net)
+        x, hard = vector_batch(9, torch.float64)
+        batch = (x, {"hard": hard, "soft": torch.ones(9, 4, dtype=torch.float64)})
+        plain_steps(twin, loss, sgd, [batch])
+        with phalanx.Trainer(net, loss, sgd, replicas=2) as trainer:
+            trainer.step(batch)
+            assert_close(state_of(trainer.module), state_of(twin), torch.float64)
+
+
+# --- parameters of other kinds ------------------------------------------------------------------------------
+
+
+def frozen_mlp() -> nn.Module:
+    net = mlp(torch.float64)
+    net[0].weight.requires_grad_(False)
+    net[2].requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize("build", [frozen_mlp, lambda: PartlyUsed().double()], ids=["frozen", "unused"])
+@OPTIMIZER
+def test_frozen_and_unused_parameters_stay_as_they_are(build: Any, optimizer: str) -> None:
+    """Weight decay would move them if they were given a gradient of zeros instead of none."""
+    torch.manual_seed(0)
+    net = build()
+    twin, for_trainer, start = twin_of(net), twin_of(net), state_of(net)
+    factory = OPTIMIZERS[optimizer]
+    batches = batches_of(MLP, 9, torch.float64, STEPS)
+    plain_steps(twin, MLP.loss, factory, batches)
+    with parallel(net) as model:
+        plain_steps(model, MLP.loss, factory, batches)
+    with phalanx.Trainer(for_trainer, MLP.loss, factory, replicas=2) as trainer:
+        for batch in batches:
+            trainer.step(batch)
+        trained = state_of(trainer.module)
+    assert [g is None for g in gradients_of(net)] == [g is None for g in gradients_of(twin)]
+    assert_close(state_of(net), state_of(twin), torch.float64)
+    assert_close(trained, state_of(twin), torch.float64)
+    untouched = [name for name in start if torch.equal(start[name], state_of(twin)[name])]
+    assert untouched
+    for name in untouched:
+        assert torch.equal(trained[name], start[name])
+        assert torch.equal(state_of(net)[name], start[name])
+
+
+def test_a_parameter_may_be_frozen_and_thawed_between_calls() -> None:
+    net = mlp(torch.float64)
+    twin = twin_of(net)
+    x, targets = vector_batch(9, torch.float64)
+    with parallel(net) as model:
+        for frozen in (False, True, False):
+            for each in (model, twin):
+                list(each.parameters())[0].requires_grad_(not frozen)
+                each.zero_grad()
+                MLP.loss(each(x), targets).backward()
+            assert_close(gradients_of(net), gradients_of(twin), torch.float64)
+
+
+def test_a_module_without_parameters_runs() -> None:
+    x = torch.randn(7, 4, requires_grad=True)
+    other = x.detach().clone().requires_grad_()
+    with parallel(nn.Tanh(), 3) as model:
+        outputs = model(x)
+        outputs.sum().backward()
+        assert list(model.parameters()) == []
+    torch.tanh(other).sum().backward()
+    assert_close(outputs, torch.tanh(other), torch.float32)
+    assert_close(x.grad, other.grad, torch.float32)
+
+
+def test_parameters_of_several_dtypes_live_side_by_side() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fine = nn.Linear(7, 5, dtype=torch.float64)
+            self.coarse = nn.Linear(5, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.coarse(self.fine(x).float())
+
+    torch.manual_seed(0)
+    net = Mixed()
+    twin, for_trainer = twin_of(net), twin_of(net)
+    batches = batches_of(MLP, 9, torch.float64, STEPS)
+    plain_steps(twin, MLP.loss, adamw, batches)
+    with parallel(net) as model:
+        plain_steps(model, MLP.loss, adamw, batches)
+    with phalanx.Trainer(for_trainer, MLP.loss, adamw, replicas=2) as trainer:
+        for batch in batches:
+            trainer.step(batch)
+        assert_close(state_of(trainer.module), state_of(twin), torch.float32)
+    assert_close(state_of(net), state_of(twin), torch.float32)
+
+
+class TestChangesFromOutside:
+    """No call tells the container that parameters have changed; it must see it by itself."""
+
+    @pytest.fixture
+    def x(self) -> Tensor:
+        return vector_batch(7, torch.float64)[0]
+
+    def test_parameters_written_in_place(self, x: Tensor) -> None:
+        net = mlp(torch.float64)
+        with parallel(net, 3) as model:
+            assert model(x).any()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.zero_()
+            assert not model(x).any()
+
+    def test_data_put_in_place_of_the_old(self, x: Tensor) -> None:
+        net = mlp(torch.float64)
+        with parallel(net, 3) as model:
+            model(x)
+            for parameter in net.parameters():
+                parameter.data = torch.ones_like(parameter)
+            assert_close(model(x), net(x), torch.float64)
+
+    def test_a_parameter_put_in_place_of_another(self, x: Tensor) -> None:
+        net = mlp(torch.float64)
+        with parallel(net, 3) as model:
+            model(x)
+            net[4].weight = nn.Parameter(torch.ones_like(net[4].weight))
+            twin = twin_of(net)
+            outputs = model(x)
+            outputs.sum().backward()
+            expected = twin(x)
+            expected.sum().backward()
+            assert_close(outputs, expected, torch.float64)
+            assert_close(gradients_of(net), gradients_of(twin), torch.float64)
+
+    def test_an_optimizer_over_the_unwrapped_module(self, x: Tensor) -> None:
+        net = mlp(torch.float64)
+        optimizer = sgd(net.parameters())
+        with parallel(net, 2) as model:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+                assert_close(model(x), net(x), torch.float64)
+
+    def test_buffers_written_from_outside(self) -> None:
+        net = cnn_norm(torch.float64).eval()
+        x, _ = CNN_NORM.batch(7, torch.float64)
+        with parallel(net, 3) as model:
+            model(x)
+            net[1].running_mean.fill_(2.0)
+            assert_close(model(x), net(x), torch.float64)
+
+    def test_weights_loaded_into_the_unwrapped_module(self, x: Tensor) -> None:
+        net = mlp(torch.float64)
+        with parallel(net, 3) as model:
+            model(x)
+            net.load_state_dict(mlp(torch.float64, seed=5).state_dict())
+            assert_close(model(x), mlp(torch.float64, seed=5)(x), torch.float64)
+
+
+# --- what a module can do -----------------------------------------------------------------------------------
+
+
+def test_train_and_eval_reach_every_replica() -> None:
+    net = cnn_norm(torch.float64)
+    twin = twin_of(net)
+    x, _ = CNN_NORM.batch(9, torch.float64)
+    with parallel(net, 3) as model:
+        model.train()
+        model(x)
+        model.eval()
+        assert not net.training
+        twin.load_state_dict(net.state_dict())
+        twin.eval()
+        before = state_of(net)
+        assert_close(model(x), twin(x), torch.float64)
+        assert_same_bits(state_of(net), before)
+        model.train()
+        assert all(each.training for each in net.modules())
+
+
+def test_batch_norm_statistics_in_training_are_finite_and_counted_once() -> None:
+    net = cnn_norm(torch.float64)
+    with parallel(net, 3) as model:
+        for seed in range(4):
+            model(CNN_NORM.batch(9, torch.float64, seed=seed)[0])
+    assert net[1].num_batches_tracked.item() == 4
+    assert net[1].running_mean.isfinite().all()
+    assert net[1].running_mean.any()
+
+
+def test_batch_norms_running_mean_equals_the_twins() -> None:
+    """A mean over all rows is the mean of the slices' means weighted by rows; a variance is not."""
+    net = nn.Sequential(nn.BatchNorm1d(7)).double()
+    twin = twin_of(net)
+    with parallel(net, 3) as model:
+        for rows in (9, 7, 64):
+            x, _ = vector_batch(rows, torch.float64)
+            model(x)
+            twin(x)
+    assert_close(net[0].running_mean, twin[0].running_mean, torch.float64)
+
+
+class TestDropout:
+    def test_replicas_draw_different_numbers_and_so_do_calls(self) -> None:
+        x = torch.ones(8, 50)
+        with parallel(nn.Dropout(0.5), 2) as model:
+            first, second = model(x), model(x)
+        assert not torch.equal(first[:4], first[4:])
+        assert not torch.equal(first, second)
+        assert set(first.unique().tolist()) == {0.0, 2.0}
+
+    def test_the_same_seed_gives_the_same_numbers(self) -> None:
+        x = torch.ones(8, 50)
+        with parallel(nn.Dropout(0.5), 2) as model:
+            model(x)
+            torch.manual_seed(1)
+            first = model(x), model(x)
+            torch.manual_seed(1)
+            again = model(x), model(x)
+        assert_same_bits(again, first)
+
+    def test_eval_draws_nothing(self) -> None:
+        x = torch.ones(8, 50)
+        with parallel(nn.Dropout(0.5), 2) as model:
+            assert torch.equal(model.eval()(x), x)
+
+
+def test_to_takes_the_replicas_along() -> None:
+    net = mlp()
+    x, _ = vector_batch(9, torch.float64)
+    with parallel(net, 3) as model:
+        model(x.float())
+        assert model.to(torch.float64) is model
+        outputs = model(x)
+        outputs.sum().backward()
+        twin = mlp().double()
+        twin(x).sum().backward()
+        assert outputs.dtype == torch.float64
+        assert_close(outputs, twin(x), torch.float64)
+        assert_close(gradients_of(model), gradients_of(twin), torch.float64)
+
+
+@pytest.mark.parametrize(
+    "clone_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_a_clone_computes_the_same_and_lives_on_its_own(clone_of: Any, used: bool) -> None:
+    net = cnn_norm(torch.float64)
+    x, targets = CNN_NORM.batch(9, torch.float64)
+    with parallel(net, 2) as model:
+        if used:
+            CNN_NORM.loss(model(x), targets).backward()
+        with clone_of(model) as clone:
+            assert list(clone.state_dict()) == list(model.state_dict())
+            assert_same_bits(state_of(clone), state_of(model))
+            before = state_of(net)
+            plain_steps(clone, CNN_NORM.loss, sgd, [(x, targets)] * 2)
+            assert_same_bits(state_of(net), before)
+            assert not torch.equal(list(clone.parameters())[0], list(model.parameters())[0])
+            clone.load_state_dict(model.state_dict())
+            assert_close(clone.eval()(x), model.eval()(x), torch.float64)
+
+
+def test_state_dict_has_the_keys_of_the_unwrapped_module_and_loads_both_ways() -> None:
+    net = cnn_norm()
+    plain = cnn_norm(seed=4)
+    with parallel(net) as model:
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert [name for name, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+        assert [name for name, _ in model.named_buffers()] == [n for n, _ in plain.named_buffers()]
+        model.load_state_dict(plain.state_dict())
+        assert_same_bits(state_of(net), state_of(plain))
+        other = cnn_norm(seed=9)
+        other.load_state_dict(model.state_dict())
+        assert_same_bits(state_of(other), state_of(plain))
+        with parallel(cnn_norm(seed=8), 3) as third:
+            third.load_state_dict(model.state_dict())
+            assert_same_bits(state_of(third), state_of(plain))
+
+
+def test_load_state_dict_tells_missing_and_unexpected_keys_as_the_unwrapped_module_does() -> None:
+    state = mlp().state_dict()
+    state["extra"] = state.pop("0.bias")
+    with parallel(mlp()) as model:
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.bias"'):
+            model.load_state_dict(state)
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    assert (list(missing), list(unexpected)) == (["0.bias"], ["extra"])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_replicas_record_none(mode: Any) -> None:
+    net = mlp(torch.float64)
+    x, targets = vector_batch(7, torch.float64)
+    with parallel(net, 3) as model:
+        with mode():
+            outputs = model(x)
+        assert not outputs.requires_grad
+        assert outputs.is_inference() == (mode is torch.inference_mode)
+        assert_close(outputs.clone(), net(x), torch.float64)
+        MLP.loss(model(x), targets).backward()  # and afterwards they do again
+    assert all(gradient is not None for gradient in gradients_of(net))
+
+
+@REPLICAS
+def test_autocast_reaches_the_replicas(replicas: int) -> None:
+    """bfloat16 keeps 8 bits, so one rounding is 4e-3; three layers and a sum in another order: 2e-2."""
+    net = mlp()
+    twin = twin_of(net)
+    x, targets = vector_batch(15)
+    with parallel(net, replicas) as model:
+        for each in (model, twin):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = MLP.loss(each(x), targets)
+            loss.backward()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs, expected = model(x), twin(x)
+    assert outputs.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(outputs, expected, rtol=2e-2, atol=2e-2)
+    assert {gradient.dtype for gradient in gradients_of(net)} == {torch.float32}
+    torch.testing.assert_close(gradients_of(net), gradients_of(twin), rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_does_not_outlive_its_block() -> None:
+    x, _ = vector_batch(7)
+    with parallel(mlp(), 2) as model:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(x)
+        assert model(x).dtype == torch.float32
+
+
+def gradient_penalty(model: nn.Module, x: Tensor) -> None:
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+
+
+def test_double_backward_is_refused_by_name() -> None:
+    net = nn.Sequential(nn.Linear(7, 4), nn.Tanh())
+    x = torch.randn(9, 7, requires_grad=True)
+    with parallel(net) as model:
+        with pytest.raises((UnsupportedError, RuntimeError), match="(?i)double backward"):
+            gradient_penalty(model, x)
+        assert gradients_of(net) == [None, None]
+        model(x).sum().backward()
+    assert all(gradient is not None for gradient in gradients_of(net))
+
+
+def test_the_callers_threads_inside_operators_stay_as_they_were() -> None:
+    torch.set_num_threads(2)
+    x, targets = vector_batch(9)
+    with parallel(mlp(), 2) as model:
+        MLP.loss(model(x), targets).backward()
+        assert torch.get_num_threads() == 2
+    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2, microbatches=4) as trainer:
+        trainer.step((x, targets))
+    assert torch.get_num_threads() == 2
+
+
+def test_the_representation_shows_what_a_bug_report_needs() -> None:
+    with parallel(mlp(), 3) as model:
+        assert repr(model).startswith("DataParallel(3 replicas on cpu×3, dim=0") or (
+            "3 replicas on cpu×3, dim=0" in repr(model)
+        )

@@ -1,0 +1,301 @@
+"""The formation does not show in the bits.
+
+With `microbatches` given, weights, buffers, optimizer state and losses are equal bit for bit for any number of
+replicas, whoever is slow, and across a stop and a resume on another number of replicas. Tolerance: none.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx.train import StepDone
+from tests.conformance.models import (
+    CNN_NORM,
+    GPT_DROPOUT,
+    MLP,
+    Case,
+    adamw,
+    assert_same_bits,
+    sgd,
+    shuffled_loader,
+    state_of,
+)
+
+STEPS = 50
+MICROBATCHES = 8
+ROWS, BATCH_SIZE = 92, 20  # five batches an epoch, the last one of 12 rows; 20 and 12 are no multiples of 8
+STEPS_PER_EPOCH = 5
+HANDOVER_S = 30.0  # a deadline, not a delay: the others need milliseconds
+
+
+@dataclass(frozen=True)
+class Recipe:
+    case: Case
+    optimizer: Callable[..., torch.optim.Optimizer]
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        return self.case.name
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=2 * STEPS)
+
+
+def warm_down(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+
+
+RECIPES = (
+    Recipe(MLP, sgd),
+    Recipe(CNN_NORM, adamw, {"clip_norm": 0.5, "scheduler": warm_up}),
+    Recipe(GPT_DROPOUT, adamw, {"scheduler": warm_down}),
+)
+EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=str)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that a run leaves behind."""
+
+    weights: dict[str, Tensor]  # with buffers
+    optimizer: dict[str, Any]
+    losses: tuple[float, ...]
+    shares: tuple[tuple[int, ...], ...] = ()
+
+
+def train(
+    recipe: Recipe,
+    replicas: int,
+    *,
+    stop: int = STEPS,
+    resume: Path | None = None,
+    save: Path | None = None,
+    hook: Callable[..., None] | None = None,
+    seed: int = 0,
+    microbatches: int = MICROBATCHES,
+    process_seed: int = 1234,
+    **options: Any,
+) -> Outcome:
+    """Train until step ``stop`` is done, from the start or from the checkpoint in ``resume``."""
+    # Nothing of a run that is resumed may come from anywhere but the checkpoint.
+    net = recipe.case.build(seed=0 if resume is None else 99)
+    if hook is not None:
+        net.register_forward_pre_hook(hook)
+    done: list[StepDone] = []
+
+    def watch(event: object) -> None:
+        if isinstance(event, StepDone):
+            done.append(event)
+            if event.step == stop:
+                trainer.stop()
+
+    torch.manual_seed(process_seed if resume is None else 4321)
+    with phalanx.Trainer(
+        net,
+        recipe.case.loss,
+        recipe.optimizer,
+        replicas=replicas,
+        microbatches=microbatches,
+        seed=seed,
+        callbacks=[watch],
+        **recipe.options,
+        **options,
+    ) as trainer:
+        if resume is not None:
+            trainer.resume(resume)
+        loader = shuffled_loader(recipe.case, ROWS, BATCH_SIZE, seed=7 if resume is None else 8)
+        trainer.fit(loader, epochs=1000)
+        assert trainer.steps == stop
+        if save is not None:
+            trainer.save(save)
+        return Outcome(
+            state_of(trainer.module),
+            _copied(trainer.optimizer.state_dict()),
+            tuple(event.loss for event in done),
+            tuple(event.shares for event in done),
+        )
+
+
+def _copied(value: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, value)
+
+
+@functools.cache
+def reference(recipe_name: str) -> Outcome:
+    """Return what one replica leaves behind after all steps."""
+    return train(next(recipe for recipe in RECIPES if str(recipe) == recipe_name), 1)
+
+
+def assert_same(outcome: Outcome, expected: Outcome) -> None:
+    assert_same_bits(outcome.weights, expected.weights, "weights")
+    assert_same_bits(outcome.optimizer, expected.optimizer, "optimizer")
+    assert outcome.losses == expected.losses[-len(outcome.losses) :]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@EVERY_RECIPE
+def test_the_number_of_replicas_does_not_show(recipe: Recipe, replicas: int) -> None:
+    outcome = train(recipe, replicas)
+    assert len(outcome.losses) == STEPS
+    assert_same(outcome, reference(str(recipe)))
+
+
+@pytest.mark.parametrize("workloads", [[3, 1], [0, 1], [1, 100]])
+def test_workloads_do_not_show(workloads: list[float]) -> None:
+    recipe = RECIPES[1]
+    assert_same(train(recipe, 2, workloads=workloads), reference(str(recipe)))
+
+
+class Laggard:
+    """A forward hook that holds one replica back until the others have begun all else there is in the step.
+
+    So the replica `slow` computes at most one microbatch of every step, and the others take over the rest:
+    the most unequal division there can be, without a clock.
+    """
+
+    def __init__(self, slow: int) -> None:
+        self.name = f"phalanx-replica-{slow}"
+        self.held = 0
+        self._begun = 0
+        self._condition = threading.Condition()
+
+    def hook(self) -> Callable[..., None]:
+        def hold(module: nn.Module, args: Any) -> None:  # a plain function: copying a module shares it
+            with self._condition:
+                self._begun += 1
+                self._condition.notify_all()
+                if threading.current_thread().name != self.name:
+                    return
+                self.held += 1
+                last_of_step = -(-self._begun // MICROBATCHES) * MICROBATCHES
+                if not self._condition.wait_for(lambda: self._begun >= last_of_step, HANDOVER_S):
+                    raise TimeoutError(f"nobody took over the microbatches of {self.name}")
+
+        return hold
+
+
+@pytest.mark.parametrize(("replicas", "slow"), [(2, 0), (2, 1), (3, 1)])
+@EVERY_RECIPE
+def test_a_slow_replica_does_not_show(recipe: Recipe, replicas: int, slow: int) -> None:
+    laggard = Laggard(slow)
+    outcome = train(recipe, replicas, hook=laggard.hook())
+    assert laggard.held > 0, "the slow replica never computed anything: the test shows nothing"
+    largest = -(-BATCH_SIZE // MICROBATCHES)
+    assert all(shares[slow] <= largest for shares in outcome.shares)
+    assert_same(outcome, reference(str(recipe)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
+@EVERY_RECIPE
+def test_a_stop_and_a_resume_on_other_replicas_do_not_show(
+    recipe: Recipe, before: int, after: int, tmp_path: Path
+) -> None:
+    expected = reference(str(recipe))
+    first = train(recipe, before, stop=23, save=tmp_path / "checkpoint")
+    assert first.losses == expected.losses[:23]
+    second = train(recipe, after, resume=tmp_path / "checkpoint")
+    assert len(second.losses) == STEPS - 23
+    assert_same(second, expected)
+
+
+@pytest.mark.parametrize("stop", [1, STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1])
+def test_a_stop_at_the_border_of_an_epoch_does_not_show(stop: int, tmp_path: Path) -> None:
+    recipe = RECIPES[0]
+    train(recipe, 2, stop=stop, save=tmp_path / "checkpoint")
+    assert_same(train(recipe, 1, resume=tmp_path / "checkpoint"), reference(str(recipe)))
+
+
+def test_a_resumed_run_can_be_stopped_and_resumed_again(tmp_path: Path) -> None:
+    recipe = RECIPES[2]
+    train(recipe, 1, stop=9, save=tmp_path / "one")
+    train(recipe, 3, stop=11, resume=tmp_path / "one", save=tmp_path / "two")
+    train(recipe, 2, stop=37, resume=tmp_path / "two", save=tmp_path / "three")
+    assert_same(train(recipe, 3, resume=tmp_path / "three"), reference(str(recipe)))
+
+
+def test_saving_does_not_show(tmp_path: Path) -> None:
+    """A run that was saved and went on equals one that was not."""
+    recipe = RECIPES[1]
+    net = recipe.case.build()
+    torch.manual_seed(1234)
+
+    def watch(event: object) -> None:
+        if isinstance(event, StepDone):
+            if event.step % 10 == 3:
+                trainer.save(tmp_path / "checkpoint")
+            if event.step == STEPS:
+                trainer.stop()
+
+    with phalanx.Trainer(
+        net, recipe.case.loss, recipe.optimizer, replicas=2, microbatches=MICROBATCHES,
+        callbacks=[watch], **recipe.options,
+    ) as trainer:
+        trainer.fit(shuffled_loader(recipe.case, ROWS, BATCH_SIZE), epochs=1000)
+        assert_same_bits(state_of(trainer.module), reference(str(recipe)).weights)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    resumed = train(recipe, 3, resume=tmp_path / "checkpoint")
+    assert len(resumed.losses) == STEPS - 43
+    assert_same(resumed, reference(str(recipe)))
+
+
+def test_evaluating_in_between_does_not_show() -> None:
+    recipe = RECIPES[2]
+    test_loader = shuffled_loader(recipe.case, 30, 16, seed=3)
+    torch.manual_seed(1234)
+    with phalanx.Trainer(
+        recipe.case.build(), recipe.case.loss, recipe.optimizer, replicas=2,
+        microbatches=MICROBATCHES, **recipe.options,
+    ) as trainer:
+        trainer.fit(
+            shuffled_loader(recipe.case, ROWS, BATCH_SIZE), epochs=STEPS // STEPS_PER_EPOCH,
+            validate=test_loader,
+        )
+        assert_same_bits(state_of(trainer.module), reference(str(recipe)).weights)
+
+
+def test_single_steps_equal_a_fit() -> None:
+    recipe = RECIPES[2]
+    loader = shuffled_loader(recipe.case, ROWS, BATCH_SIZE)
+    with phalanx.Trainer(
+        recipe.case.build(), recipe.case.loss, recipe.optimizer, replicas=3,
+        microbatches=MICROBATCHES, **recipe.options,
+    ) as trainer:
+        for _ in range(STEPS // STEPS_PER_EPOCH):
+            for batch in loader:
+                trainer.step(batch)
+        assert_same_bits(state_of(trainer.module), reference(str(recipe)).weights)
+
+
+# --- controls: what must show does, or the tests above compare nothing with nothing -------------------------
+
+
+def differs(first: Outcome, second: Outcome) -> bool:
+    return any(not torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
+
+
+@EVERY_RECIPE
+def test_the_number_of_microbatches_shows(recipe: Recipe) -> None:
+    """Rounding depends on where sums are cut, so equal bits above are no accident."""
+    assert differs(train(recipe, 2, microbatches=3), reference(str(recipe)))
+
+
+def test_the_seed_shows_where_the_model_draws() -> None:
+    assert differs(train(RECIPES[2], 2, seed=1), reference(str(RECIPES[2])))
+    assert not differs(train(RECIPES[0], 2, seed=1), reference(str(RECIPES[0])))
+
+
+def test_the_process_own_generator_does_not_show() -> None:
+    """The model's numbers come from the trainer's seed, not from what the process has drawn before."""
+    recipe = RECIPES[2]
+    assert_same(train(recipe, 2, process_seed=77), reference(str(recipe)))

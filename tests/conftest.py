@@ -1,0 +1,66 @@
+"""What every test gets unasked: a fixed seed, torch's settings put back, no thread left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+THREAD_NAME_PREFIX = "phalanx"
+JOIN_S = 2.0
+
+# Times vary on a shared machine, so no deadline; a failing example is printed so that it can be
+# replayed.
+hypothesis.settings.register_profile("house", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("house")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def house_threads() -> set[threading.Thread]:
+    """Return the live threads that Phalanx has named."""
+    return {t for t in threading.enumerate() if t.name.startswith(THREAD_NAME_PREFIX)}
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def torch_settings_put_back() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    dtype = torch.get_default_dtype()
+    grad_enabled = torch.is_grad_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(num_threads)
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad_enabled)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left_behind() -> Iterator[None]:
+    """Fail a test after which a Phalanx thread lives that was not there before.
+
+    The crews join theirs in `close()`; the seconds here are for one that is ending already.
+    """
+    before = house_threads()
+    yield
+    left = house_threads() - before
+    for thread in left:
+        thread.join(JOIN_S / len(left))
+    left = {thread for thread in left if thread.is_alive()}
+    if left:
+        names = ", ".join(sorted(thread.name for thread in left))
+        pytest.fail(f"threads left behind: {names}. Close the trainer or container, or use `with`.")

@@ -1,0 +1,81 @@
+"""The fixtures that every test gets do what they say, seen from another test session."""
+
+from __future__ import annotations
+
+from tests.meta.source import ROOT
+
+pytest_plugins = ["pytester"]
+
+INNER_TESTS = """
+import threading
+
+import pytest
+import torch
+
+seen = []
+
+
+def start(name):
+    stop = threading.Event()
+    threading.Thread(target=stop.wait, args=(5.0,), name=name, daemon=True).start()
+    return stop
+
+
+def look():
+    return torch.get_num_threads(), torch.get_default_dtype(), torch.rand(3).tolist()
+
+
+def test_leaves_a_thread():
+    start("phalanx replica 1")
+
+
+def test_inherits_that_thread():
+    pass
+
+
+def test_ends_its_thread():
+    start("phalanx replica 2").set()
+
+
+def test_leaves_somebody_elses_thread():
+    start("other")
+
+
+def test_changes_every_setting():
+    seen.append(look())
+    torch.set_num_threads(torch.get_num_threads() + 2)
+    torch.set_default_dtype(torch.float64)
+
+
+def test_sees_nothing_of_it():
+    assert look() == seen[0]
+
+
+@pytest.mark.gpu
+def test_needs_a_gpu():
+    assert torch.cuda.is_available()
+"""
+
+
+def test_every_test_gets_a_clean_start_and_leaves_one(pytester):
+    conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    assert "JOIN_S = 2.0" in conftest
+    pytester.makeconftest(conftest.replace("JOIN_S = 2.0", "JOIN_S = 0.1"))
+    pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA device")
+    pytester.makepyfile(INNER_TESTS)
+    # Another process: torch cannot be imported a second time in this one.
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=120)
+    outcomes = result.parseoutcomes()
+    assert outcomes.pop("passed") + outcomes.pop("skipped", 0) == 7
+    assert outcomes == {"errors": 1}
+    result.stdout.fnmatch_lines(["*ERROR at teardown of test_leaves_a_thread*"])
+    result.stdout.fnmatch_lines(["*threads left behind: phalanx replica 1.*"])
+
+
+def test_a_gpu_test_is_skipped_where_there_is_none(pytester):
+    conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    pytester.makeconftest(conftest + "\ntorch.cuda.is_available = lambda: False\n")
+    pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA device")
+    pytester.makepyfile(INNER_TESTS)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-m", "gpu", timeout=120)
+    result.assert_outcomes(skipped=1, deselected=6)

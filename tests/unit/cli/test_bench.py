@@ -1,0 +1,468 @@
+"""`phalanx bench step`: nothing here depends on how fast anything is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from phalanx.cli.bench import arena as arena_module
+from phalanx.cli.bench import bench_app
+from phalanx.cli.bench import step as step_module
+from phalanx.cli.bench.arena import Arena, Entrant, Outcome, Pace, compete
+from phalanx.cli.bench.contestants import CONTESTANTS, Job, build, entrant, loss_of, select
+from phalanx.cli.bench.machine import describe_machine
+from phalanx.cli.bench.report import (
+    SCHEMA,
+    Result,
+    as_json,
+    curve_table,
+    draw,
+    main_rows,
+    model_table,
+)
+from phalanx.cli.bench.standings import TARGETS, Target, overheads, rank
+from phalanx.cli.console import make_console
+from phalanx.errors import ConfigError, PeerLost
+
+# --- stand-ins for contestants: the arena's protocol in a few lines, without torch --------------
+
+# Asked for n steps, its times are 0, 1, …, n-1 seconds.
+STEADY = """
+import json, sys
+print([], flush=True)
+for line in sys.stdin:
+    print(json.dumps(list(range(int(line)))), flush=True)
+"""
+DEAF = "import sys\nprint([], flush=True)\nsys.stdin.read()\n"
+DIES_AT_SETUP = "import sys\nprint('no such layout', file=sys.stderr)\nsys.exit(3)\n"
+DIES_AT_WORK = (
+    "import os, sys\nprint([], flush=True)\nsys.stdin.readline()\n"
+    "print('out of cheese', file=sys.stderr, flush=True)\nos.kill(os.getpid(), 9)\n"
+)
+STAYS = "import time\nprint([], flush=True)\nwhile True: time.sleep(60)\n"
+
+PACE = Pace(rounds=3, kept=2, dropped=1, warmup=1)
+
+
+def stub(name, *programs):
+    return Entrant(name=name, commands=tuple((sys.executable, "-c", text) for text in programs))
+
+
+def is_alive(pid):
+    """Say whether a process runs; one that has ended and waits for its parent does not."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads /proc")
+
+
+# --- the arena ----------------------------------------------------------------------------------
+
+
+def test_each_turn_keeps_its_last_steps():
+    outcome = compete([stub("a", STEADY), stub("b", STEADY, STEADY)], PACE)
+    assert outcome.failures == {}
+    assert outcome.seconds == {"a": [[1.0, 2.0]] * 3, "b": [[1.0, 2.0]] * 3}
+
+
+@pytest.mark.parametrize(("num_steps", "rounds"), [(1, 1), (3, 1), (4, 2), (30, 10), (31, 11)])
+def test_a_pace_keeps_at_least_the_steps_asked_for(num_steps, rounds):
+    pace = Pace.for_steps(num_steps)
+    assert pace.rounds == rounds
+    assert pace.rounds * pace.kept >= num_steps
+
+
+def test_every_round_has_everybody_once_and_rounds_differ_in_order():
+    turns = []
+    compete([stub(name, STEADY) for name in "abcde"], PACE, lambda *turn: turns.append(turn))
+    stages = [turns[i : i + 5] for i in range(0, len(turns), 5)]
+    assert [stage[0][1] for stage in stages] == [
+        "setting up",
+        "warming up",
+        "round 1 of 3",
+        "round 2 of 3",
+        "round 3 of 3",
+    ]
+    orders = {tuple(name for name, _ in stage) for stage in stages}
+    assert {tuple(sorted(order)) for order in orders} == {tuple("abcde")}
+    assert len(orders) > 1
+
+
+def test_only_one_contestant_is_at_work_at_a_time(tmp_path):
+    log = tmp_path / "log"
+    working = f"""
+import json, os, sys
+log = os.open({str(log)!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+print([], flush=True)
+for line in sys.stdin:
+    os.write(log, b"NAME begins\\n")
+    times = [float(sum(range(20000))) for _ in range(int(line))]
+    os.write(log, b"NAME ends\\n")
+    print(json.dumps(times), flush=True)
+"""
+    programs = {name: working.replace("NAME", name) for name in "abc"}
+    compete([stub(name, text, text) for name, text in programs.items()], PACE)
+    lines = log.read_text().splitlines()
+    turns = [lines[i : i + 4] for i in range(0, len(lines), 4)]  # two processes, two lines each
+    assert len(turns) == 3 * (PACE.rounds + 1)
+    assert all(len({line.split()[0] for line in turn}) == 1 for turn in turns)
+
+
+@pytest.mark.parametrize(
+    ("program", "end", "words"),
+    [(DIES_AT_SETUP, "exit code 3", "no such layout"), (DIES_AT_WORK, "signal 9", "out of cheese")],
+)
+def test_a_dead_contestant_is_out_with_its_last_words_and_the_others_go_on(program, end, words):
+    outcome = compete([stub("a", STEADY), stub("dying", program), stub("z", STEADY)], PACE)
+    assert outcome.seconds == {"a": [[1.0, 2.0]] * 3, "z": [[1.0, 2.0]] * 3}
+    assert set(outcome.failures) == {"dying"}
+    assert end in outcome.failures["dying"]
+    assert words in outcome.failures["dying"]
+
+
+def test_the_process_that_died_is_named_and_not_the_one_that_waits_for_it():
+    with Arena([stub("pair", DEAF, DIES_AT_WORK)]) as arena:
+        arena.greet("pair")
+        with pytest.raises(PeerLost, match="process 1 of 2 ended") as caught:
+            arena.run("pair", 1)
+    assert caught.value.rank == 1
+
+
+def test_a_silent_contestant_is_out_when_patience_ends():
+    outcome = compete([stub("deaf", STEADY, DEAF)], Pace(rounds=1, patience_s=2.0))
+    assert outcome.seconds == {}
+    assert "must answer within 2 s, but process 1 of 2 did not" in outcome.failures["deaf"]
+
+
+@needs_proc
+def test_no_child_is_left_when_all_is_done():
+    with Arena([stub("a", STEADY), stub("b", STEADY, STEADY)]) as arena:
+        pids = arena.pids
+        assert len(pids) == 3
+        assert all(is_alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
+    arena.close()  # again
+
+
+@needs_proc
+def test_no_child_is_left_after_an_interrupt(monkeypatch):
+    opened = []
+    monkeypatch.setattr(
+        arena_module,
+        "Arena",
+        lambda *args, **words: opened.append(Arena(*args, **words)) or opened[0],
+    )
+    pids = []
+
+    def interrupt(name, doing):
+        if doing.startswith("round"):
+            pids.extend(opened[0].pids)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compete([stub("a", STEADY), stub("b", STEADY)], PACE, interrupt)
+    assert len(pids) == 2
+    assert not any(is_alive(pid) for pid in pids)
+
+
+@needs_proc
+def test_a_child_that_does_not_heed_the_end_of_its_input_is_killed(monkeypatch):
+    monkeypatch.setattr(arena_module, "_GRACE_S", 0.1)
+    with Arena([stub("stays", STAYS)]) as arena:
+        arena.greet("stays")
+        pids = arena.pids
+    assert not any(is_alive(pid) for pid in pids)
+
+
+@needs_proc
+def test_children_end_with_a_controller_that_is_killed():
+    controller = f"""
+from phalanx.cli.bench.arena import Arena, Entrant
+import sys
+entrant = Entrant(name="a", commands=((sys.executable, "-c", {STEADY!r}),) * 2)
+with Arena([entrant]) as arena:
+    arena.greet("a")
+    print(*arena.pids, flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", controller],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as process:
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2
+        watched = [os.pidfd_open(pid) for pid in pids]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    ended = [arena_module.selectors.DefaultSelector() for _ in pids]
+    for selector, file in zip(ended, watched, strict=True):
+        selector.register(file, arena_module.selectors.EVENT_READ)
+        assert selector.select(timeout=30), "a child outlived its controller"
+        selector.close()
+        os.close(file)
+
+
+def test_children_do_not_inherit_the_callers_number_of_threads(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    asks = "import os\nprint([float('OMP_NUM_THREADS' in os.environ)], flush=True)\ninput()\n"
+    with Arena([stub("asks", asks)]) as arena:
+        assert arena.greet("asks") == [0.0]
+
+
+def test_what_a_contestant_prints_is_not_taken_for_an_answer():
+    chatty = """
+import contextlib, os
+from phalanx.cli.bench.arena import serve
+@contextlib.contextmanager
+def open_step():
+    print("hello")
+    yield lambda: os.write(1, b"step\\n")
+serve(open_step())
+"""
+    outcome = compete([stub("chatty", chatty)], PACE)
+    assert outcome.failures == {}
+    assert [len(turn) for turn in outcome.seconds["chatty"]] == [2, 2, 2]
+    assert all(second >= 0 for turn in outcome.seconds["chatty"] for second in turn)
+
+
+# --- standings ----------------------------------------------------------------------------------
+
+
+def test_a_standing_is_the_median_of_all_rounds_over_that_of_each_baseline():
+    ddp, trainer = rank({"ddp": [[4.0, 8.0], [6.0]], "trainer": [[1.0, 9.0], [3.0]]})
+    assert (ddp.median_s, ddp.min_s, ddp.num_steps) == (6.0, 4.0, 3)
+    assert (trainer.median_s, trainer.min_s) == (3.0, 1.0)
+    assert trainer.ratio_by_baseline == {"ddp": 0.5, "trainer": 1.0}
+    assert ddp.ratio_by_baseline == {"ddp": 1.0, "trainer": 2.0}
+
+
+@pytest.mark.parametrize(("at_most", "met"), [(0.49, False), (0.5, True), (0.6, True)])
+def test_a_target_is_met_up_to_its_bound(at_most, met):
+    target = Target(model="mlp", contestant="trainer", baseline="ddp", at_most=at_most)
+    ddp, trainer = rank({"ddp": [[2.0]], "trainer": [[1.0]]}, [target])
+    assert ddp.verdicts == ()
+    assert [verdict.met for verdict in trainer.verdicts] == [met]
+
+
+def test_a_target_without_its_baseline_is_not_judged():
+    target = Target(model="mlp", contestant="trainer", baseline="ddp", at_most=0.5)
+    (trainer,) = rank({"trainer": [[1.0]]}, [target])
+    assert trainer.verdicts == ()
+
+
+def test_overheads_are_over_the_fast_mode_only():
+    assert overheads(rank({"trainer-m4": [[3.0]], "ddp": [[1.0]]})) == {}
+    standings = rank({"trainer": [[2.0]], "trainer-m4": [[3.0]], "trainer-m16": [[8.0]]})
+    assert overheads(standings) == {4: 1.5, 16: 4.0}
+
+
+def test_targets_name_contestants_that_exist():
+    for target in TARGETS:
+        assert {target.contestant, target.baseline} <= set(CONTESTANTS)
+        assert select([target.contestant], target.model)
+
+
+# --- contestants --------------------------------------------------------------------------------
+
+
+def test_contestants_come_in_one_order_and_only_where_they_belong():
+    assert select(["trainer", "ddp-cl", "ddp"], "cnn") == ["ddp", "ddp-cl", "trainer"]
+    assert select(["trainer", "ddp-cl", "ddp"], "mlp") == ["ddp", "trainer"]
+
+
+@pytest.mark.parametrize(
+    ("names", "model", "message"),
+    [
+        (["horovod"], "mlp", r"`--contestants` must be of single, .*, but has 'horovod'"),
+        (["ddp"], "bert", r"`--models` must be of mlp, cnn, gpt, but has 'bert'"),
+        (["ddp-cl"], "mlp", r"must name at least one that competes on 'mlp'"),
+    ],
+)
+def test_unknown_names_are_refused(names, model, message):
+    with pytest.raises(ConfigError, match=message):
+        select(names, model)
+
+
+def test_a_contestant_over_processes_has_one_command_per_worker():
+    command = entrant("ddp", "tiny", workers=3, folder="meet").commands
+    jobs = [Job(**json.loads(words[-1])) for words in command]
+    assert [job.rank for job in jobs] == [0, 1, 2]
+    assert len({job.meeting_point for job in jobs}) == 1
+    assert len(entrant("trainer", "tiny", workers=3, folder="meet").commands) == 1
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_every_contestant_does_the_same_job(name, tmp_path):
+    """All sum the same gradient, in another order: three float32 steps agree within 1e-6."""
+    model = "cnn" if CONTESTANTS[name].models else "tiny"
+    module, (inputs, targets) = build(model)
+    if model == "cnn":  # without its normalization: its statistics are those of each rank's slice
+        module.eval()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(module(inputs), targets).backward()
+        optimizer.step()
+
+    workers = 1 if CONTESTANTS[name].process_per_worker else 2
+    job = Job(contestant=name, model=model, workers=workers, meeting_point=str(tmp_path / "meet"))
+    twin, batch = build(model)
+    twin.train(module.training)
+    with CONTESTANTS[name].open(job, twin, batch) as step:
+        for _ in range(3):
+            step()
+    for (key, ours), theirs in zip(twin.named_parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=key)
+
+
+# --- report -------------------------------------------------------------------------------------
+
+
+def made_up_result(model="mlp", **medians_ms):
+    seconds = {
+        name.replace("_", "-"): [[ms / 1e3, ms / 1e3], [ms / 0.8e3]]
+        for name, ms in medians_ms.items()
+    }
+    targets = [target for target in TARGETS if target.model == model]
+    return Result(
+        model=model,
+        workers=2,
+        outcome=Outcome(seconds=seconds, failures={"dataparallel": "It fell."}),
+        standings=rank(seconds, targets),
+    )
+
+
+FULL = {
+    "threads": 15,
+    "ddp": 30,
+    "trainer": 12,
+    "trainer_m2": 13,
+    "trainer_m4": 18,
+    "trainer_m16": 30,
+}
+
+
+def shown(renderable):
+    console = make_console()
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+def test_the_table_marks_met_and_missed_targets_and_failures():
+    text = shown(model_table(made_up_result(**FULL)))
+
+    def row(name):
+        (line,) = [line for line in text.splitlines() if line.startswith(name)]
+        return line
+
+    assert "0.40 ≤0.45 ✓" in row("Trainer, 2 replicas")
+    assert "0.80 ≤1.00 ✓" in row("Trainer, 2 replicas")
+    assert "1.50 ≤1.40 ✗" in row("Trainer, 4 microbatches")
+    assert "failed" in row("DataParallel, 2 replicas")
+    assert "Trainer, 16 microbatches" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_curve_has_a_row_per_model_and_a_column_per_number_of_microbatches():
+    result = made_up_result(**FULL)
+    lines = shown(curve_table([result])).splitlines()
+    assert [line.split() for line in lines if line.startswith(("micro", "mlp"))] == [
+        ["microbatches", "2", "4", "16"],
+        ["mlp", "1.08", "1.50", "2.50"],
+    ]
+    assert curve_table([made_up_result(ddp=30)]) is None
+
+
+def test_without_the_fast_mode_all_contestants_are_rows():
+    assert len(main_rows(made_up_result(trainer_m2=1, trainer_m16=2).standings)) == 2
+
+
+def test_the_json_holds_every_step_and_every_verdict():
+    result = made_up_result(**FULL)
+    report = json.loads(as_json([result], describe_machine(), PACE))
+    assert report["schema"] == SCHEMA
+    assert set(report) == {"schema", "machine", "pace", "models"}
+    assert {"cpu", "cores", "torch", "phalanx", "commit", "date"} <= set(report["machine"])
+    assert report["pace"]["dropped"] == 1
+    mlp = report["models"]["mlp"]
+    assert mlp["failures"] == {"dataparallel": "It fell."}
+    assert set(mlp["contestants"]) == {name.replace("_", "-") for name in FULL}
+    trainer = mlp["contestants"]["trainer"]
+    assert trainer["seconds_by_round"] == [[0.012, 0.012], [0.015]]
+    assert (trainer["median_s"], trainer["min_s"], trainer["num_steps"]) == (0.012, 0.012, 3)
+    assert trainer["targets"] == [
+        {"baseline": "ddp", "at_most": 0.45, "ratio": pytest.approx(0.4), "met": True},
+        {"baseline": "threads", "at_most": 1.0, "ratio": pytest.approx(0.8), "met": True},
+    ]
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        [made_up_result(**FULL)],
+        [made_up_result(model, **FULL) for model in ("mlp", "cnn", "gpt")],
+        [made_up_result(ddp=30)],
+        [made_up_result()],
+    ],
+    ids=["one model", "all models", "no curve", "everybody failed"],
+)
+def test_the_figure_is_written(results, tmp_path):
+    draw(results, describe_machine(), tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def run_step(*words):
+    return CliRunner().invoke(bench_app, ["step", *words])
+
+
+def test_the_command_measures_real_processes_and_writes_its_files(tmp_path):
+    result = run_step(
+        "--models=tiny", "--steps=4", "--contestants=single,ddp", f"--out={tmp_path / 'a' / 'b'}"
+    )
+    assert result.exit_code == 0, result.output
+    assert f"torch {torch.__version__}" in result.output
+    report = json.loads((tmp_path / "a" / "b" / "step.json").read_text())
+    contestants = report["models"]["tiny"]["contestants"]
+    assert list(contestants) == ["single", "ddp"]
+    assert all(
+        len(c["seconds_by_round"]) == 2 and c["num_steps"] >= 4 for c in contestants.values()
+    )
+    assert (tmp_path / "a" / "b" / "step.png").exists()
+
+
+def test_a_failed_contestant_is_shown_and_the_command_says_so_at_the_end(tmp_path, monkeypatch):
+    program = {"single": STEADY, "trainer": DIES_AT_SETUP}
+    monkeypatch.setattr(step_module, "entrant", lambda name, *_, **__: stub(name, program[name]))
+    result = run_step(
+        "--models=mlp", "--steps=1", "--contestants=trainer,single", f"--out={tmp_path}"
+    )
+    assert result.exit_code == 1
+    assert "Trainer, 2 replicas failed on mlp." in result.output
+    assert "no such layout" in result.output
+    report = json.loads((tmp_path / "step.json").read_text())
+    assert list(report["models"]["mlp"]["contestants"]) == ["single"]
+
+
+@pytest.mark.parametrize("word", ["--models=bert", "--models=,", "--contestants=horovod"])
+def test_what_cannot_be_measured_is_refused_before_anything_runs(word, tmp_path):
+    result = run_step(word, f"--out={tmp_path / 'out'}")
+    assert isinstance(result.exception, ConfigError)
+    assert word.partition("=")[0] in str(result.exception)
+    assert not (tmp_path / "out").exists()

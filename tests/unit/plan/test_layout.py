@@ -1,0 +1,245 @@
+"""What is cut, what is given whole, and how parts come together. Seed behaviour §9.3, §9.4, §9.15."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.plan import Layout, cut, equal_sizes, join, num_rows, workload_sizes
+
+Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024
+
+
+@dataclasses.dataclass
+class Sample:
+    tokens: Tensor
+    mask: Tensor | None
+    scale: float = 1.0
+
+
+def rows(count: int, *shape: int) -> Tensor:
+    return torch.arange(count * max(1, torch.Size(shape).numel())).view(count, *shape)
+
+
+# --- cutting ------------------------------------------------------------------------------------------------
+
+
+@given(
+    total=st.integers(0, 20),
+    workloads=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any),
+    dim=st.integers(0, 2),
+)
+def test_what_is_cut_along_any_dim_comes_together_again(total: int, workloads: list[int], dim: int) -> None:
+    shape = [2, 3, 4]
+    shape[dim] = total
+    x = torch.arange(torch.Size(shape).numel()).view(shape)
+    sizes = workload_sizes(total, workloads)
+    parts = cut(x, sizes, Layout(dim=dim))
+    assert [part.shape[dim] for part in parts] == sizes
+    assert torch.equal(torch.cat(parts, dim), x)
+    assert torch.equal(join(parts, sizes, dim), x)
+
+
+def test_parts_are_views() -> None:
+    x = rows(5, 2)
+    first, second = cut(x, [3, 2], Layout())
+    second.fill_(-1)
+    assert (x[3:] == -1).all()
+    assert first.data_ptr() == x.data_ptr()
+
+
+def test_an_axis_other_than_the_first() -> None:
+    parts = cut(torch.zeros(3, 8, 7), [4, 4], Layout(dim=1))
+    assert [tuple(part.shape) for part in parts] == [(3, 4, 7), (3, 4, 7)]
+
+
+def test_a_negative_dim_counts_from_the_end() -> None:
+    parts = cut(rows(2, 6), [4, 2], Layout(dim=-1))
+    assert [tuple(part.shape) for part in parts] == [(2, 4), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        rows(5),
+        [rows(5), rows(5, 2)],
+        (rows(5), [rows(5, 2), {"a": rows(5)}]),
+        {"b": rows(5), "a": (rows(5),)},
+        OrderedDict(b=rows(5), a=rows(5, 3)),
+        Pair(rows(5), {"x": rows(5)}),
+        {"empty": [], "nothing": None, "x": rows(5)},
+    ],
+    ids=["tensor", "list", "nested tuple", "dict", "ordered dict", "named tuple", "hollow"],
+)
+def test_every_kind_of_nest_keeps_its_kind(batch: Any) -> None:
+    parts = cut(batch, [2, 0, 3], Layout())
+    for part in parts:
+        assert type(part) is type(batch)
+    assert equal_nests(join(parts, [2, 0, 3]), batch)
+
+
+def equal_nests(left: Any, right: Any) -> bool:
+    if isinstance(right, Tensor):
+        return torch.equal(left, right)
+    if isinstance(right, dict):
+        return list(left) == list(right) and all(equal_nests(left[key], right[key]) for key in right)
+    if isinstance(right, list | tuple):
+        return type(left) is type(right) and all(map(equal_nests, left, right))
+    return left is right or left == right
+
+
+def test_dataclasses_are_cut_by_their_fields() -> None:
+    sample = Sample(rows(5, 2), rows(5), 0.5)
+    first, second = cut(sample, [3, 2], Layout())
+    assert isinstance(first, Sample)
+    assert (len(first.tokens), len(second.mask), second.scale) == (3, 2, 0.5)
+    joined = join([first, second], [3, 2])
+    assert torch.equal(joined.tokens, sample.tokens)
+    assert torch.equal(joined.mask, sample.mask)
+
+
+def test_dataclasses_inside_containers_are_cut_too() -> None:
+    parts = cut({"samples": [Sample(rows(4, 2), None)]}, [1, 3], Layout())
+    assert [len(part["samples"][0].tokens) for part in parts] == [1, 3]
+    assert parts[0]["samples"][0].mask is None
+
+
+@pytest.mark.parametrize("value", ["text", 3, 2.5, True, None, object(), torch.float64, torch.tensor(4.0)], ids=repr)
+def test_values_without_rows_are_given_whole_and_are_the_same_object(value: object) -> None:
+    parts = cut({"x": rows(4), "value": value}, [3, 1], Layout())
+    assert parts[0]["value"] is value
+    assert parts[1]["value"] is value
+
+
+def test_a_leaf_named_with_none_is_given_whole() -> None:
+    mask = torch.ones(9)
+    parts = cut({"x": rows(4), "mask": mask}, [3, 1], Layout(dims={"mask": None}))
+    assert all(part["mask"] is mask for part in parts)
+    assert num_rows({"x": rows(4), "mask": mask}, Layout(dims={"mask": None})) == 4
+
+
+def test_a_leaf_may_have_its_own_dim() -> None:
+    batch = {"x": rows(4, 3), "steps": [rows(7, 4)]}
+    layout = Layout(dims={"steps.0": 1})
+    assert num_rows(batch, layout) == 4
+    parts = cut(batch, [3, 1], layout)
+    assert tuple(parts[0]["steps"][0].shape) == (7, 3)
+    assert tuple(parts[1]["steps"][0].shape) == (7, 1)
+
+
+def test_leaves_are_named_by_place_in_tuples_and_by_field_elsewhere() -> None:
+    batch = (rows(4), Pair(rows(6), Sample(rows(4), rows(9))))
+    layout = Layout(dims={"1.left": None, "1.right.mask": None})
+    assert num_rows(batch, layout) == 4
+    assert num_rows((rows(4), [rows(6)]), Layout(dims={"1.0": None})) == 4
+
+
+def test_gradients_flow_through_cut_and_join() -> None:
+    x = torch.randn(5, 2, requires_grad=True)
+    join(cut(x, [2, 0, 3], Layout()), [2, 0, 3]).square().sum().backward()
+    assert torch.equal(x.grad, 2 * x)
+
+
+# --- rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_rows_are_counted_along_the_layouts_dim(count: int) -> None:
+    assert num_rows({"a": rows(count, 3), "b": [rows(count)]}, Layout()) == count
+
+
+@pytest.mark.parametrize(
+    ("batch", "match"),
+    [
+        (
+            {"tokens": rows(12), "mask": rows(10)},
+            r"`mask` must have 12 rows along dim 0 like `tokens`, but has 10",
+        ),
+        ((rows(8, 2), rows(7)), r"`1` must have 8 rows along dim 0 like `0`, but has 7"),
+        ([{"a": rows(3)}, [rows(3), rows(1)]], r"`1\.1` must have 3 rows along dim 0 like `0\.a`, but has 1"),
+        (
+            Sample(rows(4), rows(5)),
+            r"`mask` must have 4 rows along dim 0 like `tokens`, but has 5",
+        ),
+        ({"x": rows(2), "none": torch.zeros(0, 3)}, r"`none` must have 2 rows along dim 0 like `x`, but has 0"),
+    ],
+)
+def test_leaves_of_different_batch_size_are_named(batch: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        num_rows(batch, Layout())
+
+
+@pytest.mark.parametrize("batch", [None, 3, "text", [], {}, {"scale": torch.tensor(1.0)}], ids=repr)
+def test_a_batch_without_anything_to_cut(batch: Any) -> None:
+    with pytest.raises(ConfigError, match="must hold at least one tensor .*, but holds none"):
+        num_rows(batch, Layout())
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dim_that_a_leaf_does_not_have(dim: int) -> None:
+    with pytest.raises(ConfigError, match=rf"`x` must have a dim {dim} .*, but has shape \(4, 2\)"):
+        num_rows({"x": rows(4, 2)}, Layout(dim=dim))
+
+
+# --- joining ------------------------------------------------------------------------------------------------
+
+
+def test_scalars_are_stacked() -> None:
+    joined = join([torch.tensor(1.0), torch.tensor(3.0)], [2, 1])
+    assert joined.tolist() == [1.0, 3.0]
+
+
+def test_other_values_come_from_the_first_part() -> None:
+    marker = object()
+    parts = [{"x": rows(2), "kind": marker, "n": 1}, {"x": rows(1), "kind": object(), "n": 2}]
+    joined = join(parts, [2, 1])
+    assert joined["kind"] is marker
+    assert joined["n"] == 1
+
+
+def test_one_part_alone_is_itself() -> None:
+    x = rows(4, 2)
+    assert torch.equal(join([x], [4]), x)
+
+
+@pytest.mark.parametrize(
+    ("parts", "sizes", "match"),
+    [
+        ([rows(4), rows(4)], [2, 2], r"must have .*2 rows along dim 0, but has shape \(4,\)"),
+        ([{"y": rows(2, 3)}, {"y": rows(1, 3)}], [2, 2], r"`y`.* must have .*2 rows .*, but has shape \(1, 3\)"),
+    ],
+)
+def test_outputs_without_their_rows_are_named(parts: Any, sizes: list[int], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        join(parts, sizes)
+
+
+def test_outputs_of_different_structure_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must return the same structure .*, but returned"):
+        join([{"a": rows(1)}, {"b": rows(1)}], [1, 1])
+
+
+def test_outputs_merge_along_the_declared_dim() -> None:
+    parts = [torch.zeros(3, 4, 7), torch.ones(3, 4, 7)]
+    joined = join(parts, [4, 4], 1)
+    assert joined.shape == (3, 8, 7)
+    assert torch.equal(joined[:, 4:], parts[1])
+
+
+@given(st.integers(0, 30), st.integers(1, 6))
+def test_merging_means_by_rows_gives_the_mean_of_the_whole(total: int, parts: int) -> None:
+    """§9.5 on the simplest mean there is; the trainer's tests hold it for gradients."""
+    x = torch.arange(total, dtype=torch.float64) ** 2
+    sizes = equal_sizes(total, parts)
+    means = [(len(part), part.mean().item()) for part in cut(x, sizes, Layout()) if len(part)]
+    if total:
+        merged = sum(count * mean for count, mean in means) / total
+        assert merged == pytest.approx(x.mean().item(), rel=1e-12)

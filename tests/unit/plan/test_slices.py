@@ -1,0 +1,181 @@
+"""Sizes for k parts: by equal shares, by workload, round robin. Seed behaviour §9.1, §9.2, §9.6."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import ConfigError
+from phalanx.plan import equal_sizes, round_robin, workload_sizes
+
+totals = st.integers(0, 2000)
+counts = st.integers(1, 40)
+workloads = st.lists(
+    st.one_of(st.integers(0, 50), st.floats(0, 1e6, allow_subnormal=False)), min_size=1, max_size=12
+).filter(any)
+
+
+EQUAL = [
+    (0, 1, [0]),
+    (0, 3, [0, 0, 0]),
+    (1, 1, [1]),
+    (1, 3, [1, 0, 0]),
+    (2, 3, [1, 1, 0]),
+    (3, 3, [1, 1, 1]),
+    (6, 4, [2, 2, 1, 1]),
+    (7, 3, [3, 2, 2]),
+    (8, 4, [2, 2, 2, 2]),
+    (9, 2, [5, 4]),
+    (15, 3, [5, 5, 5]),
+    (20, 8, [3, 3, 3, 3, 2, 2, 2, 2]),  # torch.chunk would fill only seven of eight
+    (36, 7, [6, 5, 5, 5, 5, 5, 5]),  # torch.chunk: only six parts
+    (64, 3, [22, 21, 21]),
+]
+
+
+@pytest.mark.parametrize(("total", "parts", "sizes"), EQUAL)
+def test_equal_sizes_give_the_first_parts_one_more(total: int, parts: int, sizes: list[int]) -> None:
+    assert equal_sizes(total, parts) == sizes
+
+
+@given(totals, counts)
+def test_equal_sizes_differ_by_one_at_most_larger_ones_first(total: int, parts: int) -> None:
+    sizes = equal_sizes(total, parts)
+    assert len(sizes) == parts
+    assert sum(sizes) == total
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes.count(0) == max(0, parts - total)
+
+
+WEIGHTED = [
+    (0, [1, 2], [0, 0]),
+    (1, [1, 1], [1, 0]),
+    (1, [1, 2], [0, 1]),
+    (1, [0, 0, 5], [0, 0, 1]),
+    (2, [1, 1, 1], [1, 1, 0]),
+    (3, [2, 1], [2, 1]),
+    (4, [1, 0], [4, 0]),
+    (5, [1, 0, 1], [3, 0, 2]),  # equal remainders are served in order
+    (6, [1, 1, 1, 1], [2, 2, 1, 1]),
+    (9, [2, 1], [6, 3]),
+    (10, [1, 1, 2], [3, 2, 5]),
+    (10, [3, 3, 3, 1], [3, 3, 3, 1]),
+    (20, [1] * 8, [3, 3, 3, 3, 2, 2, 2, 2]),
+    (36, [1] * 7, [6, 5, 5, 5, 5, 5, 5]),  # MXNet's rounding gave the last device the whole remainder
+    (100, [0.5, 0.25, 0.25], [50, 25, 25]),
+    (7, [1e-9, 1e-9], [4, 3]),
+    (7, [1e300, 1e300], [4, 3]),  # their sum is more than a float holds
+    (64, [1e-300, 1], [0, 64]),
+]
+
+
+@pytest.mark.parametrize(("total", "shares", "sizes"), WEIGHTED)
+def test_workload_sizes_by_largest_remainder(total: int, shares: list[float], sizes: list[int]) -> None:
+    assert workload_sizes(total, shares) == sizes
+
+
+@given(totals, workloads)
+def test_workload_sizes_are_within_one_row_of_their_share(total: int, shares: list[float]) -> None:
+    sizes = workload_sizes(total, shares)
+    assert len(sizes) == len(shares)
+    assert sum(sizes) == total
+    whole = sum(map(Fraction, shares))
+    # A quotient rounded to float may cross an integer, so a size may miss its bound by that rounding.
+    slack = Fraction(total) * Fraction(len(shares), 2**50)
+    for size, share in zip(sizes, shares, strict=True):
+        assert abs(size - Fraction(share) * total / whole) < 1 + slack
+        assert size >= 0
+        if share == 0:
+            assert size == 0
+
+
+@given(totals, st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any))
+def test_whole_numbered_workloads_are_strictly_within_one_row(total: int, shares: list[int]) -> None:
+    whole = sum(shares)
+    for size, share in zip(workload_sizes(total, shares), shares, strict=True):
+        assert abs(size * whole - share * total) < whole
+
+
+@given(totals, workloads)
+def test_workload_sizes_are_the_same_every_time(total: int, shares: list[float]) -> None:
+    assert workload_sizes(total, shares) == workload_sizes(total, list(shares))
+
+
+@given(totals, counts, st.one_of(st.integers(1, 1000), st.floats(1e-3, 1e3)))
+def test_equal_workloads_give_equal_sizes(total: int, parts: int, share: float) -> None:
+    assert workload_sizes(total, [share] * parts) == equal_sizes(total, parts)
+
+
+@given(totals, st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any), st.integers(-30, 30))
+def test_only_the_ratio_of_workloads_counts(total: int, shares: list[int], power: int) -> None:
+    """Scaling by a power of two is exact, so nothing but the ratio is left to count."""
+    assert workload_sizes(total, [share * 2.0**power for share in shares]) == workload_sizes(total, shares)
+
+
+@given(totals, st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any), st.randoms())
+def test_permuted_workloads_give_permuted_sizes_but_for_ties(total: int, shares: list[int], draw: object) -> None:
+    order = list(range(len(shares)))
+    draw.shuffle(order)  # type: ignore[attr-defined]
+    sizes = workload_sizes(total, shares)
+    permuted = workload_sizes(total, [shares[index] for index in order])
+    for place, index in enumerate(order):
+        assert abs(permuted[place] - sizes[index]) <= 1
+
+
+ROUND_ROBIN = [
+    (0, 1, [[]]),
+    (0, 3, [[], [], []]),
+    (1, 3, [[0], [], []]),
+    (5, 2, [[0, 2, 4], [1, 3]]),
+    (8, 4, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    (10, 3, [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]),
+]
+
+
+@pytest.mark.parametrize(("total", "parts", "dealt"), ROUND_ROBIN)
+def test_round_robin_deals_in_turn(total: int, parts: int, dealt: list[list[int]]) -> None:
+    assert round_robin(total, parts) == dealt
+
+
+@given(totals, counts)
+def test_round_robin_part_j_holds_j_and_every_further_nth(total: int, parts: int) -> None:
+    dealt = round_robin(total, parts)
+    assert len(dealt) == parts
+    assert sorted(index for part in dealt for index in part) == list(range(total))
+    assert all(index % parts == part for part, held in enumerate(dealt) for index in held)
+    assert [len(part) for part in dealt] == equal_sizes(total, parts)
+    assert all(list(part) == sorted(part) for part in dealt)
+
+
+@pytest.mark.parametrize("plan", [equal_sizes, round_robin])
+@pytest.mark.parametrize(
+    ("total", "parts", "match"),
+    [
+        (-1, 2, r"`total` must be at least 0, but is -1"),
+        (4, 0, r"`parts` must be at least 1, but is 0"),
+        (4, -2, r"`parts` must be at least 1, but is -2"),
+    ],
+)
+def test_sizes_that_cannot_be(plan: object, total: int, parts: int, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        plan(total, parts)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("total", "shares", "match"),
+    [
+        (-1, [1], r"`total` must be at least 0, but is -1"),
+        (4, [], r"`workloads` must .*, but "),
+        (4, [0, 0.0], r"`workloads` must .*, but is \[0, 0\.0\]"),
+        (4, [1, -0.5], r"`workloads` must .*, but .*-0\.5"),
+        (4, [1, float("nan")], r"`workloads` must .*, but .*nan"),
+        (4, [float("inf"), 1], r"`workloads` must .*, but .*inf"),
+    ],
+)
+def test_workloads_that_cannot_be(total: int, shares: list[float], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        workload_sizes(total, shares)
