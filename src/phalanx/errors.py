@@ -48,8 +48,8 @@ class PeerError(PhalanxError):
         super().__init__(message)
         self.rank = rank
 
-    def __reduce__(self) -> tuple[type[PeerError], tuple[str, int | None]]:
-        return type(self), (str(self), self.rank)
+    def __reduce__(self) -> tuple[type[PeerError], tuple[str, int | None], dict[str, object]]:
+        return type(self), (str(self), self.rank), self.__dict__
 
 
 class PeerTimeout(PeerError, TimeoutError):

@@ -65,12 +65,14 @@ def plain_run(
 ) -> tuple[dict[str, Tensor], list[float], Tensor]:
     """Train the unwrapped twin; return its weights, its losses, its output on one more batch."""
     twin = case.build(dtype)
-    losses = plain_steps(twin, case.loss, OPTIMIZERS[optimizer], batches_of(case, rows, dtype, STEPS))
+    losses = plain_steps(
+        twin, case.loss, OPTIMIZERS[optimizer], batches_of(case, rows, dtype, STEPS)
+    )
     with torch.no_grad():
         return state_of(twin), losses, twin(case.batch(rows, dtype, seed=STEPS)[0])
 
 
-# --- the matrix ---------------------------------------------------------------------------------------------
+# --- the matrix -----------------------------------------------------------------------------------
 
 
 @DTYPES
@@ -172,7 +174,7 @@ def test_the_trainer_equals_the_twin_whatever_the_number_of_microbatches(
         assert_close(state_of(trainer.module), weights, torch.float64)
 
 
-# --- inputs and graphs of other kinds -----------------------------------------------------------------------
+# --- inputs and graphs of other kinds -------------------------------------------------------------
 
 
 @REPLICAS
@@ -236,7 +238,9 @@ def test_an_intermediate_input_hands_its_gradient_on() -> None:
     assert_close(scale.grad, other.grad, torch.float64)
 
 
-@pytest.mark.parametrize("build", [lambda: gpt(torch.float64, tied=True), lambda: SharedInside().double()])
+@pytest.mark.parametrize(
+    "build", [lambda: gpt(torch.float64, tied=True), lambda: SharedInside().double()]
+)
 @REPLICAS
 def test_weights_shared_inside_the_model_stay_one_weight(build: Any, replicas: int) -> None:
     net = build()
@@ -256,7 +260,9 @@ def test_the_trainer_keeps_shared_weights_one_weight(replicas: int) -> None:
     twin = gpt(torch.float64, tied=True)
     batches = batches_of(GPT, 9, torch.float64, STEPS)
     plain_steps(twin, GPT.loss, adamw, batches)
-    with phalanx.Trainer(gpt(torch.float64, tied=True), GPT.loss, adamw, replicas=replicas) as trainer:
+    with phalanx.Trainer(
+        gpt(torch.float64, tied=True), GPT.loss, adamw, replicas=replicas
+    ) as trainer:
         for batch in batches:
             trainer.step(batch)
         assert trainer.module.head.weight is trainer.module.embed.weight
@@ -464,7 +470,9 @@ class TestTrainerInputs:
 
     def test_targets_may_be_nested(self) -> None:
         def loss(outputs: Tensor, targets: dict[str, Tensor]) -> Tensor:
-            return (MLP.loss(outputs, targets["hard"]) + (outputs - targets["soft"]).square().mean()) / 2
+            return (
+                MLP.loss(outputs, targets["hard"]) + (outputs - targets["soft"]).square().mean()
+            ) / 2
 
         net = mlp(torch.float64)
         twin = twin_of(net)
@@ -476,7 +484,7 @@ class TestTrainerInputs:
             assert_close(state_of(trainer.module), state_of(twin), torch.float64)
 
 
-# --- parameters of other kinds ------------------------------------------------------------------------------
+# --- parameters of other kinds --------------------------------------------------------------------
 
 
 def frozen_mlp() -> nn.Module:
@@ -486,7 +494,9 @@ def frozen_mlp() -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("build", [frozen_mlp, lambda: PartlyUsed().double()], ids=["frozen", "unused"])
+@pytest.mark.parametrize(
+    "build", [frozen_mlp, lambda: PartlyUsed().double()], ids=["frozen", "unused"]
+)
 @OPTIMIZER
 def test_frozen_and_unused_parameters_stay_as_they_are(build: Any, optimizer: str) -> None:
     """Weight decay would move them if they were given a gradient of zeros instead of none."""
@@ -624,7 +634,7 @@ class TestChangesFromOutside:
             assert_close(model(x), mlp(torch.float64, seed=5)(x), torch.float64)
 
 
-# --- what a module can do -----------------------------------------------------------------------------------
+# --- what a module can do -------------------------------------------------------------------------
 
 
 def test_train_and_eval_reach_every_replica() -> None:
@@ -708,7 +718,9 @@ def test_to_takes_the_replicas_along() -> None:
 
 
 @pytest.mark.parametrize(
-    "clone_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+    "clone_of",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
 )
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
 def test_a_clone_computes_the_same_and_lives_on_its_own(clone_of: Any, used: bool) -> None:
@@ -733,7 +745,9 @@ def test_state_dict_has_the_keys_of_the_unwrapped_module_and_loads_both_ways() -
     plain = cnn_norm(seed=4)
     with parallel(net) as model:
         assert list(model.state_dict()) == list(plain.state_dict())
-        assert [name for name, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+        assert [name for name, _ in model.named_parameters()] == [
+            n for n, _ in plain.named_parameters()
+        ]
         assert [name for name, _ in model.named_buffers()] == [n for n, _ in plain.named_buffers()]
         model.load_state_dict(plain.state_dict())
         assert_same_bits(state_of(net), state_of(plain))

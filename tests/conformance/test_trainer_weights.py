@@ -7,6 +7,7 @@ cannot hide in the tolerance.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -60,10 +61,12 @@ def gradient_by_torch(net: nn.Module, loss: Any, batch: tuple[Any, Any]) -> dict
     return {name: p.grad for name, p in twin.named_parameters()}
 
 
-# --- the gradient of the whole batch ------------------------------------------------------------------------
+# --- the gradient of the whole batch --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "microbatches"), [(7, 2), (7, 3), (9, 8), (15, 4), (64, 7), (3, 3)])
+@pytest.mark.parametrize(
+    ("rows", "microbatches"), [(7, 2), (7, 3), (9, 8), (15, 4), (64, 7), (3, 3)]
+)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_microbatches_of_unequal_size_count_by_their_rows(
     rows: int, microbatches: int, replicas: int
@@ -76,7 +79,9 @@ def test_microbatches_of_unequal_size_count_by_their_rows(
 
 @pytest.mark.parametrize("workloads", sorted(set(itertools.permutations([3.0, 1.0, 0.0]))))
 @pytest.mark.parametrize("microbatches", [None, 5])
-def test_the_order_of_workloads_does_not_matter(workloads: tuple[float, ...], microbatches: int) -> None:
+def test_the_order_of_workloads_does_not_matter(
+    workloads: tuple[float, ...], microbatches: int
+) -> None:
     batch = vector_batch(15, F64)
     net = mlp(F64)
     ours = gradient_by_trainer(
@@ -117,12 +122,18 @@ def count_tokens(microbatch: tuple[Tensor, Tensor]) -> int:
 
 @pytest.mark.parametrize("microbatches", [None, 1, 4, 9])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_masked_tokens_count_by_what_the_loss_counts(microbatches: int | None, replicas: int) -> None:
+def test_masked_tokens_count_by_what_the_loss_counts(
+    microbatches: int | None, replicas: int
+) -> None:
     """A microbatch without a token that counts has a loss of nan; it stands for nothing, so it adds nothing."""
     batch = masked_tokens(9)
     net = gpt(F64)
     with phalanx.Trainer(
-        twin_of(net), token_loss, plain_sgd, replicas=replicas, microbatches=microbatches,
+        twin_of(net),
+        token_loss,
+        plain_sgd,
+        replicas=replicas,
+        microbatches=microbatches,
         weight=count_tokens,
     ) as trainer:
         before = state_of(trainer.module)
@@ -155,12 +166,17 @@ def test_weights_may_be_fractions() -> None:
     batch = (x, {"classes": classes, "weights": torch.linspace(0.01, 3.7, 9, dtype=F64)})
     net = mlp(F64)
     ours = gradient_by_trainer(
-        net, loss, batch, replicas=2, microbatches=4, weight=lambda part: part[1]["weights"].sum().item()
+        net,
+        loss,
+        batch,
+        replicas=2,
+        microbatches=4,
+        weight=lambda part: part[1]["weights"].sum().item(),
     )
     assert_close(ours, gradient_by_torch(net, loss, batch), F64)
 
 
-# --- epochs -------------------------------------------------------------------------------------------------
+# --- epochs ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -170,17 +186,25 @@ def test_an_epoch_with_a_ragged_last_batch_equals_the_plain_loop(replicas: int) 
     twin = twin_of(net)
     losses = plain_steps(twin, MLP.loss, adamw, batches * 3)
     seen: list[Any] = []
-    with phalanx.Trainer(net, MLP.loss, adamw, replicas=replicas, callbacks=[seen.append]) as trainer:
+    with phalanx.Trainer(
+        net, MLP.loss, adamw, replicas=replicas, callbacks=[seen.append]
+    ) as trainer:
         epochs = trainer.fit(Loader(batches), epochs=3)
         assert_close(state_of(trainer.module), state_of(twin), F64)
         assert (trainer.steps, trainer.epochs) == (12, 3)
     steps = [event for event in seen if isinstance(event, StepDone)]
     assert [event.step for event in steps] == list(range(1, 13))
-    assert [(event.epoch, event.batch) for event in steps] == list(itertools.product(range(3), range(4)))
+    assert [(event.epoch, event.batch) for event in steps] == list(
+        itertools.product(range(3), range(4))
+    )
     assert [event.samples for event in steps] == [8, 8, 7, 1] * 3
     assert [event.loss for event in steps] == pytest.approx(losses, rel=1e-10)
     assert [event for event in seen if isinstance(event, EpochDone)] == epochs
-    assert [(done.epoch, done.steps, done.samples) for done in epochs] == [(0, 4, 24), (1, 8, 24), (2, 12, 24)]
+    assert [(done.epoch, done.steps, done.samples) for done in epochs] == [
+        (0, 4, 24),
+        (1, 8, 24),
+        (2, 12, 24),
+    ]
     # The epoch's loss is the mean over samples, not over batches.
     expected = [
         sum(loss * rows for loss, rows in zip(losses[i : i + 4], (8, 8, 7, 1), strict=True)) / 24
@@ -200,7 +224,7 @@ def test_fit_by_steps_ends_in_the_middle_of_an_epoch() -> None:
         assert_close(state_of(trainer.module), state_of(twin), F64)
 
 
-# --- forward= -----------------------------------------------------------------------------------------------
+# --- forward= -------------------------------------------------------------------------------------
 
 
 class TestForward:
@@ -210,7 +234,9 @@ class TestForward:
 
         x, y = vector_batch(9, F64)
         net = mlp(F64)
-        ours = gradient_by_trainer(net, None, {"x": x, "y": y}, forward=forward, replicas=2, microbatches=4)
+        ours = gradient_by_trainer(
+            net, None, {"x": x, "y": y}, forward=forward, replicas=2, microbatches=4
+        )
         assert_close(ours, gradient_by_torch(net, MLP.loss, (x, y)), F64)
 
     def test_it_may_return_loss_and_outputs(self) -> None:
@@ -233,7 +259,9 @@ class TestForward:
         with phalanx.Trainer(
             net, None, sgd, forward=forward, replicas=2, metrics=exact_metrics()
         ) as trainer:
-            assert_close(trainer.evaluate(Loader(batches)), plain_evaluation(net, batches), F64, times=10)
+            assert_close(
+                trainer.evaluate(Loader(batches)), plain_evaluation(net, batches), F64, times=10
+            )
 
     def test_it_is_counted_by_the_given_weight(self) -> None:
         def forward(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -247,7 +275,7 @@ class TestForward:
         assert_close(ours, gradient_by_torch(net, token_loss, batch), F64)
 
 
-# --- evaluation ---------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def exact_metrics() -> dict[str, Any]:
@@ -272,7 +300,9 @@ def plain_evaluation(net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> di
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"workloads": "unequal"}, {"microbatches": 2}], ids=str)
-def test_evaluation_equals_plain_pytorch_over_unequal_slices(replicas: int, options: dict[str, Any]) -> None:
+def test_evaluation_equals_plain_pytorch_over_unequal_slices(
+    replicas: int, options: dict[str, Any]
+) -> None:
     """A mean over batches, or macro F1 per replica, would be off by per cents here."""
     options = {k: list(range(1, replicas + 1)) if v == "unequal" else v for k, v in options.items()}
     batches = [vector_batch(rows, F64, seed=rows) for rows in (15, 7, 2)]
@@ -283,9 +313,7 @@ def test_evaluation_equals_plain_pytorch_over_unequal_slices(replicas: int, opti
     ) as trainer:
         for _ in range(2):  # the second evaluation starts from nothing again
             found = trainer.evaluate(Loader(batches))
-            assert set(found) == set(expected)
-            for name, value in expected.items():
-                assert found[name] == pytest.approx(value, rel=1e-6), name  # torchmetrics counts in float32
+            assert found == pytest.approx(expected, rel=1e-6)  # torchmetrics counts in float32
 
 
 def test_a_mean_over_batches_would_be_wrong_here() -> None:
@@ -305,7 +333,9 @@ def test_evaluation_changes_nothing() -> None:
         trainer.step(batches[0])
         before = state_of(trainer.module)
         found = trainer.evaluate(Loader(batches))
-        assert found["loss"] == pytest.approx(plain_evaluation(trainer.module, batches)["loss"], rel=1e-9)
+        assert found["loss"] == pytest.approx(
+            plain_evaluation(trainer.module, batches)["loss"], rel=1e-9
+        )
         assert_same_bits(state_of(trainer.module), before)
         assert trainer.steps == 1
         assert trainer.module.training
@@ -337,13 +367,17 @@ def test_training_metrics_are_exact() -> None:
     net = mlp(F64)
     expected = plain_evaluation(net, batches)
     with phalanx.Trainer(
-        net, MLP.loss, lambda params: torch.optim.SGD(params, lr=0.0), replicas=3, metrics=exact_metrics()
+        net,
+        MLP.loss,
+        lambda params: torch.optim.SGD(params, lr=0.0),
+        replicas=3,
+        metrics=exact_metrics(),
     ) as trainer:
         (done,) = trainer.fit(Loader(batches), epochs=1)
     assert dict(done.train) == pytest.approx(expected, rel=1e-6)
 
 
-# --- optimizers ---------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
 Factory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -375,7 +409,9 @@ def interleaved(params: Iterable[Any]) -> torch.optim.Optimizer:
 OPTIM = torch.optim
 FACTORIES: dict[str, Factory] = {
     "sgd": lambda params: OPTIM.SGD(params, lr=0.05),
-    "sgd-momentum-dampening": lambda params: OPTIM.SGD(params, lr=0.05, momentum=0.9, dampening=0.3),
+    "sgd-momentum-dampening": lambda params: OPTIM.SGD(
+        params, lr=0.05, momentum=0.9, dampening=0.3
+    ),
     "sgd-nesterov": sgd,
     "sgd-maximize": lambda params: OPTIM.SGD(params, lr=0.01, maximize=True),
     "adam": lambda params: OPTIM.Adam(params, lr=1e-3, weight_decay=0.01),
@@ -383,7 +419,9 @@ FACTORIES: dict[str, Factory] = {
     "adamw": adamw,
     "rmsprop": lambda params: OPTIM.RMSprop(params, lr=1e-3),
     "rmsprop-centered": lambda params: OPTIM.RMSprop(params, lr=1e-3, momentum=0.9, centered=True),
-    "adagrad": lambda params: OPTIM.Adagrad(params, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.1),
+    "adagrad": lambda params: OPTIM.Adagrad(
+        params, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.1
+    ),
     "groups": grouped,
     "groups-interleaved": interleaved,
     # As is: not elementwise, or not among those stepped in parts.
@@ -416,7 +454,9 @@ def test_ten_steps_of_any_optimizer_equal_plain_torchs(factory: Factory, replica
 
 
 @pytest.mark.parametrize("scheduler", list(SCHEDULERS.values()), ids=list(SCHEDULERS))
-@pytest.mark.parametrize("factory", [sgd, grouped, FACTORIES["nadam"]], ids=["sgd", "groups", "as-is"])
+@pytest.mark.parametrize(
+    "factory", [sgd, grouped, FACTORIES["nadam"]], ids=["sgd", "groups", "as-is"]
+)
 def test_schedulers_step_once_per_optimizer_step(factory: Factory, scheduler: Any) -> None:
     net = mlp(F64)
     twin = twin_of(net)
@@ -437,7 +477,9 @@ def test_schedulers_step_once_per_optimizer_step(factory: Factory, scheduler: An
 
 @pytest.mark.parametrize("clip_norm", [0.01, 0.5, 1e6])
 @pytest.mark.parametrize(
-    "factory", [plain_sgd, adamw, grouped, FACTORIES["adafactor"]], ids=["sgd", "adamw", "groups", "as-is"]
+    "factory",
+    [plain_sgd, adamw, grouped, FACTORIES["adafactor"]],
+    ids=["sgd", "adamw", "groups", "as-is"],
 )
 @pytest.mark.parametrize("microbatches", [None, 4])
 def test_clipping_by_global_norm_equals_clip_grad_norm(
@@ -464,7 +506,8 @@ def test_plain_torch_reads_the_optimizers_state_and_goes_on_identically(factory:
         twin = gpt(seed=3)
         twin.load_state_dict(trainer.module.state_dict())
         optimizer = factory(twin.parameters())
-        optimizer.load_state_dict(trainer.optimizer.state_dict())
+        # A copy, as a file would be: torch's optimizers take tensors over as they are.
+        optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
         for batch in batches[5:]:
             trainer.step(batch)
             optimizer.zero_grad()

@@ -57,7 +57,7 @@ def phalanx(
 def main() -> None:
     """Run the command line; what the user can act on is one message, all else a traceback."""
     try:
-        app()
+        app(prog_name="phalanx")
     except InternalError:
         raise
     except PhalanxError as exc:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.cli.history import EpochMeans, History
-from phalanx.train import Span, StepDone
+from phalanx.cli.timeline import Timeline, lay_out_timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +28,8 @@ _MICROBATCHES = (
     "#5b9bd5", "#70b77e", "#f2b950", "#e8836b", "#a58bd0",
     "#5fc1c4", "#d98cb3", "#b7a275", "#8fb3e0", "#a3cf7a",
 )  # fmt: skip
-_STYLE = {
+# Any: matplotlib lists the type of each of its hundreds of settings.
+_STYLE: Any = {
     "font.size": 9.5,
     "font.family": "DejaVu Sans",
     "axes.edgecolor": _QUIET,
@@ -48,7 +48,6 @@ _STYLE = {
     "legend.frameon": False,
 }
 _DPI = 140
-_NUM_TIMELINE_STEPS = 6
 _MAX_BARS_WITH_NUMBERS = 400
 _MAX_LEGEND_ENTRIES = 10
 _MAX_EPOCH_LINES = 40
@@ -56,23 +55,6 @@ _MAX_EPOCH_LINES = 40
 _LOG_RATIO = 20.0
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """Spans of consecutive steps, in milliseconds since the first of them began.
-
-    Args:
-        spans: ``(replica, microbatch or None, start_ms, length_ms)``.
-        step_starts: ``(step, start_ms)`` of each step.
-        num_replicas: Rows.
-        busy: For each replica, the fraction of the steps' time in which it worked.
-    """
-
-    spans: tuple[tuple[int, int | None, float, float], ...]
-    step_starts: tuple[tuple[int, float], ...]
-    num_replicas: int
-    busy: tuple[float, ...]
 
 
 def draw_training(path: Path, history: History, *, title: str) -> None:
@@ -120,55 +102,15 @@ def smooth(values: Sequence[float]) -> Floats:
     return means
 
 
-def lay_out_timeline(steps: Iterable[StepDone]) -> Timeline:
-    """Choose the last steps that belong together and put their spans on one axis.
-
-    Only steps that follow each other directly belong together: between two of them that do not,
-    something else was done, such as a test, and the gap would be most of the picture.
-    """
-    chosen = _last_neighbours([step for step in steps if step.spans])
-    if not chosen:
-        return Timeline(spans=(), step_starts=(), num_replicas=0, busy=())
-    origin_s = min(span.start_s for span in chosen[0].spans)
-    seconds = sum(step.seconds for step in chosen)
-    num_replicas = len(chosen[-1].busy_s)
-    return Timeline(
-        spans=tuple(_in_ms(span, origin_s) for step in chosen for span in step.spans),
-        step_starts=tuple(
-            (step.step, 1e3 * (min(span.start_s for span in step.spans) - origin_s))
-            for step in chosen
-        ),
-        num_replicas=num_replicas,
-        busy=tuple(
-            min(1.0, sum(step.busy_s[replica] for step in chosen) / seconds) if seconds else 0.0
-            for replica in range(num_replicas)
-        ),
-    )
-
-
-def _last_neighbours(steps: Sequence[StepDone]) -> Sequence[StepDone]:
-    chosen = list(steps[-1:])
-    for earlier in reversed(steps[:-1]):
-        if len(chosen) == _NUM_TIMELINE_STEPS or earlier.epoch != chosen[0].epoch:
-            break
-        chosen.insert(0, earlier)
-    return chosen
-
-
-def _in_ms(span: Span, origin_s: float) -> tuple[int, int | None, float, float]:
-    start_ms, length_ms = 1e3 * (span.start_s - origin_s), 1e3 * (span.stop_s - span.start_s)
-    return span.replica, span.microbatch, start_ms, length_ms
-
-
 def _draw_panels(figure: Figure, history: History, timeline: Timeline) -> None:
     has_accuracy = any("accuracy" in epoch.train for epoch in history.epochs)
-    above = ["loss", "accuracy"] if has_accuracy else ["loss", "loss"]
-    heights = [1.5, 0.45 + 0.14 * timeline.num_replicas]
-    axes = figure.subplot_mosaic([above, ["timeline"] * 2], height_ratios=heights)
-    _draw_loss(axes["loss"], history.losses, history.epochs)
+    grid = figure.add_gridspec(2, 2, height_ratios=[1.5, 0.45 + 0.14 * timeline.num_replicas])
     if has_accuracy:
-        _draw_accuracy(axes["accuracy"], history.epochs)
-    _draw_timeline(axes["timeline"], timeline)
+        _draw_loss(figure.add_subplot(grid[0, 0]), history.losses, history.epochs)
+        _draw_accuracy(figure.add_subplot(grid[0, 1]), history.epochs)
+    else:
+        _draw_loss(figure.add_subplot(grid[0, :]), history.losses, history.epochs)
+    _draw_timeline(figure.add_subplot(grid[1, :]), timeline)
 
 
 def _draw_loss(axes: Axes, losses: Sequence[float], epochs: Sequence[EpochMeans]) -> None:
@@ -197,18 +139,21 @@ def _draw_loss(axes: Axes, losses: Sequence[float], epochs: Sequence[EpochMeans]
 
 def _draw_accuracy(axes: Axes, epochs: Sequence[EpochMeans]) -> None:
     axes.set(title="Accuracy", xlabel="epoch")
-    for label, colour, means_of in (
-        ("train", _TRAIN, lambda epoch: epoch.train),
-        ("test", _TEST, lambda epoch: epoch.validation or {}),
-    ):
-        shown = [epoch for epoch in epochs if "accuracy" in means_of(epoch)]
-        if shown:
-            numbers = [epoch.epoch + 1 for epoch in shown]
-            values = [100 * means_of(epoch)["accuracy"] for epoch in shown]
-            axes.plot(numbers, values, color=colour, linewidth=1.6, marker="o", markersize=4.5,
-                      label=f"{label}, {values[-1]:.1f} % in the end")  # fmt: skip
+    train = {epoch.epoch + 1: epoch.train for epoch in epochs}
+    test = {epoch.epoch + 1: epoch.validation for epoch in epochs if epoch.validation}
+    for label, colour, means_by_epoch in (("train", _TRAIN, train), ("test", _TEST, test)):
+        percents = {
+            epoch: 100 * means["accuracy"]
+            for epoch, means in means_by_epoch.items()
+            if "accuracy" in means
+        }
+        if percents:
+            last = list(percents.values())[-1]
+            axes.plot(list(percents), list(percents.values()), color=colour, linewidth=1.6,
+                      marker="o", markersize=4.5,
+                      label=f"{label}, {last:.1f} % in the end")  # fmt: skip
     axes.yaxis.set_major_formatter("{x:g} %")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.legend(loc="lower right")
 
 
@@ -224,23 +169,35 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
         _draw_bars(axes, timeline, microbatch)
     if len(timeline.spans) <= _MAX_BARS_WITH_NUMBERS:
         _number_bars(axes, timeline)
+    _mark_steps(axes, timeline)
+    _name_rows(axes, timeline)
+    _explain_colours(axes)
+
+
+def _mark_steps(axes: Axes, timeline: Timeline) -> None:
     for step, start_ms in timeline.step_starts:
         axes.axvline(start_ms, color=_QUIET, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
         axes.annotate(f"step {step}", (start_ms, 1.0), xycoords=("data", "axes fraction"),
                       xytext=(3, 2), textcoords="offset points", color=_QUIET,
                       fontsize=8.5, va="bottom")  # fmt: skip
+
+
+def _name_rows(axes: Axes, timeline: Timeline) -> None:
     rows = range(timeline.num_replicas)
     axes.set_yticks(rows, [f"replica {row}\n{timeline.busy[row]:.0%} busy" for row in rows])
     axes.set_ylim(timeline.num_replicas - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.005)
+
+
+def _explain_colours(axes: Axes) -> None:
     # Here and not above, like all of matplotlib.
     from matplotlib.transforms import ScaledTranslation
 
-    offset = ScaledTranslation(0, 16 / 72, axes.figure.dpi_scale_trans)
+    one_line_up = ScaledTranslation(0, 16 / 72, axes.figure.dpi_scale_trans)
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0,
-                bbox_transform=axes.transAxes + offset, fontsize=8.5, handlelength=0.9,
+                bbox_transform=axes.transAxes + one_line_up, fontsize=8.5, handlelength=0.9,
                 handletextpad=0.4, columnspacing=1.0, ncols=_MAX_LEGEND_ENTRIES + 1)  # fmt: skip
 
 

@@ -7,7 +7,7 @@ added to a window, and everything that is shown is computed from the window when
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -142,24 +142,30 @@ class PlainProgress:
     """Prints a line about every two seconds and one per epoch, for files and pipes."""
 
     def __init__(
-        self, console: Console, plan: Plan, *, interval_s: float = _PLAIN_INTERVAL_S
+        self,
+        console: Console,
+        plan: Plan,
+        *,
+        interval_s: float = _PLAIN_INTERVAL_S,
+        clock: Callable[[], float] = now_s,
     ) -> None:
         self._console = console
         self._plan = plan
         self._interval_s = interval_s
+        self._clock = clock
         self._meter = Meter()
-        self._next_s = now_s() + interval_s
+        self._next_s = clock() + interval_s
 
     def __call__(self, event: object) -> None:
         if isinstance(event, StepDone):
-            time_s = now_s()
+            time_s = self._clock()
             self._meter.add(event, time_s)
             if time_s >= self._next_s:
                 self.say(describe_step(event, self._meter.read(), self._plan))
-                self._next_s = now_s() + self._interval_s
+                self._next_s = self._clock() + self._interval_s
         elif isinstance(event, EpochDone):
             self.say(describe_epoch(event, self._meter.end_epoch(), self._plan))
-            self._next_s = now_s() + self._interval_s
+            self._next_s = self._clock() + self._interval_s
         elif isinstance(event, FormationChosen):
             self.say(describe_formation(event))
 
@@ -185,18 +191,24 @@ class LiveProgress:
     """
 
     def __init__(
-        self, console: Console, plan: Plan, *, interval_s: float = _LIVE_INTERVAL_S
+        self,
+        console: Console,
+        plan: Plan,
+        *,
+        interval_s: float = _LIVE_INTERVAL_S,
+        clock: Callable[[], float] = now_s,
     ) -> None:
         self._console = console
         self._plan = plan
         self._interval_s = interval_s
+        self._clock = clock
         self._meter = Meter()
         self._next_s = 0.0
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
     def __call__(self, event: object) -> None:
         if isinstance(event, StepDone):
-            time_s = now_s()
+            time_s = self._clock()
             self._meter.add(event, time_s)
             if time_s >= self._next_s:
                 self._draw(event, time_s)
@@ -207,7 +219,7 @@ class LiveProgress:
 
     def _draw(self, event: StepDone, begun_s: float) -> None:
         self._live.update(draw_live(event, self._meter.read(), self._plan), refresh=True)
-        ended_s = now_s()
+        ended_s = self._clock()
         rest_s = (ended_s - begun_s) / _MAX_DRAWING_SHARE
         self._next_s = ended_s + max(self._interval_s, rest_s)
 

@@ -1,11 +1,18 @@
 """How long and how fast each model is trained on each kind of data, unless the user says otherwise.
 
-All are for ``torch.optim.AdamW`` with its other defaults and a constant learning rate.
+All are for ``torch.optim.AdamW`` with its other defaults and :func:`decay_linearly`. With a
+constant rate the last accuracy moves up and down by about a percent, and where it stops is luck.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
+
+from phalanx.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +22,7 @@ class Recipe:
     Args:
         epochs: Times through the training set.
         batch_size: Samples, or windows of text, per optimizer step.
-        lr: AdamW's learning rate, constant.
+        lr: AdamW's learning rate at the first step.
     """
 
     epochs: int
@@ -27,7 +34,7 @@ _RECIPE_BY_PAIR = {
     ("digits", "mlp"): Recipe(epochs=20, batch_size=64, lr=1e-3),
     ("digits", "cnn"): Recipe(epochs=10, batch_size=64, lr=2e-3),
     ("idx", "mlp"): Recipe(epochs=5, batch_size=128, lr=1e-3),
-    ("idx", "cnn"): Recipe(epochs=4, batch_size=128, lr=2e-3),
+    ("idx", "cnn"): Recipe(epochs=3, batch_size=128, lr=2e-3),
     ("text", "gpt"): Recipe(epochs=1, batch_size=32, lr=2e-3),
 }
 _OTHERWISE = Recipe(epochs=5, batch_size=64, lr=1e-3)
@@ -55,3 +62,32 @@ def default_model(data: str) -> str:
         ('gpt', 'cnn')
     """
     return "gpt" if data.partition(":")[0] == "text" else "cnn"
+
+
+def decay_linearly(total_steps: int) -> Callable[[Optimizer], LRScheduler]:
+    """Make a scheduler that brings the learning rate to 0 in a straight line over the training.
+
+    It is stepped once per optimizer step; after ``total_steps`` the rate stays 0.
+
+    Raises:
+        ConfigError: ``total_steps`` is less than 1.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> scheduler = decay_linearly(4)(optimizer)
+        >>> rates = []
+        >>> for _ in range(5):
+        ...     rates.append(optimizer.param_groups[0]["lr"])
+        ...     optimizer.step()
+        ...     scheduler.step()
+        >>> rates
+        [1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    if total_steps < 1:
+        raise ConfigError(f"`total_steps` must be 1 or more, but is {total_steps!r}.")
+
+    def schedule(optimizer: Optimizer) -> LRScheduler:
+        return LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=total_steps)
+
+    return schedule

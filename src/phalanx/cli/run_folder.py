@@ -88,7 +88,7 @@ class RunFolder:
                 f"`--resume` must name the folder of a run, but {path} has no config.json. "
                 "Leave `--resume` out to start a run."
             )
-        if not folder.checkpoint_path.is_dir():
+        if not folder.has_checkpoint():
             raise ConfigError(
                 f"`--resume` must name a run with a checkpoint, but {path} has none: it ended "
                 "before the first was saved. Start the run again."
@@ -120,6 +120,12 @@ class RunFolder:
         """Where the figure is drawn."""
         return self.path / "training.png"
 
+    def has_checkpoint(self) -> bool:
+        """Say whether there is something to go on from."""
+        # A trainer that was killed while it replaced a checkpoint has left the one before.
+        before = self.checkpoint_path.with_name(self.checkpoint_path.name + ".previous")
+        return self.checkpoint_path.is_dir() or before.is_dir()
+
     # Any: JSON.
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write config.json, in place of the one before."""
@@ -145,6 +151,8 @@ class RunFolder:
     def append_metrics(self, records: Iterable[Record]) -> None:
         """Add lines to metrics.jsonl; they have reached the system when this returns."""
         lines = "".join(_to_json(record) + "\n" for record in records)
+        if not lines:
+            return
         with self.metrics_path.open("a", encoding="utf-8") as file:
             file.write(lines)
 
@@ -232,9 +240,12 @@ def refuse_existing(path: Path) -> None:
     if not path.is_dir():
         raise ConfigError(f"`--out` must be a folder, but {path} is a file. Name another.")
     if any(path.iterdir()):
+        go_on = (
+            f"Go on with `--resume {path}`, or name" if RunFolder(path).has_checkpoint() else "Name"
+        )
         raise ConfigError(
             f"`--out` must be a new or empty folder, but {path} holds files already. "
-            f"Go on with `--resume {path}`, or name another with `--out`."
+            f"{go_on} another with `--out`."
         )
 
 

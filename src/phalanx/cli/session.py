@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import shlex
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +16,8 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -207,7 +209,8 @@ class Session:
         self._write_config()
         while self.trainer.epochs < self.options.epochs and not self._stopping:
             self.trainer.fit(self.data.train, epochs=1, validate=self.data.test)
-            self._save()
+            if self.trainer.steps:
+                self._save()
 
     def _save(self) -> None:
         # The metrics go first: lines beyond the checkpoint are dropped when the run goes on, while
@@ -242,6 +245,7 @@ class Session:
             microbatches=options.microbatches,
             intra_op=None if kept is None else kept.intra_op,
             seed=options.seed,
+            scheduler=_schedule_for(self.data, options.epochs),
             metrics=_metrics_for(self.data),
             callbacks=(self.history, self.progress, self._listen),
         )
@@ -296,6 +300,9 @@ class Session:
         options = self.options
         epochs = "1 epoch" if options.epochs == 1 else f"{options.epochs} epochs"
         going_on = f", going on after step {self.trainer.steps}" if self.trainer.steps else ""
+        job = self.job
+        if job.resumed is not None and job.formation is None and options.microbatches is None:
+            going_on += "; not bit for bit, as without --microbatches the bits depend on replicas"
         return (
             f"{self.data.description}\n"
             f"{options.model}, {_count_parameters(self.module):,} parameters; AdamW with learning "
@@ -331,6 +338,19 @@ def _metrics_for(data: Data) -> dict[str, Metric] | None:
         return None
     # "micro": the fraction of samples that are right, where torchmetrics' default averages classes.
     return {"accuracy": MulticlassAccuracy(num_classes=data.num_classes, average="micro")}
+
+
+def _schedule_for(data: Data, epochs: int) -> Callable[[Optimizer], LRScheduler] | None:
+    """Let the learning rate fall to 0 in a straight line; keep it where the length is not known.
+
+    The rate is a function of the step alone, so a run that goes on with more epochs than before has
+    the rate of its place in the longer training, and not the 0 of its old end.
+    """
+    num_batches = _length(data.train)
+    if not num_batches:
+        return None
+    total = epochs * num_batches
+    return lambda optimizer: LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
 
 
 def _length(loader: Iterable[Any]) -> int | None:

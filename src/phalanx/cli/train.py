@@ -75,7 +75,9 @@ def train(
     lr: Annotated[
         float | None,
         typer.Option(
-            metavar="RATE", help="Learning rate of AdamW.", show_default="suits data and model"
+            metavar="RATE",
+            help="First learning rate of AdamW; it falls to 0.",
+            show_default="suits data and model",
         ),
     ] = None,
     seed: Annotated[

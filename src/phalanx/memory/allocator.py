@@ -1,7 +1,7 @@
 """Keep freed memory in the process, so that every step finds the pages of the step before.
 
 glibc hands large blocks back to the kernel as soon as they are free. A training step frees and asks
-for the same megabytes again and again; each time the kernel clears and maps pages anew, under a lock
+for the same megabytes again and again; each time the kernel clears and maps pages anew under a lock
 that all replica threads share. With this the medians of a step fell by 3 to 12 % (`phalanx bench
 step`). The price: the process keeps the memory of its largest step until it ends.
 """

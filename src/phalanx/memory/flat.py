@@ -44,7 +44,7 @@ def in_memory_order(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.as_strided((gradient.numel(),), (1,))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segment:
     """The parameters of one group and one dtype.
 

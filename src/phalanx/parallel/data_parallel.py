@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,6 +148,15 @@ class DataParallel(nn.Module):
         """Yield the buffers under the names that the unwrapped module gives them."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
+    # Any: what torch's own method takes and returns.
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of the unwrapped module, or one whose keys begin with ``module.``."""
+        plain = dict(state_dict)
+        prefixed = bool(plain) and all(key.startswith(_INNER) for key in plain)
+        if prefixed and "module" not in self.module._modules:
+            plain = {key.removeprefix(_INNER): value for key, value in plain.items()}
+        return self.module.load_state_dict(plain, *args, **kwargs)
+
     # Any: an attribute of the user's own module.
     def __getattr__(self, name: str) -> Any:
         try:
@@ -165,7 +174,7 @@ class DataParallel(nn.Module):
         return wants_channels_last(self.module) if wanted is None else wanted
 
     def _first_forward(self, call: Call, sizes: list[int]) -> Nested:
-        """Try channels_last weights; a model that calls `view` may not run so, and keeps its own."""
+        """Try channels_last weights; a model that calls `view` may not run with them."""
         use_channels_last(self.module)
         if self._channels_last:
             return self._run(call, sizes)

@@ -58,11 +58,11 @@ def _resolve(device: Device) -> torch.device:
     if found.type == "cpu":
         return torch.device("cpu")
     kind = getattr(torch, found.type, None)
-    count = kind.device_count() if hasattr(kind, "device_count") else 0
+    count = kind.device_count() if kind is not None and hasattr(kind, "device_count") else 0
     index = found.index or 0
-    if index >= count:
+    if not 0 <= index < count:
         raise ConfigError(
-            f"`devices` must exist on this machine, but {str(found)!r} does not: it has {count} "
+            f"`devices` must exist on this machine, but {str(device)!r} does not: it has {count} "
             f"device(s) of kind {found.type!r}. Give 'cpu'."
         )
     return torch.device(found.type, index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,13 +19,18 @@ T = TypeVar("T")
 
 
 class _Seat:
-    """What the team and one of its threads share; the thread holds nothing else of the team."""
+    """What the team and one of its threads share; the thread holds nothing else of the team.
+
+    Wake-up calls may come twice: what counts are the tickets, so an interrupt between any two
+    instructions of the caller can be answered by calling again.
+    """
 
     def __init__(self) -> None:
-        self.go = threading.Lock()
-        self.done = threading.Lock()
-        self.go.acquire()
-        self.done.acquire()
+        self.go: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.wanted = 0
+        self.finished = 0
+        self.closed = False
         self.task: Callable[[], Any] | None = None  # Any: the caller's own result type
         self.result: Any = None
         self.failure: BaseException | None = None
@@ -34,7 +39,7 @@ class _Seat:
 class Team:
     """Threads that run one function at a time, each with its own index.
 
-    Idle threads sleep on a lock; they never spin. A team that is no longer referenced dismisses its
+    Idle threads sleep; they never spin. A team that is no longer referenced dismisses its
     threads by itself.
 
     Args:
@@ -50,6 +55,7 @@ class Team:
     """
 
     def __init__(self, size: int, *, intra_op: int, name: str = "phalanx-replica") -> None:
+        self._ticket = 0
         self._seats = [_Seat() for _ in range(size)]
         self._threads = [
             threading.Thread(target=_serve, args=(seat,), name=f"{name}-{index}", daemon=True)
@@ -74,19 +80,21 @@ class Team:
         """
         if not self._dismiss.alive:
             raise StateError("`each()` needs open threads, but they were closed. Make a new one.")
+        self._ticket += 1
         for index, seat in enumerate(self._seats):
             seat.task = _bind(task, index)
-            seat.go.release()
+            seat.wanted = self._ticket
         interrupt: BaseException | None = None
-        for seat in self._seats:
-            while True:
-                try:
-                    seat.done.acquire()
-                    break
-                except (
-                    BaseException
-                ) as error:  # Ctrl-C while waiting: the replicas still hold our memory
-                    interrupt = error
+        while True:
+            try:
+                for seat in self._seats:
+                    seat.go.put(None)
+                for seat in self._seats:
+                    while seat.finished != self._ticket:
+                        seat.done.get()
+                break
+            except BaseException as error:  # Ctrl-C: the threads still hold the caller's memory
+                interrupt = error
         results = [seat.result for seat in self._seats]
         failures = [seat.failure for seat in self._seats if seat.failure is not None]
         for seat in self._seats:
@@ -111,23 +119,25 @@ def _bind(task: Callable[[int], T], index: int) -> Callable[[], T]:
 
 def _serve(seat: _Seat) -> None:
     while True:
-        seat.go.acquire()
-        task = seat.task
-        if task is None:
+        seat.go.get()
+        if seat.closed:
             return
+        task, ticket = seat.task, seat.wanted
+        if task is None or ticket == seat.finished:
+            continue
         try:
             seat.result = task()
         except BaseException as error:  # carried to the caller, who raises it
             seat.failure = error
         seat.task = task = None
-        seat.done.release()
+        seat.finished = ticket
+        seat.done.put(None)
 
 
 def _dismiss(seats: list[_Seat]) -> None:
     for seat in seats:
-        seat.task = None
-        with contextlib.suppress(RuntimeError):  # a thread in mid-task at interpreter exit
-            seat.go.release()
+        seat.closed = True
+        seat.go.put(None)
 
 
 def _first_cause(failures: list[BaseException]) -> BaseException:

@@ -40,7 +40,13 @@ __all__ = ["Engine", "Update", "compute", "loss_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What one update did; see `StepDone` for the fields of the same name."""
+    """What one update did; see `StepDone` for the fields of the same name.
+
+    Attributes:
+        weight: What the batch stands for.
+        interrupt: Ctrl-C that came while the threads were stepping; to be raised when the position
+            says that the step is done.
+    """
 
     loss: float
     weight: float
@@ -48,6 +54,7 @@ class Update:
     shares: tuple[int, ...]
     busy_s: tuple[float, ...]
     spans: tuple[Span, ...]
+    interrupt: KeyboardInterrupt | None
 
 
 class Engine:
@@ -144,20 +151,16 @@ class Engine:
                     count(part, outcome)
             spans.append(Span(replica=part, microbatch=None, start_s=start_s, stop_s=now_s()))
 
-        interrupt = None
+        interrupt: KeyboardInterrupt | None = None
         try:
             self.crew.each(finish)
-        except (
-            KeyboardInterrupt
-        ) as error:  # the threads have finished: so do we, and tell afterwards
+        except KeyboardInterrupt as error:  # the threads have finished, so do we
             interrupt = error
         self._stepper.finish()
         self._write_statistics(report.operands)
         for replica in self.crew.replicas:
             replica.outdate()
-        if interrupt is not None:
-            raise interrupt
-        return self._describe(pieces, report, spans)
+        return self._describe(pieces, report, spans, interrupt)
 
     def _sum_and_clip(self, operands: Sequence[Sequence[Tensor | None]]) -> float:
         """Write the clipped sum of gradients, and return the factor that it was scaled by."""
@@ -204,7 +207,13 @@ class Engine:
         for index, parameter in enumerate(self._flat.parameters):
             parameter.grad = self._flat.gradient(index)
 
-    def _describe(self, pieces: Cut, report: Report, spans: Sequence[Span]) -> Update:
+    def _describe(
+        self,
+        pieces: Cut,
+        report: Report,
+        spans: Sequence[Span],
+        interrupt: KeyboardInterrupt | None,
+    ) -> Update:
         count = len(self.crew)
         shares, busy_s = [0] * count, [0.0] * count
         for size, replica in zip(pieces.sizes, report.replica_of, strict=True):
@@ -220,6 +229,7 @@ class Engine:
             shares=tuple(shares),
             busy_s=tuple(busy_s),
             spans=tuple(everything),
+            interrupt=interrupt,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Mapping
 
@@ -34,7 +33,9 @@ class ReplicaMetrics:
                 )
         self._patterns = dict(metrics)
         self._copies: dict[int, dict[str, Metric]] = {}
-        self._shared = threading.Lock()
+        self._whole: dict[str, Metric] = {}
+        self._lock = threading.Lock()
+        self.reset()
 
     def __bool__(self) -> bool:
         return bool(self._patterns)
@@ -43,31 +44,43 @@ class ReplicaMetrics:
         """Return the same metrics with counts of their own."""
         return ReplicaMetrics(self._patterns)
 
-    def reset(self, num_replicas: int) -> None:
+    def reset(self) -> None:
         """Start counting anew."""
-        first = {name: _fresh(metric) for name, metric in self._patterns.items()}
-        self._copies = {
-            replica: {
-                name: _fresh(metric) if _mergeable(metric) else first[name]
-                for name, metric in self._patterns.items()
-            }
-            for replica in range(num_replicas)
+        self._copies = {}
+        self._whole = {
+            name: _fresh(metric)
+            for name, metric in self._patterns.items()
+            if not _mergeable(metric)
         }
 
     def update(self, replica: int, outputs: Nested, targets: Nested) -> None:
         """Count one microbatch, in the replica's own thread."""
+        device = targets.device if isinstance(targets, torch.Tensor) else "cpu"
         with torch.no_grad():
-            for metric in self._copies[replica].values():
-                metric.to(targets.device if isinstance(targets, torch.Tensor) else "cpu")
-                with contextlib.nullcontext() if _mergeable(metric) else self._shared:
+            for metric in self._copies_of(replica).values():
+                metric.to(device)
+                metric.update(outputs, targets)
+            for metric in self._whole.values():
+                with self._lock:
+                    metric.to(device)
                     metric.update(outputs, targets)
+
+    def _copies_of(self, replica: int) -> dict[str, Metric]:
+        if replica not in self._copies:
+            self._copies[replica] = {
+                name: _fresh(metric)
+                for name, metric in self._patterns.items()
+                if name not in self._whole
+            }
+        return self._copies[replica]
 
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything counted since :meth:`reset`; none when nothing was."""
         values = {}
         for name, pattern in self._patterns.items():
-            copies = {id(c[name]): c[name] for c in self._copies.values()}
-            counted = [metric for metric in copies.values() if metric.update_called]
+            copies = [c[name] for c in self._copies.values() if name in c]
+            copies += [self._whole[name]] if name in self._whole else []
+            counted = [metric for metric in copies if metric.update_called]
             if counted:
                 values[name] = _as_number(name, _merge(pattern, counted))
         return values

@@ -41,6 +41,10 @@ class Position:
             weighted_loss=self.weighted_loss + loss * weight,
         )
 
+    def next_step(self) -> Position:
+        """Return the position after an update outside of any epoch."""
+        return replace(self, steps=self.steps + 1)
+
     def next_epoch(self) -> Position:
         """Return the position after the epoch's last batch."""
         return Position(steps=self.steps, epochs=self.epochs + 1, target=self.target)

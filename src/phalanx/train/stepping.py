@@ -3,10 +3,10 @@
 An elementwise optimizer does to each element what that element's own history says. So it may be run
 on any part of the flat buffers, and the parts together are the whole:
 
-    flat values   | part 0 ........ | part 1 ........ |     a small torch optimizer each, of the same
-    flat moments  | part 0 ........ | part 1 ........ |     class and options, stepped by one thread
+    flat values   | part 0 ...... | part 1 ...... |     a small torch optimizer each, of the same
+    flat moments  | part 0 ...... | part 1 ...... |     class and options, stepped by one thread
 
-The user's own optimizer stays the owner: options (learning rate, …) are read from it before every
+The user's own optimizer stays the owner: options (learning rate, …) are read from it before each
 step, and its state tensors are views of the flat moments, so its `state_dict()` is at all times what
 plain torch would have. Parts end at whole blocks, so the bits do not depend on their number.
 """
@@ -84,6 +84,7 @@ class FlatStepper:
         self._flat = flat
         self._pieces = [_PieceOptimizer(optimizer, part) for part in flat.parts(num_parts)]
         self._bound: tuple[Any, ...] = ()
+        self._counters: dict[int, Tensor] = {}  # by segment: every member's own count of steps
         if optimizer.state:
             self._scatter_state()
 
@@ -100,6 +101,10 @@ class FlatStepper:
         if signature != self._bound:
             self._gather_state()
             self._bound = tuple(self._pieces[0].signature())
+        for place, counters in self._counters.items():
+            own = self._first_owned(self._flat.segments[place])
+            if own is not None:
+                counters.copy_(own[1][_SCALAR])
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
 
     def dissolve(self) -> None:
@@ -144,26 +149,32 @@ class FlatStepper:
             segment.view(whole, place, like).copy_(value)
         return whole
 
+    def _first_owned(self, segment: Segment) -> tuple[Range, dict[str, Any]] | None:
+        owned = (piece.owned(segment) for piece in self._pieces)
+        return next((own for own in owned if own is not None), None)
+
     def _install(self, segment: Segment, key: str, value: Any) -> None:
         """Give ``value`` to the parts (cut) and to the user's optimizer (as views of it)."""
-        shared = value
+        is_whole = isinstance(value, Tensor) and key != _SCALAR
         for piece in self._pieces:
             own = piece.owned(segment)
             if own is None:
                 continue
             where, state = own
-            if not isinstance(value, Tensor):
-                state[key] = value
-            elif key == _SCALAR:
-                state[key] = value.clone()
-                shared = state[key]
-            else:
+            if is_whole:
                 state[key] = value[where.start : where.stop]
-        for place, index in enumerate(segment.members):
-            parameter = self._flat.parameters[index]
-            is_whole = isinstance(value, Tensor) and key != _SCALAR
-            view = segment.view(value, place, parameter) if is_whole else shared
-            self._optimizer.state[parameter][key] = view
+            else:
+                state[key] = value.clone() if isinstance(value, Tensor) else value
+        views: Sequence[Any] = [value] * len(segment.members)
+        if is_whole:
+            parameters = [self._flat.parameters[index] for index in segment.members]
+            views = [segment.view(value, place, p) for place, p in enumerate(parameters)]
+        elif isinstance(value, Tensor):
+            counters = value.detach().reshape(1).repeat(len(segment.members))
+            self._counters[self._flat.segments.index(segment)] = counters
+            views = counters.unbind()
+        for index, view in zip(segment.members, views, strict=True):
+            self._optimizer.state[self._flat.parameters[index]][key] = view
 
 
 class _PieceOptimizer:

@@ -25,7 +25,7 @@ from phalanx.replicas import (
     wants_channels_last,
 )
 from phalanx.train.cutting import Cutter
-from phalanx.train.engine import Engine, compute, loss_of
+from phalanx.train.engine import Engine, Update, compute, loss_of
 from phalanx.train.events import Callback, EpochDone, Event, FormationChosen, StepDone
 from phalanx.train.formation import Formation, candidates, fixed, try_out
 from phalanx.train.metrics import ReplicaMetrics
@@ -221,7 +221,7 @@ class Trainer:
         self._stopped = False
         finished: list[EpochDone] = []
         with caller_intra_op(1):  # the caller's idle thread pool must not spin beside the replicas
-            while last_epoch is None or self.epochs < last_epoch:
+            while not self._shall_end(last_epoch, last_step):
                 done = self._run_epoch(loader, validate, last_step)
                 if done is None:
                     break
@@ -242,7 +242,10 @@ class Trainer:
         self._cutter.check_rows(batch)
         with caller_intra_op(1):
             self.module.train()
-            return self._step(batch)
+            done, update = self._step(batch)
+        self._position = self._position.next_step()
+        self._tell_step(done, update)
+        return done
 
     def stop(self) -> None:
         """Make the running :meth:`fit` return after the step it is in; callable from anywhere."""
@@ -265,20 +268,28 @@ class Trainer:
         self.module.train()
         batches = self._batches(loader)
         while not self._epoch_is_complete(loader):
-            if self._stopped or (last_step is not None and self.steps >= last_step):
+            if self._shall_end(None, last_step):
                 return None
             batch = next(batches, _END)
             if batch is _END:
                 break
             if self._position.batch == 0:
                 self._cutter.check_rows(batch)
-            self._step(batch)
+                self._metrics.reset()
+            done, update = self._step(batch)
+            self._position = self._position.next_batch(update.loss, update.weight, update.samples)
+            self._tell_step(done, update)
         if self._position.batch == 0:
             raise ConfigError(
                 "`loader` must yield at least one batch, but yields none. A generator is used up "
                 "after one pass: give something that can be iterated again."
             )
         return self._finish_epoch(now_s() - begin_s, validate)
+
+    def _shall_end(self, last_epoch: int | None, last_step: int | None) -> bool:
+        if last_epoch is not None and self.epochs >= last_epoch:
+            return True
+        return self._stopped or (last_step is not None and self.steps >= last_step)
 
     def _epoch_is_complete(self, loader: Iterable[Nested]) -> bool:
         """Tell it without asking for another batch, where the loader knows its length."""
@@ -312,13 +323,12 @@ class Trainer:
         self._tell(done)
         return done
 
-    def _step(self, batch: Nested) -> StepDone:
+    def _step(self, batch: Nested) -> tuple[StepDone, Update]:
+        """Do one update; return what to tell of it, and all that is known of it."""
         engine = self._open_engine(batch)
         start_s = now_s()
         pieces = engine.cut(batch)
         run = self._work.training(pieces.scales, keep_outputs=bool(self._metrics))
-        if self._position.batch == 0:
-            self._metrics.reset(len(engine.crew))
         update = engine.update(pieces, run, (self._seed, self.steps), self._count)
         if self.scheduler is not None:
             self.scheduler.step()
@@ -333,9 +343,7 @@ class Trainer:
             busy_s=update.busy_s,
             spans=update.spans,
         )
-        self._position = self._position.next_batch(update.loss, update.weight, update.samples)
-        self._tell(done)
-        return done
+        return done, update
 
     def _count(self, replica: int, outcome: Outcome) -> None:
         if self._metrics:
@@ -351,7 +359,7 @@ class Trainer:
             for batch in loader:
                 if engine is None:
                     engine = self._open_engine(batch)
-                    metrics.reset(len(engine.crew))
+                    metrics.reset()
                     self.module.eval()
                 pieces = engine.cut(batch)
                 with torch.no_grad():
@@ -474,7 +482,7 @@ class Trainer:
 
     def _runs(self, batch: Nested) -> bool:
         """Tell whether a step on ``batch`` would get through (models that call `view` may not)."""
-        run, close = self._open_trial(Formation((self._home,), 1), batch)
+        run, close = self._open_trial(Formation((self._home,), 1), batch, workloads=None)
         try:
             run()
         except Exception:
@@ -490,18 +498,20 @@ class Trainer:
             options = [Formation((self._home,) * len(self._workloads), intra_op or 1)]
         chosen, reason = options[0], "the only choice"
         if len(options) > 1:
-            chosen, reason = try_out(options, lambda formation: self._open_trial(formation, batch))
+            chosen, reason = try_out(
+                options, lambda each: self._open_trial(each, batch, self._workloads)
+            )
         self._tell(
             FormationChosen(replicas=len(chosen.devices), intra_op=chosen.intra_op, reason=reason)
         )
         return chosen
 
     def _open_trial(
-        self, formation: Formation, batch: Nested
+        self, formation: Formation, batch: Nested, workloads: Sequence[float] | None
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return a function that computes the gradients of ``batch`` to no effect, and its end."""
         crew = ThreadCrew(
-            self.module, formation.devices, workloads=self._workloads, intra_op=formation.intra_op
+            self.module, formation.devices, workloads=workloads, intra_op=formation.intra_op
         )
         pieces = self._cutter.cut(batch, crew.workloads)
         work = self._work.training(pieces.scales, keep_outputs=False)
@@ -516,6 +526,11 @@ class Trainer:
             raise StateError(
                 "The trainer must be open, but was closed. Make a new one and `resume()`."
             )
+
+    def _tell_step(self, done: StepDone, update: Update) -> None:
+        self._tell(done)
+        if update.interrupt is not None:
+            raise update.interrupt
 
     def _tell(self, event: Event) -> None:
         for callback in self._callbacks:

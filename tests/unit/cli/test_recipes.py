@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
-from phalanx.cli.recipes import Recipe, default_model, defaults_for
+from phalanx.cli.recipes import Recipe, decay_linearly, default_model, defaults_for
+from phalanx.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("data", "model", "recipe"),
     [
         ("digits", "cnn", Recipe(epochs=10, batch_size=64, lr=2e-3)),
-        ("idx:/some/where", "cnn", Recipe(epochs=4, batch_size=128, lr=2e-3)),
+        ("idx:/some/where", "cnn", Recipe(epochs=3, batch_size=128, lr=2e-3)),
         ("text:stdlib", "gpt", Recipe(epochs=1, batch_size=32, lr=2e-3)),
         ("own:data", "own:model", Recipe(epochs=5, batch_size=64, lr=1e-3)),
         ("digits", "own:model", Recipe(epochs=5, batch_size=64, lr=1e-3)),
@@ -34,3 +36,19 @@ def test_the_model_that_suits_the_data(data: str, model: str) -> None:
 def test_a_recipe_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         defaults_for("digits", "cnn").lr = 1.0  # type: ignore[misc]
+
+
+def test_the_rate_falls_in_a_straight_line_to_0_and_stays_there() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=2e-3)
+    scheduler = decay_linearly(8)(optimizer)
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([2e-3 * max(0, 8 - step) / 8 for step in range(10)], abs=1e-12)
+
+
+def test_no_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match="`total_steps` must be 1 or more, but is 0"):
+        decay_linearly(0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from phalanx.errors import ConfigError
 from phalanx.plan import Layout, cut, equal_sizes, join, num_rows, workload_sizes
 
-Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["left", "right"])
 
 
 @dataclasses.dataclass
@@ -29,7 +29,7 @@ def rows(count: int, *shape: int) -> Tensor:
     return torch.arange(count * max(1, torch.Size(shape).numel())).view(count, *shape)
 
 
-# --- cutting ------------------------------------------------------------------------------------------------
+# --- cutting --------------------------------------------------------------------------------------
 
 
 @given(
@@ -37,7 +37,9 @@ def rows(count: int, *shape: int) -> Tensor:
     workloads=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any),
     dim=st.integers(0, 2),
 )
-def test_what_is_cut_along_any_dim_comes_together_again(total: int, workloads: list[int], dim: int) -> None:
+def test_what_is_cut_along_any_dim_comes_together_again(
+    total: int, workloads: list[int], dim: int
+) -> None:
     shape = [2, 3, 4]
     shape[dim] = total
     x = torch.arange(torch.Size(shape).numel()).view(shape)
@@ -90,7 +92,9 @@ def equal_nests(left: Any, right: Any) -> bool:
     if isinstance(right, Tensor):
         return torch.equal(left, right)
     if isinstance(right, dict):
-        return list(left) == list(right) and all(equal_nests(left[key], right[key]) for key in right)
+        return list(left) == list(right) and all(
+            equal_nests(left[key], right[key]) for key in right
+        )
     if isinstance(right, list | tuple):
         return type(left) is type(right) and all(map(equal_nests, left, right))
     return left is right or left == right
@@ -112,7 +116,9 @@ def test_dataclasses_inside_containers_are_cut_too() -> None:
     assert parts[0]["samples"][0].mask is None
 
 
-@pytest.mark.parametrize("value", ["text", 3, 2.5, True, None, object(), torch.float64, torch.tensor(4.0)], ids=repr)
+@pytest.mark.parametrize(
+    "value", ["text", 3, 2.5, True, None, object(), torch.float64, torch.tensor(4.0)], ids=repr
+)
 def test_values_without_rows_are_given_whole_and_are_the_same_object(value: object) -> None:
     parts = cut({"x": rows(4), "value": value}, [3, 1], Layout())
     assert parts[0]["value"] is value
@@ -148,7 +154,7 @@ def test_gradients_flow_through_cut_and_join() -> None:
     assert torch.equal(x.grad, 2 * x)
 
 
-# --- rows ---------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
@@ -164,12 +170,18 @@ def test_rows_are_counted_along_the_layouts_dim(count: int) -> None:
             r"`mask` must have 12 rows along dim 0 like `tokens`, but has 10",
         ),
         ((rows(8, 2), rows(7)), r"`1` must have 8 rows along dim 0 like `0`, but has 7"),
-        ([{"a": rows(3)}, [rows(3), rows(1)]], r"`1\.1` must have 3 rows along dim 0 like `0\.a`, but has 1"),
+        (
+            [{"a": rows(3)}, [rows(3), rows(1)]],
+            r"`1\.1` must have 3 rows along dim 0 like `0\.a`, but has 1",
+        ),
         (
             Sample(rows(4), rows(5)),
             r"`mask` must have 4 rows along dim 0 like `tokens`, but has 5",
         ),
-        ({"x": rows(2), "none": torch.zeros(0, 3)}, r"`none` must have 2 rows along dim 0 like `x`, but has 0"),
+        (
+            {"x": rows(2), "none": torch.zeros(0, 3)},
+            r"`none` must have 2 rows along dim 0 like `x`, but has 0",
+        ),
     ],
 )
 def test_leaves_of_different_batch_size_are_named(batch: Any, match: str) -> None:
@@ -189,7 +201,7 @@ def test_a_dim_that_a_leaf_does_not_have(dim: int) -> None:
         num_rows({"x": rows(4, 2)}, Layout(dim=dim))
 
 
-# --- joining ------------------------------------------------------------------------------------------------
+# --- joining --------------------------------------------------------------------------------------
 
 
 def test_scalars_are_stacked() -> None:
@@ -214,7 +226,11 @@ def test_one_part_alone_is_itself() -> None:
     ("parts", "sizes", "match"),
     [
         ([rows(4), rows(4)], [2, 2], r"must have .*2 rows along dim 0, but has shape \(4,\)"),
-        ([{"y": rows(2, 3)}, {"y": rows(1, 3)}], [2, 2], r"`y`.* must have .*2 rows .*, but has shape \(1, 3\)"),
+        (
+            [{"y": rows(2, 3)}, {"y": rows(1, 3)}],
+            [2, 2],
+            r"`y`.* must have .*2 rows .*, but has shape \(1, 3\)",
+        ),
     ],
 )
 def test_outputs_without_their_rows_are_named(parts: Any, sizes: list[int], match: str) -> None:

@@ -37,7 +37,9 @@ EQUAL = [
 
 
 @pytest.mark.parametrize(("total", "parts", "sizes"), EQUAL)
-def test_equal_sizes_give_the_first_parts_one_more(total: int, parts: int, sizes: list[int]) -> None:
+def test_equal_sizes_give_the_first_parts_one_more(
+    total: int, parts: int, sizes: list[int]
+) -> None:
     assert equal_sizes(total, parts) == sizes
 
 
@@ -65,7 +67,7 @@ WEIGHTED = [
     (10, [1, 1, 2], [3, 2, 5]),
     (10, [3, 3, 3, 1], [3, 3, 3, 1]),
     (20, [1] * 8, [3, 3, 3, 3, 2, 2, 2, 2]),
-    (36, [1] * 7, [6, 5, 5, 5, 5, 5, 5]),  # MXNet's rounding gave the last device the whole remainder
+    (36, [1] * 7, [6, 5, 5, 5, 5, 5, 5]),  # MXNet: all the rest to the last
     (100, [0.5, 0.25, 0.25], [50, 25, 25]),
     (7, [1e-9, 1e-9], [4, 3]),
     (7, [1e300, 1e300], [4, 3]),  # their sum is more than a float holds
@@ -74,7 +76,9 @@ WEIGHTED = [
 
 
 @pytest.mark.parametrize(("total", "shares", "sizes"), WEIGHTED)
-def test_workload_sizes_by_largest_remainder(total: int, shares: list[float], sizes: list[int]) -> None:
+def test_workload_sizes_by_largest_remainder(
+    total: int, shares: list[float], sizes: list[int]
+) -> None:
     assert workload_sizes(total, shares) == sizes
 
 
@@ -94,7 +98,9 @@ def test_workload_sizes_are_within_one_row_of_their_share(total: int, shares: li
 
 
 @given(totals, st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any))
-def test_whole_numbered_workloads_are_strictly_within_one_row(total: int, shares: list[int]) -> None:
+def test_whole_numbered_workloads_are_strictly_within_one_row(
+    total: int, shares: list[int]
+) -> None:
     whole = sum(shares)
     for size, share in zip(workload_sizes(total, shares), shares, strict=True):
         assert abs(size * whole - share * total) < whole
@@ -110,14 +116,20 @@ def test_equal_workloads_give_equal_sizes(total: int, parts: int, share: float) 
     assert workload_sizes(total, [share] * parts) == equal_sizes(total, parts)
 
 
-@given(totals, st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any), st.integers(-30, 30))
+@given(
+    totals, st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any), st.integers(-30, 30)
+)
 def test_only_the_ratio_of_workloads_counts(total: int, shares: list[int], power: int) -> None:
     """Scaling by a power of two is exact, so nothing but the ratio is left to count."""
-    assert workload_sizes(total, [share * 2.0**power for share in shares]) == workload_sizes(total, shares)
+    assert workload_sizes(total, [share * 2.0**power for share in shares]) == workload_sizes(
+        total, shares
+    )
 
 
 @given(totals, st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any), st.randoms())
-def test_permuted_workloads_give_permuted_sizes_but_for_ties(total: int, shares: list[int], draw: object) -> None:
+def test_permuted_workloads_give_permuted_sizes_but_for_ties(
+    total: int, shares: list[int], draw: object
+) -> None:
     order = list(range(len(shares)))
     draw.shuffle(order)  # type: ignore[attr-defined]
     sizes = workload_sizes(total, shares)

@@ -73,8 +73,8 @@ def step(
     )
     if machine.load is not None and machine.load > BUSY_LOAD:
         console.print(
-            f"This machine is at work for others (load {machine.load:.1f}), and that will show in "
-            "the numbers.",
+            f"This machine had other work in the last minute (load {machine.load:.1f}); if it "
+            "still has, that will show in the numbers.",
             style="yellow",
         )
     if workers != TARGET_WORKERS:

@@ -72,7 +72,8 @@ def open_idx(folder: Path, *, batch_size: int, seed: int) -> Data:
         num_classes=num_classes,
         description=(
             f"{folder.resolve().name}: {train.num_rows} training and "
-            f"{test.num_rows if test else 'no'} test images of {height}x{width} pixels, {num_classes} classes"
+            f"{test.num_rows if test else 'no'} test images of {height}x{width} pixels, "
+            f"{num_classes} classes"
         ),
     )
 

@@ -1,0 +1,95 @@
+"""The figure is drawn for every history that can be, and its numbers are right."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from phalanx.cli.figure import draw_training, smooth
+from phalanx.cli.history import History
+from phalanx.cli.timeline import lay_out_timeline
+from tests.unit.cli.events import epoch_done, step_done
+
+
+def played(num_steps, **changes):
+    history = History()
+    for step in range(1, num_steps + 1):
+        history(step_done(step))
+        if step % 10 == 0:
+            history(epoch_done(step // 10 - 1, **changes))
+    return history
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        History(),
+        played(1),
+        played(20),
+        played(20, validation=None),
+        played(20, train={"loss": 1.0}, validation={"loss": 2.0}),
+        played(500),
+    ],
+    ids=["nothing", "one step", "epochs", "no test", "no accuracy", "long"],
+)
+def test_a_figure_is_drawn(tmp_path, history):
+    draw_training(tmp_path / "training.png", history, title="t")
+    png = (tmp_path / "training.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert len(png) > 10_000
+
+
+def test_a_figure_leaves_matplotlib_as_it_was(tmp_path):
+    import matplotlib as mpl  # slow, and only this test asks
+
+    before = dict(mpl.rcParams)
+    draw_training(tmp_path / "training.png", played(20), title="t")
+    assert dict(mpl.rcParams) == before
+
+
+def test_a_short_curve_is_not_smoothed():
+    assert smooth([3.0, 1.0, 2.0]).tolist() == [3.0, 1.0, 2.0]
+    assert smooth([]).tolist() == []
+
+
+def test_a_long_curve_is_averaged_over_its_neighbours():
+    values = np.arange(80.0)
+    assert smooth(values).tolist()[2:-2] == values.tolist()[2:-2]
+    assert smooth(values)[0] == pytest.approx((0 + 1 + 2) / 3)
+    assert smooth(values)[-1] == pytest.approx((77 + 78 + 79) / 3)
+
+
+def test_what_is_not_finite_is_left_out():
+    values = [1.0] * 40 + [math.nan] + [1.0] * 40
+    assert smooth(values).tolist() == [1.0] * 81
+    assert np.isnan(smooth([math.nan])).all()
+
+
+def test_a_timeline_begins_with_its_first_span():
+    timeline = lay_out_timeline([step_done(3), step_done(4)])
+    assert timeline.num_replicas == 2
+    assert timeline.step_starts == ((3, 0.0), (4, pytest.approx(100.0)))
+    replica, microbatch, start_ms, length_ms = timeline.spans[1]
+    assert (replica, microbatch) == (0, None)
+    assert (start_ms, length_ms) == (pytest.approx(70.0), pytest.approx(20.0))
+    assert timeline.busy == pytest.approx((0.8, 0.8))
+
+
+@pytest.mark.parametrize(
+    ("steps", "shown"),
+    [
+        ([], []),
+        (range(1, 4), [1, 2, 3]),
+        (range(1, 11), [5, 6, 7, 8, 9, 10]),
+        (range(8, 13), [11, 12]),  # step 11 begins an epoch: a test lies before it
+    ],
+)
+def test_a_timeline_holds_the_last_steps_without_a_pause(steps, shown):
+    timeline = lay_out_timeline([step_done(step) for step in steps])
+    assert [step for step, _ in timeline.step_starts] == shown
+
+
+def test_steps_without_spans_are_passed_over():
+    assert lay_out_timeline([step_done(1, spans=())]).spans == ()

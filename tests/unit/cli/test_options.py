@@ -1,0 +1,172 @@
+"""Words of the command line become checked values, or one sentence that says what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from phalanx.cli.options import (
+    GivenOptions,
+    complete,
+    continue_with,
+    parse_replicas,
+    parse_workloads,
+    read_options,
+)
+from phalanx.cli.recipes import defaults_for
+from phalanx.errors import CheckpointError, ConfigError
+
+STORED = complete(GivenOptions(replicas="2", workloads="2,1", microbatches=4, seed=7))
+
+
+@pytest.mark.parametrize(
+    ("text", "replicas"),
+    [
+        ("auto", "auto"),
+        ("1", 1),
+        ("12", 12),
+        ("cpu", ("cpu",)),
+        ("cpu,cpu", ("cpu", "cpu")),
+        ("cpu, cuda:0", ("cpu", "cuda:0")),
+    ],
+)
+def test_replicas_are_read(text, replicas):
+    assert parse_replicas(text) == replicas
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "1.5", "cpu,,cpu", "cpu,2", "auto,cpu", "2,1", "CPU:x", "²"]
+)
+def test_replicas_that_are_none_are_refused(text):
+    with pytest.raises(ConfigError, match="`--replicas` must be `auto`, a number, or one device"):
+        parse_replicas(text)
+
+
+def test_no_replicas_are_refused():
+    with pytest.raises(ConfigError, match="`--replicas` must be at least 1, but is 0"):
+        parse_replicas("0")
+
+
+@pytest.mark.parametrize(
+    ("text", "workloads"), [(None, None), ("2,1", (2.0, 1.0)), ("0, .5", (0.0, 0.5)), ("1", (1.0,))]
+)
+def test_workloads_are_read(text, workloads):
+    assert parse_workloads(text) == workloads
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must be numbers with commas between"),
+        ("1;2", "must be numbers with commas between"),
+        ("1,-2", "must hold finite numbers from 0 on, but holds -2.0"),
+        ("1,inf", "must hold finite numbers from 0 on, but holds inf"),
+        ("nan,1", "must hold finite numbers from 0 on, but holds nan"),
+        ("0,0", "must not all be 0"),
+    ],
+)
+def test_workloads_that_are_none_are_refused(text, message):
+    with pytest.raises(ConfigError, match=f"`--workloads` {message}"):
+        parse_workloads(text)
+
+
+@pytest.mark.parametrize("data", ["digits", "text:stdlib", "idx:/some/where", "my:data"])
+def test_what_is_not_said_comes_from_the_recipe(data):
+    options = complete(GivenOptions(data=data))
+    recipe = defaults_for(data, options.model)
+    assert (options.epochs, options.batch_size, options.lr) == (
+        recipe.epochs,
+        recipe.batch_size,
+        recipe.lr,
+    )
+    assert (options.replicas, options.workloads, options.microbatches) == ("auto", None, None)
+    assert options.seed == 0
+
+
+def test_what_is_said_is_taken():
+    said = {
+        "data": "digits",
+        "model": "mlp",
+        "replicas": "cpu,cpu",
+        "workloads": "1,2",
+        "microbatches": 3,
+        "epochs": 1,
+        "batch_size": 5,
+        "lr": 0.5,
+        "seed": 9,
+    }
+    assert asdict(complete(GivenOptions(**said))) == said
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"epochs": 0}, "`--epochs` must be 1 or more, but is 0"),
+        ({"batch_size": -1}, "`--batch-size` must be 1 or more, but is -1"),
+        ({"microbatches": 0}, "`--microbatches` must be 1 or more, but is 0"),
+        ({"lr": 0.0}, "`--lr` must be a number above 0, but is 0.0"),
+        ({"lr": float("nan")}, "`--lr` must be a number above 0, but is nan"),
+        ({"lr": float("inf")}, "`--lr` must be a number above 0, but is inf"),
+        ({"seed": -1}, "`--seed` must be from 0 to"),
+        ({"seed": 2**63}, "`--seed` must be from 0 to"),
+        ({"workloads": "1,2"}, "must come with a fixed number of replicas.* Give --replicas 2"),
+        (
+            {"workloads": "1,2", "replicas": "3"},
+            r"must hold one share per replica \(3\), but holds 2. Give 1,1,1",
+        ),
+        ({"workloads": "1", "replicas": "cpu,cpu"}, r"per replica \(2\), but holds 1"),
+    ],
+)
+def test_values_out_of_range_are_refused(said, message):
+    with pytest.raises(ConfigError, match=message):
+        complete(GivenOptions(**said))
+
+
+@pytest.mark.parametrize(
+    ("said", "changes"),
+    [
+        ({}, {}),
+        ({"seed": 7, "data": "digits"}, {}),
+        ({"epochs": 99}, {"epochs": 99}),
+        ({"workloads": "1,1"}, {"workloads": "1,1"}),
+        ({"replicas": "3"}, {"replicas": "3", "workloads": None}),
+        ({"replicas": "3", "workloads": "1,2,3"}, {"replicas": "3", "workloads": "1,2,3"}),
+    ],
+)
+def test_a_run_goes_on_with_its_options_and_what_may_change(said, changes):
+    assert continue_with(STORED, GivenOptions(**said), run="r") == replace(STORED, **changes)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"data": "text:a"}, r"`--data` .* r began with \(digits\), but is text:a"),
+        ({"model": "mlp"}, r"`--model` .*\(cnn\), but is mlp"),
+        ({"seed": 8}, r"`--seed` .*\(7\), but is 8"),
+        ({"batch_size": 3}, r"`--batch-size` .*\(64\), but is 3"),
+        ({"lr": 1.0}, "`--lr` "),
+        ({"microbatches": 8}, r"`--microbatches` .*\(4\), but is 8"),
+    ],
+)
+def test_what_decides_the_numbers_cannot_change_in_a_run(said, message):
+    with pytest.raises(ConfigError, match=message):
+        continue_with(STORED, GivenOptions(**said), run="r")
+
+
+def test_options_come_back_from_a_file():
+    assert read_options(asdict(STORED), source="config.json") == STORED
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": "7"}, "`seed` in c.json must be of type int, but is '7'"),
+        ({"epochs": True}, "`epochs` in c.json must be of type int, but is True"),
+        ({"data": None}, "`data` in c.json must be of type str, but is None"),
+        ({"speed": 3}, "`options` in c.json must be .*, but are .*speed"),
+    ],
+)
+def test_a_file_that_was_edited_wrongly_is_named(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_options({**asdict(STORED), **changes}, source="c.json")

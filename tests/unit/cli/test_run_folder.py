@@ -1,0 +1,195 @@
+"""A run folder is made once, holds whole files, and goes back to where its checkpoint is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from phalanx.cli.history import History
+from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
+from phalanx.errors import CheckpointError, ConfigError
+from tests.unit.cli.events import epoch_done, step_done
+
+
+def records_of(num_steps, per_epoch=2):
+    history = History()
+    for step in range(1, num_steps + 1):
+        history(step_done(step, per_epoch=per_epoch))
+        if step % per_epoch == 0:
+            history(epoch_done(step // per_epoch - 1, per_epoch=per_epoch))
+    return history.take_records()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder.create(tmp_path / "run")
+
+
+def test_a_new_folder_is_made_with_those_above_it(tmp_path):
+    assert RunFolder.create(tmp_path / "a" / "b").path.is_dir()
+
+
+def test_an_empty_folder_may_be_there(tmp_path):
+    assert RunFolder.create(tmp_path).path == tmp_path
+
+
+def test_a_folder_that_holds_a_run_is_refused_with_the_way_to_go_on(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(ConfigError, match=rf"Go on with `--resume {tmp_path}`, or name another"):
+        RunFolder.create(tmp_path)
+
+
+def test_a_folder_that_holds_anything_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"but .* holds files already\. Name another"):
+        refuse_existing(tmp_path)
+    with pytest.raises(ConfigError, match=r"`--out` must be a folder, but .* is a file"):
+        refuse_existing(tmp_path / "thesis.txt")
+
+
+def test_a_place_where_no_folder_can_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="must be a place where folders can be made"):
+        RunFolder.create(tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match="must be a place where folders can be made"):
+        RunFolder.create_next(tmp_path / "file", "run")
+
+
+def test_the_first_free_number_is_taken(tmp_path):
+    (tmp_path / "a-002").mkdir()
+    names = [RunFolder.create_next(tmp_path, "a").path.name for _ in range(3)]
+    assert names == ["a-001", "a-003", "a-004"]
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "name"),
+    [
+        ("digits", "cnn", "digits-cnn"),
+        ("text:stdlib", "gpt", "text-stdlib-gpt"),
+        ("text:/usr/share/doc/", "gpt", "text-doc-gpt"),
+        ("text:../..", "gpt", "text-gpt"),
+        ("idx:C:\\data\\fashion mnist", "mlp", "idx-fashion-mnist-mlp"),
+        ("my.data:Train.set", "my:net", "my.data-Train.set-my-net"),
+    ],
+)
+def test_a_run_is_named_after_its_data_and_model(data, model, name):
+    assert name_run(data, model) == name
+
+
+def test_what_is_no_run_cannot_go_on(tmp_path):
+    with pytest.raises(ConfigError, match=r"must name the folder of a run, but .* no config\.json"):
+        RunFolder.open(tmp_path)
+    RunFolder(tmp_path).write_config({})
+    with pytest.raises(ConfigError, match=r"must name a run with a checkpoint, but .* has none"):
+        RunFolder.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "checkpoint.previous"])
+def test_a_run_with_a_checkpoint_can_go_on(folder, name):
+    folder.write_config({"seed": 1})
+    (folder.path / name).mkdir()
+    assert RunFolder.open(folder.path).read_config() == {"seed": 1}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
+def test_a_damaged_config_is_named(folder, text):
+    folder.config_path.write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json must"):
+        folder.read_config()
+
+
+def test_metrics_are_lines_of_json_and_are_added_to(folder):
+    records = records_of(4)
+    folder.append_metrics(records[:3])
+    folder.append_metrics(records[3:])
+    lines = folder.metrics_path.read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["step", "step", "epoch"] * 2
+    assert json.loads(lines[0])["shares"] == [4, 4]
+
+
+def test_no_metrics_leave_no_file(folder):
+    folder.append_metrics([])
+    assert not folder.metrics_path.exists()
+
+
+def test_a_loss_that_is_not_finite_is_null(folder):
+    folder.append_metrics([{"kind": "epoch", "train": {"loss": float("nan")}}])
+    assert json.loads(folder.metrics_path.read_text())["train"]["loss"] is None
+
+
+def test_metrics_go_back_to_the_checkpoint(folder):
+    folder.append_metrics(records_of(6))
+    with folder.metrics_path.open("a") as file:
+        file.write('{"kind": "st')  # killed in the middle of a line
+    kept = folder.rewind_metrics(steps=4, epochs=1)
+    assert [record.get("step", "epoch") for record in kept] == [1, 2, "epoch", 3, 4]
+    folder.append_metrics(records_of(6)[5:])
+    lines = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
+    assert [line.get("step", "epoch") for line in lines] == [
+        1,
+        2,
+        "epoch",
+        3,
+        4,
+        "epoch",
+        5,
+        6,
+        "epoch",
+    ]
+
+
+def test_metrics_of_another_run_are_refused(folder):
+    folder.append_metrics(records_of(3))
+    with pytest.raises(CheckpointError, match=r"the steps 1 to 4 of the checkpoint, but holds 3"):
+        folder.rewind_metrics(steps=4, epochs=1)
+
+
+def test_a_damaged_line_in_the_middle_is_named(folder):
+    folder.metrics_path.write_text('{"kind": "step", "step": 1, "loss": 1}\nhello\n{"kind": "x"}\n')
+    with pytest.raises(
+        CheckpointError, match=r"Line 2 of .* must be a step or an epoch, but is 'hello'"
+    ):
+        folder.rewind_metrics(steps=1, epochs=0)
+
+
+def test_weights_come_back_under_the_plain_models_keys(folder):
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
+    module.to(memory_format=torch.channels_last)
+    folder.write_model(module)
+    stored = load_file(folder.model_path)
+    assert stored.keys() == module.state_dict().keys()
+    for name, value in module.state_dict().items():
+        assert torch.equal(stored[name], value)
+
+
+def test_weights_that_share_memory_are_stored_whole(folder):
+    module = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    module["b"].weight = module["a"].weight
+    folder.write_model(module)
+    stored = load_file(folder.model_path)
+    assert torch.equal(stored["a.weight"], stored["b.weight"])
+
+
+def test_writing_again_replaces_and_leaves_nothing_beside(folder):
+    for seed in range(2):
+        folder.write_config({"seed": seed})
+        folder.write_model(nn.Linear(1, 1))
+    assert folder.read_config() == {"seed": 1}
+    assert {path.name for path in folder.path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_folder_of_which_nothing_came_can_be_taken_back(folder):
+    folder.write_config({})
+    folder.remove_config()
+    assert not folder.path.exists()
+
+
+def test_a_folder_with_something_in_it_is_not_taken_away(folder):
+    folder.write_config({})
+    folder.append_metrics(records_of(1))
+    folder.remove_config()
+    assert [path.name for path in folder.path.iterdir()] == ["metrics.jsonl"]

@@ -1,0 +1,364 @@
+"""`phalanx train` from the command line to the run folder, with what can go wrong in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from phalanx.cli.app import main
+from phalanx.cli.data import open_data
+from phalanx.cli.models import build_model
+from phalanx.cli.train import Interruption
+
+SOURCE = Path(__file__).parents[3] / "src"
+FAST = ("--model", "mlp", "--replicas", "1", "--batch-size", "256")
+
+OWN_CODE = """
+import os
+import pathlib
+import signal
+import threading
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Flatten(), nn.Linear(64, 24), nn.BatchNorm1d(24), nn.Dropout(0.2), nn.Linear(24, 10)
+        )
+
+class Broken(Net):
+    def forward(self, x):
+        raise ArithmeticError("my own mistake")
+
+class Stuck(Net):
+    def forward(self, x):
+        print("in forward", flush=True)
+        threading.Event().wait()
+
+class Interrupted(Net):
+    num_calls = 0
+
+    def forward(self, x):
+        Interrupted.num_calls += 1
+        signals = pathlib.Path("signal")
+        if Interrupted.num_calls == 100 and signals.exists():
+            os.kill(os.getpid(), int(signals.read_text()))
+        return super().forward(x)
+
+class Stream:
+    def __iter__(self):
+        yield from [(torch.ones(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2]))] * 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """Work in a folder of the test's own, with a user's module in it."""
+    (tmp_path / "own_code.py").write_text(OWN_CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("own_code", None)
+
+
+@pytest.fixture
+def phalanx(monkeypatch, capsys):
+    """Return a function that runs a command line in this process: (exit code, stdout, stderr)."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["phalanx", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+def spawn(*words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "from phalanx.cli.app import main; main()", *words]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+def lines_until(process: subprocess.Popen[str], words: str) -> Iterator[str]:
+    """Yield what a process prints, up to the line that has ``words``."""
+    for line in process.stdout:
+        yield line
+        if words in line:
+            return
+    pytest.fail(f"ended with {process.wait()} before it said {words!r}")
+
+
+def metrics_of(folder: str) -> list[dict]:
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def files_in(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def test_a_training_leaves_everything_in_its_folder(phalanx):
+    code, out, err = phalanx("train", *FAST, "--epochs", 2, "--microbatches", 2)
+    assert (code, err) == (0, "")
+    folder = Path("runs/digits-mlp-001")
+    assert files_in(folder) == {
+        "checkpoint", "config.json", "metrics.jsonl", "model.safetensors", "training.png"
+    }  # fmt: skip
+    records = metrics_of(folder)
+    assert [record["step"] for record in records if record["kind"] == "step"] == [*range(1, 13)]
+    assert [record["last_step"] for record in records if record["kind"] == "epoch"] == [6, 12]
+    assert {*records[-1]["train"]} == {*records[-1]["validation"]} == {"loss", "accuracy"}
+    config = json.loads((folder / "config.json").read_text())
+    assert config["options"]["microbatches"] == 2
+    assert config["formation"] == {"devices": ["cpu"], "intra_op": 1}
+    assert config["versions"]["torch"] == torch.__version__
+    for words in ("1442 training", "epoch 1/2: loss", "epoch 2/2: loss", "samples/s", "replica 0"):
+        assert words in out
+    assert str(folder) in out
+
+
+def test_the_weights_fit_the_plain_model_and_classify_as_it_was_said(phalanx):
+    code, _, _ = phalanx("train", *FAST, "--epochs", 4, "--out", "run")
+    assert code == 0
+    data = open_data("digits", batch_size=1000, seed=0)
+    module = build_model("mlp", data, seed=1)
+    module.load_state_dict(load_file("run/model.safetensors"))
+    ((inputs, targets),) = data.test
+    accuracy = (module(inputs).argmax(1) == targets).float().mean().item()
+    assert accuracy == pytest.approx(metrics_of("run")[-1]["validation"]["accuracy"], abs=1e-6)
+    assert accuracy > 0.5
+
+
+def test_the_seed_decides_the_numbers(phalanx):
+    for out, seed in (("a", 3), ("b", 3), ("c", 4)):
+        phalanx("train", *FAST, "--epochs", 1, "--out", out, "--seed", seed)
+    a, b, c = (load_file(f"{out}/model.safetensors") for out in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not all(torch.equal(a[name], c[name]) for name in a)
+
+
+def test_workloads_and_devices_are_passed_on(phalanx):
+    words = ("--replicas", "cpu,cpu", "--workloads", "3,1", "--model", "mlp", "--batch-size", "64")
+    code, _, _ = phalanx("train", "--epochs", 1, "--out", "run", *words)
+    assert code == 0
+    assert metrics_of("run")[0]["shares"] == [48, 16]
+
+
+def test_a_formation_that_was_tried_out_is_told_and_kept(phalanx):
+    code, out, _ = phalanx("train", *FAST, "--replicas", "auto", "--epochs", 1, "--out", "run")
+    assert code == 0
+    assert out.count("Formation: ") == 1
+    chosen = json.loads(Path("run/config.json").read_text())["formation"]
+    code, out, _ = phalanx("train", "--resume", "run", "--epochs", 2)
+    assert code == 0
+    assert "Formation: " not in out
+    assert json.loads(Path("run/config.json").read_text())["formation"] == chosen
+
+
+def test_text_is_trained_with_a_perplexity_and_without_an_accuracy(phalanx):
+    Path("text").write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 60)
+    code, out, _ = phalanx("train", "--data", "text:text", "--replicas", 1, "--batch-size", 16)
+    assert code == 0
+    assert "perplexity" in out
+    assert "accuracy" not in out
+    assert "accuracy" not in metrics_of("runs/text-text-gpt-001")[-1]["train"]
+
+
+def test_a_loader_of_ones_own_may_have_no_length_and_no_test(phalanx):
+    words = ("--data", "own_code:Stream", "--model", "own_code:Net", "--replicas", 2)
+    code, out, err = phalanx("train", *words, "--epochs", 2)
+    assert (code, err) == (0, "")
+    records = metrics_of("runs/own_code-Stream-own_code-Net-001")
+    assert [record["kind"] for record in records] == (["step"] * 3 + ["epoch"]) * 2
+    assert records[-1]["validation"] is None
+    assert "epoch 2/2: loss" in out
+
+
+# --- stopping and going on ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_training_goes_on_to_the_same_bits_on_other_replicas(phalanx, number):
+    words = ("--model", "own_code:Interrupted", "--microbatches", "3", "--batch-size", "16")
+    words += ("--seed", "5", "--epochs", "2")
+    # The model sends the signal itself, in the middle of step 34: no race with the test.
+    Path("signal").write_text(str(int(number)))
+    process = spawn("train", *words, "--replicas", "1", "--out", "stopped")
+    said, _ = process.communicate()
+    assert process.returncode == 130, said
+    assert "Stopped after step 34, in epoch 1 of 2" in said
+    assert "phalanx train --resume stopped" in said
+    assert "Traceback" not in said
+    assert files_in("stopped") == {"checkpoint", "config.json", "metrics.jsonl", "training.png"}
+    Path("signal").unlink()
+
+    code, _, err = phalanx("train", "--resume", "stopped", "--replicas", 3)
+    assert (code, err) == (0, "")
+    phalanx("train", *words, "--replicas", 2, "--out", "twin")
+    stopped, twin = load_file("stopped/model.safetensors"), load_file("twin/model.safetensors")
+    assert all(torch.equal(stopped[name], twin[name]) for name in twin)
+    ours, theirs = metrics_of("stopped"), metrics_of("twin")
+    assert [record["kind"] for record in ours] == [record["kind"] for record in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        if one["kind"] == "step":
+            assert one["loss"] == other["loss"]
+        else:
+            assert one["train"]["loss"] == other["train"]["loss"]
+            assert one["validation"] == other["validation"]
+
+
+def test_a_hanging_step_can_be_left_by_a_second_signal():
+    process = spawn("train", "--replicas", "1", "--model", "own_code:Stuck", "--out", "run")
+    with process:
+        list(lines_until(process, "in forward"))
+        process.send_signal(signal.SIGTERM)
+        list(lines_until(process, "Finishing the step"))
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == -signal.SIGINT
+
+
+def test_a_run_goes_on_behind_its_end(phalanx):
+    phalanx("train", *FAST, "--epochs", 1, "--out", "run")
+    before = load_file("run/model.safetensors")
+    code, out, _ = phalanx("train", "--resume", "run", "--epochs", 2)
+    assert code == 0
+    assert "going on after step 6" in out
+    after = load_file("run/model.safetensors")
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+    assert sum(record["kind"] == "step" for record in metrics_of("run")) == 12
+
+
+def test_a_finished_run_says_how_to_go_on(phalanx):
+    phalanx("train", *FAST, "--epochs", 1, "--out", "run")
+    code, _, err = phalanx("train", "--resume", "run")
+    assert code == 2
+    assert "`--epochs` must be more than the 1 that the run in run has finished" in err
+
+
+def test_signals_are_as_they_were_afterwards():
+    def mine(number, frame):
+        pytest.fail("the handler of before was called")
+
+    before = signal.signal(signal.SIGINT, mine)
+    try:
+        stops = []
+        with Interruption(lambda: stops.append(1)):
+            signal.raise_signal(signal.SIGINT)
+            assert stops == [1]
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--epochs", "0"), "`--epochs` must be 1 or more"),
+        (("--replicas", "none"), "must hold names such as 'cpu'"),
+        (("--replicas", "2", "--workloads", "1"), "must hold one share per replica (2)"),
+        (("--data", "mnist"), "Data must be `digits`"),
+        (("--model", "lstm"), "Model must be `mlp`"),
+        (("--model", "gpt"), "Model `gpt` must be given tokens"),
+        (("--resume", "nowhere"), "`--resume` must name the folder of a run"),
+        (("--resume", "nowhere", "--out", "there"), "`--out` must be left out with `--resume`"),
+    ],
+)
+def test_what_cannot_work_is_one_message_and_leaves_nothing(phalanx, words, message):
+    code, out, err = phalanx("train", *words)
+    assert code == 2
+    assert err.startswith("Error: ")
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert files_in(".") <= {"own_code.py", "__pycache__"}
+
+
+def test_an_option_that_is_no_number_is_refused(phalanx):
+    code, _, err = phalanx("train", "--epochs", "many")
+    assert code == 2
+    assert "--epochs" in err
+
+
+def test_a_folder_with_something_in_it_is_refused_before_anything_is_done(phalanx):
+    Path("run").mkdir()
+    Path("run/thesis.txt").write_text("mine")
+    code, out, err = phalanx("train", "--data", "idx:/nowhere", "--out", "run")
+    assert (code, out) == (2, "")
+    assert "`--out` must be a new or empty folder, but run holds files already" in err
+    assert files_in("run") == {"thesis.txt"}
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (("--seed", "1"), "--seed"),
+        (("--model", "cnn"), "--model"),
+        (("--data", "text:x"), "--data"),
+        (("--batch-size", "3"), "--batch-size"),
+    ],
+)
+def test_what_a_run_began_with_cannot_be_changed(phalanx, words, flag):
+    phalanx("train", *FAST, "--epochs", 1, "--out", "run")
+    before = Path("run/metrics.jsonl").read_bytes()
+    code, _, err = phalanx("train", "--resume", "run", "--epochs", 2, *words)
+    assert code == 2
+    assert f"`{flag}` must be what the run in run began with" in err
+    assert Path("run/metrics.jsonl").read_bytes() == before
+
+
+def test_a_damaged_config_is_refused(phalanx):
+    phalanx("train", *FAST, "--epochs", 1, "--out", "run")
+    for text in ("{", '{"format": 1}', '{"format": 9, "options": {}, "formation": null}'):
+        Path("run/config.json").write_text(text)
+        code, _, err = phalanx("train", "--resume", "run")
+        assert code == 2
+        assert "config.json must" in err
+
+
+def test_a_failing_model_arrives_with_its_own_traceback_and_leaves_no_folder():
+    process = spawn("train", "--model", "own_code:Broken", "--replicas", "1", "--out", "run")
+    said, _ = process.communicate()
+    assert process.returncode == 1
+    assert "Traceback" in said
+    assert "ArithmeticError: my own mistake" in said
+    assert "replica 0" in said.split("ArithmeticError: my own mistake")[1]
+    assert not Path("run").exists()
+
+
+# --- the rest of the command ----------------------------------------------------------------------
+
+
+def test_the_version_is_shown(phalanx):
+    code, out, _ = phalanx("--version")
+    assert code == 0
+    assert out.startswith("phalanx ")
+    assert torch.__version__ in out
+
+
+@pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("-h",)])
+def test_help_is_there(phalanx, words):
+    code, out, _ = phalanx(*words)
+    assert code == 0
+    assert "Usage: phalanx" in out
