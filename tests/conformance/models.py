@@ -1,8 +1,8 @@
-"""Small models, their batches and their losses, for every test that holds a container against its twin.
+"""Small models, their batches and their losses, for tests that hold a container against its twin.
 
-Sizes are small and odd, so that no slice fits by luck. Nothing in `mlp`, `cnn` and `gpt` mixes the rows of a
-batch or draws numbers: their outputs row by row do not depend on how the batch was cut. `cnn_norm` and
-`gpt_dropout` do; they belong to the tests of equal bits.
+Sizes are small and odd, so that no slice fits by luck. Nothing in `mlp`, `cnn` and `gpt` mixes the
+rows of a batch or draws numbers: their outputs row by row do not depend on how the batch was cut.
+`cnn_norm` and `gpt_dropout` do; they belong to the tests of equal bits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ WIDTH = 8
 TOKENS = 5
 CLASSES = 4
 
-# Wrapped and unwrapped do the same additions in another order (the sum over rows is cut at the slices' borders).
-# The models' values are of order 1 and no sum has more than some hundred terms, so one pass differs by a few
-# units of rounding (6e-8 in float32, 1e-16 in float64). Ten optimizer steps multiply that by about ten times the
-# curvature; Adam divides by the square root of a gradient that may be small, which costs one more digit. The
-# bounds that the issue sets leave a factor of ten or more above what is measured.
+# Wrapped and unwrapped do the same additions in another order (the sum over rows is cut at the
+# slices' borders). The models' values are of order 1 and no sum has more than some hundred terms,
+# so one pass differs by a few units of rounding (6e-8 in float32, 1e-16 in float64). Ten optimizer
+# steps multiply that by about ten times the curvature; Adam divides by the square root of a
+# gradient that may be small, which costs one more digit. The bounds leave a
+# factor of ten or more above what is measured.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
@@ -55,8 +56,9 @@ def cnn_norm(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Module:
 class Block(nn.Module):
     """One causal transformer block.
 
-    The projection to queries, keys and values has no bias: softmax does not see the keys' bias, so its true
-    gradient is 0, what is computed is rounding alone, and Adam would scale that noise up to a whole step.
+    The projection to queries, keys and values has no bias: softmax does not see the keys' bias, so
+    its true gradient is 0, what is computed is rounding alone, and Adam would scale that noise up
+    to a whole step.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -143,7 +145,7 @@ def token_loss(outputs_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model with what belongs to it; ``build(dtype, seed=…)`` and ``batch(rows, dtype, seed=…)``."""
+    """A model with its ``build(dtype, seed=…)``, ``batch(rows, dtype, seed=…)`` and loss."""
 
     name: str
     build: Callable[..., nn.Module]
@@ -296,7 +298,7 @@ def adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def plain_sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
-    """Return the optimizer whose step takes exactly one gradient away: its step shows the gradient."""
+    """Return the optimizer whose step takes just the gradient away, and so shows it."""
     return torch.optim.SGD(params, lr=1.0)
 
 

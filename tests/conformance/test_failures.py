@@ -145,9 +145,12 @@ WHERE = pytest.mark.parametrize("where", ["forward", "backward", "loss"])
 @pytest.mark.parametrize("row", [0, 11, 15])
 def test_the_trainer_raises_what_the_replica_raised(where: str, replicas: int, row: int) -> None:
     net = Fused(where)
-    with phalanx.Trainer(
-        net, loss_for(where), adamw, replicas=replicas, microbatches=MICROBATCHES
-    ) as trainer, pytest.raises(Boom) as caught:
+    with (
+        phalanx.Trainer(
+            net, loss_for(where), adamw, replicas=replicas, microbatches=MICROBATCHES
+        ) as trainer,
+        pytest.raises(Boom) as caught,
+    ):
         trainer.step(marked_batch(row))
     error = caught.value
     assert type(error) is Boom
@@ -355,9 +358,13 @@ def test_no_thread_of_a_container_is_left_after_close(threads_before: list[str])
 
 
 def test_leaving_the_block_by_an_exception_closes(threads_before: list[str]) -> None:
-    with pytest.raises(Boom), phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2) as trainer:
-        trainer.step(vector_batch(ROWS))
-        explode("block")
+    def work() -> None:
+        with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2) as trainer:
+            trainer.step(vector_batch(ROWS))
+            explode("block")
+
+    with pytest.raises(Boom):
+        work()
     assert house_threads() == threads_before
 
 
@@ -455,9 +462,10 @@ def interrupt_again_and_again() -> None:
 
 
 def test_ctrl_c_while_the_replicas_compute_leaves_a_usable_trainer() -> None:
-    """The signal reaches the main thread while it waits for the replicas, which still hold the model's memory.
+    """The signal comes while the main thread waits for replicas that hold the model's memory.
 
-    Every place of the wait must bear it: also the moment between the last replica's word and its being heard.
+    Every place of the wait must bear it: also the moment between the last replica's word and its
+    being heard.
     """
     script = "from tests.conformance.test_failures import interrupt_again_and_again as run; run()"
     try:

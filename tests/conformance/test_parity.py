@@ -1,13 +1,14 @@
 """Wrapped equals unwrapped: what plain PyTorch computes, `DataParallel` and `Trainer` compute too.
 
-Batches of 1, 2, 7, 9, 15 and 64 rows over 1, 2 and 3 replicas: fewer rows than replicas, one row more or less
-than even, and plain even ones. The tolerance is argued in `models.py`.
+Batches of 1, 2, 7, 9, 15 and 64 rows over 1, 2 and 3 replicas: fewer rows than replicas, one row
+more or less than even, and plain even ones. The tolerance is argued in `models.py`.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 from typing import Any
 
@@ -529,7 +530,7 @@ def test_a_parameter_may_be_frozen_and_thawed_between_calls() -> None:
     with parallel(net) as model:
         for frozen in (False, True, False):
             for each in (model, twin):
-                list(each.parameters())[0].requires_grad_(not frozen)
+                next(each.parameters()).requires_grad_(not frozen)
                 each.zero_grad()
                 MLP.loss(each(x), targets).backward()
             assert_close(gradients_of(net), gradients_of(twin), torch.float64)
@@ -735,7 +736,7 @@ def test_a_clone_computes_the_same_and_lives_on_its_own(clone_of: Any, used: boo
             before = state_of(net)
             plain_steps(clone, CNN_NORM.loss, sgd, [(x, targets)] * 2)
             assert_same_bits(state_of(net), before)
-            assert not torch.equal(list(clone.parameters())[0], list(model.parameters())[0])
+            assert not torch.equal(next(clone.parameters()), next(model.parameters()))
             clone.load_state_dict(model.state_dict())
             assert_close(clone.eval()(x), model.eval()(x), torch.float64)
 
@@ -785,7 +786,7 @@ def test_without_gradients_the_replicas_record_none(mode: Any) -> None:
 
 @REPLICAS
 def test_autocast_reaches_the_replicas(replicas: int) -> None:
-    """bfloat16 keeps 8 bits, so one rounding is 4e-3; three layers and a sum in another order: 2e-2."""
+    """bfloat16 keeps 8 bits, so one rounding is 4e-3; three layers in another order: 2e-2."""
     net = mlp()
     twin = twin_of(net)
     x, targets = vector_batch(15)
@@ -819,22 +820,33 @@ def test_double_backward_is_refused_by_name() -> None:
     net = nn.Sequential(nn.Linear(7, 4), nn.Tanh())
     x = torch.randn(9, 7, requires_grad=True)
     with parallel(net) as model:
-        with pytest.raises((UnsupportedError, RuntimeError), match="(?i)double backward"):
+        with pytest.raises((UnsupportedError, RuntimeError), match=r"(?i)double backward"):
             gradient_penalty(model, x)
         assert gradients_of(net) == [None, None]
         model(x).sum().backward()
     assert all(gradient is not None for gradient in gradients_of(net))
 
 
-def test_the_callers_threads_inside_operators_stay_as_they_were() -> None:
+def test_the_callers_threads_inside_operators_come_back() -> None:
+    """Beside open replicas a spinning pool of the caller's would steal their cores (measured)."""
     torch.set_num_threads(2)
     x, targets = vector_batch(9)
     with parallel(mlp(), 2) as model:
+        assert torch.get_num_threads() == 2
         MLP.loss(model(x), targets).backward()
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    dropped = parallel(mlp(), 2)
+    dropped(x)
+    del dropped
+    gc.collect()
+    assert torch.get_num_threads() == 2
+    with parallel(mlp(), 1) as model:
+        model(x)
         assert torch.get_num_threads() == 2
     with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2, microbatches=4) as trainer:
         trainer.step((x, targets))
-    assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 2
 
 
 def test_the_representation_shows_what_a_bug_report_needs() -> None:

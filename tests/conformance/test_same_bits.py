@@ -1,7 +1,8 @@
 """The formation does not show in the bits.
 
-With `microbatches` given, weights, buffers, optimizer state and losses are equal bit for bit for any number of
-replicas, whoever is slow, and across a stop and a resume on another number of replicas. Tolerance: none.
+With `microbatches` given, weights, buffers, optimizer state and losses are equal bit for bit for
+any number of replicas, whoever is slow, and across a stop and a resume on another number of
+replicas. Tolerance: none.
 """
 
 from __future__ import annotations
@@ -161,11 +162,11 @@ def test_workloads_do_not_show(workloads: list[float]) -> None:
 
 
 class Laggard:
-    """A forward hook that holds one replica back until the others have begun all else there is in the step.
+    """A forward hook that holds one replica back until the others have begun all else in the step.
 
-    So the replica `slow` computes at most one microbatch of every step, and the others take over the rest:
-    the most unequal division there can be, without a clock. It counts from the second step on, because
-    before the first one the trainer may try things out on fewer replicas.
+    So the replica `slow` computes at most one microbatch of every step, and the others take over
+    the rest: the most unequal division there can be, without a clock. It counts from the second
+    step on, because before the first one the trainer may try things out on fewer replicas.
     """
 
     def __init__(self, slow: int) -> None:
@@ -318,6 +319,6 @@ def test_the_seed_shows_where_the_model_draws() -> None:
 
 
 def test_the_process_own_generator_does_not_show() -> None:
-    """The model's numbers come from the trainer's seed, not from what the process has drawn before."""
+    """The model's numbers come from the trainer's seed, not from what the process drew before."""
     recipe = RECIPES[2]
     assert_same(train(recipe, 2, process_seed=77), reference(str(recipe)))

@@ -1,8 +1,8 @@
 """The trainer's gradient, loss and metrics are those of the whole batch, however it was cut.
 
-Also: what optimizers, parameter groups, schedulers and clipping do in it is what they do in plain PyTorch.
-Comparisons in float64 where the order of sums may differ, so that a wrong weight (an error of per cents)
-cannot hide in the tolerance.
+Also: what optimizers, parameter groups, schedulers and clipping do in it is what they do in plain
+PyTorch. Comparisons in float64 where the order of sums may differ, so that a wrong weight (an error
+of per cents) cannot hide in the tolerance.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def count_tokens(microbatch: tuple[Tensor, Tensor]) -> int:
 def test_masked_tokens_count_by_what_the_loss_counts(
     microbatches: int | None, replicas: int
 ) -> None:
-    """A microbatch without a token that counts has a loss of nan; it stands for nothing, so it adds nothing."""
+    """A microbatch without a token that counts has a loss of nan; it stands for nothing."""
     batch = masked_tokens(9)
     net = gpt(F64)
     with phalanx.Trainer(
@@ -211,6 +211,30 @@ def test_an_epoch_with_a_ragged_last_batch_equals_the_plain_loop(replicas: int) 
         for i in (0, 4, 8)
     ]
     assert [done.train["loss"] for done in epochs] == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_last_batch_may_have_fewer_rows_than_there_are_microbatches(replicas: int) -> None:
+    batches = [vector_batch(rows, F64, seed=rows) for rows in (8, 7, 3, 1)]
+    net = mlp(F64)
+    twin = twin_of(net)
+    plain_steps(twin, MLP.loss, sgd, batches)
+    with phalanx.Trainer(net, MLP.loss, sgd, replicas=replicas, microbatches=4) as trainer:
+        trainer.fit(Loader(batches), epochs=1)
+        assert_close(state_of(trainer.module), state_of(twin), F64)
+
+
+def test_steps_by_hand_take_nothing_from_a_loader() -> None:
+    """A fit goes on behind the last batch of its own epoch; a step by hand was none of them."""
+    batches = batches_of(MLP, 8, F64, 3)
+    net = mlp(F64)
+    twin = twin_of(net)
+    plain_steps(twin, MLP.loss, sgd, [batches[2], *batches])
+    with phalanx.Trainer(net, MLP.loss, sgd, replicas=2) as trainer:
+        trainer.step(batches[2])
+        (done,) = trainer.fit(Loader(batches), epochs=1)
+        assert (trainer.steps, done.samples) == (4, 24)
+        assert_close(state_of(trainer.module), state_of(twin), F64)
 
 
 def test_fit_by_steps_ends_in_the_middle_of_an_epoch() -> None:
@@ -362,7 +386,7 @@ def test_fit_reports_training_and_validation_metrics() -> None:
 
 
 def test_training_metrics_are_exact() -> None:
-    """At a learning rate of 0 the weights stand still, so the epoch's metrics are those of all its rows."""
+    """At a learning rate of 0 weights stand still: an epoch's metrics are those of all its rows."""
     batches = [vector_batch(rows, F64, seed=rows) for rows in (15, 7, 2)]
     net = mlp(F64)
     expected = plain_evaluation(net, batches)
@@ -449,7 +473,8 @@ def test_ten_steps_of_any_optimizer_equal_plain_torchs(factory: Factory, replica
     with phalanx.Trainer(net, GPT.loss, factory, replicas=replicas) as trainer:
         for batch in batches:
             trainer.step(batch)
-        # Ratios of small numbers (Adam, Rprop's signs) cost digits; a wrong rule would show at 1e-4.
+        # Ratios of small numbers (Adam, Rprop's signs) cost digits; a wrong rule would show at
+        # 1e-4.
         assert_close(state_of(trainer.module), state_of(twin), F64, times=100)
 
 

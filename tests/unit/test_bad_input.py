@@ -262,7 +262,7 @@ def test_a_batch_that_is_no_pair(trainer: phalanx.Trainer, batch: Any) -> None:
 def test_a_loss_that_is_not_finite_is_refused_with_its_microbatch(
     microbatch: int, value: float
 ) -> None:
-    """Batch norm's statistics have been written and gradients summed by then; both must be undone."""
+    """Batch norm's statistics are written and gradients summed by then; both must be undone."""
     good = batches_of(CNN_NORM, 8, torch.float32, 4)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LinearLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from phalanx.errors import ConfigError
 
@@ -67,7 +67,9 @@ def default_model(data: str) -> str:
 def decay_linearly(total_steps: int) -> Callable[[Optimizer], LRScheduler]:
     """Make a scheduler that brings the learning rate to 0 in a straight line over the training.
 
-    It is stepped once per optimizer step; after ``total_steps`` the rate stays 0.
+    It is stepped once per optimizer step; after ``total_steps`` the rate stays 0. The rate is a
+    function of the step alone, so a run that goes on with more steps than it was planned for has the
+    rate of its place in the longer training, and not the 0 of its old end.
 
     Raises:
         ConfigError: ``total_steps`` is less than 1.
@@ -88,6 +90,6 @@ def decay_linearly(total_steps: int) -> Callable[[Optimizer], LRScheduler]:
         raise ConfigError(f"`total_steps` must be 1 or more, but is {total_steps!r}.")
 
     def schedule(optimizer: Optimizer) -> LRScheduler:
-        return LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=total_steps)
+        return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total_steps))
 
     return schedule

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -35,6 +35,7 @@ from phalanx.cli.options import (
     read_options,
 )
 from phalanx.cli.progress import Plan, choose_progress
+from phalanx.cli.recipes import decay_linearly
 from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
 from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
@@ -341,16 +342,9 @@ def _metrics_for(data: Data) -> dict[str, Metric] | None:
 
 
 def _schedule_for(data: Data, epochs: int) -> Callable[[Optimizer], LRScheduler] | None:
-    """Let the learning rate fall to 0 in a straight line; keep it where the length is not known.
-
-    The rate is a function of the step alone, so a run that goes on with more epochs than before has
-    the rate of its place in the longer training, and not the 0 of its old end.
-    """
+    """Let the learning rate fall to 0; keep it where the length of the data is not known."""
     num_batches = _length(data.train)
-    if not num_batches:
-        return None
-    total = epochs * num_batches
-    return lambda optimizer: LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
+    return decay_linearly(epochs * num_batches) if num_batches else None
 
 
 def _length(loader: Iterable[Any]) -> int | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from phalanx.replicas import (
     Turn,
     advance_process_generator,
     merge_statistics,
+    num_threads,
     resolve_devices,
     restore_memory_format,
     seed_of_process,
+    set_intra_op,
     use_channels_last,
     wants_channels_last,
     write_statistics,
@@ -101,6 +104,7 @@ class DataParallel(nn.Module):
         self._intra_op = intra_op
         self._channels_last = channels_last
         self._crew: ThreadCrew | None = None
+        self._restore_caller: Callable[[], object] | None = None
         self.module = module
         self.register_state_dict_post_hook(_strip_inner)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_prefix_inner)  # type: ignore[no-untyped-call]
@@ -124,6 +128,9 @@ class DataParallel(nn.Module):
         if self._crew is not None:
             self._crew.close()
             self._crew = None
+        if self._restore_caller is not None:
+            self._restore_caller()
+            self._restore_caller = None
 
     def __enter__(self) -> DataParallel:
         return self
@@ -167,7 +174,8 @@ class DataParallel(nn.Module):
             return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_crew": None}  # threads belong to this object in this process
+        # Threads belong to this object in this process.
+        return {**self.__dict__, "_crew": None, "_restore_caller": None}
 
     def _wants_channels_last(self) -> bool:
         wanted = self._channels_last
@@ -192,7 +200,18 @@ class DataParallel(nn.Module):
             self._crew = ThreadCrew(
                 self.module, self._devices, workloads=self._workloads, intra_op=self._intra_op
             )
+            self._quiet_caller()
         return self._crew
+
+    def _quiet_caller(self) -> None:
+        """Let the caller's operators run on one thread while replicas share its CPU.
+
+        The pool behind them (loss, optimizer) would go on spinning beside the replicas after each
+        of them: 1.1 times the step of an MLP, 1.3 times that of a CNN.
+        """
+        if sum(device.type == "cpu" for device in self._devices) > 1 and num_threads() > 1:
+            self._restore_caller = weakref.finalize(self, set_intra_op, num_threads())
+            set_intra_op(1)
 
     def _run(self, call: Call, sizes: list[int]) -> Nested:
         crew = self._open_crew()

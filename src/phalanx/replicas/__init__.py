@@ -7,7 +7,7 @@ from phalanx.replicas.draws import (
     derive_seed,
     seed_of_process,
 )
-from phalanx.replicas.intra_op import caller_intra_op, num_cores, set_intra_op
+from phalanx.replicas.intra_op import caller_intra_op, num_cores, num_threads, set_intra_op
 from phalanx.replicas.memory_format import (
     restore_memory_format,
     use_channels_last,
@@ -38,6 +38,7 @@ __all__ = [
     "derive_seed",
     "merge_statistics",
     "num_cores",
+    "num_threads",
     "resolve_devices",
     "restore_memory_format",
     "seed_of_process",

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["caller_intra_op", "num_cores", "set_intra_op"]
+__all__ = ["caller_intra_op", "num_cores", "num_threads", "set_intra_op"]
 
 
 def num_cores() -> int:
@@ -23,16 +23,21 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def set_intra_op(num_threads: int) -> None:
+def num_threads() -> int:
+    """Return how many threads the calling thread's operators use."""
+    return torch.get_num_threads()
+
+
+def set_intra_op(count: int) -> None:
     """Set the number of threads inside operators that the calling thread runs."""
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(count)
 
 
 @contextlib.contextmanager
-def caller_intra_op(num_threads: int) -> Iterator[None]:
-    """Run the body with ``num_threads`` inside the caller's operators."""
-    before = torch.get_num_threads()
-    set_intra_op(num_threads)
+def caller_intra_op(count: int) -> Iterator[None]:
+    """Run the body with ``count`` threads inside the caller's operators."""
+    before = num_threads()
+    set_intra_op(count)
     try:
         yield
     finally:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 from phalanx.errors import StateError
-from phalanx.replicas.intra_op import set_intra_op
+from phalanx.replicas.intra_op import num_threads, set_intra_op
 
 __all__ = ["Team"]
 
 T = TypeVar("T")
+_SIGNALS_HEARD_S = 1.0  # Python runs signal handlers between waits, not inside them
 
 
 class _Seat:
@@ -64,7 +64,7 @@ class Team:
         for thread in self._threads:
             thread.start()
         self._dismiss = weakref.finalize(self, _dismiss, self._seats)
-        before = torch.get_num_threads()
+        before = num_threads()
         self.each(lambda _: set_intra_op(intra_op))
         set_intra_op(before)  # the last number set is what threads born later start with
 
@@ -91,7 +91,8 @@ class Team:
                     seat.go.put(None)
                 for seat in self._seats:
                     while seat.finished != self._ticket:
-                        seat.done.get()
+                        with contextlib.suppress(queue.Empty):
+                            seat.done.get(timeout=_SIGNALS_HEARD_S)
                 break
             except BaseException as error:  # Ctrl-C: the threads still hold the caller's memory
                 interrupt = error

@@ -77,12 +77,12 @@ class ReplicaMetrics:
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything counted since :meth:`reset`; none when nothing was."""
         values = {}
-        for name, pattern in self._patterns.items():
+        for name in self._patterns:
             copies = [c[name] for c in self._copies.values() if name in c]
             copies += [self._whole[name]] if name in self._whole else []
             counted = [metric for metric in copies if metric.update_called]
             if counted:
-                values[name] = _as_number(name, _merge(pattern, counted))
+                values[name] = _as_number(name, _merge(counted))
         return values
 
 
@@ -97,11 +97,12 @@ def _mergeable(metric: Metric) -> bool:
     return metric.full_state_update is False and not metric.dist_sync_on_step
 
 
-def _merge(pattern: Metric, counted: list[Metric]) -> Metric:
+def _merge(counted: list[Metric]) -> Metric:
     if len(counted) == 1:
         return counted[0]
-    total = _fresh(pattern)
-    for metric in counted:
+    first, *others = counted
+    total = first.clone().to("cpu")
+    for metric in others:
         total.merge_state(metric.to("cpu"))
     return total
 

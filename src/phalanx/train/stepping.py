@@ -7,8 +7,8 @@ on any part of the flat buffers, and the parts together are the whole:
     flat moments  | part 0 ...... | part 1 ...... |     class and options, stepped by one thread
 
 The user's own optimizer stays the owner: options (learning rate, …) are read from it before each
-step, and its state tensors are views of the flat moments, so its `state_dict()` is at all times what
-plain torch would have. Parts end at whole blocks, so the bits do not depend on their number.
+step, and its state tensors are views of the flat moments, so its `state_dict()` is at all times
+what plain torch would have. Parts end at whole blocks: bits do not depend on their number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is cut, what is given whole, and how parts come together. Seed behaviour §9.3, §9.4, §9.15."""
+"""What is cut, what is given whole, and how parts come together."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_leaves_of_different_batch_size_are_named(batch: Any, match: str) -> Non
 
 @pytest.mark.parametrize("batch", [None, 3, "text", [], {}, {"scale": torch.tensor(1.0)}], ids=repr)
 def test_a_batch_without_anything_to_cut(batch: Any) -> None:
-    with pytest.raises(ConfigError, match="must hold at least one tensor .*, but holds none"):
+    with pytest.raises(ConfigError, match=r"must hold at least one tensor .*, but holds none"):
         num_rows(batch, Layout())
 
 
@@ -252,7 +252,7 @@ def test_outputs_merge_along_the_declared_dim() -> None:
 
 @given(st.integers(0, 30), st.integers(1, 6))
 def test_merging_means_by_rows_gives_the_mean_of_the_whole(total: int, parts: int) -> None:
-    """§9.5 on the simplest mean there is; the trainer's tests hold it for gradients."""
+    """The simplest mean there is; the trainer's tests hold the same for gradients."""
     x = torch.arange(total, dtype=torch.float64) ** 2
     sizes = equal_sizes(total, parts)
     means = [(len(part), part.mean().item()) for part in cut(x, sizes, Layout()) if len(part)]

@@ -1,4 +1,4 @@
-"""Sizes for k parts: by equal shares, by workload, round robin. Seed behaviour §9.1, §9.2, §9.6."""
+"""Sizes for k parts: by equal shares, by workload, round robin."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_workload_sizes_are_within_one_row_of_their_share(total: int, shares: li
     assert len(sizes) == len(shares)
     assert sum(sizes) == total
     whole = sum(map(Fraction, shares))
-    # A quotient rounded to float may cross an integer, so a size may miss its bound by that rounding.
+    # A quotient rounded to float may cross an integer, so a size may miss its bound by that
+    # rounding.
     slack = Fraction(total) * Fraction(len(shares), 2**50)
     for size, share in zip(sizes, shares, strict=True):
         assert abs(size - Fraction(share) * total / whole) < 1 + slack

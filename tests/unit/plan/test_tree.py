@@ -1,4 +1,4 @@
-"""The summation tree: which two partial sums are added, whoever holds them. Seed behaviour §9.5."""
+"""The summation tree: which two partial sums are added, whoever holds them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,43 @@
+"""Every example runs, and says what it promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROMISES = {"01_two_replicas.py": r"the same bits: True"}
+
+
+def test_every_example_is_run() -> None:
+    assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted(PROMISES)
+
+
+@pytest.mark.parametrize(("name", "promise"), PROMISES.items())
+def test_example(name: str, promise: str) -> None:
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.search(promise, run.stdout), run.stdout
+
+
+def test_the_readmes_example_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    run = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "'loss'" in run.stdout
