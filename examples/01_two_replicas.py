@@ -13,7 +13,9 @@ from torch import nn
 import phalanx
 
 
-def make_batches(num_rows: int = 900, batch_size: int = 96) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def make_batches(
+    num_rows: int = 900, batch_size: int = 96
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return batches of points in a ring or inside it; the last batch is smaller."""
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(num_rows, 2, generator=generator)

@@ -528,12 +528,33 @@ def test_a_parameter_may_be_frozen_and_thawed_between_calls() -> None:
     twin = twin_of(net)
     x, targets = vector_batch(9, torch.float64)
     with parallel(net) as model:
-        for frozen in (False, True, False):
+        for frozen in (True, False, True, False):
             for each in (model, twin):
                 next(each.parameters()).requires_grad_(not frozen)
                 each.zero_grad()
                 MLP.loss(each(x), targets).backward()
             assert_close(gradients_of(net), gradients_of(twin), torch.float64)
+
+
+@pytest.mark.parametrize("frozen_at", [{0, 1, 2}, {3, 4}, {1, 3}], ids=["thawed", "frozen", "both"])
+@OPTIMIZER
+def test_the_trainer_notices_freezing_and_thawing_between_steps(
+    frozen_at: set[int], optimizer: str
+) -> None:
+    """As when a pretrained part is held still for the first steps."""
+    factory = OPTIMIZERS[optimizer]
+    batches = batches_of(MLP, 9, torch.float64, 6)
+    twin = mlp(torch.float64)
+    plain = factory(twin.parameters())
+    with phalanx.Trainer(mlp(torch.float64), MLP.loss, factory, replicas=2) as trainer:
+        for index, (inputs, targets) in enumerate(batches):
+            for each in (trainer.module, twin):
+                each[0].requires_grad_(index not in frozen_at)
+            trainer.step((inputs, targets))
+            plain.zero_grad()
+            MLP.loss(twin(inputs), targets).backward()
+            plain.step()
+            assert_close(state_of(trainer.module), state_of(twin), torch.float64)
 
 
 def test_a_module_without_parameters_runs() -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 import phalanx
 from phalanx.train import EpochDone, StepDone
@@ -580,3 +581,36 @@ def test_weights_written_between_steps_are_what_the_next_step_starts_from() -> N
         trainer.step(batch)
         plain_steps(twin, MLP.loss, plain_sgd, [batch])
         assert_close(state_of(trainer.module), state_of(twin), F64)
+
+
+def test_metrics_of_a_resumed_epoch_count_its_first_half_too(tmp_path: Path) -> None:
+    """Accuracy over states that are tensors, AUROC over states that are lists."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(9, 4, generator=generator), torch.randint(2, (9,), generator=generator))
+        for _ in range(5)
+    ]
+
+    def make(replicas: int, callbacks: Any = ()) -> phalanx.Trainer:
+        torch.manual_seed(1)
+        return phalanx.Trainer(
+            torch.nn.Linear(4, 2),
+            torch.nn.functional.cross_entropy,
+            lambda params: torch.optim.SGD(params, lr=0.1),
+            replicas=replicas,
+            microbatches=3,
+            metrics={
+                "accuracy": MulticlassAccuracy(num_classes=2, average="micro"),
+                "auroc": MulticlassAUROC(num_classes=2),
+            },
+            callbacks=callbacks,
+        )
+
+    with make(2) as trainer:
+        expected = trainer.fit(batches, epochs=1)[0].train
+    with make(3, [lambda event: trainer.stop() if event.step == 2 else None]) as trainer:
+        assert trainer.fit(batches, epochs=1) == []
+        trainer.save(tmp_path / "checkpoint")
+    with make(2) as trainer:
+        trainer.resume(tmp_path / "checkpoint")
+        assert trainer.fit(batches, epochs=1)[0].train == expected

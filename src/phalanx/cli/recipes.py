@@ -68,8 +68,8 @@ def decay_linearly(total_steps: int) -> Callable[[Optimizer], LRScheduler]:
     """Make a scheduler that brings the learning rate to 0 in a straight line over the training.
 
     It is stepped once per optimizer step; after ``total_steps`` the rate stays 0. The rate is a
-    function of the step alone, so a run that goes on with more steps than it was planned for has the
-    rate of its place in the longer training, and not the 0 of its old end.
+    function of the step alone, so a run that goes on with more steps than it was planned for has
+    the rate of its place in the longer training, and not the 0 of its old end.
 
     Raises:
         ConfigError: ``total_steps`` is less than 1.

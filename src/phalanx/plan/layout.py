@@ -41,21 +41,31 @@ class Layout:
     dim: int = 0
     dims: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
 
-    def dim_of(self, path: str, leaf: object) -> int | None:
-        """Return the dim along which ``leaf`` is split, or None when it is given whole."""
+    def dims_of(self, batch: Nested) -> list[int | None]:
+        """Return for every leaf, in the order of :func:`flatten`, along which dim it is split.
+
+        None stands for a leaf that is given whole.
+
+        Raises:
+            ConfigError: A leaf has not the dim that it is to be split along.
+        """
+        leaves, _ = flatten(batch)
+        paths = _paths(batch) if self.dims else [""] * len(leaves)
+        dims = [self._dim_of(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        for place, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+            if dim is not None and not -leaf.dim() <= dim < leaf.dim():
+                path = _named(_paths(batch)[place])
+                raise ConfigError(
+                    f"Input {path} must have a dim {dim} to be split along, but has "
+                    f"shape {tuple(leaf.shape)}. Give its path with None in the layout to hand it "
+                    "over whole."
+                )
+        return dims
+
+    def _dim_of(self, path: str, leaf: object) -> int | None:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             return None
-        dim = self.dims.get(path, self.dim)
-        if dim is not None and not -leaf.dim() <= dim < leaf.dim():
-            raise ConfigError(
-                f"Input {_named(path)} must have a dim {dim} to be split along, but has shape "
-                f"{tuple(leaf.shape)}. Give its path with None in the layout to hand it over whole."
-            )
-        return dim
-
-    def dims_of(self, batch: Nested) -> list[int | None]:
-        """Return :meth:`dim_of` for every leaf, in the order of :func:`flatten`."""
-        return [self.dim_of(path, leaf) for path, leaf in _leaves(batch)]
+        return self.dims.get(path, self.dim) if self.dims else self.dim
 
 
 def num_rows(batch: Nested, layout: Layout) -> int:
@@ -64,36 +74,36 @@ def num_rows(batch: Nested, layout: Layout) -> int:
     Raises:
         ConfigError: Two leaves differ (both are named), or no leaf is split.
     """
-    first: tuple[str, int, int] | None = None
-    for path, leaf in _leaves(batch):
-        dim = layout.dim_of(path, leaf)
-        if dim is None:
-            continue
-        rows = leaf.shape[dim]
-        if first is None:
-            first = (path, rows, dim)
-        elif rows != first[1]:
-            raise ConfigError(
-                f"Input {_named(path)} must have {first[1]} rows along dim {dim} like "
-                f"{_named(first[0])}, but has {rows}. Give leaves that are not per sample whole, "
-                "by None in the layout."
-            )
-    if first is None:
+    leaves, _ = flatten(batch)
+    split = [
+        (place, dim, leaves[place].shape[dim])
+        for place, dim in enumerate(layout.dims_of(batch))
+        if dim is not None
+    ]
+    if not split:
         raise ConfigError(
             "`batch` must hold at least one tensor that is split over replicas, but holds none. "
             "Give a tensor with a batch dim."
         )
-    return first[1]
+    first, _, expected = split[0]
+    for place, dim, rows in split[1:]:
+        if rows != expected:
+            paths = _paths(batch)
+            raise ConfigError(
+                f"Input {_named(paths[place])} must have {expected} rows along dim {dim} like "
+                f"{_named(paths[first])}, but has {rows}. Give leaves that are not per sample "
+                "whole, by None in the layout."
+            )
+    return int(expected)
 
 
 def cut(batch: Nested, sizes: Sequence[int], layout: Layout) -> list[Nested]:
     """Cut ``batch`` into consecutive parts of ``sizes`` rows; split leaves are views."""
     leaves, spec = flatten(batch)
-    paths = [path for path, _ in _leaves(batch)]
-    columns: list[Sequence[Any]] = []
-    for path, leaf in zip(paths, leaves, strict=True):
-        dim = layout.dim_of(path, leaf)
-        columns.append([leaf] * len(sizes) if dim is None else leaf.split(list(sizes), dim))
+    columns: list[Sequence[Any]] = [
+        [leaf] * len(sizes) if dim is None else leaf.split(list(sizes), dim)
+        for leaf, dim in zip(leaves, layout.dims_of(batch), strict=True)
+    ]
     return [unflatten([column[part] for column in columns], spec) for part in range(len(sizes))]
 
 
@@ -115,19 +125,33 @@ def join(parts: Sequence[Nested], sizes: Sequence[int], dim: int = 0) -> Nested:
                 f"`module` must return the same structure from every replica, but returned {spec} "
                 f"and {other}."
             )
-    paths = [path for path, _ in _leaves(parts[0])]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    merged = [
-        _join_leaf(path, list(column), sizes, dim)
-        for path, column in zip(paths, columns, strict=True)
-    ]
-    return unflatten(merged, spec)
+    columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+    for place, column in enumerate(columns):
+        for leaf, rows in zip(column, sizes, strict=True):
+            if not _has_rows(leaf, rows, dim):
+                path = _named(_paths(parts[0])[place])
+                raise ConfigError(
+                    f"Output {path} of `module` must have its slice's {rows} rows along dim {dim}, "
+                    f"but has shape {tuple(leaf.shape)}. Return one row per sample, or a scalar "
+                    "per replica."
+                )
+    return unflatten([_join_column(column, dim) for column in columns], spec)
 
 
 def flatten(value: Nested) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of ``value`` and the structure that puts them back."""
-    _register_dataclasses(value)
-    return pytree.tree_flatten(value)
+    """Return the leaves of ``value`` and the structure that puts them back.
+
+    The fields of dataclasses are leaves too: torch's pytree is taught a class when it is first met.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    strange = {
+        type(leaf): None
+        for leaf in leaves
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    }
+    for kind in strange:
+        pytree.register_dataclass(kind)
+    return flatten(value) if strange else (leaves, spec)
 
 
 def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Nested:
@@ -135,25 +159,22 @@ def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Nested:
     return pytree.tree_unflatten(list(leaves), spec)
 
 
-def _join_leaf(path: str, column: list[Any], sizes: Sequence[int], dim: int) -> Any:
+def _has_rows(leaf: object, rows: int, dim: int) -> bool:
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return True
+    return dim < leaf.dim() and leaf.shape[dim] == rows
+
+
+def _join_column(column: list[Any], dim: int) -> Any:
     if not isinstance(column[0], Tensor):
         return column[0]
-    if column[0].dim() == 0:
-        return torch.stack(column)
-    for leaf, rows in zip(column, sizes, strict=True):
-        if dim >= leaf.dim() or leaf.shape[dim] != rows:
-            raise ConfigError(
-                f"Output {_named(path)} of `module` must have its slice's {rows} rows along dim "
-                f"{dim}, but has shape {tuple(leaf.shape)}. Return one row per sample, or a scalar "
-                "per replica."
-            )
-    return torch.cat(column, dim)
+    return torch.stack(column) if column[0].dim() == 0 else torch.cat(column, dim)
 
 
-def _leaves(value: Nested) -> list[tuple[str, Any]]:
-    _register_dataclasses(value)
+def _paths(value: Nested) -> list[str]:
+    flatten(value)  # so that dataclasses are known
     with_paths, _ = pytree.tree_flatten_with_path(value)
-    return [(".".join(_key(key) for key in path), leaf) for path, leaf in with_paths]
+    return [".".join(_key(key) for key in path) for path, _ in with_paths]
 
 
 def _key(key: object) -> str:
@@ -165,11 +186,3 @@ def _key(key: object) -> str:
 
 def _named(path: str) -> str:
     return f"`{path}`" if path else "tensor"
-
-
-def _register_dataclasses(value: Nested) -> None:
-    """Teach torch's pytree the dataclasses in ``value``, so that their fields are leaves."""
-    for leaf in pytree.tree_leaves(value):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            pytree.register_dataclass(type(leaf))
-            _register_dataclasses(leaf)

@@ -4,6 +4,7 @@
     file below DIR/model.safetensors       the module's state dict, under the unwrapped module's
     keys DIR/optimizer.safetensors   the optimizer's state tensors
     DIR/order.safetensors       the generators that decide the data's order
+    DIR/metrics.safetensors     what the running epoch's metrics have counted
 
 A checkpoint is written into a folder beside DIR, synced, and renamed; DIR is the old one or the new
 one, never half of each. A crash between the two renames leaves the old one as DIR.previous, which

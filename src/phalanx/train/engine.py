@@ -78,8 +78,7 @@ class Engine:
         self._optimizer = optimizer
         self._cutter = cutter
         self._clip_norm = clip_norm
-        groups = [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
-        self._flat = FlatParameters(groups)
+        self._flat = FlatParameters(_trainable(optimizer))
         place_of = {id(parameter): place for place, parameter in enumerate(module.parameters())}
         self._places = [place_of.get(id(parameter), -1) for parameter in self._flat.parameters]
         self.crew = ThreadCrew(
@@ -98,8 +97,12 @@ class Engine:
 
     def fits(self) -> bool:
         """Tell whether module and memory are still as they were when this was opened."""
-        trainable = [p.requires_grad for p in self._flat.parameters]
-        return all(trainable) and self._flat.intact() and self.crew.matches_source()
+        trainable = [id(p) for group in _trainable(self._optimizer) for p in group]
+        return (
+            trainable == [id(p) for p in self._flat.parameters]
+            and self._flat.intact()
+            and self.crew.matches_source()
+        )
 
     def reload_state(self) -> None:
         """Take over a state that was loaded into the optimizer."""
@@ -231,6 +234,11 @@ class Engine:
             spans=tuple(everything),
             interrupt=interrupt,
         )
+
+
+def _trainable(optimizer: Optimizer) -> list[list[nn.Parameter]]:
+    """Return the optimizer's parameters that are not frozen, by group."""
+    return [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
 
 
 def compute(

@@ -74,13 +74,40 @@ class ReplicaMetrics:
             }
         return self._copies[replica]
 
+    def capture(self) -> dict[str, torch.Tensor]:
+        """Return what was counted, as tensors by ``<metric>.<state>`` (``.<place>`` in a list)."""
+        tensors = {}
+        for name in self._patterns:
+            counted = self._counted(name)
+            states = _merge(counted).metric_state if counted else {}
+            for key, value in states.items():
+                if isinstance(value, list):
+                    tensors.update({f"{name}.{key}.{i}": each for i, each in enumerate(value)})
+                else:
+                    tensors[f"{name}.{key}"] = value
+        return tensors
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on counting from what :meth:`capture` returned."""
+        self.reset()
+        for name, pattern in self._patterns.items():
+            own = {key: value for key, value in tensors.items() if key.startswith(f"{name}.")}
+            if own:
+                self._copies_of(0)
+                (self._whole if name in self._whole else self._copies[0])[name] = _filled(
+                    pattern, {key.removeprefix(f"{name}."): value for key, value in own.items()}
+                )
+
+    def _counted(self, name: str) -> list[Metric]:
+        copies = [c[name] for c in self._copies.values() if name in c]
+        copies += [self._whole[name]] if name in self._whole else []
+        return [metric for metric in copies if metric.update_called]
+
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything counted since :meth:`reset`; none when nothing was."""
         values = {}
         for name in self._patterns:
-            copies = [c[name] for c in self._copies.values() if name in c]
-            copies += [self._whole[name]] if name in self._whole else []
-            counted = [metric for metric in copies if metric.update_called]
+            counted = self._counted(name)
             if counted:
                 values[name] = _as_number(name, _merge(counted))
         return values
@@ -89,6 +116,19 @@ class ReplicaMetrics:
 def _fresh(pattern: Metric) -> Metric:
     metric = pattern.clone()
     metric.reset()
+    return metric
+
+
+def _filled(pattern: Metric, states: Mapping[str, torch.Tensor]) -> Metric:
+    """Return a metric that holds ``states``, as if it had counted them itself."""
+    metric = _fresh(pattern)
+    for key, value in metric.metric_state.items():
+        if isinstance(value, list):
+            places = [f"{key}.{place}" for place in range(len(states))]
+            setattr(metric, key, [states[place] for place in places if place in states])
+        else:
+            setattr(metric, key, states[key])
+    metric._update_count = 1
     return metric
 
 

@@ -25,6 +25,7 @@ class TrainerState:
     """Everything that decides how a run goes on.
 
     Attributes:
+        counted: What the metrics of the running epoch have counted.
         formation: Number of replicas and threads inside each, or None when not chosen yet.
     """
 
@@ -33,6 +34,7 @@ class TrainerState:
     scheduler: LRScheduler | None
     position: Position
     order: Order | None
+    counted: Mapping[str, Tensor]
     seed: int
     microbatches: int | None
     formation: tuple[int, int] | None
@@ -44,6 +46,7 @@ class Restored:
 
     position: Position
     order: Order | None
+    counted: Mapping[str, Tensor]
     seed: int
     microbatches: int | None
     formation: tuple[int, int] | None
@@ -64,6 +67,7 @@ def capture_state(state: TrainerState, folder: Path) -> None:
                 "model": _module_state(state.module),
                 "optimizer": tensors,
                 "order": order.tensors if order is not None else {},
+                "metrics": dict(state.counted),
             },
             values={
                 "position": state.position.to_values(),
@@ -99,6 +103,7 @@ def restore_state(state: TrainerState, folder: Path) -> Restored:
             order=None
             if values["order"] is None
             else Order(stored.tensors["order"], values["order"]),
+            counted=stored.tensors["metrics"],
             seed=values["seed"],
             microbatches=values["microbatches"],
             formation=None if values["formation"] is None else tuple(values["formation"]),

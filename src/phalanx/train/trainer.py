@@ -399,6 +399,7 @@ class Trainer:
         restored = restore_state(state, Path(folder))
         self._position, self._order = restored.position, restored.order
         self._order_is_stored, self._iterator = restored.order is not None, None
+        self._metrics.restore(restored.counted)
         if self._formation is None and restored.formation is not None:
             count, intra_op = restored.formation
             self._formation = Formation((self._home,) * count, self._intra_op or intra_op)
@@ -435,6 +436,7 @@ class Trainer:
             scheduler=self.scheduler,
             position=self._position,
             order=self._order,
+            counted=self._metrics.capture() if self._position.batch > 0 else {},
             seed=self._seed,
             microbatches=self._microbatches,
             formation=None
