@@ -49,23 +49,20 @@ class DataParallel(nn.Module):
     Args:
         module: The module; it is trained in place (its parameters are the replicas' own memory).
         devices: One per replica, such as ``["cpu", "cpu"]``; default one for each device of its
-        kind
-            (two on a CPU).
+            kind (two on a CPU).
         workloads: Relative share of each replica; equal by default; 0 switches one off.
         layout: Which dim of which input leaf is split; default dim 0 of all. Leaves are named by
             position or keyword (``"0"``, ``"mask"``, ``"0.items"``).
         intra_op: Threads inside operators per replica; default: cores divided by replicas.
         channels_last: Lay convolution weights out channels_last, which CPUs run faster; default:
-        where
-            the model has convolutions and runs so.
+            where the model has convolutions and runs so.
 
     Shapes:
         B: rows of the batch, 0 or more. Every split leaf is [B, …]; every merged output is [B, …].
 
     Raises:
         ConfigError: Devices or workloads do not fit; leaves differ in their rows; an output has no
-        batch
-            dim.
+            batch dim.
         UnsupportedError: In a second derivative (``create_graph=True``).
 
     Determinism: bitwise equal from run to run for the same devices and workloads.

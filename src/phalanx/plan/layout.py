@@ -26,8 +26,7 @@ class Layout:
     Args:
         dim: The dim for all leaves that ``dims`` does not name.
         dims: Exceptions by leaf path as errors print it (``"mask"``, ``"0"``, ``"items.1"``); None
-        gives
-            the leaf whole to every replica.
+            gives the leaf whole to every replica.
 
     Tensors without dims and values that are not tensors are always given whole.
 

@@ -19,8 +19,7 @@ def resolve_devices(
 
     Args:
         devices: Names or devices, a number of replicas on ``home``, or None for one replica for
-        every
-            device of the kind of ``home`` (two on a CPU).
+            every device of the kind of ``home`` (two on a CPU).
         home: Where the module's parameters lie.
 
     Raises:

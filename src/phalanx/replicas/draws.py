@@ -53,8 +53,7 @@ class Draws(TorchDispatchMode):
 
     Raises:
         UnsupportedError: From the operator, when it draws but takes no generator, or when it draws
-        under
-            `torch.utils.checkpoint`, whose second forward would draw other numbers.
+            under `torch.utils.checkpoint`, whose second forward would draw other numbers.
 
     Example:
         >>> with Draws(1):
@@ -162,7 +161,8 @@ def _with_generator(func: Any) -> Any:
     """Return the overload of ``func`` that takes a generator, or None."""
     if func not in _overloads:
         base = func._overloadname
-        names = [base, "generator", f"{base}_generator", f"generator_{base}"]
+        names = [base, f"{base}_generator", f"generator_with_{base}"]
+        names += ["generator"] if base == "default" else []
         packet = func.overloadpacket
         candidates = [getattr(packet, name) for name in names if name in packet.overloads()]
         matching = [each for each in candidates if _takes_generator(each)]

@@ -30,6 +30,7 @@ def num_threads() -> int:
 
 def set_intra_op(count: int) -> None:
     """Set the number of threads inside operators that the calling thread runs."""
+    torch.get_num_threads()  # else a new thread's first operator takes the last number set
     torch.set_num_threads(count)
 
 

@@ -73,7 +73,7 @@ class Team:
 
         When tasks fail, the first failure by index is raised with its own traceback, the others are
         notes on it. All threads are idle again when this returns or raises, also after a
-        `KeyboardInterrupt` in the caller.
+        `KeyboardInterrupt` in the caller; a second one does not wait, and closes the team.
 
         Raises:
             StateError: The team is closed.
@@ -95,6 +95,9 @@ class Team:
                             seat.done.get(timeout=_SIGNALS_HEARD_S)
                 break
             except BaseException as error:  # Ctrl-C: the threads still hold the caller's memory
+                if interrupt is not None:  # the user insists; a thread hangs, and is left behind
+                    self._dismiss()
+                    raise
                 interrupt = error
         results = [seat.result for seat in self._seats]
         failures = [seat.failure for seat in self._seats if seat.failure is not None]
@@ -108,10 +111,11 @@ class Team:
 
     def close(self) -> None:
         """Dismiss the threads and wait until they are gone; closing twice does nothing."""
-        self._dismiss()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        if self._dismiss.alive:
+            self._dismiss()
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join()
 
 
 def _bind(task: Callable[[int], T], index: int) -> Callable[[], T]:

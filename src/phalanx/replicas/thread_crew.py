@@ -168,8 +168,7 @@ class ThreadCrew:
 
         Raises:
             Exception: What ``run`` raised, with a note that names replica and microbatch. Nothing
-            that
-                the caller can see has changed then.
+                that the caller can see has changed then.
         """
         job = _Job(microbatches, run, weights, seed, pinned, draws=self._draws is not False)
         before = torch.get_rng_state()

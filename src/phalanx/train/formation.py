@@ -69,8 +69,7 @@ def try_out(
 
     Args:
         open_run: Returns, for a formation, a function that does one step's work without any effect,
-        and
-            one that frees what the first holds.
+            and one that frees what the first holds.
     """
     runs = [(formation, *open_run(formation)) for formation in formations]
     seconds: list[list[float]] = [[] for _ in runs]

@@ -54,8 +54,7 @@ class Trainer:
         loss: (outputs, targets) -> a mean over what it counts.
         optimizer: Makes a torch optimizer from the list of the module's parameters.
         replicas: How many, or a device for each, or "auto": a short measured trial before the first
-        step
-            decides how many replicas with how many threads each.
+            step decides how many replicas with how many threads each.
         workloads: Each replica's relative share; equal by default.
         microbatches: Into how many pieces every batch is cut; fixes the bits.
         intra_op: Threads inside operators, per replica. Part of what fixes the bits: 1 when
@@ -65,7 +64,8 @@ class Trainer:
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
             default its rows.
         forward: (module, microbatch) -> loss or (loss, outputs), for batches or models of another
-        form. layout: Which dim of which leaf of (inputs, targets) is split; default dim 0 of all.
+            form.
+        layout: Which dim of which leaf of (inputs, targets) is split; default dim 0 of all.
         clip_norm: Largest 2-norm of all gradients together.
         scheduler: Makes a learning-rate scheduler from the optimizer; stepped after every update.
         metrics: torchmetrics by name, counted in training and evaluation.
@@ -148,8 +148,7 @@ class Trainer:
             intra_op = 1
         return fixed(resolve_devices(replicas, self._home), intra_op)
 
-    # -- what is known
-    # -------------------------------------------------------------------------------
+    # -- what is known -----------------------------------------------
 
     @property
     def steps(self) -> int:
@@ -181,8 +180,7 @@ class Trainer:
         cut = f", {self._microbatches} microbatches" if self._microbatches is not None else ""
         return f"Trainer({type(self.module).__name__} on {formation}{cut}, step {self.steps})"
 
-    # -- training
-    # ------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------
 
     def fit(
         self,
@@ -376,8 +374,7 @@ class Trainer:
             raise ConfigError("`loader` must yield at least one batch, but yields none.")
         return {"loss": total / weight, **metrics.compute()}
 
-    # -- state
-    # ---------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
         """Write everything that :meth:`resume` needs to ``folder``, as a whole or not at all."""
@@ -444,8 +441,7 @@ class Trainer:
             else (len(self._formation.devices), self._formation.intra_op),
         )
 
-    # -- the engine
-    # ----------------------------------------------------------------------------------
+    # -- the engine --------------------------------------------------
 
     def _open_engine(self, batch: Nested) -> Engine:
         if self._engine is not None and not self._engine.fits():

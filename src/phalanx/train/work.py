@@ -39,8 +39,7 @@ class Work:
     Args:
         loss: (outputs, targets) -> mean loss; needed without ``forward``.
         forward: (module, microbatch) -> loss, or (loss, outputs); takes the place of calling the
-        module
-            and the loss.
+            module and the loss.
     """
 
     def __init__(self, loss: LossFn | None, forward: ForwardFn | None) -> None:

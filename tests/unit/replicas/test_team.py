@@ -1,0 +1,123 @@
+"""Threads that run one function at a time, and end."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+
+import pytest
+import torch
+
+from phalanx.errors import StateError
+from phalanx.replicas import Team
+
+DEADLINE_S = 30
+
+
+def names() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("phalanx")]
+
+
+def test_each_runs_at_once_in_named_threads() -> None:
+    barrier = threading.Barrier(3)
+
+    def meet(index: int) -> tuple[int, str]:
+        barrier.wait(DEADLINE_S)  # three must be here together
+        return index, threading.current_thread().name
+
+    team = Team(3, intra_op=1)
+    assert team.each(meet) == [(i, f"phalanx-replica-{i}") for i in range(3)]
+    team.close()
+
+
+def test_the_first_failure_keeps_its_type_and_the_others_are_notes() -> None:
+    def fail(index: int) -> None:
+        raise (KeyError if index else ZeroDivisionError)(f"of {index}")
+
+    team = Team(2, intra_op=1)
+    with pytest.raises(ZeroDivisionError, match="of 0") as caught:
+        team.each(fail)
+    assert "KeyError" in caught.value.__notes__[0]
+    assert team.each(lambda index: index) == [0, 1]
+    team.close()
+
+
+def test_threads_go_when_the_team_is_dropped() -> None:
+    before = names()
+    team = Team(2, intra_op=1)
+    threads = team._threads
+    del team
+    gc.collect()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert names() == before
+
+
+def test_closing_twice_is_fine_and_working_afterwards_is_not() -> None:
+    team = Team(1, intra_op=1)
+    team.close()
+    team.close()
+    with pytest.raises(StateError, match="needs open threads"):
+        team.each(lambda index: index)
+
+
+def test_intra_op_belongs_to_the_threads_and_not_to_the_caller() -> None:
+    torch.set_num_threads(2)
+    team = Team(2, intra_op=1)
+    assert team.each(lambda _: torch.get_num_threads()) == [1, 1]
+    assert torch.get_num_threads() == 2
+    born_later: list[int] = []
+    thread = threading.Thread(target=lambda: born_later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert born_later == [2]
+    team.close()
+
+
+def test_a_second_interrupt_does_not_wait_for_a_thread_that_hangs() -> None:
+    release = threading.Event()
+
+    def hang(index: int) -> None:
+        for _ in range(2):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            heard.acquire(timeout=DEADLINE_S)
+        release.wait(DEADLINE_S)
+
+    heard = threading.Semaphore(0)
+
+    def hear(*_: object) -> None:
+        heard.release()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, hear)
+    team = Team(1, intra_op=1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            team.each(hang)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        release.set()
+    with pytest.raises(StateError):
+        team.each(lambda index: index)
+    for thread in team._threads:
+        thread.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize("round_", range(20))
+def test_an_interrupt_waits_for_the_threads(round_: int) -> None:
+    """Whenever it strikes: the tasks end, it is raised once, and the team goes on."""
+    finished: list[int] = []
+
+    def task(index: int) -> None:
+        if index == round_ % 2:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        finished.append(index)
+
+    team = Team(2, intra_op=1)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come after the last wait
+        team.each(task)
+        team.each(lambda index: index)
+    assert sorted(finished) == [0, 1]
+    assert team.each(lambda index: index) == [0, 1]
+    team.close()
