@@ -34,7 +34,6 @@ class Replica:
     def __init__(self, source: nn.Module, device: torch.device, index: int) -> None:
         self.index = index
         self.device = device
-        self._source = source
         self._originals = list(source.parameters())
         with torch.inference_mode(False), torch.no_grad():
             self.module = _copy_module(source, device)
@@ -43,16 +42,6 @@ class Replica:
         self._modes = list(zip(source.modules(), self.module.modules(), strict=True))
         self._shared = [original.device == device for original in self._originals]
         self._versions = [-1] * len(self._originals)
-
-    def matches_source(self) -> bool:
-        """Tell whether the source still has the structure and memory this was made for."""
-        originals = list(self._source.parameters())
-        return len(originals) == len(self._originals) and all(
-            now is then and (not shared or now.data_ptr() == own.data_ptr())
-            for now, then, own, shared in zip(
-                originals, self._originals, self.parameters, self._shared, strict=True
-            )
-        )
 
     def refresh(self) -> None:
         """Take over what has changed in the source: modes, freezing, buffers, remote values."""

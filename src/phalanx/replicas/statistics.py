@@ -60,52 +60,65 @@ class StatisticsOfReplica:
     """
 
     def __init__(self, source: nn.Module, replica: nn.Module) -> None:
-        self._source = source
-        self._homes = {
-            name: (owner, key)
-            for name, owner, key in _buffers_of(replica)
-            if owner._buffers[key] is not None
-        }
-        self._start: dict[str, tuple[Tensor, int]] = {}  # what was put in, and its version then
-        self._seen: dict[
-            str, tuple[Tensor, int]
-        ] = {}  # what it was copied from, and its version then
+        self._homes = [
+            _Home(f"{prefix}.{key}" if prefix else key, key, theirs, own)
+            for (prefix, theirs), own in zip(source.named_modules(), replica.modules(), strict=True)
+            for key in theirs._buffers
+        ]
 
     def refresh(self) -> None:
         """Take over the source's buffers where they have changed since the last time."""
-        for name, source in self._source.named_buffers(remove_duplicate=False):
-            seen, version = self._seen.get(name, (None, -1))
-            if seen is not source or version != source._version:
-                self._put(name, source)
+        for home in self._homes:
+            source = home.source
+            if source is not None and home.seen != (id(source), source._version):
+                home.start_from(source)
 
     def collect(self, weight: float) -> Statistics:
         """Return what a microbatch wrote, weighted, and put the starting statistics back."""
         found: Statistics = {}
-        for name, source in self._source.named_buffers(remove_duplicate=False):
-            owner, key = self._homes[name]
-            now = owner._buffers[key]
-            if self._was_written(name, now, source, owner.training):
+        for home in self._homes:
+            source = home.source
+            if source is not None and home.was_written(source):
+                now = home.owner._buffers[home.key]
                 if now is not None:
-                    found[name] = _weighted(now, weight, source.device)
-                self._put(name, source)
+                    found[home.name] = _weighted(now, weight, source.device)
+                home.start_from(source)
         return found
 
-    def _put(self, name: str, source: Tensor) -> None:
-        owner, key = self._homes[name]
-        before = owner._buffers[key]
+
+class _Home:
+    """One buffer: where the source keeps it, and where the replica does."""
+
+    def __init__(self, name: str, key: str, source: nn.Module, owner: nn.Module) -> None:
+        self.name = name
+        self.key = key
+        self.owner = owner
+        self.seen = (0, -1)  # identity and version of what it was copied from
+        self._source = source
+        self._start: Tensor | None = None
+        self._version = -1
+
+    @property
+    def source(self) -> Tensor | None:
+        return self._source._buffers[self.key]
+
+    def start_from(self, source: Tensor) -> None:
+        """Give the replica a fresh copy of ``source``."""
+        before = self.owner._buffers[self.key]
         with torch.inference_mode(False):  # a buffer made under it could not be written later
             own = source.detach().clone()
             own = own if before is None else own.to(before.device)
-        owner._buffers[key] = own
-        self._start[name] = (own, own._version)
-        self._seen[name] = (source, source._version)
+        self.owner._buffers[self.key] = own
+        self._start, self._version = own, own._version
+        self.seen = (id(source), source._version)
 
-    def _was_written(self, name: str, now: Tensor | None, source: Tensor, training: bool) -> bool:
-        own, version = self._start[name]
-        if now is not own or now._version != version:
+    def was_written(self, source: Tensor) -> bool:
+        """Tell whether the replica's buffer is no longer what it was started from."""
+        now = self.owner._buffers[self.key]
+        if now is None or now is not self._start or now._version != self._version:
             return True
         # Batch norm's kernel writes its statistics without telling torch's version counter.
-        return training and not torch.equal(now.to(source.device), source)
+        return self.owner.training and not torch.equal(now.to(source.device), source)
 
 
 def _weighted(value: Tensor, weight: float, home: torch.device) -> Statistic:
@@ -113,11 +126,3 @@ def _weighted(value: Tensor, weight: float, home: torch.device) -> Statistic:
     if value.is_floating_point():
         return Statistic(value.double() * weight, weight)
     return Statistic(value.clone(), weight)
-
-
-def _buffers_of(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    return [
-        (f"{prefix}.{key}" if prefix else key, owner, key)
-        for prefix, owner in module.named_modules(remove_duplicate=False)
-        for key in owner._buffers
-    ]

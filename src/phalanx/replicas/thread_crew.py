@@ -120,6 +120,12 @@ class ThreadCrew:
         self.intra_op = intra_op or default_intra_op(devices)
         keep_freed_memory()
         self.replicas = [Replica(module, device, index) for index, device in enumerate(devices)]
+        self._places = [
+            (owner, key, parameter, parameter.data_ptr())
+            for owner in module.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
         self._team = Team(len(devices), intra_op=self.intra_op)
         self._draws: bool | None = (
             None  # None: not known yet whether the model draws random numbers
@@ -131,8 +137,11 @@ class ThreadCrew:
         return self._draws
 
     def matches_source(self) -> bool:
-        """Tell whether the module still has the structure and memory this was made for."""
-        return all(replica.matches_source() for replica in self.replicas)
+        """Tell whether the module still has the parameters, where they were when this was made."""
+        return all(
+            owner._parameters.get(key) is parameter and parameter.data_ptr() == pointer
+            for owner, key, parameter, pointer in self._places
+        )
 
     def __len__(self) -> int:
         return len(self.replicas)
