@@ -185,7 +185,7 @@ class DataParallel(nn.Module):
             return self._run(call, sizes)
         try:
             return self._run(call, sizes)
-        except Exception:
+        except Exception:  # whatever a user's model raises; a true fault is raised again below
             restore_memory_format(self.module)
             self._channels_last = False
             return self._run(call, sizes)

@@ -17,21 +17,18 @@ from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.plan import Layout, check_workloads
 from phalanx.replicas import (
-    ThreadCrew,
     caller_intra_op,
     resolve_devices,
-    restore_memory_format,
-    use_channels_last,
-    wants_channels_last,
 )
 from phalanx.train.cutting import Cutter
-from phalanx.train.engine import Engine, Update, compute, loss_of
+from phalanx.train.engine import Engine, Update, loss_of
 from phalanx.train.events import Callback, EpochDone, Event, FormationChosen, StepDone
-from phalanx.train.formation import Formation, candidates, fixed, try_out
+from phalanx.train.formation import Formation, candidates, fixed
 from phalanx.train.metrics import ReplicaMetrics
 from phalanx.train.order import Order, batches_from
 from phalanx.train.position import Position
 from phalanx.train.state import TrainerState, capture_state, restore_state
+from phalanx.train.trial import Trial
 from phalanx.train.work import Outcome, Work
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 
@@ -447,9 +444,11 @@ class Trainer:
         if self._engine is not None and not self._engine.fits():
             self._close_engine()
         if self._engine is None:
-            self._settle_memory_format(batch)
+            trial = Trial(self.module, self._cutter, self._work, batch)
+            trial.settle_memory_format(self._home, self._channels_last)
+            self._channels_last = False  # settled: parameters keep their layout from now on
             if self._formation is None:
-                self._formation = self._choose_formation(batch)
+                self._formation = self._choose_formation(trial)
             self._engine = self._make_engine(self._formation)
         return self._engine
 
@@ -468,56 +467,16 @@ class Trainer:
             self._engine.close()
             self._engine = None
 
-    def _settle_memory_format(self, batch: Nested) -> None:
-        """Use channels_last weights where the model has convolutions and runs with them."""
-        wanted = self._channels_last
-        if wanted is False or (wanted is None and not wants_channels_last(self.module)):
-            return
-        use_channels_last(self.module)
-        if wanted is None and not self._runs(batch):
-            restore_memory_format(self.module)
-        self._channels_last = False  # settled; parameters keep their format from now on
-
-    def _runs(self, batch: Nested) -> bool:
-        """Tell whether a step on ``batch`` would get through (models that call `view` may not)."""
-        run, close = self._open_trial(Formation((self._home,), 1), batch, workloads=None)
-        try:
-            run()
-        except Exception:
-            return False
-        finally:
-            close()
-        return True
-
-    def _choose_formation(self, batch: Nested) -> Formation:
-        intra_op = self._intra_op
-        options = candidates(self._home, intra_op)
+    def _choose_formation(self, trial: Trial) -> Formation:
+        """Find out what `replicas="auto"` shall be, and tell."""
+        options = candidates(self._home, self._intra_op)
         if self._workloads is not None:
-            options = [Formation((self._home,) * len(self._workloads), intra_op or 1)]
-        chosen, reason = options[0], "the only choice"
-        if len(options) > 1:
-            chosen, reason = try_out(
-                options, lambda each: self._open_trial(each, batch, self._workloads)
-            )
+            options = [Formation((self._home,) * len(self._workloads), self._intra_op or 1)]
+        chosen, reason = trial.fastest(options, self._workloads)
         self._tell(
             FormationChosen(replicas=len(chosen.devices), intra_op=chosen.intra_op, reason=reason)
         )
         return chosen
-
-    def _open_trial(
-        self, formation: Formation, batch: Nested, workloads: Sequence[float] | None
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Return a function that computes the gradients of ``batch`` to no effect, and its end."""
-        crew = ThreadCrew(
-            self.module, formation.devices, workloads=workloads, intra_op=formation.intra_op
-        )
-        pieces = self._cutter.cut(batch, crew.workloads)
-        work = self._work.training(pieces.scales, keep_outputs=False)
-
-        def run() -> None:
-            compute(crew, pieces, work, (self._seed, self.steps))
-
-        return run, crew.close
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,0 +1,86 @@
+"""Compute a first batch's gradients to no effect, to find out what works and what is fast here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from phalanx.replicas import (
+    ThreadCrew,
+    restore_memory_format,
+    use_channels_last,
+    wants_channels_last,
+)
+from phalanx.train.cutting import Cutter
+from phalanx.train.engine import compute
+from phalanx.train.formation import Formation, try_out
+from phalanx.train.work import Work
+from phalanx.types import Nested
+
+__all__ = ["Trial"]
+
+
+class Trial:
+    """Trial runs of ``module`` on one batch; they change neither weights nor buffers.
+
+    Args:
+        module: What is to be trained.
+        cutter: How the batch is cut.
+        work: What is computed.
+        batch: The batch.
+    """
+
+    def __init__(self, module: nn.Module, cutter: Cutter, work: Work, batch: Nested) -> None:
+        self._module = module
+        self._cutter = cutter
+        self._work = work
+        self._batch = batch
+
+    def settle_memory_format(self, home: torch.device, wanted: bool | None) -> None:
+        """Use channels_last weights where wanted, or (None) where the model has convolutions.
+
+        A model that cannot run with them, because it calls `view`, keeps its own layout.
+        """
+        if wanted is False or (wanted is None and not wants_channels_last(self._module)):
+            return
+        use_channels_last(self._module)
+        if wanted is None and not self._runs(home):
+            restore_memory_format(self._module)
+
+    def fastest(
+        self, formations: Sequence[Formation], workloads: Sequence[float] | None
+    ) -> tuple[Formation, str]:
+        """Return the fastest formation, and a line that says why."""
+        if len(formations) == 1:
+            return formations[0], "the only choice"
+        return try_out(formations, lambda formation: self._open(formation, workloads))
+
+    def _runs(self, home: torch.device) -> bool:
+        run, close = self._open(Formation((home,), 1), None)
+        try:
+            run()
+        except (
+            Exception
+        ):  # whatever a user's model raises; a true fault is raised again in the step
+            return False
+        finally:
+            close()
+        return True
+
+    def _open(
+        self, formation: Formation, workloads: Sequence[float] | None
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Return a function that computes the batch's gradients, and one that ends its threads."""
+        crew = ThreadCrew(
+            self._module, formation.devices, workloads=workloads, intra_op=formation.intra_op
+        )
+        pieces = self._cutter.cut(self._batch, crew.workloads)
+        work = self._work.training(pieces.scales, keep_outputs=False)
+
+        def run() -> None:
+            with torch.enable_grad():
+                compute(crew, pieces, work, seed=(0,))
+
+        return run, crew.close
