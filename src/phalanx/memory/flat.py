@@ -12,6 +12,7 @@ elementwise optimizer. A parameter keeps the order in which its elements lay in 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ __all__ = [
     "Part",
     "Range",
     "Segment",
+    "dense_strides",
     "in_memory_order",
 ]
 
@@ -65,7 +67,7 @@ class Segment:
 
     def view(self, buffer: Tensor, place: int, like: Tensor) -> Tensor:
         """Return the ``place``-th member's elements of ``buffer`` in the shape of ``like``."""
-        return buffer.as_strided(like.shape, _dense_strides(like), self.starts[place])
+        return buffer.as_strided(like.shape, dense_strides(like), self.starts[place])
 
 
 class FlatParameters:
@@ -216,19 +218,25 @@ class Part:
             each.sum_gradients(operands)
 
 
-def _dense_strides(like: Tensor) -> tuple[int, ...]:
+def dense_strides(like: Tensor) -> tuple[int, ...]:
+    """Return the strides of ``like`` in the order of its memory, without gaps."""
     return torch.empty_like(like, device="meta").stride()
 
 
 def _refuse_overlap(parameters: Sequence[nn.Parameter]) -> None:
-    seen: dict[tuple[torch.device, int], int] = {}
+    spans = []
     for index, parameter in enumerate(parameters):
-        if parameter.numel() == 0:
-            continue
-        key = (parameter.device, parameter.data_ptr())
-        if key in seen:
+        if parameter.numel():
+            steps = zip(parameter.shape, parameter.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
+            start = parameter.data_ptr()
+            stop = start + (last + 1) * parameter.itemsize
+            spans.append((str(parameter.device), start, stop, index))
+    spans.sort()
+    for (device, _, stop, index), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < stop:
+            first, second = sorted((index, other))
             raise ConfigError(
-                f"Parameters {seen[key]} and {index} must lie in memory of their own, but share "
-                "it. Tie them by assigning the same `nn.Parameter` object to both places."
+                f"Parameters {first} and {second} must lie in memory of their own, but share it. "
+                "Tie them by assigning the same `nn.Parameter` object to both places."
             )
-        seen[key] = index

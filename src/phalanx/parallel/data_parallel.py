@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +17,12 @@ from phalanx.replicas import (
     ThreadCrew,
     Turn,
     advance_process_generator,
+    check_statistics,
+    hold_caller_at_one_thread,
     merge_statistics,
-    num_threads,
     resolve_devices,
     restore_memory_format,
     seed_of_process,
-    set_intra_op,
     use_channels_last,
     wants_channels_last,
     write_statistics,
@@ -187,8 +186,13 @@ class DataParallel(nn.Module):
             return self._run(call, sizes)
         except Exception:  # whatever a user's model raises; a true fault is raised again below
             restore_memory_format(self.module)
-            self._channels_last = False
-            return self._run(call, sizes)
+        try:
+            outputs = self._run(call, sizes)
+        except Exception:
+            self.close()  # nothing was found out: the next batch is tried again
+            raise
+        self._channels_last = False
+        return outputs
 
     def _open_crew(self) -> ThreadCrew:
         if self._crew is not None and not self._crew.matches_source():
@@ -206,9 +210,8 @@ class DataParallel(nn.Module):
         The pool behind them (loss, optimizer) would go on spinning beside the replicas after each
         of them: 1.1 times the step of an MLP, 1.3 times that of a CNN.
         """
-        if sum(device.type == "cpu" for device in self._devices) > 1 and num_threads() > 1:
-            self._restore_caller = weakref.finalize(self, set_intra_op, num_threads())
-            set_intra_op(1)
+        if sum(device.type == "cpu" for device in self._devices) > 1:
+            self._restore_caller = hold_caller_at_one_thread(self)
 
     def _run(self, call: Call, sizes: list[int]) -> Nested:
         crew = self._open_crew()
@@ -237,7 +240,9 @@ class DataParallel(nn.Module):
         for operand in report.operands:
             merge_statistics(merged, operand.statistics)
         if merged:
-            write_statistics(dict(self.module.named_buffers(remove_duplicate=False)), merged)
+            buffers = dict(self.module.named_buffers(remove_duplicate=False))
+            check_statistics(buffers, merged)
+            write_statistics(buffers, merged)
 
 
 # Any: torch's own signatures for hooks.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import StateError, UnsupportedError
+from phalanx.memory import dense_strides
 from phalanx.plan import Layout, flatten, join, overlaps, part_bounds, unflatten
 from phalanx.replicas import Partial, PartialSums, ThreadCrew, Turn, blame
 from phalanx.types import Nested
@@ -65,6 +66,7 @@ class ReplicaGraph:
             self._records and isinstance(leaf, Tensor) and leaf.requires_grad
             for leaf in self._leaves
         ]
+        self._trainable = {id(p) for p in crew.module.parameters() if p.requires_grad}
         self._parts: dict[int, _Part] = {}
         self._merged: list[Any] = []
         self._sizes: list[int] = []
@@ -141,7 +143,7 @@ class ReplicaGraph:
     def _tensors(self) -> list[Tensor]:
         """Return the caller's tensors that need gradients: input leaves first, then parameters."""
         leaves = [leaf for leaf, wanted in zip(self._leaves, self._wanted, strict=True) if wanted]
-        return leaves + [p for p in self._crew.module.parameters() if p.requires_grad]
+        return leaves + [p for p in self._crew.module.parameters() if id(p) in self._trainable]
 
     def _grads_of_part(self, place: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         start = sum(self._sizes[:place])
@@ -191,9 +193,9 @@ class ReplicaGraph:
         if len(operands) == 2:
             sums = self._add_shared(sums, operands[1].gradients)
         return [
-            None if total is None else total.as_strided(parameter.shape, parameter.stride())
+            None if total is None else total.as_strided(parameter.shape, dense_strides(parameter))
             for total, parameter in zip(sums, self._crew.module.parameters(), strict=True)
-            if parameter.requires_grad
+            if id(parameter) in self._trainable
         ]
 
     def _add_shared(
@@ -241,7 +243,8 @@ class _Connect(torch.autograd.Function):
 def _own_leaf(leaf: Any, device: torch.device, wanted: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    own = leaf.detach().to(device, non_blocking=True)
+    # `data`, not `detach()`: slices of one tensor must not share a version counter over threads.
+    own = leaf.data.to(device, non_blocking=True)
     return own.requires_grad_() if wanted else own
 
 

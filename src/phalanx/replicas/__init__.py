@@ -7,14 +7,19 @@ from phalanx.replicas.draws import (
     derive_seed,
     seed_of_process,
 )
-from phalanx.replicas.intra_op import caller_intra_op, num_cores, num_threads, set_intra_op
+from phalanx.replicas.intra_op import caller_intra_op, hold_caller_at_one_thread, num_cores
 from phalanx.replicas.memory_format import (
     restore_memory_format,
     use_channels_last,
     wants_channels_last,
 )
 from phalanx.replicas.replica import Replica, add_gradients
-from phalanx.replicas.statistics import Statistic, merge_statistics, write_statistics
+from phalanx.replicas.statistics import (
+    Statistic,
+    check_statistics,
+    merge_statistics,
+    write_statistics,
+)
 from phalanx.replicas.sums import Partial, PartialSums
 from phalanx.replicas.team import Team
 from phalanx.replicas.thread_crew import Report, Span, ThreadCrew, Turn, blame, default_intra_op
@@ -34,15 +39,15 @@ __all__ = [
     "advance_process_generator",
     "blame",
     "caller_intra_op",
+    "check_statistics",
     "default_intra_op",
     "derive_seed",
+    "hold_caller_at_one_thread",
     "merge_statistics",
     "num_cores",
-    "num_threads",
     "resolve_devices",
     "restore_memory_format",
     "seed_of_process",
-    "set_intra_op",
     "use_channels_last",
     "wants_channels_last",
     "write_statistics",

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 
 import torch
 
-__all__ = ["caller_intra_op", "num_cores", "num_threads", "set_intra_op"]
+__all__ = [
+    "caller_intra_op",
+    "hold_caller_at_one_thread",
+    "num_cores",
+    "num_threads",
+    "set_intra_op",
+]
 
 
 def num_cores() -> int:
@@ -32,6 +40,40 @@ def set_intra_op(count: int) -> None:
     """Set the number of threads inside operators that the calling thread runs."""
     torch.get_num_threads()  # else a new thread's first operator takes the last number set
     torch.set_num_threads(count)
+
+
+class _Holders:
+    """Who keeps the caller's operators on one thread at present; the last to leave restores."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._before = 1
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._count == 0:
+                self._before = num_threads()
+                set_intra_op(1)
+            self._count += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                set_intra_op(self._before)
+
+
+_holders = _Holders()  # one for the process, as the number of threads is
+
+
+def hold_caller_at_one_thread(owner: object) -> Callable[[], object]:
+    """Keep the caller's operators on one thread until the returned function is called.
+
+    Or until ``owner`` is collected. When several hold, the number comes back with the last.
+    """
+    _holders.enter()
+    return weakref.finalize(owner, _holders.leave)
 
 
 @contextlib.contextmanager

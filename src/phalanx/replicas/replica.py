@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
+from phalanx.errors import ConfigError
 from phalanx.memory import in_memory_order
 from phalanx.replicas.statistics import StatisticsOfReplica
 
@@ -77,6 +79,12 @@ class Replica:
 
 def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
     """Deep-copy ``source`` with parameters in the same memory where ``device`` is the same."""
+    for name, parameter in source.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                f"Parameter `{name}` must have a shape before the module is copied, but "
+                "is lazy. Run the module once on a sample batch first."
+            )
     memo: dict[int, object] = {id(p): _alias(p) for p in source.parameters()}
     try:
         module = copy.deepcopy(source, memo)

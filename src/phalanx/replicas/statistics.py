@@ -13,7 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Statistic", "StatisticsOfReplica", "merge_statistics", "write_statistics"]
+from phalanx.errors import UnsupportedError
+
+__all__ = [
+    "Statistic",
+    "StatisticsOfReplica",
+    "check_statistics",
+    "merge_statistics",
+    "write_statistics",
+]
 
 
 @dataclass
@@ -40,6 +48,17 @@ def merge_statistics(left: Statistics, right: Statistics) -> Statistics:
             left[name].value += statistic.value
             left[name].weight += statistic.weight
     return left
+
+
+def check_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
+    """Refuse statistics that have not the shape of their buffer, before anything is written."""
+    for name, statistic in merged.items():
+        if statistic.value.shape != buffers[name].shape:
+            raise UnsupportedError(
+                f"Buffer `{name}` must keep its shape {tuple(buffers[name].shape)}, but "
+                f"the forward pass made it {tuple(statistic.value.shape)}. Register it in its full "
+                "shape."
+            )
 
 
 def write_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
@@ -78,7 +97,9 @@ class StatisticsOfReplica:
         found: Statistics = {}
         for home in self._homes:
             source = home.source
-            if source is not None and home.was_written(source):
+            if source is None:
+                home.refuse_new()
+            elif home.was_written(source):
                 now = home.owner._buffers[home.key]
                 if now is not None:
                     found[home.name] = _weighted(now, weight, source.device)
@@ -111,6 +132,15 @@ class _Home:
         self.owner._buffers[self.key] = own
         self._start, self._version = own, own._version
         self.seen = (id(source), source._version)
+
+    def refuse_new(self) -> None:
+        """Refuse a buffer that the forward pass made: the source has no place for it."""
+        if self.owner._buffers[self.key] is not None:
+            self.owner._buffers[self.key] = None
+            raise UnsupportedError(
+                f"Buffer `{self.name}` must hold a tensor before it is used on replicas, but is "
+                "None until the first forward pass. Register it with a tensor."
+            )
 
     def was_written(self, source: Tensor) -> bool:
         """Tell whether the replica's buffer is no longer what it was started from."""

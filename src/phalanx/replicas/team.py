@@ -55,15 +55,16 @@ class Team:
     """
 
     def __init__(self, size: int, *, intra_op: int, name: str = "phalanx-replica") -> None:
-        self._ticket = 0
+        self._busy = threading.Lock()  # two threads may call one container
         self._seats = [_Seat() for _ in range(size)]
         self._threads = [
             threading.Thread(target=_serve, args=(seat,), name=f"{name}-{index}", daemon=True)
             for index, seat in enumerate(self._seats)
         ]
+        # Before the first start: should Ctrl-C come here, the threads go with this object.
+        self._dismiss = weakref.finalize(self, _dismiss, self._seats)
         for thread in self._threads:
             thread.start()
-        self._dismiss = weakref.finalize(self, _dismiss, self._seats)
         before = num_threads()
         self.each(lambda _: set_intra_op(intra_op))
         set_intra_op(before)  # the last number set is what threads born later start with
@@ -80,17 +81,25 @@ class Team:
         """
         if not self._dismiss.alive:
             raise StateError("`each()` needs open threads, but they were closed. Make a new one.")
-        self._ticket += 1
-        for index, seat in enumerate(self._seats):
-            seat.task = _bind(task, index)
-            seat.wanted = self._ticket
+        with self._busy:
+            self._run(task)
+            return self._collect()
+
+    def _run(self, task: Callable[[int], Any]) -> None:
+        """Start the task in all threads and wait for all; interrupted anywhere, it begins again.
+
+        Beginning again harms nothing: a thread works on each ticket once.
+        """
+        ticket = self._seats[0].finished + 1
         interrupt: BaseException | None = None
         while True:
             try:
-                for seat in self._seats:
+                for index, seat in enumerate(self._seats):
+                    seat.task = _bind(task, index)
+                    seat.wanted = ticket
                     seat.go.put(None)
                 for seat in self._seats:
-                    while seat.finished != self._ticket:
+                    while seat.finished != ticket:
                         with contextlib.suppress(queue.Empty):
                             seat.done.get(timeout=_SIGNALS_HEARD_S)
                 break
@@ -99,14 +108,22 @@ class Team:
                     self._dismiss()
                     raise
                 interrupt = error
+        if interrupt is not None:
+            with contextlib.suppress(BaseException):
+                self._collect()
+            raise interrupt
+
+    def _collect(self) -> list[Any]:
+        """Return the results, or raise the first failure; forget both."""
         results = [seat.result for seat in self._seats]
         failures = [seat.failure for seat in self._seats if seat.failure is not None]
         for seat in self._seats:
-            seat.result = seat.failure = None
-        if interrupt is not None:
-            raise interrupt
-        if failures:
-            raise _first_cause(failures)
+            seat.result = seat.failure = seat.task = None
+        try:
+            if failures:
+                raise _first_cause(failures)
+        finally:
+            del failures  # its traceback holds this frame: a cycle would keep the caller's objects
         return results
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
 
 __all__ = ["Stored", "load_stored", "pack_state", "save_stored", "unpack_like"]
 
@@ -53,8 +53,15 @@ def save_stored(stored: Stored, folder: Path) -> None:
     """Write ``stored`` to ``folder``, replacing what is there as a whole.
 
     Raises:
-        CheckpointError: Something in it cannot be written without running code when it is read.
+        ConfigError: ``folder`` holds something else.
+        UnsupportedError: safetensors has no such dtype.
     """
+    folder = folder.resolve()  # a link to a folder stays a link
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / _DOCUMENT).exists():
+        raise ConfigError(
+            f"`folder` must be new, empty or a checkpoint, but `{folder}` holds other files. Give "
+            "a folder of the checkpoint's own."
+        )
     fresh = folder.with_name(folder.name + ".writing")
     previous = folder.with_name(folder.name + ".previous")
     if fresh.exists():
@@ -63,7 +70,14 @@ def save_stored(stored: Stored, folder: Path) -> None:
     digests = {}
     for name, tensors in stored.tensors.items():
         file = fresh / f"{name}.safetensors"
-        safetensors.torch.save_file({k: _own(v) for k, v in tensors.items()}, file)
+        try:
+            safetensors.torch.save_file({k: _own(v) for k, v in tensors.items()}, file)
+        except (KeyError, ValueError, SafetensorError) as error:
+            shutil.rmtree(fresh)
+            raise UnsupportedError(
+                f"Tensors of `{name}` must be of a dtype that safetensors can store, but one is "
+                f"not: {error}. Train in another dtype."
+            ) from error
         digests[file.name] = _digest(file)
         _sync(file)
     document = {"format": _FORMAT, "files": digests, **stored.values}
@@ -87,6 +101,7 @@ def load_stored(folder: Path) -> Stored:
     Raises:
         CheckpointError: It is missing, damaged, or of a format that this version does not read.
     """
+    folder = folder.resolve()
     previous = folder.with_name(folder.name + ".previous")
     if not (folder / _DOCUMENT).exists() and (previous / _DOCUMENT).exists():
         folder = previous

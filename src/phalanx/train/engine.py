@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.clock import now_s
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import FlatParameters
 from phalanx.replicas import (
     Partial,
@@ -20,11 +21,13 @@ from phalanx.replicas import (
     Statistic,
     ThreadCrew,
     Turn,
+    check_statistics,
     merge_statistics,
     write_statistics,
 )
 from phalanx.train.cutting import Cut, Cutter
 from phalanx.train.formation import Formation
+from phalanx.train.position import Loss
 from phalanx.train.stepping import (
     FlatStepper,
     Stepper,
@@ -35,26 +38,17 @@ from phalanx.train.stepping import (
 from phalanx.train.work import Outcome
 from phalanx.types import Nested
 
-__all__ = ["Engine", "Update", "compute", "loss_of"]
+__all__ = ["Engine", "Update", "check_members", "compute", "loss_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What one update did; see `StepDone` for the fields of the same name.
+    """What one update did; see `StepDone` for the fields of the same name."""
 
-    Attributes:
-        weight: What the batch stands for.
-        interrupt: Ctrl-C that came while the threads were stepping; to be raised when the position
-            says that the step is done.
-    """
-
-    loss: float
-    weight: float
-    samples: int
+    loss: Loss
     shares: tuple[int, ...]
     busy_s: tuple[float, ...]
     spans: tuple[Span, ...]
-    interrupt: KeyboardInterrupt | None
 
 
 class Engine:
@@ -78,7 +72,9 @@ class Engine:
         self._optimizer = optimizer
         self._cutter = cutter
         self._clip_norm = clip_norm
-        self._flat = FlatParameters(_trainable(optimizer))
+        check_members(module, optimizer)
+        self._groups = _trainable(optimizer)
+        self._flat = FlatParameters(self._groups)
         place_of = {id(parameter): place for place, parameter in enumerate(module.parameters())}
         self._places = [place_of.get(id(parameter), -1) for parameter in self._flat.parameters]
         self.crew = ThreadCrew(
@@ -97,9 +93,10 @@ class Engine:
 
     def fits(self) -> bool:
         """Tell whether module and memory are still as they were when this was opened."""
-        trainable = [id(p) for group in _trainable(self._optimizer) for p in group]
+        now, then = _trainable(self._optimizer), self._groups
         return (
-            trainable == [id(p) for p in self._flat.parameters]
+            [[id(p) for p in group] for group in now] == [[id(p) for p in group] for group in then]
+            and self._stepper.fits()
             and self._flat.intact()
             and self.crew.matches_source()
         )
@@ -123,52 +120,71 @@ class Engine:
         pieces: Cut,
         run: Callable[[Turn], Outcome],
         seed: tuple[int, ...],
-        count: Callable[[int, Outcome], None],
+        *,
+        count: Callable[[int, Outcome], None] | None,
+        commit: Callable[[Loss], None],
     ) -> Update:
         """Do one optimizer update.
+
+        Everything that can refuse comes before the first write. From there on all is done in the
+        replicas' threads, where no Ctrl-C arrives: weights, statistics and ``commit`` go together.
 
         Args:
             count: Called as ``count(replica, outcome)`` in the replica's thread for each of its
                 microbatches, when all of them have succeeded.
+            commit: Called when the weights are new, by the last thread.
         """
         report = self.compute(pieces, run, seed)
+        statistics = self._merged_statistics(report.operands)
+        if count is not None:
+            self._count(report, count)
         missing = self._missing(report.operands)
         if missing and isinstance(self._stepper, FlatStepper):
             self._stepper.dissolve()
             self._stepper = WholeStepper(self._optimizer, self._flat)
         operands = [self._in_flat_order(operand) for operand in report.operands]
-        coefficient = self._sum_and_clip(operands) if self._clip_norm is not None else None
-        self._stepper.prepare(missing)
-        shared = isinstance(self._stepper, FlatStepper)
-        if not shared and coefficient is None:
+        summed = self._clip_norm is not None or isinstance(self._stepper, WholeStepper)
+        if summed:
             self.crew.each(lambda part: self._parts[part].sum_gradients(operands))
+        if self._clip_norm is not None:
+            self._clip(self._clip_norm)
+        self._stepper.prepare(missing)
         spans: list[Span] = []
+        lock = threading.Lock()
+        loss = Loss(loss_of(pieces, report), pieces.weight, sum(pieces.sizes))
 
         def finish(part: int) -> None:
             start_s = now_s()
-            if shared and coefficient is None:
+            if not summed:
                 self._parts[part].sum_gradients(operands)
             self._stepper.step_part(part)
-            for index, outcome in enumerate(report.results):
-                if report.replica_of[index] == part:
-                    count(part, outcome)
-            spans.append(Span(replica=part, microbatch=None, start_s=start_s, stop_s=now_s()))
+            with lock:
+                spans.append(Span(replica=part, microbatch=None, start_s=start_s, stop_s=now_s()))
+                if len(spans) < len(self.crew):
+                    return
+            self._finish(statistics)
+            commit(loss)
 
-        interrupt: KeyboardInterrupt | None = None
-        try:
-            self.crew.each(finish)
-        except KeyboardInterrupt as error:  # the threads have finished, so do we
-            interrupt = error
+        self.crew.each(finish)
+        return self._describe(pieces, report, spans, loss)
+
+    def _finish(self, statistics: dict[str, Statistic]) -> None:
         self._stepper.finish()
-        self._write_statistics(report.operands)
+        if statistics:
+            write_statistics(self._buffers(), statistics)
         for replica in self.crew.replicas:
             replica.outdate()
-        return self._describe(pieces, report, spans, interrupt)
 
-    def _sum_and_clip(self, operands: Sequence[Sequence[Tensor | None]]) -> float:
-        """Write the clipped sum of gradients, and return the factor that it was scaled by."""
-        assert self._clip_norm is not None
-        self.crew.each(lambda part: self._parts[part].sum_gradients(operands))
+    def _count(self, report: Report, count: Callable[[int, Outcome], None]) -> None:
+        def work(replica: int) -> None:
+            for owner, outcome in zip(report.replica_of, report.results, strict=True):
+                if owner == replica:
+                    count(replica, outcome)
+
+        self.crew.each(work)
+
+    def _clip(self, clip_norm: float) -> None:
+        """Scale the gradients so that their norm is at most ``clip_norm``."""
         count = len(self.crew)
         norm = norm_of_gradients(
             self._flat, lambda work: self.crew.each(lambda thread: work(thread, count))
@@ -179,14 +195,13 @@ class Engine:
                 "step was refused and nothing has changed. Lower the learning rate, or look at "
                 "this batch's data."
             )
-        coefficient = min(1.0, self._clip_norm / (norm.item() + 1e-6))
+        coefficient = min(1.0, clip_norm / (norm.item() + 1e-6))
 
         def scale(part: int) -> None:
             for each in self._parts[part].ranges:
                 each.gradients.mul_(coefficient)
 
         self.crew.each(scale)
-        return coefficient
 
     def _missing(self, operands: Sequence[Partial]) -> list[int]:
         """Return the parameters that got no gradient from any microbatch."""
@@ -199,24 +214,22 @@ class Engine:
     def _in_flat_order(self, operand: Partial) -> list[Tensor | None]:
         return [None if place < 0 else operand.gradients[place] for place in self._places]
 
-    def _write_statistics(self, operands: Sequence[Partial]) -> None:
+    def _merged_statistics(self, operands: Sequence[Partial]) -> dict[str, Statistic]:
         merged: dict[str, Statistic] = {}
         for operand in operands:
             merge_statistics(merged, operand.statistics)
         if merged:
-            write_statistics(dict(self._module.named_buffers(remove_duplicate=False)), merged)
+            check_statistics(self._buffers(), merged)
+        return merged
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return dict(self._module.named_buffers(remove_duplicate=False))
 
     def _show_gradients(self) -> None:
         for index, parameter in enumerate(self._flat.parameters):
             parameter.grad = self._flat.gradient(index)
 
-    def _describe(
-        self,
-        pieces: Cut,
-        report: Report,
-        spans: Sequence[Span],
-        interrupt: KeyboardInterrupt | None,
-    ) -> Update:
+    def _describe(self, pieces: Cut, report: Report, spans: Sequence[Span], loss: Loss) -> Update:
         count = len(self.crew)
         shares, busy_s = [0] * count, [0.0] * count
         for size, replica in zip(pieces.sizes, report.replica_of, strict=True):
@@ -226,14 +239,26 @@ class Engine:
         for span in everything:
             busy_s[span.replica] += span.stop_s - span.start_s
         return Update(
-            loss=loss_of(pieces, report),
-            weight=pieces.weight,
-            samples=sum(pieces.sizes),
-            shares=tuple(shares),
-            busy_s=tuple(busy_s),
-            spans=tuple(everything),
-            interrupt=interrupt,
+            loss=loss, shares=tuple(shares), busy_s=tuple(busy_s), spans=tuple(everything)
         )
+
+
+def check_members(module: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer over parameters that the module has not, and hooks on gradients."""
+    own = {id(parameter): name for name, parameter in module.named_parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise ConfigError(
+                    f"`optimizer` must hold parameters of `module` only, but group {index} holds "
+                    f"one of shape {tuple(parameter.shape)} that is not. Make it part of the "
+                    "module (a loss with parameters too)."
+                )
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise UnsupportedError(
+                    f"Parameter `{own[id(parameter)]}` must have no gradient hooks in a `Trainer`, "
+                    "but has. Remove them, or use `DataParallel`, which runs them."
+                )
 
 
 def _trainable(optimizer: Optimizer) -> list[list[nn.Parameter]]:

@@ -56,7 +56,8 @@ class EpochDone:
         samples: Rows of this epoch.
         seconds: Of this epoch, without validation.
         train: "loss" (weighted mean over the epoch's steps) and the metrics, as the weights were
-        then. validation: The same of the validation loader after the epoch; None without one.
+            then.
+        validation: The same of the validation loader after the epoch; None without one.
     """
 
     epoch: int

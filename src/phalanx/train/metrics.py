@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torchmetrics import Metric
 
-from phalanx.errors import ConfigError
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.types import Nested
 
 __all__ = ["ReplicaMetrics"]
@@ -88,7 +88,11 @@ class ReplicaMetrics:
         return tensors
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on counting from what :meth:`capture` returned."""
+        """Go on counting from what :meth:`capture` returned.
+
+        Raises:
+            CheckpointError: It was captured from other metrics.
+        """
         self.reset()
         for name, pattern in self._patterns.items():
             own = {key: value for key, value in tensors.items() if key.startswith(f"{name}.")}
@@ -122,6 +126,12 @@ def _fresh(pattern: Metric) -> Metric:
 def _filled(pattern: Metric, states: Mapping[str, torch.Tensor]) -> Metric:
     """Return a metric that holds ``states``, as if it had counted them itself."""
     metric = _fresh(pattern)
+    wanted = {key for key, value in metric.metric_state.items() if not isinstance(value, list)}
+    if not wanted <= set(states):
+        raise CheckpointError(
+            f"The checkpoint must hold {sorted(wanted)} of {type(metric).__name__}, but holds "
+            f"{sorted(states)}. Give `metrics=` as they were."
+        )
     for key, value in metric.metric_state.items():
         if isinstance(value, list):
             places = [f"{key}.{place}" for place in range(len(states))]

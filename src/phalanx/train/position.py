@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["Position"]
+__all__ = ["Loss", "Position"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A batch's loss, what the batch stands for, and its rows."""
+
+    value: float
+    weight: float
+    samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +39,18 @@ class Position:
     weighted_loss: float = 0.0
     target: int | None = None
 
-    def next_batch(self, loss: float, weight: float, samples: int) -> Position:
+    def next_batch(self, loss: Loss) -> Position:
         """Return the position after one more batch."""
         return replace(
             self,
             steps=self.steps + 1,
             batch=self.batch + 1,
-            samples=self.samples + samples,
-            weight=self.weight + weight,
-            weighted_loss=self.weighted_loss + loss * weight,
+            samples=self.samples + loss.samples,
+            weight=self.weight + loss.weight,
+            weighted_loss=self.weighted_loss + loss.value * loss.weight,
         )
 
-    def next_step(self) -> Position:
+    def next_step(self, _: Loss) -> Position:
         """Return the position after an update outside of any epoch."""
         return replace(self, steps=self.steps + 1)
 

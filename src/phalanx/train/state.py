@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,7 @@ def capture_state(state: TrainerState, folder: Path) -> None:
                 "groups": [
                     pack_state(group) for group in state.optimizer.state_dict()["param_groups"]
                 ],
+                "scheduler_type": _type_of(state.scheduler),
                 "scheduler": None
                 if state.scheduler is None
                 else pack_state(state.scheduler.state_dict()),
@@ -89,8 +90,13 @@ def capture_state(state: TrainerState, folder: Path) -> None:
     )
 
 
-def restore_state(state: TrainerState, folder: Path) -> Restored:
+def restore_state(
+    state: TrainerState, folder: Path, accept: Callable[[Restored], None]
+) -> Restored:
     """Put what ``folder`` holds into module, optimizer and scheduler, and return the rest.
+
+    Args:
+        accept: Called with the rest before anything changes; raises what it cannot take.
 
     Raises:
         CheckpointError: It is missing, damaged, or of another model; nothing has changed then.
@@ -116,7 +122,8 @@ def restore_state(state: TrainerState, folder: Path) -> Restored:
         ) from error
     _check_model(state.module, stored.tensors["model"], folder)
     _check_optimizer(state.optimizer, stored, folder)
-    _check_scheduler(state.scheduler, packed_scheduler, folder)
+    _check_scheduler(state.scheduler, values.get("scheduler_type"), folder)
+    accept(restored)
     state.module.load_state_dict(stored.tensors["model"])
     state.optimizer.load_state_dict(optimizer)
     if state.scheduler is not None:
@@ -201,13 +208,16 @@ def _check_optimizer(optimizer: Optimizer, stored: Stored, folder: Path) -> None
         )
 
 
-def _check_scheduler(scheduler: LRScheduler | None, packed: Any, folder: Path) -> None:
-    if (scheduler is None) != (packed is None):
-        ours = "without" if scheduler is None else "with"
+def _check_scheduler(scheduler: LRScheduler | None, stored: str | None, folder: Path) -> None:
+    if _type_of(scheduler) != stored:
         raise CheckpointError(
-            f"Checkpoint `{folder}` must be of a run {ours} scheduler like this trainer, but is "
-            "not. Give `scheduler=` as it was."
+            f"Checkpoint `{folder}` must be of a run with scheduler {_type_of(scheduler)!r} like "
+            f"this trainer's, but is of one with {stored!r}. Give `scheduler=` as it was."
         )
+
+
+def _type_of(scheduler: LRScheduler | None) -> str | None:
+    return None if scheduler is None else type(scheduler).__name__
 
 
 def _kind(tensor: Tensor) -> str:

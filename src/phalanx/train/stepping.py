@@ -34,6 +34,9 @@ _SCALAR = "step"  # the one state entry of these optimizers that has not the par
 class Stepper(Protocol):
     """How the step is shared among threads."""
 
+    def fits(self) -> bool:
+        """Tell whether the optimizer's state is still what this was made for."""
+
     def prepare(self, missing: Sequence[int]) -> None:
         """Get ready in the caller's thread; ``missing`` parameters got no gradient."""
 
@@ -57,6 +60,9 @@ class WholeStepper:
     def __init__(self, optimizer: Optimizer, flat: FlatParameters) -> None:
         self._optimizer = optimizer
         self._flat = flat
+
+    def fits(self) -> bool:
+        return True
 
     def prepare(self, missing: Sequence[int]) -> None:
         for index, parameter in enumerate(self._flat.parameters):
@@ -87,6 +93,7 @@ class FlatStepper:
         self._counters: dict[int, Tensor] = {}  # by segment: every member's own count of steps
         if optimizer.state:
             self._scatter_state()
+        self._remember()
 
     def prepare(self, missing: Sequence[int]) -> None:  # noqa: ARG002 - `open_stepper` sees to it
         for piece in self._pieces:
@@ -106,6 +113,24 @@ class FlatStepper:
             if own is not None:
                 counters.copy_(own[1][_SCALAR])
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+
+        self._remember()
+
+    def fits(self) -> bool:
+        """Tell whether nobody has put another state, other groups or hooks into the optimizer."""
+        state, groups, size = self._known
+        optimizer = self._optimizer
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return (
+            optimizer.state is state
+            and optimizer.param_groups is groups
+            and len(state) == size
+            and not hooks
+        )
+
+    def _remember(self) -> None:
+        state = self._optimizer.state
+        self._known = (state, self._optimizer.param_groups, len(state))
 
     def dissolve(self) -> None:
         """Leave the user's optimizer with state of its own for every parameter."""
@@ -265,6 +290,9 @@ def _state_is_uniform(optimizer: Optimizer, flat: FlatParameters) -> bool:
         kinds = [{key for key, value in state.items() if value is not None} for state in states]
         if any(kind != kinds[0] for kind in kinds):
             return False
+        moments = [v for state in states for k, v in state.items() if k != _SCALAR]
+        if any(isinstance(v, Tensor) and v.dtype != segment.values.dtype for v in moments):
+            return False
         steps = [float(state[_SCALAR]) for state in states if _SCALAR in state]
         if len(set(steps)) > 1:
             return False
@@ -278,7 +306,8 @@ def norm_of_gradients(flat: FlatParameters, each: _EachThread) -> Tensor:
 
     def work(thread: int, num_threads: int) -> None:
         for index, gradient in itertools.islice(spans, thread, None, num_threads):
-            norms[index] = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            norms[index] = torch.linalg.vector_norm(real, dtype=torch.float64)
 
     each(work)
     total: Tensor = torch.linalg.vector_norm(torch.stack([n for n in norms if n is not None]))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
 from phalanx.clock import now_s
@@ -21,12 +21,12 @@ from phalanx.replicas import (
     resolve_devices,
 )
 from phalanx.train.cutting import Cutter
-from phalanx.train.engine import Engine, Update, loss_of
+from phalanx.train.engine import Engine, check_members, loss_of
 from phalanx.train.events import Callback, EpochDone, Event, FormationChosen, StepDone
 from phalanx.train.formation import Formation, candidates, fixed
 from phalanx.train.metrics import ReplicaMetrics
 from phalanx.train.order import Order, batches_from
-from phalanx.train.position import Position
+from phalanx.train.position import Loss, Position
 from phalanx.train.state import TrainerState, capture_state, restore_state
 from phalanx.train.trial import Trial
 from phalanx.train.work import Outcome, Work
@@ -118,7 +118,8 @@ class Trainer:
         self._cutter = Cutter(layout if layout is not None else Layout(), microbatches, weight)
         self._metrics = ReplicaMetrics(metrics or {})
         self.optimizer = _make_optimizer(optimizer, parameters)
-        self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
+        check_members(module, self.optimizer)
+        self.scheduler = _make_scheduler(scheduler, self.optimizer)
         self._workloads = workloads
         self._microbatches = microbatches
         self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
@@ -202,25 +203,31 @@ class Trainer:
 
         Raises:
             ConfigError: The loader yields nothing, or a batch cannot work; the step is refused
-            then.
+                then.
         """
         _check_counts(epochs, steps)
         self._check_open()
         if epochs is None and steps is None:
             epochs = 1
-        last_epoch = self._position.target
+        begin = self._position
+        last_epoch = begin.target
         if last_epoch is None and epochs is not None:
             last_epoch = self.epochs + epochs
         self._position = replace(self._position, target=last_epoch)
         last_step = None if steps is None else self.steps + steps
         self._stopped = False
         finished: list[EpochDone] = []
-        with caller_intra_op(1):  # the caller's idle thread pool must not spin beside the replicas
-            while not self._shall_end(last_epoch, last_step):
-                done = self._run_epoch(loader, validate, last_step)
-                if done is None:
-                    break
-                finished.append(done)
+        try:
+            with caller_intra_op(1):  # the caller's idle pool must not spin beside the replicas
+                while not self._shall_end(last_epoch, last_step):
+                    done = self._run_epoch(loader, validate, last_step)
+                    if done is None:
+                        break
+                    finished.append(done)
+        except BaseException:
+            if self.steps == begin.steps:  # a call that did nothing leaves nothing to be finished
+                self._position = begin
+            raise
         if not self._stopped:
             self._position = replace(self._position, target=None)
         return finished
@@ -231,16 +238,13 @@ class Trainer:
         Raises:
             ConfigError: The batch cannot work, or its loss is not finite; nothing has changed then.
             Exception: What the module or the loss raised in a replica, with a note that says in
-            which.
+                which.
         """
         self._check_open()
         self._cutter.check_rows(batch)
         with caller_intra_op(1):
             self.module.train()
-            done, update = self._step(batch)
-        self._position = self._position.next_step()
-        self._tell_step(done, update)
-        return done
+            return self._step(batch, Position.next_step)
 
     def stop(self) -> None:
         """Make the running :meth:`fit` return after the step it is in; callable from anywhere."""
@@ -271,9 +275,7 @@ class Trainer:
             if self._position.batch == 0:
                 self._cutter.check_rows(batch)
                 self._metrics.reset()
-            done, update = self._step(batch)
-            self._position = self._position.next_batch(update.loss, update.weight, update.samples)
-            self._tell_step(done, update)
+            self._step(batch, Position.next_batch)
         if self._position.batch == 0:
             raise ConfigError(
                 "`loader` must yield at least one batch, but yields none. A generator is used up "
@@ -288,7 +290,11 @@ class Trainer:
 
     def _epoch_is_complete(self, loader: Iterable[Nested]) -> bool:
         """Tell it without asking for another batch, where the loader knows its length."""
-        return isinstance(loader, Sized) and 0 < len(loader) <= self._position.batch
+        try:
+            length = len(loader)  # type: ignore[arg-type]
+        except TypeError:  # a generator, or a DataLoader over an IterableDataset
+            return False
+        return 0 < length <= self._position.batch
 
     def _batches(self, loader: Iterable[Nested]) -> Iterator[Nested]:
         self._loader = loader
@@ -318,31 +324,41 @@ class Trainer:
         self._tell(done)
         return done
 
-    def _step(self, batch: Nested) -> tuple[StepDone, Update]:
-        """Do one update; return what to tell of it, and all that is known of it."""
+    def _step(self, batch: Nested, advance: Callable[[Position, Loss], Position]) -> StepDone:
+        """Do one update, move the position on, and tell."""
         engine = self._open_engine(batch)
+        before = self._position
         start_s = now_s()
         pieces = engine.cut(batch)
-        run = self._work.training(pieces.scales, keep_outputs=bool(self._metrics))
-        update = engine.update(pieces, run, (self._seed, self.steps), self._count)
-        if self.scheduler is not None:
-            self.scheduler.step()
+
+        def commit(loss: Loss) -> None:
+            self._position = advance(before, loss)
+            if self.scheduler is not None:
+                self.scheduler.step()
+
+        update = engine.update(
+            pieces,
+            self._work.training(pieces.scales, keep_outputs=bool(self._metrics)),
+            (self._seed, before.steps),
+            count=self._count if self._metrics else None,
+            commit=commit,
+        )
         done = StepDone(
-            step=self.steps + 1,
-            epoch=self.epochs,
-            batch=self._position.batch,
-            loss=update.loss,
-            samples=update.samples,
+            step=before.steps + 1,
+            epoch=before.epochs,
+            batch=before.batch,
+            loss=update.loss.value,
+            samples=update.loss.samples,
             seconds=now_s() - start_s,
             shares=update.shares,
             busy_s=update.busy_s,
             spans=update.spans,
         )
-        return done, update
+        self._tell(done)
+        return done
 
     def _count(self, replica: int, outcome: Outcome) -> None:
-        if self._metrics:
-            self._metrics.update(replica, outcome.outputs, outcome.targets)
+        self._metrics.update(replica, outcome.outputs, outcome.targets)
 
     def _evaluate(self, loader: Iterable[Nested]) -> dict[str, float]:
         metrics = self._metrics.copy()
@@ -390,10 +406,11 @@ class Trainer:
         """
         self._check_open()
         state = self._state()
-        restored = restore_state(state, Path(folder))
+        metrics = self._metrics.copy()
+        restored = restore_state(state, Path(folder), lambda rest: metrics.restore(rest.counted))
         self._position, self._order = restored.position, restored.order
         self._order_is_stored, self._iterator = restored.order is not None, None
-        self._metrics.restore(restored.counted)
+        self._metrics = metrics
         if self._formation is None and restored.formation is not None:
             count, intra_op = restored.formation
             self._formation = Formation((self._home,) * count, self._intra_op or intra_op)
@@ -484,11 +501,6 @@ class Trainer:
                 "The trainer must be open, but was closed. Make a new one and `resume()`."
             )
 
-    def _tell_step(self, done: StepDone, update: Update) -> None:
-        self._tell(done)
-        if update.interrupt is not None:
-            raise update.interrupt
-
     def _tell(self, event: Event) -> None:
         for callback in self._callbacks:
             callback(event)
@@ -546,4 +558,29 @@ def _make_optimizer(
             "`optimizer` must return a `torch.optim.Optimizer`, but returned "
             f"{type(optimizer).__name__!r}."
         )
+    if isinstance(optimizer, (LBFGS, SparseAdam)):
+        raise UnsupportedError(
+            "`optimizer` must step once from dense gradients, but "
+            f"{type(optimizer).__name__!r} needs a closure or sparse gradients. Choose another."
+        )
     return optimizer
+
+
+def _make_scheduler(
+    make: Callable[[Optimizer], LRScheduler] | None, optimizer: Optimizer
+) -> LRScheduler | None:
+    if make is None:
+        return None
+    if not callable(make):
+        raise ConfigError(
+            "`scheduler` must be a function that makes one from the optimizer, but is "
+            f"{type(make).__name__!r}. Give lambda optimizer: StepLR(optimizer, 10)."
+        )
+    scheduler = make(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UnsupportedError(
+            "`scheduler` must need nothing to be stepped after every update, but "
+            "'ReduceLROnPlateau' needs a metric. Step it yourself after `evaluate()`, outside of "
+            "the trainer."
+        )
+    return scheduler

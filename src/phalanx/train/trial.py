@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from phalanx.plan import flatten, unflatten
 from phalanx.replicas import (
     ThreadCrew,
     restore_memory_format,
@@ -36,7 +37,9 @@ class Trial:
         self._module = module
         self._cutter = cutter
         self._work = work
-        self._batch = batch
+        leaves, spec = flatten(batch)  # copied, because models may change their inputs
+        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._batch = unflatten(copies, spec)
 
     def settle_memory_format(self, home: torch.device, wanted: bool | None) -> None:
         """Use channels_last weights where wanted, or (None) where the model has convolutions.
@@ -48,6 +51,7 @@ class Trial:
         use_channels_last(self._module)
         if wanted is None and not self._runs(home):
             restore_memory_format(self._module)
+            self._run_once(home)  # a fault of the batch or the model is raised here, not settled
 
     def fastest(
         self, formations: Sequence[Formation], workloads: Sequence[float] | None
@@ -58,16 +62,18 @@ class Trial:
         return try_out(formations, lambda formation: self._open(formation, workloads))
 
     def _runs(self, home: torch.device) -> bool:
+        try:
+            self._run_once(home)
+        except Exception:  # whatever a user's model raises; a true fault is raised again
+            return False
+        return True
+
+    def _run_once(self, home: torch.device) -> None:
         run, close = self._open(Formation((home,), 1), None)
         try:
             run()
-        except (
-            Exception
-        ):  # whatever a user's model raises; a true fault is raised again in the step
-            return False
         finally:
             close()
-        return True
 
     def _open(
         self, formation: Formation, workloads: Sequence[float] | None

@@ -60,6 +60,7 @@ class Work:
         """
 
         def run(turn: Turn) -> Outcome:
+            _refuse_graphs(turn.batch)
             loss, outcome = self._evaluate(turn, keep_outputs)
             if not math.isfinite(outcome.loss):
                 raise ConfigError(
@@ -72,7 +73,9 @@ class Work:
                     "`loss` must depend on a parameter that requires a gradient, but does not. "
                     "Unfreeze parameters, and compute the loss from the module's outputs."
                 )
-            loss.backward(torch.as_tensor(scales[turn.index], dtype=loss.dtype, device=loss.device))
+            loss.reshape(()).backward(
+                torch.as_tensor(scales[turn.index], dtype=loss.dtype, device=loss.device)
+            )
             return outcome
 
         return run
@@ -117,15 +120,25 @@ class Work:
         return self._loss(outputs, targets), outputs
 
 
+def _refuse_graphs(batch: Nested) -> None:
+    leaves, _ = flatten(batch)
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        raise ConfigError(
+            "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
+            "`DataParallel` to train what stands before the module."
+        )
+
+
 def _is_pair(batch: Nested) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
 def _to_device(batch: Nested, device: torch.device) -> Nested:
+    """Move a microbatch; its slices get version counters of their own (hence `data`)."""
     leaves, spec = flatten(batch)
     return unflatten(
         [
-            leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+            leaf.data.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ],
         spec,

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -317,15 +318,47 @@ def test_every_contestant_does_the_same_job(name, tmp_path):
         loss_of(module(inputs), targets).backward()
         optimizer.step()
 
-    workers = 1 if CONTESTANTS[name].process_per_worker else 2
-    job = Job(contestant=name, model=model, workers=workers, meeting_point=str(tmp_path / "meet"))
-    twin, batch = build(model)
-    twin.train(module.training)
-    with CONTESTANTS[name].open(job, twin, batch) as step:
+    if CONTESTANTS[name].process_per_worker:
+        trained = trained_in_a_process(name, model, tmp_path, training=module.training)
+    else:
+        trained = trained_by(
+            name, model, str(tmp_path / "meet"), workers=2, training=module.training
+        )
+    for (key, theirs), ours in zip(module.named_parameters(), trained, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=key)
+
+
+def trained_by(name, model, meeting_point, *, workers, training, done=lambda trained: trained):
+    job = Job(contestant=name, model=model, workers=workers, meeting_point=meeting_point)
+    module, batch = build(model)
+    module.train(training)
+    with CONTESTANTS[name].open(job, module, batch) as step:
         for _ in range(3):
             step()
-    for (key, ours), theirs in zip(twin.named_parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=key)
+        return done([parameter.detach().clone() for parameter in module.parameters()])
+
+
+def trained_in_a_process(name, model, folder, *, training):
+    """Train apart: at their end gloo's threads and DDP's reducer may lock each other out."""
+    out = folder / "weights.pt"
+    code = (
+        "import os, torch\n"
+        "from tests.unit.cli.test_bench import trained_by\n"
+        "def done(trained):\n"
+        f"    torch.save(trained, {str(out)!r})\n"
+        "    os._exit(0)\n"
+        f"trained_by({name!r}, {model!r}, {str(folder / 'meet')!r}, workers=1, "
+        f"training={training}, done=done)\n"
+    )
+    root = Path(__file__).parents[3]
+    path = os.pathsep.join([str(root), str(root / "src")])
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=120,
+        check=True,
+    )
+    return torch.load(out, weights_only=True)
 
 
 # --- report -------------------------------------------------------------------------------------

@@ -1,0 +1,438 @@
+"""What broke under attack once, and must not again: each test is one way to misuse or interrupt."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import Metric
+from torchmetrics.regression import MeanSquaredError, R2Score
+
+import phalanx
+from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
+
+mse = nn.functional.mse_loss
+Params = list[nn.Parameter]
+
+
+def sgd(params: Params) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def adam(params: Params) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batch(seed: int = 0, rows: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 1, generator=generator)
+
+
+def trainer(module: nn.Module | None = None, make: Callable[..., Any] = sgd, **kw: Any) -> Any:
+    return phalanx.Trainer(module or net(), mse, make, **{"replicas": 2, **kw})
+
+
+def weights(owner: Any) -> list[Tensor]:
+    return [value.clone() for value in owner.module.state_dict().values()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a weakref
+def test_an_interrupt_at_any_moment_leaves_a_whole_number_of_steps() -> None:
+    """Retried from `steps` until 25 are done, the weights are those of an undisturbed run."""
+
+    def train(disturb: bool) -> tuple[list[Tensor], int]:
+        interrupts = 0
+        with trainer(make=adam, microbatches=3, scheduler=lambda o: StepLR(o, 3)) as t:
+            t.step(batch(0))  # threads are open from here on
+            while t.steps < 25:
+                if disturb:
+                    signal.setitimer(signal.ITIMER_REAL, 0.0004 + 0.0001 * (interrupts % 37))
+                try:
+                    t.step(batch(t.steps))
+                except KeyboardInterrupt:
+                    interrupts += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            return weights(t), interrupts
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        expected, _ = train(disturb=False)
+        found, interrupts = 0, 0
+        for _ in range(4):
+            try:
+                got, count = train(disturb=True)
+            except KeyboardInterrupt:  # it struck between two statements of this test
+                continue
+            found += same(got, expected)
+            interrupts += count
+            assert same(got, expected)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert found >= 1
+    assert interrupts > 10
+
+
+class Failing(Metric):
+    """Fails when it is updated."""
+
+    full_state_update = False
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        raise RuntimeError("metric")
+
+    def compute(self) -> Tensor:
+        return torch.zeros(())
+
+
+class Grows(nn.Module):
+    """Changes the shape of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.mean(dim=0)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "kind"),
+    [
+        ({"metrics": {"m": Failing()}}, net, RuntimeError),
+        ({}, Grows, UnsupportedError),
+    ],
+    ids=["metric", "buffer"],
+)
+def test_what_fails_beside_the_step_fails_before_it(
+    options: dict[str, Any], module: Callable[[], nn.Module], kind: type[BaseException]
+) -> None:
+    with trainer(module(), **options) as t:
+        before = weights(t)
+        with pytest.raises(kind):
+            t.step(batch())
+        assert t.steps == 0
+        assert same(weights(t), before)
+
+
+def test_a_scheduler_that_fails_comes_after_a_step_that_counts() -> None:
+    with trainer(scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=2)) as t:
+        with pytest.raises(ValueError, match="Tried to step"):
+            t.fit([batch()], epochs=3)
+        before = weights(t)
+        assert t.steps == 3 - 1 or not same(before, weights(trainer()))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"scheduler": ReduceLROnPlateau}, "'ReduceLROnPlateau' needs a metric"),
+        ({"make": torch.optim.LBFGS}, "'LBFGS' needs a closure"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(UnsupportedError, match=match):
+        trainer(**options)
+
+
+def test_a_scheduler_instance_is_refused() -> None:
+    scheduler = StepLR(sgd(list(net().parameters())), 3)
+    with pytest.raises(ConfigError, match=r"`scheduler` must be a function .*'StepLR'"):
+        trainer(scheduler=scheduler)
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = batch()
+        return iter(list(zip(x, y, strict=True)))
+
+
+def test_a_loader_over_an_iterable_dataset_trains() -> None:
+    with trainer() as t:
+        assert t.fit(DataLoader(Stream(), batch_size=6), epochs=2)[-1].steps == 4
+
+
+@pytest.mark.parametrize(
+    "bad", [[], [(torch.zeros(3, 5), torch.zeros(3, 1))]], ids=["none", "wrong"]
+)
+def test_a_call_that_did_nothing_leaves_nothing_to_finish(bad: list[Any]) -> None:
+    with trainer() as t:
+        with pytest.raises((ConfigError, RuntimeError)):
+            t.fit(bad, epochs=50)
+        assert len(t.fit([batch()], epochs=1)) == 1
+
+
+@pytest.mark.parametrize("make", [adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+def test_a_state_loaded_into_the_optimizer_is_used(make: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    twin = copy.deepcopy(ours)
+    plain = make(list(twin.parameters()))
+
+    def plain_step(data: tuple[Tensor, Tensor]) -> None:
+        plain.zero_grad()
+        mse(twin(data[0]), data[1]).backward()
+        plain.step()
+
+    with trainer(ours, make, replicas=1) as t:
+        for step in (t.step, plain_step):
+            step(batch(0))
+        kept, plain_kept = (copy.deepcopy(o.state_dict()) for o in (t.optimizer, plain))
+        for step in (t.step, plain_step):
+            step(batch(1))
+            step(batch(2))
+        t.optimizer.load_state_dict(kept)
+        plain.load_state_dict(plain_kept)
+        for step in (t.step, plain_step):
+            step(batch(3))
+        torch.testing.assert_close(weights(t), list(twin.state_dict().values()))
+        t.optimizer.state.clear()
+        plain.state.clear()
+        for step in (t.step, plain_step):
+            step(batch(4))
+        torch.testing.assert_close(weights(t), list(twin.state_dict().values()))
+
+
+def test_a_hook_put_on_the_optimizer_later_is_called() -> None:
+    calls = []
+    with trainer() as t:
+        t.step(batch())
+        t.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        t.step(batch())
+    assert calls == [1]
+
+
+def test_save_never_removes_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "thesis.txt").write_text("x")
+    refusal = pytest.raises(ConfigError, match="`folder` must be new, empty or a checkpoint")
+    with trainer() as t, refusal:
+        t.save(tmp_path / "results")
+    assert (tmp_path / "results" / "thesis.txt").read_text() == "x"
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with trainer() as t:
+        t.step(batch())
+        t.save(tmp_path / "link")
+        t.save(tmp_path / "link")
+        t.resume(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk" / "checkpoint.json").exists()
+
+
+def test_a_checkpoint_with_another_scheduler_or_metric_changes_nothing(tmp_path: Path) -> None:
+    stop: list[Any] = []
+    with trainer(
+        scheduler=lambda o: StepLR(o, 3),
+        metrics={"m": MeanSquaredError()},
+        callbacks=[lambda event: stop[0].stop()],
+    ) as t:
+        stop.append(t)
+        t.fit([batch(0), batch(1)])
+        t.save(tmp_path / "c")
+
+    def sequential(o: torch.optim.Optimizer) -> SequentialLR:
+        return SequentialLR(o, [StepLR(o, 3), StepLR(o, 5)], milestones=[4])
+
+    for options in (
+        {"scheduler": sequential, "metrics": {"m": MeanSquaredError()}},
+        {"scheduler": lambda o: StepLR(o, 3), "metrics": {"m": R2Score()}},
+    ):
+        with trainer(**options) as t:
+            before = weights(t)
+            with pytest.raises(CheckpointError):
+                t.resume(tmp_path / "c")
+            assert same(weights(t), before)
+            assert t.steps == 0
+
+
+def test_hooks_on_gradients_are_refused_rather_than_dropped() -> None:
+    module = net()
+    next(module.parameters()).register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(UnsupportedError, match="must have no gradient hooks"):
+        trainer(module)
+
+
+def test_parameters_that_are_not_the_modules_are_refused() -> None:
+    scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ConfigError, match="must hold parameters of `module` only"):
+        trainer(make=lambda params: sgd([*params, scale]))
+
+
+def test_partly_overlapping_parameters_are_refused() -> None:
+    module = nn.Module()
+    module.a = nn.Parameter(torch.ones(8))
+    module.b = nn.Parameter(module.a.data[4:])
+    module.forward = lambda x: x.mean() * module.a.sum() * module.b.sum()  # type: ignore[method-assign]
+    forward = lambda m, b: m.a.sum() + m.b.sum() + 0 * b[0].sum()  # noqa: E731
+    refusal = pytest.raises(ConfigError, match="must lie in memory of their own")
+    with phalanx.Trainer(module, None, sgd, replicas=2, forward=forward) as t, refusal:
+        t.step(batch())
+
+
+@pytest.mark.parametrize("kind", ["gaps", "expanded"])
+def test_parameters_with_gaps_or_repeats_get_the_right_gradient(kind: str) -> None:
+    value = torch.randn(4, 8)[:, ::2] if kind == "gaps" else torch.randn(1, 4).expand(4, 4)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(value)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.w).square()
+
+    model, x = Model(), batch()[0]
+    model(x).sum().backward()
+    expected = model.w.grad
+    model.w.grad = None
+    with phalanx.DataParallel(model, ["cpu", "cpu"]) as wrapped:
+        wrapped(x).sum().backward()
+    torch.testing.assert_close(model.w.grad, expected)
+
+
+def test_a_buffer_without_a_tensor_is_refused_when_it_gets_one() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+            self.register_buffer("seen", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = x.mean(dim=0)
+            return self.linear(x)
+
+    with trainer(Lazy()) as t, pytest.raises(UnsupportedError, match="Buffer `seen` must hold a"):
+        t.step(batch())
+
+
+def test_a_loss_of_one_element_is_a_loss() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return mse(outputs, targets).reshape(1)
+
+    with phalanx.Trainer(net(), loss, sgd, replicas=2) as t:
+        assert t.step(batch()).step == 1
+
+
+def test_inputs_with_a_graph_are_refused() -> None:
+    x, y = batch()
+    encoder = nn.Linear(4, 4)
+    with trainer() as t, pytest.raises(ConfigError, match="must hold no tensor that requires a"):
+        t.step((encoder(x), y))
+
+
+def test_freezing_between_forward_and_backward_is_fine() -> None:
+    module = net()
+    with phalanx.DataParallel(module, ["cpu", "cpu"]) as model:
+        out = model(batch()[0])
+        next(module.parameters()).requires_grad_(False)
+        out.sum().backward()
+    assert module[3].weight.grad is not None  # type: ignore[index]
+
+
+def test_complex_parameters_are_clipped() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4, 1, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(torch.complex64) @ self.w).abs()
+
+    twin = Complex()
+    plain = sgd(list(twin.parameters()))
+    mse(twin(batch()[0]), batch()[1]).backward()
+    torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+    plain.step()
+    with trainer(Complex(), clip_norm=0.5) as t:
+        t.step(batch())
+        torch.testing.assert_close(t.module.w, twin.w)
+
+
+def test_a_dtype_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    module = nn.Linear(4, 1)
+    module.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
+    with trainer(module) as t, pytest.raises(UnsupportedError, match="must be of a dtype"):
+        t.save(tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_first_batch_does_not_decide_over_the_layout_of_memory() -> None:
+    def conv() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(24, 1))
+
+    images = (torch.randn(6, 4, 4, 4), torch.randn(6, 1))
+    results = []
+    for spoil in (False, True):
+        with trainer(conv(), microbatches=2) as t:
+            if spoil:
+                with pytest.raises(RuntimeError, match="channels"):
+                    t.step((torch.randn(6, 5, 4, 4), torch.randn(6, 1)))
+            t.step(images)
+            results.append(weights(t))
+            strides = t.module[0].weight.stride()
+    assert same(*results)
+    assert strides == (36, 1, 12, 4)  # channels_last
+
+
+def test_a_trial_does_not_change_the_users_batch() -> None:
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x.add_(1)).flatten(1)
+
+    x = torch.zeros(4, 4, 1, 1)
+    with trainer(Shifts(), replicas="auto") as t:
+        t.step((x, torch.zeros(4, 1)))
+    assert x.unique().tolist() == [1.0]
+
+
+def test_lazy_parameters_are_named() -> None:
+    refusal = pytest.raises(ConfigError, match="`weight` must have a shape")
+    with phalanx.DataParallel(nn.LazyLinear(3), ["cpu", "cpu"]) as model, refusal:
+        model(batch()[0])
+
+
+def test_overlapping_wrappers_give_the_callers_threads_back_with_the_last() -> None:
+    torch.set_num_threads(2)
+    first, second = (phalanx.DataParallel(net(), ["cpu", "cpu"]) for _ in range(2))
+    for model in (first, second):
+        model(batch()[0])
+    first.close()
+    assert torch.get_num_threads() == 1
+    del second, model
+    gc.collect()
+    assert torch.get_num_threads() == 2
