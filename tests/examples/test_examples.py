@@ -30,10 +30,11 @@ def test_example(name: str, promise: str) -> None:
     assert re.search(promise, run.stdout), run.stdout
 
 
-def test_the_readmes_example_runs() -> None:
+def test_the_readmes_examples_run(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     run = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks)],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=120,
