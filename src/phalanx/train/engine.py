@@ -81,7 +81,9 @@ class Engine:
             module, formation.devices, workloads=workloads, intra_op=formation.intra_op
         )
         self._parts = self._flat.parts(len(self.crew))
-        self._stepper: Stepper = open_stepper(optimizer, self._flat, len(self.crew))
+        # One replica with one slice, and nothing to clip: there is nothing to add or to share.
+        self._alone = len(self.crew) == 1 and cutter.microbatches is None and clip_norm is None
+        self._stepper = self._open_stepper()
         self._show_gradients()
 
     def close(self) -> None:
@@ -103,9 +105,14 @@ class Engine:
 
     def reload_state(self) -> None:
         """Take over a state that was loaded into the optimizer."""
-        self._stepper = open_stepper(self._optimizer, self._flat, len(self.crew))
+        self._stepper = self._open_stepper()
         for replica in self.crew.replicas:
             replica.outdate()
+
+    def _open_stepper(self) -> Stepper:
+        if self._alone:
+            return WholeStepper(self._optimizer, self._flat)
+        return open_stepper(self._optimizer, self._flat, len(self.crew))
 
     def cut(self, batch: Nested) -> Cut:
         """Cut ``batch`` as this formation computes it."""
@@ -134,6 +141,9 @@ class Engine:
                 microbatches, when all of them have succeeded.
             commit: Called when the weights are new, by the last thread.
         """
+        if self._alone:  # as `zero_grad()` does: the new gradients find the old ones' memory
+            for parameter in self._flat.parameters:
+                parameter.grad = None
         report = self.compute(pieces, run, seed)
         statistics = self._merged_statistics(report.operands)
         if count is not None:
@@ -144,7 +154,9 @@ class Engine:
             self._stepper = WholeStepper(self._optimizer, self._flat)
         operands = [self._in_flat_order(operand) for operand in report.operands]
         summed = self._clip_norm is not None or isinstance(self._stepper, WholeStepper)
-        if summed:
+        if self._alone and isinstance(self._stepper, WholeStepper):
+            self._stepper.show(operands[0])
+        elif summed:
             self.crew.each(lambda part: self._parts[part].sum_gradients(operands))
         if self._clip_norm is not None:
             self._clip(self._clip_norm)

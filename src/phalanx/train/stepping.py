@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from phalanx.memory import FlatParameters, Part, Range, Segment
+from phalanx.memory import FlatParameters, Part, Range, Segment, dense_strides
 
 __all__ = ["FlatStepper", "Stepper", "WholeStepper", "open_stepper"]
 
@@ -55,18 +55,34 @@ def open_stepper(optimizer: Optimizer, flat: FlatParameters, num_parts: int) -> 
 
 
 class WholeStepper:
-    """Any torch optimizer as it is, on the module's own parameters."""
+    """Any torch optimizer as it is, on the module's own parameters.
+
+    Gradients are those of the flat buffers, or the ones given to :meth:`show` where there is
+    nothing to add: they may then stay where autograd made them.
+    """
 
     def __init__(self, optimizer: Optimizer, flat: FlatParameters) -> None:
         self._optimizer = optimizer
         self._flat = flat
+        self._shown: Sequence[Tensor | None] | None = None
+
+    def show(self, gradients: Sequence[Tensor | None]) -> None:
+        """Step on these gradients (in memory order) next time."""
+        self._shown = gradients
 
     def fits(self) -> bool:
         return True
 
     def prepare(self, missing: Sequence[int]) -> None:
         for index, parameter in enumerate(self._flat.parameters):
-            parameter.grad = None if index in missing else self._flat.gradient(index)
+            gradient = None if self._shown is None else self._shown[index]
+            if index in missing:
+                parameter.grad = None
+            elif gradient is None:
+                parameter.grad = self._flat.gradient(index)
+            else:
+                parameter.grad = gradient.as_strided(parameter.shape, dense_strides(parameter))
+        self._shown = None
 
     def step_part(self, part: int) -> None:
         if part == 0:
