@@ -20,8 +20,9 @@ _NEVER = (1 << 31) - 1
 
 def keep_freed_memory() -> bool:
     """Ask the C library to keep freed memory; return False where it cannot be asked (not glibc)."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library; Windows knows no CDLL(None)
         return False
     kept = mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
     return bool(kept and mallopt(_M_TRIM_THRESHOLD, _NEVER))
