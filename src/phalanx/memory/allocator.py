@@ -2,8 +2,8 @@
 
 glibc hands large blocks back to the kernel as soon as they are free. A training step frees and asks
 for the same megabytes again and again; each time the kernel clears and maps pages anew under a lock
-that all replica threads share. With this the medians of a step fell by 3 to 12 % (`phalanx bench
-step`). The price: the process keeps the memory of its largest step until it ends.
+that all replica threads share. What it gave, and when nothing: docs/decisions/0004. The price: the
+process keeps the memory of its largest step until it ends.
 """
 
 from __future__ import annotations

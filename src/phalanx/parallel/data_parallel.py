@@ -188,7 +188,7 @@ class DataParallel(nn.Module):
             restore_memory_format(self.module)
         try:
             outputs = self._run(call, sizes)
-        except Exception:
+        except Exception:  # the user's own fault, raised again
             self.close()  # nothing was found out: the next batch is tried again
             raise
         self._channels_last = False
@@ -208,7 +208,7 @@ class DataParallel(nn.Module):
         """Let the caller's operators run on one thread while replicas share its CPU.
 
         The pool behind them (loss, optimizer) would go on spinning beside the replicas after each
-        of them: 1.1 times the step of an MLP, 1.3 times that of a CNN.
+        of them: at best 1.2 times the step of an MLP, 1.45 times that of a CNN.
         """
         if sum(device.type == "cpu" for device in self._devices) > 1:
             self._restore_caller = hold_caller_at_one_thread(self)
