@@ -1,0 +1,280 @@
+"""Codecs: what is sent, how many bytes, and what comes out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from phalanx.codecs import (
+    Cast,
+    Codec,
+    OneBit,
+    Payload,
+    TopK,
+    pack,
+    payload_bytes,
+    resolve_codec,
+    unpack,
+)
+from phalanx.errors import ConfigError
+
+ALL = ["fp16", "bf16", "one_bit", "top_k", "top_k(0.3)"]
+ODD_SHAPES = [(), (1,), (7,), (3, 7), (1, 23), (23, 1), (5, 3, 3, 1), (0, 4), (4, 0)]
+
+
+def through(codec: Codec, gradient: Tensor) -> Tensor:
+    return codec.decode(codec.encode(gradient), gradient.shape, gradient.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", ODD_SHAPES, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_every_shape_and_dtype_comes_back(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    gradient = torch.randn(shape).to(dtype)
+    before = gradient.clone()
+    received = through(resolve_codec(name), gradient)
+    assert (received.shape, received.dtype) == (gradient.shape, dtype)
+    assert received.isfinite().all()
+    assert torch.equal(gradient, before)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_memory_order_does_not_matter(name: str) -> None:
+    codec = resolve_codec(name)
+    gradient = torch.randn(6, 5, 3, 3)
+    as_channels_last = gradient.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(through(codec, as_channels_last), through(codec, gradient))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_not_finite_stays_visible(name: str, bad: float) -> None:
+    gradient = torch.randn(9, 11)
+    gradient[4, 7] = bad
+    assert not through(resolve_codec(name), gradient).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_payloads_are_told_by_shape_alone(name: str) -> None:
+    """Ranks receive payloads into memory of their own payload's size."""
+    codec = resolve_codec(name)
+    kinds = {
+        tuple((part.shape, part.dtype) for part in codec.encode(gradient))
+        for gradient in (torch.randn(9, 11), torch.zeros(9, 11), torch.full((9, 11), math.nan))
+    }
+    assert len(kinds) == 1
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_integers_and_complex_numbers_pass_unchanged(name: str) -> None:
+    for gradient in (torch.arange(99).view(9, 11), torch.randn(9, 11, dtype=torch.complex64)):
+        assert through(resolve_codec(name), gradient) is gradient
+
+
+def test_bytes_on_the_way() -> None:
+    """64 rows of 513 floats: 131 328 bytes."""
+    gradient = torch.randn(64, 513)
+    sent = {name: payload_bytes(resolve_codec(name).encode(gradient)) for name in ALL}
+    assert sent == {
+        "fp16": 65_664,
+        "bf16": 65_664,
+        "one_bit": 4_104 + 2 * 256,  # 64·513 / 8 bits, two means per row: 28 times fewer
+        "top_k": 3_283 * 8,  # a tenth of the elements, value and place: 5 times fewer
+        "top_k(0.3)": 9_850 * 8,
+    }
+
+
+# Casts
+
+
+def test_casting_rounds_to_nearest() -> None:
+    gradient = torch.randn(7, 5) * 100
+    assert torch.equal(through(Cast(torch.float16), gradient), gradient.half().float())
+    assert torch.equal(through(Cast(torch.bfloat16), gradient), gradient.bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_no_infinity_arises_out_of_finite_values(dtype: torch.dtype) -> None:
+    largest = torch.finfo(torch.float64).max
+    values = [1e39, -1e300, largest, math.inf, -math.inf, 2.0]
+    limit = torch.finfo(dtype).max
+    expected = [limit, -limit, limit, math.inf, -math.inf, 2.0]
+    received = through(Cast(dtype), torch.tensor(values, dtype=torch.float64))
+    assert received.tolist() == expected
+
+
+@pytest.mark.parametrize("num_addends", [1, 2, 3, 7, 64, 300])
+def test_saturated_casts_leave_room_for_their_sum(num_addends: int) -> None:
+    value = torch.full((3,), 1e9)
+    for dtype in (torch.float16, torch.bfloat16):
+        part = Cast(dtype).saturate(value, num_addends)
+        total = torch.zeros(3, dtype=dtype)
+        for _ in range(num_addends):
+            total += part
+        assert total.isfinite().all()
+
+
+def test_what_is_narrow_already_passes_unchanged() -> None:
+    for gradient in (torch.randn(5).half(), torch.randn(5).bfloat16()):
+        assert through(Cast(torch.float16), gradient) is gradient
+
+
+# One bit
+
+
+def test_one_and_minus_one_have_no_error_and_are_their_rows_means() -> None:
+    gradient = torch.tensor([[1.0], [-1.0]])
+    codec = OneBit(min_elements=0)
+    bits, above, below = codec.encode(gradient)
+    assert (bits.tolist(), above.tolist(), below.tolist()) == ([1], [1.0, 0.0], [0.0, -1.0])
+    assert torch.equal(codec.decode((bits, above, below), gradient.shape, torch.float32), gradient)
+
+
+def test_rows_of_one_positive_and_one_negative_value_come_back_exactly() -> None:
+    above, below = torch.rand(57, 1) + 0.1, -torch.rand(57, 1) - 0.1
+    gradient = torch.cat([above, below], dim=1)
+    assert torch.equal(through(OneBit(), gradient), gradient)
+
+
+def test_one_bit_is_the_mean_of_each_side_of_each_row() -> None:
+    gradient = torch.randn(5, 7)
+    expected = torch.empty_like(gradient)
+    for row, out in zip(gradient, expected, strict=True):
+        out[row > 0] = row[row > 0].mean()
+        out[row <= 0] = row[row <= 0].mean()
+    torch.testing.assert_close(through(OneBit(), gradient), expected)
+
+
+def test_the_error_is_smaller_than_the_gradient() -> None:
+    for name in ("one_bit", "top_k", "fp16"):
+        for _ in range(50):
+            gradient = torch.randn(100, 20)
+            error = gradient - through(resolve_codec(name), gradient)
+            assert error.norm() < gradient.norm()
+
+
+@pytest.mark.parametrize(
+    ("shape", "taken"),
+    [((20,), False), ((4, 5), False), ((3, 7), True), ((21,), False), ((3, 7, 1), True)],
+    ids=str,
+)
+def test_one_bit_takes_rows_of_more_than_20_elements(shape: tuple[int, ...], taken: bool) -> None:
+    gradient = torch.randn(shape)
+    assert (OneBit().encode(gradient)[0] is gradient) is not taken
+
+
+@pytest.mark.parametrize("num_bits", [*range(1, 18), 63, 64, 65])
+def test_bits_are_packed_eight_to_the_byte(num_bits: int) -> None:
+    gradient = torch.randn(num_bits, 1).sign()
+    codec = OneBit(min_elements=0)
+    payload = codec.encode(gradient)
+    assert payload[0].shape == (math.ceil(num_bits / 8),)
+    assert torch.equal(codec.decode(payload, gradient.shape, gradient.dtype), gradient)
+
+
+# Top k
+
+
+def test_top_k_sends_the_largest_exactly() -> None:
+    gradient = torch.randn(13, 17)
+    received = through(TopK(0.1), gradient)
+    sent = received != 0
+    assert sent.sum() == 22
+    assert torch.equal(received[sent], gradient[sent])
+    assert gradient[sent].abs().min() > gradient[~sent].abs().max()
+
+
+@given(num_elements=st.integers(1, 40), fraction=st.floats(1e-6, 1.0))
+def test_top_k_sends_its_fraction_and_at_least_one(num_elements: int, fraction: float) -> None:
+    values, places = TopK(fraction).encode(torch.randn(num_elements))
+    assert values.shape == places.shape
+    assert len(values) == max(1, round(fraction * num_elements))
+    assert places.dtype == torch.int32
+
+
+# Packets
+
+
+def test_tensors_of_all_kinds_share_a_packet() -> None:
+    tensors = [
+        torch.randn(3, 5).bfloat16(),
+        torch.arange(7, dtype=torch.uint8),
+        torch.randn(2, dtype=torch.complex128),
+        torch.zeros(0, 4),
+        torch.tensor(3.5, dtype=torch.float64),
+        torch.randn(4, 6).t(),
+    ]
+    packet = pack(tensors)
+    assert packet.dtype == torch.uint8
+    for out, tensor in zip(unpack(packet, tensors), tensors, strict=True):
+        assert torch.equal(out, tensor)
+        assert out.dtype == tensor.dtype
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        ("fp16", Cast(torch.float16)),
+        ("bf16", Cast(torch.bfloat16)),
+        ("one_bit", OneBit(min_elements=20)),
+        ("top_k", TopK(0.1)),
+        ("top_k(0.25)", TopK(0.25)),
+        ("top_k( 1e-3 )", TopK(0.001)),
+        (TopK(0.5), TopK(0.5)),
+    ],
+    ids=str,
+)
+def test_names(name: str | Codec, codec: Codec) -> None:
+    assert resolve_codec(name) == codec
+
+
+@pytest.mark.parametrize("name", ["fp8", "top_k()", "top_k(a)", "top_k(.)", "one_bit(3)", "", 5])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_codec(name)
+    assert str(caught.value) == (
+        "`codec` must be 'fp16', 'bf16', 'one_bit', 'top_k', 'top_k(fraction)' or a `Codec`, "
+        f"but is {name!r}."
+    )
+
+
+def test_arguments_are_checked() -> None:
+    for fraction in (0.0, -1.0, 1.5, math.nan):
+        with pytest.raises(ConfigError, match="`fraction` must be above 0 and at most 1, but is "):
+            TopK(fraction)
+    with pytest.raises(ConfigError, match="`fraction` must be above 0 and at most 1, but is 2"):
+        resolve_codec("top_k(2)")
+    with pytest.raises(ConfigError, match="`min_elements` must be 0 or more, but is -1"):
+        OneBit(-1)
+    with pytest.raises(ConfigError, match=r"`dtype` must be .*, but is torch\.float32"):
+        Cast(torch.float32)
+
+
+class Halved(Codec):
+    """What a user may write."""
+
+    has_error = True
+
+    def shrink(self, gradient: Tensor) -> Payload:
+        return (gradient.flatten()[::2].clone(),)
+
+    def restore(self, payload: Payload, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        out = torch.zeros(shape.numel(), dtype=dtype)
+        out[::2] = payload[0]
+        return out.view(shape)
+
+
+def test_a_codec_of_ones_own() -> None:
+    codec = Halved()
+    assert resolve_codec(codec) is codec
+    assert through(codec, torch.tensor([1.0, 2.0, 3.0])).tolist() == [1.0, 0.0, 3.0]

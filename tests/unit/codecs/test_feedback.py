@@ -1,0 +1,242 @@
+"""What is not sent now is sent later, and failed steps leave no trace."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from phalanx.codecs import Feedback
+from phalanx.errors import CheckpointError
+
+WITH_ERROR = ["one_bit", "top_k"]
+
+
+def committed(feedback: Feedback, gradient: Tensor, key: str = "weight") -> Tensor:
+    sent = feedback.round_trip(key, gradient)
+    feedback.commit()
+    return sent
+
+
+@pytest.mark.parametrize("shape", [(100, 20), (99, 21), (31, 3, 1, 7)], ids=str)
+@pytest.mark.parametrize("name", WITH_ERROR)
+def test_two_messages_drain(name: str, shape: tuple[int, ...]) -> None:
+    """The seed's own bound: after A, B and a hundred zeros, within 5e-4 of A + B."""
+    feedback = Feedback(name)
+    first, second = torch.randn(shape), torch.randn(shape)
+    received = committed(feedback, first) + committed(feedback, second)
+    assert (received - first - second).abs().max() > 0.1  # something was kept back
+    for _ in range(100):
+        received += committed(feedback, torch.zeros(shape))
+    assert (received - first - second).abs().max() < 5e-4
+
+
+def test_long_rows_drain_too_but_take_longer() -> None:
+    feedback = Feedback("one_bit")
+    gradient = torch.randn(5, 301)
+    received = committed(feedback, gradient)
+    for _ in range(1000):
+        received += committed(feedback, torch.zeros(5, 301))
+    assert (received - gradient).abs().max() < 5e-4
+
+
+@pytest.mark.parametrize("name", WITH_ERROR)
+def test_the_last_error_is_all_that_is_missing(name: str) -> None:
+    feedback = Feedback(name)
+    gradients = [torch.randn(7, 5, dtype=torch.float64) for _ in range(9)]
+    received = sum(committed(feedback, gradient) for gradient in gradients)
+    missing = feedback.state_dict()["weight"]
+    torch.testing.assert_close(received + missing, sum(gradients))
+
+
+def test_narrow_gradients_have_wide_errors() -> None:
+    """In bfloat16 the error would be lost in rounding."""
+    feedback = Feedback("top_k(0.5)")
+    gradients = [torch.tensor([256.0, 1.0]).bfloat16(), torch.tensor([0.0, 256.0]).bfloat16()]
+    sent = [committed(feedback, gradient).tolist() for gradient in gradients]
+    assert sent == [[256.0, 0.0], [0.0, 256.0]]  # 257 is rounded in bfloat16
+    assert feedback.state_dict()["weight"].tolist() == [0.0, 1.0]
+
+
+def test_pending_errors_count_at_once_but_are_kept_by_commit_only() -> None:
+    feedback = Feedback("top_k(0.5)")
+    gradient = torch.tensor([3.0, 2.0])
+    zero = torch.zeros(2)
+    assert feedback.round_trip("a", gradient).tolist() == [3.0, 0.0]
+    assert feedback.round_trip("a", zero).tolist() == [0.0, 2.0]
+    feedback.rollback()
+    assert feedback.state_dict() == {}
+    assert feedback.round_trip("a", zero).tolist() == [0.0, 0.0]
+    assert feedback.round_trip("a", gradient).tolist() == [3.0, 0.0]
+    feedback.commit()
+    feedback.rollback()
+    assert feedback.state_dict()["a"].tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", WITH_ERROR)
+def test_what_is_not_finite_is_sent_and_leaves_the_error_as_it_was(name: str, bad: float) -> None:
+    feedback = Feedback(name)
+    broken = torch.randn(9, 5)
+    broken[3, 2] = bad
+    assert not committed(feedback, broken, "fresh").isfinite().all()
+    assert feedback.state_dict()["fresh"].count_nonzero() == 0
+    committed(feedback, torch.randn(9, 5))
+    before = feedback.state_dict()["weight"]
+    assert before.count_nonzero() > 0
+    assert not committed(feedback, broken).isfinite().all()
+    assert torch.equal(feedback.state_dict()["weight"], before)
+    assert committed(feedback, torch.zeros(9, 5)).isfinite().all()
+
+
+def test_finite_values_whose_sum_is_not_leave_the_error_as_it_was() -> None:
+    feedback = Feedback("top_k(0.5)")
+    committed(feedback, torch.tensor([3.3e38, 3.2e38]))
+    assert committed(feedback, torch.tensor([0.0, 3.2e38])).tolist() == [0.0, math.inf]
+    assert feedback.state_dict()["weight"].tolist() == torch.tensor([0.0, 3.2e38]).tolist()
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_codecs_without_error_keep_nothing(name: str) -> None:
+    feedback = Feedback(name)
+    gradient = torch.randn(7, 5)
+    assert torch.equal(
+        committed(feedback, gradient),
+        feedback.codec.decode(feedback.codec.encode(gradient), gradient.shape, gradient.dtype),
+    )
+    assert feedback.state_dict() == {}
+
+
+def test_compress_keeps_memory_order_and_rows() -> None:
+    """A channels_last weight is dense in memory with dim 0 outermost."""
+    weight = torch.randn(6, 5, 3, 3).to(memory_format=torch.channels_last)
+    bias = torch.randn(6)
+    in_memory = weight.as_strided((weight.numel(),), (1,))
+    sent = Feedback("one_bit").compress(
+        0, [in_memory, None, bias], [weight.shape, torch.Size([4, 9]), bias.shape]
+    )
+    assert sent[1] is None
+    assert sent[2] is not None
+    assert torch.equal(sent[2], bias)
+    assert sent[0] is not None
+    assert sent[0].shape == in_memory.shape
+    expected = Feedback("one_bit").round_trip("weight", weight)
+    torch.testing.assert_close(sent[0].view(6, 3, 3, 5).permute(0, 3, 1, 2), expected)
+
+
+def test_a_missing_gradient_keeps_its_error() -> None:
+    feedback = Feedback("top_k(0.5)")
+    shapes = [torch.Size([2])]
+    feedback.compress(1, [torch.tensor([3.0, 2.0])], shapes)
+    feedback.commit()
+    assert feedback.compress(1, [None], shapes) == [None]
+    feedback.commit()
+    (sent,) = feedback.compress(1, [torch.zeros(2)], shapes)
+    assert sent is not None
+    assert sent.tolist() == [0.0, 2.0]
+
+
+def test_slots_have_errors_of_their_own_in_threads_at_once() -> None:
+    shapes = [torch.Size([9, 5]), torch.Size([3]), torch.Size([7, 11])]
+    steps = [[[torch.randn(shape.numel()) for shape in shapes] for _ in range(3)] for _ in range(4)]
+    apart = [Feedback("one_bit") for _ in range(3)]
+    together = Feedback("one_bit")
+    for gradients in steps:
+        sent: dict[int, list[Tensor | None]] = {}
+
+        def send(slot: int, mine: list[Tensor], sent: dict[int, list[Tensor | None]]) -> None:
+            sent[slot] = together.compress(slot, mine, shapes)
+
+        threads = [
+            threading.Thread(target=send, args=(slot, gradients[slot], sent)) for slot in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30.0)
+        together.commit()
+        for slot, feedback in enumerate(apart):
+            alone = feedback.compress(slot, gradients[slot], shapes)
+            feedback.commit()
+            for mine, other in zip(sent[slot], alone, strict=True):
+                assert mine is not None
+                assert other is not None
+                assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("name", WITH_ERROR)
+def test_a_state_through_a_file_goes_on_with_the_same_bits(name: str) -> None:
+    shapes = [torch.Size([9, 5]), torch.Size([3])]
+    gradients = [[torch.randn(shape.numel()) for shape in shapes] for _ in range(6)]
+    whole, before, after = Feedback(name), Feedback(name), Feedback(name)
+    expected = []
+    for each in gradients:
+        expected.append(whole.compress(2, each, shapes))
+        whole.commit()
+    for each in gradients[:3]:
+        before.compress(2, each, shapes)
+        before.commit()
+    before.compress(2, gradients[3], shapes)  # pending: not part of the state
+    after.load_state_dict(safetensors.torch.load(safetensors.torch.save(before.state_dict())))
+    for each, sent in zip(gradients[3:], expected[3:], strict=True):
+        for mine, other in zip(after.compress(2, each, shapes), sent, strict=True):
+            assert mine is not None
+            assert other is not None
+            assert torch.equal(mine, other)
+        after.commit()
+    assert "2.0" in after.state_dict()
+
+
+def test_what_was_handed_out_and_taken_in_stays_apart() -> None:
+    feedback = Feedback("top_k(0.5)")
+    committed(feedback, torch.tensor([3.0, 2.0]))
+    state = feedback.state_dict()
+    other = Feedback("top_k(0.5)")
+    other.load_state_dict(state)
+    committed(feedback, torch.tensor([0.0, 5.0]))
+    assert state["weight"].tolist() == [0.0, 2.0]
+    state["weight"].zero_()
+    assert other.state_dict()["weight"].tolist() == [0.0, 2.0]
+
+
+def test_loading_forgets_what_is_pending() -> None:
+    feedback = Feedback("top_k(0.5)")
+    feedback.round_trip("weight", torch.tensor([3.0, 2.0]))
+    feedback.load_state_dict({})
+    assert committed(feedback, torch.zeros(2)).tolist() == [0.0, 0.0]
+
+
+def test_a_state_of_channels_last_gradients_can_be_written() -> None:
+    feedback = Feedback("one_bit")
+    for _ in range(2):
+        committed(feedback, torch.randn(6, 5, 3, 3).to(memory_format=torch.channels_last))
+    assert safetensors.torch.save(feedback.state_dict())
+
+
+def test_errors_of_slots_that_are_no_more_go_to_others() -> None:
+    feedback = Feedback("top_k(0.5)")
+    for slot in range(5):
+        feedback.compress(slot, [torch.tensor([100.0, 2.0**slot])], [torch.Size([2])])
+    feedback.commit()
+    fewer = Feedback("top_k(0.5)")
+    fewer.load_state_dict(feedback.state_dict(), num_slots=2)
+    assert {key: error.tolist() for key, error in fewer.state_dict().items()} == {
+        "0.0": [0.0, 1.0 + 4.0 + 16.0],
+        "1.0": [0.0, 2.0 + 8.0],
+    }
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    feedback = Feedback("top_k(0.5)")
+    committed(feedback, torch.tensor([3.0, 2.0]))
+    with pytest.raises(CheckpointError, match="Error `a` of the codec must be a tensor, but is"):
+        feedback.load_state_dict({"a": [0.0]})  # type: ignore[dict-item]
+    with pytest.raises(CheckpointError, match=r"must be empty for Cast\(.*, but holds `weight`"):
+        Feedback("fp16").load_state_dict(feedback.state_dict())
+    with pytest.raises(CheckpointError, match=r"Error `weight` .* shape \(3,\), but has \(2,\)"):
+        feedback.round_trip("weight", torch.zeros(3))
+    assert feedback.state_dict()["weight"].tolist() == [0.0, 2.0]
