@@ -1,0 +1,386 @@
+"""DDP through a codec: the mean of what comes out, few bytes, and errors that survive."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.codecs import Feedback
+from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
+from phalanx.world import CodecHook, codec_hook
+from tests.multiprocess.spawn import Ranks
+
+SIZE = 3
+SMALL_BUCKETS_MB = 1e-3
+WITH_ERROR = ["one_bit", "top_k"]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(SIZE) as ranks:
+        yield ranks
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(2, 5, 3), nn.Tanh(), nn.Flatten(), nn.Linear(45, 13), nn.Tanh(), nn.Linear(13, 3)
+    )
+    return net.to(memory_format=torch.channels_last)
+
+
+def make_batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    shapes = (4, 2, 5, 5), (4, 3)
+    inputs, targets = (torch.randn(shape, generator=generator) for shape in shapes)
+    return inputs, targets
+
+
+def gradients_of(net: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
+def local_gradients(rank: int, steps: list[int]) -> dict[str, Tensor]:
+    net = make_net()
+    for step in steps:
+        inputs, targets = make_batch(rank, step)
+        mse_loss(net(inputs), targets).backward()
+    return gradients_of(net)
+
+
+def make_ddp(
+    net: nn.Module, codec: str, bucket_cap_mb: float = SMALL_BUCKETS_MB
+) -> tuple[DistributedDataParallel, CodecHook]:
+    ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb)
+    hook = codec_hook(codec, ddp)
+    ddp.register_comm_hook(None, hook.merge)
+    return ddp, hook
+
+
+class ByHand:
+    """The judge: every rank's gradients, each through its own `Feedback`, added in order."""
+
+    def __init__(self, codec: str) -> None:
+        self.feedbacks = [Feedback(codec) for _ in range(SIZE)]
+
+    def merge(self, gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        merged = {}
+        for name in gradients[0]:
+            total = torch.zeros_like(gradients[0][name])
+            for feedback, mine in zip(self.feedbacks, gradients, strict=True):
+                total += feedback.round_trip(name, mine[name])
+            merged[name] = total / SIZE
+        for feedback in self.feedbacks:
+            feedback.commit()
+        return merged
+
+
+def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert list(left) == list(right)
+    for name, value in right.items():
+        assert torch.equal(left[name], value), name
+
+
+def merge_steps(
+    rank: int, codec: str, bucket_cap_mb: float, steps: list[list[int]]
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Return what DDP made of each group of accumulation steps, and what is made by hand."""
+    net = make_net()
+    ddp, hook = make_ddp(net, codec, bucket_cap_mb)
+    by_hand = ByHand(codec)
+    merged, expected = [], []
+    for group in steps:
+        ddp.zero_grad()
+        for step in group:
+            with contextlib.nullcontext() if step == group[-1] else ddp.no_sync():
+                inputs, targets = make_batch(rank, step)
+                mse_loss(ddp(inputs), targets).backward()
+        merged.append(gradients_of(net))
+        expected.append(by_hand.merge([local_gradients(each, group) for each in range(SIZE)]))
+        assert_same_bits(hook.state_dict(), by_hand.feedbacks[rank].state_dict())
+    return merged, expected
+
+
+@pytest.mark.parametrize("codec", WITH_ERROR)
+def test_the_gradient_is_the_mean_of_what_comes_out(ranks: Ranks, codec: str) -> None:
+    """DDP cuts its final buckets after the first step; the errors are those of the parameters."""
+    answers = ranks.run(merge_steps, codec, SMALL_BUCKETS_MB, [[0], [1], [2, 3], [4]])
+    for merged, expected in answers:
+        for mine, other in zip(merged, expected, strict=True):
+            assert_same_bits(mine, other)
+    for (merged, _), other in itertools.pairwise(answers):
+        assert all(torch.equal(merged[-1][name], other[0][-1][name]) for name in merged[-1])
+    plain = [local_gradients(rank, [0])["3.weight"] for rank in range(SIZE)]
+    assert not torch.allclose(answers[0][0][0]["3.weight"], sum(plain) / SIZE, rtol=0.1)
+
+
+def test_buckets_do_not_show_in_the_bits(ranks: Ranks) -> None:
+    (small, _), (large, _) = (
+        ranks.run(merge_steps, "one_bit", mb, [[0], [1], [2]])[0] for mb in (SMALL_BUCKETS_MB, 25.0)
+    )
+    for mine, other in zip(small, large, strict=True):
+        assert_same_bits(mine, other)
+
+
+@pytest.mark.parametrize(("codec", "epsilon"), [("fp16", 2**-11), ("bf16", 2**-8)])
+def test_casts_are_the_mean_within_rounding(ranks: Ranks, codec: str, epsilon: float) -> None:
+    """Three casts and two sums round, each by half an epsilon of at most the largest value."""
+    for merged, _ in ranks.run(merge_steps, codec, SMALL_BUCKETS_MB, [[0], [1], [2, 3]]):
+        for mine, steps in zip(merged, ([0], [1], [2, 3]), strict=True):
+            apart = [local_gradients(rank, steps) for rank in range(SIZE)]
+            for name, value in mine.items():
+                exact = sum(each[name].double() for each in apart) / SIZE
+                reach = torch.stack([each[name].abs().max() for each in apart]).max()
+                assert (value - exact).abs().max() <= 3 * epsilon * reach
+                assert not torch.equal(value, exact.float())
+
+
+class Scale(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(shape))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.scale * inputs
+
+
+def merge_values(rank: int, codec: str, by_step: list[list[float]]) -> tuple[list[Tensor], Any]:
+    """Merge gradients that hold one value everywhere but in two places."""
+    net = Scale(5, 7)
+    ddp, hook = make_ddp(net, codec)
+    merged, states = [], []
+    for values in by_step:
+        ddp.zero_grad()
+        gradient = torch.full((5, 7), values[rank])
+        gradient[0, 0], gradient[3, 3] = 1.0, -2.0
+        ddp(gradient).sum().backward()
+        assert net.scale.grad is not None
+        merged.append(net.scale.grad.clone())
+        states.append(hook.state_dict())
+    return merged, states
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16"])
+def test_finite_gradients_have_a_finite_mean(ranks: Ranks, codec: str) -> None:
+    values = [[3e38] * 3, [-3e38, 3e38, 3e38], [math.inf, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    for (large, mixed, infinite, plain), _ in ranks.run(merge_values, codec, values):
+        assert large.isfinite().all()
+        assert large[1, 1] > 6e4
+        assert mixed.isfinite().all()
+        assert infinite[1, 1] == math.inf
+        assert torch.allclose(plain[1, 1], torch.tensor(1.0), rtol=2**-7)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("codec", WITH_ERROR)
+def test_a_gradient_that_is_not_finite_is_seen_on_every_rank(
+    ranks: Ranks, codec: str, bad: float
+) -> None:
+    answers = ranks.run(merge_values, codec, [[0.3, 0.2, 0.1], [0.1, bad, 0.1], [0.0, 0.0, 0.0]])
+    for rank, ((before, at, after), states) in enumerate(answers):
+        assert before.isfinite().all()
+        assert not at.isfinite().all()
+        assert after.isfinite().all()
+        same = torch.equal(states[0]["scale"], states[1]["scale"])
+        assert same == (rank == 1)  # the others' gradients were good, and so is their error
+
+
+def merge_narrow(rank: int) -> Tensor | None:
+    net = Scale(3, 7).bfloat16()
+    ddp, _ = make_ddp(net, "top_k(1)")
+    ddp(torch.full((3, 7), 256.0 if rank == 0 else 1.0).bfloat16()).sum().backward()
+    return net.scale.grad
+
+
+def test_narrow_gradients_are_added_in_float32(ranks: Ranks) -> None:
+    """In bfloat16, 256 + 1 is 256."""
+    for merged in ranks.run(merge_narrow):
+        assert torch.equal(merged, torch.full((3, 7), (256 + 1 + 1) / 3).bfloat16())
+
+
+def count_bytes(rank: int, codec: str) -> tuple[int, int]:
+    """Return how many bytes this rank hands to collectives in one merge, and how many DDP would."""
+    net = nn.Sequential(nn.Linear(255, 65), nn.Linear(65, 3))
+    ddp, _ = make_ddp(net, codec)
+    sent = []
+    all_gather, all_reduce = dist.all_gather, dist.all_reduce
+
+    def counted_gather(out: list[Tensor], tensor: Tensor, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return all_gather(out, tensor, **options)
+
+    def counted_reduce(tensor: Tensor, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return all_reduce(tensor, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", counted_gather)
+        patch.setattr(dist, "all_reduce", counted_reduce)
+        ddp(torch.randn(4, 255)).sum().backward()
+    return sum(sent), sum(p.nbytes for p in net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("codec", "times_fewer"),
+    [("fp16", 2), ("bf16", 2), ("one_bit", 20), ("top_k", 4.9), ("top_k(0.01)", 40)],
+)
+def test_few_bytes_travel(ranks: Ranks, codec: str, times_fewer: float) -> None:
+    for sent, plain in ranks.run(count_bytes, codec):
+        assert 0 < sent <= plain / times_fewer
+
+
+def copy_state(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone().contiguous() for name, value in net.state_dict().items()}
+
+
+def train(rank: int, codec: str, stop: int | None, keep: bool) -> dict[str, Tensor]:
+    """Train six steps; at ``stop`` go on from files, with errors or without."""
+    net = make_net()
+    ddp, hook = make_ddp(net, codec)
+    for step in range(6):
+        if step == stop:
+            weights = safetensors.torch.save(copy_state(net))
+            errors = safetensors.torch.save(hook.state_dict())
+            net = make_net()
+            net.load_state_dict(safetensors.torch.load(weights))
+            ddp, hook = make_ddp(net, codec)
+            if keep:
+                hook.load_state_dict(safetensors.torch.load(errors))
+        ddp.zero_grad()
+        inputs, targets = make_batch(rank, step)
+        mse_loss(ddp(inputs), targets).backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+    return copy_state(net)
+
+
+@pytest.mark.parametrize("codec", WITH_ERROR)
+def test_a_saved_state_goes_on_with_the_same_bits(ranks: Ranks, codec: str) -> None:
+    whole, resumed, forgotten = (
+        ranks.run(train, codec, *how) for how in ((None, True), (3, True), (3, False))
+    )
+    for rank in range(SIZE):
+        assert_same_bits(resumed[rank], whole[rank])
+        assert_same_bits(whole[rank], whole[0])
+    assert not torch.equal(forgotten[0]["3.weight"], whole[0]["3.weight"])
+
+
+def fail_in_backward(rank: int) -> tuple[bool, list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Break a backward pass when its first buckets are merged already."""
+    net = make_net()
+    ddp, hook = make_ddp(net, "one_bit")
+    by_hand = ByHand("one_bit")
+    merged, expected = [], []
+    for step in (0, 1, 2):
+        ddp.zero_grad()
+        outputs = ddp(make_batch(rank, step)[0])
+        mse_loss(outputs, make_batch(rank, step)[1]).backward()
+        expected.append(by_hand.merge([local_gradients(each, [step]) for each in range(SIZE)]))
+        merged.append(gradients_of(net))
+    before = hook.state_dict()
+
+    def fail(gradient: Tensor) -> None:
+        raise LookupError("planted")
+
+    planted = net[0].weight.register_hook(fail)
+    ddp.zero_grad()
+    with pytest.raises(LookupError, match="planted"):
+        mse_loss(ddp(make_batch(rank, 7)[0]), make_batch(rank, 7)[1]).backward()
+    planted.remove()
+    after = hook.state_dict()
+    unchanged = all(torch.equal(after[name], error) for name, error in before.items())
+    del ddp, outputs  # DDP itself does not go on after a failure
+    gc.collect()
+    again = DistributedDataParallel(net)
+    again.register_comm_hook(None, hook.merge)
+    again.zero_grad()
+    mse_loss(again(make_batch(rank, 3)[0]), make_batch(rank, 3)[1]).backward()
+    expected.append(by_hand.merge([local_gradients(each, [3]) for each in range(SIZE)]))
+    return unchanged, [*merged, gradients_of(net)], expected
+
+
+def test_a_backward_pass_that_fails_leaves_the_errors_as_they_were(ranks: Ranks) -> None:
+    for unchanged, merged, expected in ranks.run(fail_in_backward):
+        assert unchanged
+        for mine, other in zip(merged, expected, strict=True):
+            assert_same_bits(mine, other)
+
+
+def merge_in_a_group(rank: int) -> Tensor | None:
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return None
+    net = Scale(3, 7)
+    ddp = DistributedDataParallel(net, process_group=group)
+    ddp.register_comm_hook(None, codec_hook("one_bit", net, process_group=group).merge)
+    ddp(torch.full((3, 7), 1.0 + rank)).sum().backward()
+    return net.scale.grad
+
+
+def test_a_group_of_some_ranks(ranks: Ranks) -> None:
+    merged = ranks.run(merge_in_a_group)
+    assert merged[1] is None
+    for rank in (0, 2):
+        assert torch.equal(merged[rank], torch.full((3, 7), 2.0))
+
+
+def merge_with_another_module(rank: int) -> str:
+    ddp = DistributedDataParallel(make_net())
+    ddp.register_comm_hook(None, codec_hook("one_bit", make_net()).merge)
+    try:
+        ddp(make_batch(rank, 0)[0]).sum().backward()
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_hook_of_another_module_is_told(ranks: Ranks) -> None:
+    for told in ranks.run(merge_with_another_module):
+        assert told.startswith("`module` must be the one that DDP wraps, but has no parameter of ")
+
+
+def merge_sparse(rank: int) -> str:
+    ddp, _ = make_ddp(nn.Embedding(11, 3, sparse=True), "one_bit")
+    try:
+        ddp(torch.tensor([rank, 5])).sum().backward()
+    except UnsupportedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_sparse_gradients_are_refused(ranks: Ranks) -> None:
+    for told in ranks.run(merge_sparse):
+        assert told.startswith("Gradients must be dense to be merged by this hook, but are sparse.")
+
+
+def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
+    hook = codec_hook("one_bit", nn.Linear(5, 3))
+    hook.load_state_dict({"weight": torch.ones(3, 5)})
+    with pytest.raises(CheckpointError, match=r"Error `scale` .* but there is none of that name"):
+        hook.load_state_dict({"scale": torch.zeros(3, 5)})
+    with pytest.raises(CheckpointError, match=r"Error `weight` .* shape \(3, 5\), but has \(5,\)"):
+        hook.load_state_dict({"weight": torch.zeros(5)})
+    with pytest.raises(CheckpointError, match=r"must be empty for Cast\("):
+        codec_hook("fp16", nn.Linear(5, 3)).load_state_dict(hook.state_dict())
+    assert torch.equal(hook.state_dict()["weight"], torch.ones(3, 5))
+
+
+def test_an_unknown_codec_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`codec` must be 'fp16', .* but is 'zip'"):
+        codec_hook("zip", nn.Linear(5, 3))
