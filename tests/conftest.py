@@ -1,4 +1,8 @@
-"""What every test gets unasked: a fixed seed, torch's settings put back, no thread left behind."""
+"""What every test gets unasked: a fixed seed, torch's settings put back, no thread left behind.
+
+With ``--device cuda``, tests that ask for ``device`` run there. Those marked ``gpu`` need a CUDA
+device whatever the option says, and are skipped, here alone, where there is none.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,20 @@ hypothesis.settings.register_profile("house", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("house")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", default="cpu", help="where tests of containers run, such as cuda (default cpu)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    name = config.getoption("--device")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise pytest.UsageError(f"--device must exist here, but is {name!r}: {error}") from error
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -29,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def house_threads() -> set[threading.Thread]:
     """Return the live threads that Phalanx has named."""
     return {t for t in threading.enumerate() if t.name.startswith(THREAD_NAME_PREFIX)}
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Return the device of ``--device``, by the name that tensors on it show."""
+    return torch.empty(0, device=request.config.getoption("--device")).device
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,23 @@ from phalanx.errors import (
     StateError,
     UnsupportedError,
 )
-from phalanx.parallel import DataParallel
-from phalanx.plan import Layout
+from phalanx.parallel import (
+    AbstractParallel,
+    DataParallel,
+    ModelParallel,
+    OnDevice,
+    split_conv,
+    split_linear,
+    unsplit,
+)
+from phalanx.plan import Layout, Merge
 from phalanx.train import EpochDone, FormationChosen, Span, StepDone, Trainer
+from phalanx.world import codec_hook, merge_hook
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AbstractParallel",
     "CheckpointError",
     "ConfigError",
     "DataParallel",
@@ -27,6 +37,9 @@ __all__ = [
     "GroupAborted",
     "InternalError",
     "Layout",
+    "Merge",
+    "ModelParallel",
+    "OnDevice",
     "PeerError",
     "PeerLost",
     "PeerTimeout",
@@ -37,4 +50,9 @@ __all__ = [
     "Trainer",
     "UnsupportedError",
     "__version__",
+    "codec_hook",
+    "merge_hook",
+    "split_conv",
+    "split_linear",
+    "unsplit",
 ]

@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / PACKAGE
 FLOORS = (
     ("errors", "types", "clock"),
     ("plan",),
-    ("memory",),
+    ("memory", "codecs"),
     ("world", "replicas"),
     ("parallel", "executor", "tables"),
     ("train", "cluster"),

@@ -15,6 +15,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
     "bench step": ("--contestants", "--models", "--out", "--steps", "--workers"),
     "train": (
         "--batch-size",
+        "--codec",
         "--data",
         "--epochs",
         "--lr",
@@ -29,7 +30,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
 }
 
 # Options of `phalanx train` that are parameters of `phalanx.Trainer`, under one name.
-SHARED_WITH_TRAINER = ("microbatches", "replicas", "seed", "workloads")
+SHARED_WITH_TRAINER = ("codec", "microbatches", "replicas", "seed", "workloads")
 
 
 def changes(found: dict[str, tuple[str, ...]], frozen: dict[str, tuple[str, ...]]) -> list[str]:

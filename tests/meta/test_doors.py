@@ -177,7 +177,7 @@ DOORS: dict[str, Door] = {
     ),
     "talks through torch.distributed": Door(
         names("torch.distributed", "torch.nn.parallel.DistributedDataParallel"),
-        allowed=("cli/bench/",),
+        allowed=("world/", "cli/bench/"),
         caught=(
             "import torch.distributed as dist",
             "from torch import distributed",

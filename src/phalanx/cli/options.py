@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from phalanx.cli.recipes import default_model, defaults_for
+from phalanx.codecs import resolve_codec
 from phalanx.errors import CheckpointError, ConfigError
 
 Replicas = Literal["auto"] | int | tuple[str, ...]
@@ -38,6 +39,7 @@ class TrainOptions:
     batch_size: int
     lr: float
     seed: int
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         _check_count("epochs", self.epochs)
@@ -48,6 +50,8 @@ class TrainOptions:
             raise ConfigError(f"`--lr` must be a number above 0, but is {self.lr!r}.")
         if not 0 <= self.seed <= _LARGEST_SEED:
             raise ConfigError(f"`--seed` must be from 0 to 2**63 - 1, but is {self.seed!r}.")
+        if self.codec is not None:
+            resolve_codec(self.codec)
         check_formation(parse_replicas(self.replicas), parse_workloads(self.workloads))
 
 
@@ -64,6 +68,7 @@ class GivenOptions:
     batch_size: int | None = None
     lr: float | None = None
     seed: int | None = None
+    codec: str | None = None
 
 
 def parse_replicas(text: str) -> Replicas:
@@ -211,7 +216,9 @@ def read_options(stored: Mapping[str, Any], *, source: str) -> TrainOptions:
         "batch_size": (int,),
         "lr": (float, int),
         "seed": (int,),
+        "codec": (str, type(None)),
     }
+    stored = {"codec": None, **stored}  # runs of the first weeks had none
     if stored.keys() != types.keys():
         raise CheckpointError(
             f"`options` in {source} must be {', '.join(types)}, but are {', '.join(stored)}."

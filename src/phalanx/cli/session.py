@@ -248,6 +248,7 @@ class Session:
             seed=options.seed,
             scheduler=_schedule_for(self.data, options.epochs),
             metrics=_metrics_for(self.data),
+            codec=options.codec,
             callbacks=(self.history, self.progress, self._listen),
         )
 

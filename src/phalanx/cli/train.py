@@ -86,6 +86,15 @@ def train(
             metavar="N", help="Decides initial weights, data order and dropout.", show_default="0"
         ),
     ] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Send gradients through fp16, bf16, one_bit, top_k or top_k(FRACTION) before they "
+            "are added, with error feedback.",
+            show_default="none",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -117,6 +126,7 @@ def train(
         batch_size=batch_size,
         lr=lr,
         seed=seed,
+        codec=codec,
     )
     job = plan_new(given, out) if resume is None else plan_resumed(given, resume, out)
     with Session(job, make_console()) as session, Interruption(session.stop):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,7 @@ class FlatParameters:
 
     Args:
         groups: The parameters, by optimizer group; each at most once.
+        tight: Leave the padding out; then parameters begin anywhere.
 
     Raises:
         ConfigError: A parameter stands twice, or two parameters lie over each other in memory.
@@ -93,7 +95,9 @@ class FlatParameters:
     Source: Torch7's ``getParameters()``.
     """
 
-    def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], *, tight: bool = False) -> None:
+        self._tight = tight
+        self._keeps_gradients = False
         self.parameters = [parameter for group in groups for parameter in group]
         _refuse_overlap(self.parameters)
         self.segments: list[Segment] = []
@@ -114,8 +118,8 @@ class FlatParameters:
     def _add_segment(
         self, group: int, members: list[int], device: torch.device, dtype: torch.dtype
     ) -> None:
-        align = max(1, ALIGN_BYTES // dtype.itemsize)
-        block = max(1, BLOCK_BYTES // dtype.itemsize)
+        align = 1 if self._tight else max(1, ALIGN_BYTES // dtype.itemsize)
+        block = 1 if self._tight else max(1, BLOCK_BYTES // dtype.itemsize)
         starts, total = [], 0
         for index in members:
             starts.append(total)
@@ -150,6 +154,25 @@ class FlatParameters:
         """Return the gradient of parameter ``index``, a view of its buffer."""
         segment, place = self._places[index]
         return segment.view(segment.gradients, place, self.parameters[index])
+
+    def keep_gradients(self, values: Sequence[Tensor | None]) -> None:
+        """Make every parameter's ``grad`` its place in the buffer, now and after backward passes.
+
+        Args:
+            values: The gradients to begin with; None stands for zeros.
+        """
+        for index, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
+            view = self.gradient(index)
+            if value is None:
+                view.zero_()
+            else:
+                view.copy_(value)
+            parameter.grad = view
+            if parameter.requires_grad and not self._keeps_gradients:
+                parameter.register_post_accumulate_grad_hook(
+                    partial(_move_gradient, parameter.data_ptr(), view)
+                )
+        self._keeps_gradients = True
 
     def parts(self, num_parts: int) -> list[Part]:
         """Divide all buffers into ``num_parts`` shares of nearly equal size, at whole blocks."""
@@ -216,6 +239,16 @@ class Part:
         """Write this part of the sum of ``operands`` to the gradient buffers."""
         for each in self.ranges:
             each.sum_gradients(operands)
+
+
+def _move_gradient(pointer: int, view: Tensor, parameter: Tensor) -> None:
+    """Move a gradient that autograd made elsewhere (after ``grad = None``) to its place."""
+    gradient = parameter.grad
+    if gradient is None or parameter.data_ptr() != pointer:  # the parameter has moved away
+        return
+    if gradient.data_ptr() != view.data_ptr():
+        view.copy_(gradient)
+        parameter.grad = view
 
 
 def dense_strides(like: Tensor) -> tuple[int, ...]:

@@ -1,5 +1,17 @@
 """What users wrap a model with."""
 
+from phalanx.parallel.abstract_parallel import AbstractParallel
 from phalanx.parallel.data_parallel import DataParallel
+from phalanx.parallel.model_parallel import ModelParallel
+from phalanx.parallel.on_device import OnDevice
+from phalanx.parallel.split_layers import split_conv, split_linear, unsplit
 
-__all__ = ["DataParallel"]
+__all__ = [
+    "AbstractParallel",
+    "DataParallel",
+    "ModelParallel",
+    "OnDevice",
+    "split_conv",
+    "split_linear",
+    "unsplit",
+]

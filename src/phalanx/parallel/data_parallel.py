@@ -2,56 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.codecs import Codec, Feedback, resolve_codec
 from phalanx.errors import ConfigError
-from phalanx.parallel.graph import Call, ReplicaGraph
-from phalanx.plan import Layout, check_workloads, cut, num_rows, workload_sizes
+from phalanx.parallel.call import Call
+from phalanx.parallel.container import Container
+from phalanx.parallel.replica_losses import ReplicaLosses
+from phalanx.parallel.unwrapped import Unwrapped
+from phalanx.plan import (
+    BufferRules,
+    Layout,
+    Merge,
+    Merging,
+    check_sizes,
+    check_workloads,
+    cut,
+    num_rows,
+    workload_sizes,
+)
 from phalanx.replicas import (
-    Report,
-    Statistic,
     ThreadCrew,
-    Turn,
-    advance_process_generator,
-    check_statistics,
-    hold_caller_at_one_thread,
-    merge_statistics,
+    present_devices,
     resolve_devices,
     restore_memory_format,
-    seed_of_process,
     use_channels_last,
     wants_channels_last,
-    write_statistics,
 )
-from phalanx.types import Device, Nested
+from phalanx.types import Device, LossFn, Nested, WeightFn
 
 __all__ = ["DataParallel"]
 
-_INNER = "module."
+T = TypeVar("T")
 
 
-class DataParallel(nn.Module):
+class DataParallel(Container, Unwrapped):
     """Run ``module`` on several devices of this process, each replica on its slice of the batch.
 
     Output, input gradients and parameter gradients are those of the unwrapped module within float
     rounding (sums are taken in another order); only what looks across the batch, such as batch norm
-    in training, sees its slice. Any optimizer over ``parameters()``, any loss, autograd as usual.
-    Nested inputs are cut along dim 0 of every tensor leaf; tensors without dims and other values
-    are given whole. Outputs are concatenated along dim 0, scalars stacked to one value per replica
-    in use. Statistics that replicas write into buffers are averaged, weighted by rows; counters are
-    not. `state_dict()` has the keys of the unwrapped module, and loads from either.
+    in training, sees its slice, unless ``buffers="sync"``. Any optimizer over ``parameters()``, any
+    loss, autograd as usual. `state_dict()` has the keys of the unwrapped module, and loads from
+    either. Hooks on the module's children run in every replica.
 
     Args:
         module: The module; it is trained in place (its parameters are the replicas' own memory).
         devices: One per replica, such as ``["cpu", "cpu"]``; default one for each device of its
             kind (two on a CPU).
         workloads: Relative share of each replica; equal by default; 0 switches one off.
-        layout: Which dim of which input leaf is split; default dim 0 of all. Leaves are named by
-            position or keyword (``"0"``, ``"mask"``, ``"0.items"``).
+        layout: Which dim of which input leaf is split; default dim 0 of all tensors with dims.
+            Leaves are named by position, by the name of the module's argument, or by path
+            (``0``, ``"mask"``, ``"0.items"``); None gives a leaf whole to all.
+        output: How output leaves are merged: a :class:`Merge` or its text, or these by leaf path.
+            Default: concatenated along the layout's dim, scalars stacked to one value per replica
+            in use, other values from the first replica.
+        buffers: What becomes of buffers that replicas write: ``"mean"`` (weighted by rows),
+            ``"first"``, ``"sum"`` (what each has added) or ``"sync"`` (batch norm over the whole
+            batch, as unsplit), or these by pattern of name. Integer counters are never averaged.
+        codec: Each replica's gradient passes through it before they are added, with error feedback:
+            ``"fp16"``, ``"bf16"``, ``"one_bit"``, ``"top_k"``, or a codec. Default: none.
         intra_op: Threads inside operators per replica; default: cores divided by replicas.
         channels_last: Lay convolution weights out channels_last, which CPUs run faster; default:
             where the model has convolutions and runs so.
@@ -60,8 +74,8 @@ class DataParallel(nn.Module):
         B: rows of the batch, 0 or more. Every split leaf is [B, …]; every merged output is [B, …].
 
     Raises:
-        ConfigError: Devices or workloads do not fit; leaves differ in their rows; an output has no
-            batch dim.
+        ConfigError: Devices or workloads do not fit; leaves differ in their rows; a path names no
+            leaf; outputs cannot be merged.
         UnsupportedError: In a second derivative (``create_graph=True``).
 
     Determinism: bitwise equal from run to run for the same devices and workloads.
@@ -84,26 +98,26 @@ class DataParallel(nn.Module):
         *,
         workloads: Sequence[float] | None = None,
         layout: Layout | None = None,
+        output: Merge | str | Mapping[str | int, Merge | str] | None = None,
+        buffers: str | Mapping[str, str] = "mean",
+        codec: Codec | str | None = None,
         intra_op: int | None = None,
         channels_last: bool | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(intra_op)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._devices = resolve_devices(devices, home)
         self._workloads = [1.0] * len(self._devices) if workloads is None else list(workloads)
         check_workloads(self._workloads, len(self._devices))
-        if intra_op is not None and intra_op < 1:
-            raise ConfigError(f"`intra_op` must be at least 1 thread, but is {intra_op!r}.")
         self._layout = layout if layout is not None else Layout()
-        self._intra_op = intra_op
+        self._merging = Merging(output, self._layout.dim)
+        self._rules = BufferRules(buffers)
+        self._feedback = None if codec is None else Feedback(resolve_codec(codec))
         self._channels_last = channels_last
-        self._crew: ThreadCrew | None = None
-        self._restore_caller: Callable[[], object] | None = None
-        self.module = module
-        self.register_state_dict_post_hook(_strip_inner)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_prefix_inner)  # type: ignore[no-untyped-call]
+        self._arguments = _arguments_of(module)
+        self.wrap(module)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -113,160 +127,184 @@ class DataParallel(nn.Module):
     # Any: the module's own signature.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on all replicas and merge their outputs."""
-        call = Call(args, kwargs)
-        sizes = workload_sizes(num_rows(call.leaves, self._layout), self._workloads)
-        if self._crew is None and self._wants_channels_last():
-            return self._first_forward(call, sizes)
-        return self._run(call, sizes)
+        return self._forward(Call(args, kwargs), None)
 
-    def close(self) -> None:
-        """Dismiss the replicas' threads; the next forward pass makes new ones."""
-        if self._crew is not None:
-            self._crew.close()
-            self._crew = None
-        if self._restore_caller is not None:
-            self._restore_caller()
-            self._restore_caller = None
+    def forward_sized(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        """Run the module as calling the container does, with ``sizes[i]`` rows on replica i.
 
-    def __enter__(self) -> DataParallel:
-        return self
+        Raises:
+            ConfigError: The sizes do not make the batch.
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        Example:
+            >>> with DataParallel(nn.Identity(), devices=3) as model:
+            ...     model.forward_sized([1, 0, 4], torch.arange(5))
+            tensor([0, 1, 2, 3, 4])
+        """
+        return self._forward(Call(args, kwargs), sizes)
+
+    def forward_loss(
+        self,
+        loss_fn: LossFn,
+        inputs: Nested,
+        targets: Nested,
+        *,
+        weight_fn: WeightFn | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return the whole batch's mean loss, computed inside the replicas.
+
+        Outputs never leave their replica, so that the first device does not fill with all of them.
+
+        Args:
+            loss_fn: Called as ``loss_fn(outputs, targets)`` in every replica, for its slice; a mean
+                over what it counts. It has no parameters of its own.
+            inputs: A tuple is given as positions, a dict by name, anything else as the one
+                argument; the container's layout says how they are split.
+            targets: Split along the layout's dim.
+            weight_fn: What a slice's mean loss stands for, from its targets; default: its rows.
+            sizes: Rows per replica; default: by workloads.
+
+        Shapes:
+            Every replica's loss is a scalar, and so is the result.
+
+        Raises:
+            ConfigError: Rows of inputs and targets differ; a weight is negative or all are zero;
+                ``loss_fn`` has parameters or returns no scalar.
+
+        Example:
+            >>> net, x, y = nn.Linear(4, 1), torch.ones(5, 4), torch.zeros(5, 1)
+            >>> loss_fn = nn.functional.mse_loss
+            >>> with DataParallel(net, devices=3) as model:
+            ...     torch.allclose(model.forward_loss(loss_fn, x, y), loss_fn(net(x), y))
+            True
+        """
+        return self._as_tried(lambda: self._loss(loss_fn, inputs, targets, weight_fn, sizes))
 
     def extra_repr(self) -> str:
         names = [str(device) for device in self._devices]
         kinds = ", ".join(f"{name}×{names.count(name)}" for name in dict.fromkeys(names))
         return f"{len(names)} replicas on {kinds}, dim=0"
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under the names that the unwrapped module gives them."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._devices = present_devices(self._devices)
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers under the names that the unwrapped module gives them."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+    def _trained(self) -> nn.Module:
+        return self.module
 
-    # Any: what torch's own method takes and returns.
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of the unwrapped module, or one whose keys begin with ``module.``."""
-        plain = dict(state_dict)
-        prefixed = bool(plain) and all(key.startswith(_INNER) for key in plain)
-        if prefixed and "module" not in self.module._modules:
-            plain = {key.removeprefix(_INNER): value for key, value in plain.items()}
-        return self.module.load_state_dict(plain, *args, **kwargs)
+    def _make_crew(self) -> ThreadCrew:
+        return ThreadCrew(
+            self.module,
+            self._devices,
+            workloads=self._workloads,
+            intra_op=self._intra_op,
+            rules=self._rules,
+        )
 
-    # Any: an attribute of the user's own module.
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
+    def _forward(self, call: Call, sizes: Sequence[int] | None) -> Nested:
+        parts, sizes = self._cut(call, sizes)
+        return self._as_tried(lambda: self._outputs(call, parts, sizes))
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Threads belong to this object in this process.
-        return {**self.__dict__, "_crew": None, "_restore_caller": None}
+    def _cut(self, call: Call, sizes: Sequence[int] | None) -> tuple[list[Nested], list[int]]:
+        layout = self._layout_of(call)
+        rows = num_rows(call.leaves, layout)
+        if sizes is None:
+            sizes = workload_sizes(rows, self._workloads)
+        check_sizes(sizes, rows, len(self._devices))
+        return cut(call.leaves, sizes, layout), list(sizes)
 
-    def _wants_channels_last(self) -> bool:
-        wanted = self._channels_last
-        return wants_channels_last(self.module) if wanted is None else wanted
+    def _layout_of(self, call: Call) -> Layout:
+        """Return the layout with the paths of this call: arguments by position, if given so.
 
-    def _first_forward(self, call: Call, sizes: list[int]) -> Nested:
-        """Try channels_last weights; a model that calls `view` may not run with them."""
+        An argument of the module that is not given is no wrong path.
+        """
+        dims: dict[str | int, int | None] = {}
+        for path, dim in self._layout.dims.items():
+            root, dot, below = str(path).partition(".")
+            place = self._arguments.get(root, len(call.leaves))
+            if root in call.leaves:
+                dims[str(path)] = dim
+            elif place < call.num_args:
+                dims[f"{place}{dot}{below}"] = dim
+            elif root not in self._arguments:
+                dims[str(path)] = dim  # refused where it is looked up
+        return Layout(self._layout.dim, dims) if self._layout.dims else self._layout
+
+    def _outputs(self, call: Call, parts: list[Nested], sizes: list[int]) -> Nested:
+        used = _used(sizes)
+
+        def run(_: int, module: nn.Module, leaves: Nested) -> Nested:
+            args, kwargs = call.split(leaves)
+            return module(*args, **kwargs)
+
+        outputs = self._run(_only(parts, used), used, run)
+        return self._merging.merge(outputs, _used_of(sizes, used), self._devices[0])
+
+    def _loss(
+        self,
+        loss_fn: LossFn,
+        inputs: Nested,
+        targets: Nested,
+        weight_fn: WeightFn | None,
+        sizes: Sequence[int] | None,
+    ) -> Tensor:
+        losses = ReplicaLosses(loss_fn)
+        call = Call.with_inputs(inputs)
+        parts, sizes = self._cut(call, sizes)
+        slices = losses.cut_targets(targets, sizes, self._layout.dim)
+        used = _used(sizes)
+        weights = losses.weights(_only(slices, used), sizes, weight_fn)
+
+        def run(_: int, module: nn.Module, both: Nested) -> Nested:
+            args, kwargs = call.split(both["inputs"])
+            return losses.of(module(*args, **kwargs), both["targets"])
+
+        pairs = [{"inputs": part, "targets": own} for part, own in zip(parts, slices, strict=True)]
+        found = self._run(_only(pairs, used), used, run)
+        return losses.mean(found, _used_of(weights, used), self._devices[0])
+
+    def _as_tried(self, run: Callable[[], T]) -> T:
+        """Run with channels_last weights where they are wanted; some models do not run so."""
+        if self._running.crew is not None or not self._wants_channels_last():
+            return run()
         use_channels_last(self.module)
         if self._channels_last:
-            return self._run(call, sizes)
+            return run()
         try:
-            return self._run(call, sizes)
+            return run()
         except Exception:  # whatever a user's model raises; a true fault is raised again below
             restore_memory_format(self.module)
         try:
-            outputs = self._run(call, sizes)
+            outputs = run()
         except Exception:  # the user's own fault, raised again
             self.close()  # nothing was found out: the next batch is tried again
             raise
         self._channels_last = False
         return outputs
 
-    def _open_crew(self) -> ThreadCrew:
-        if self._crew is not None and not self._crew.matches_source():
-            self.close()
-        if self._crew is None:
-            self._crew = ThreadCrew(
-                self.module, self._devices, workloads=self._workloads, intra_op=self._intra_op
-            )
-            self._quiet_caller()
-        return self._crew
-
-    def _quiet_caller(self) -> None:
-        """Let the caller's operators run on one thread while replicas share its CPU.
-
-        The pool behind them (loss, optimizer) would go on spinning beside the replicas after each
-        of them: at best 1.2 times the step of an MLP, 1.45 times that of a CNN.
-        """
-        if sum(device.type == "cpu" for device in self._devices) > 1:
-            self._restore_caller = hold_caller_at_one_thread(self)
-
-    def _run(self, call: Call, sizes: list[int]) -> Nested:
-        crew = self._open_crew()
-        used = (
-            sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)
-        )  # an empty batch runs on replica 0
-        graph = ReplicaGraph(crew, call, self._layout)
-
-        def run(turn: Turn) -> Nested:
-            args, kwargs = graph.inputs_of(turn)
-            with turn.drawing():
-                outputs = turn.replica.module(*args, **kwargs)
-            return graph.keep_outputs(turn, outputs)
-
-        seed = (seed_of_process(),) if crew.draws is not False else (0,)
-        report = crew.run(
-            cut(call.leaves, sizes, self._layout), run, weights=used, seed=seed, pinned=True
-        )
-        if crew.draws:
-            advance_process_generator()
-        self._write_statistics(report)
-        return graph.merge([rows for rows, weight in zip(sizes, used, strict=True) if weight])
-
-    def _write_statistics(self, report: Report) -> None:
-        merged: dict[str, Statistic] = {}
-        for operand in report.operands:
-            merge_statistics(merged, operand.statistics)
-        if merged:
-            buffers = dict(self.module.named_buffers(remove_duplicate=False))
-            check_statistics(buffers, merged)
-            write_statistics(buffers, merged)
+    def _wants_channels_last(self) -> bool:
+        wanted = self._channels_last
+        return wants_channels_last(self.module) if wanted is None else wanted
 
 
-# Any: torch's own signatures for hooks.
-def _strip_inner(_: nn.Module, state_dict: Any, prefix: str, __: Any) -> None:
-    """Take our own level out of the keys, so that they are the unwrapped module's."""
-    inner = prefix + _INNER
-    for key in [key for key in state_dict if key.startswith(inner)]:
-        state_dict[prefix + key[len(inner) :]] = state_dict.pop(key)
-    metadata = getattr(state_dict, "_metadata", {})
-    for key in [key for key in metadata if key == inner[:-1] or key.startswith(inner)]:
-        metadata[prefix[:-1] + key[len(inner) - 1 :] if prefix else key[len(inner) :]] = (
-            metadata.pop(key)
-        )
+def _used(sizes: Sequence[int]) -> list[int]:
+    """Return what each replica's part weighs; an empty batch runs on replica 0."""
+    return list(sizes) if any(sizes) else [1] + [0] * (len(sizes) - 1)
 
 
-def _prefix_inner(module: DataParallel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Put our own level back into the keys; files written by torch's wrappers have it already."""
-    keys = [key for key in state_dict if key.startswith(prefix)]
-    inner = prefix + _INNER
-    if (
-        keys
-        and all(key.startswith(inner) for key in keys)
-        and "module" not in module.module._modules
-    ):
-        return
-    renamed = {inner + key[len(prefix) :]: state_dict.pop(key) for key in keys}
-    state_dict.update(renamed)
+def _only(parts: Sequence[Nested], used: Sequence[int]) -> list[Nested | None]:
+    return [part if weight else None for part, weight in zip(parts, used, strict=True)]
+
+
+def _used_of(values: Sequence[T], used: Sequence[int]) -> list[T]:
+    return [value for value, weight in zip(values, used, strict=True) if weight]
+
+
+def _arguments_of(module: nn.Module) -> dict[str, int]:
+    """Return the positions of the arguments that the module's forward names."""
+    try:
+        known = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # a forward that does not say what it takes
+        return {}
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {each.name: place for place, each in enumerate(known) if each.kind in kinds}

@@ -1,206 +1,297 @@
-"""One forward pass over replicas as one node of the caller's autograd graph.
+"""One forward pass over workers as one node of the caller's autograd graph.
 
-    caller      leaves ──┐                                 ┌── merged outputs
-                         │  (one autograd.Function)        │
-    replica 0   leaf part ── module ── output part ── graph kept here
-    replica 1   leaf part ── module ── output part ── graph kept here
+    caller     inputs ─┐                                           ┌─ outputs of worker 0
+                       │          (one autograd.Function)          ├─ outputs of worker 1
+    worker 0   own inputs ── module ── own outputs ── graph kept here
+    worker 1   own inputs ── module ── own outputs ── graph kept here
 
-Torch's engine would run all CPU parts of one graph on a single thread. Here every replica's part is
-a graph of its own, cut off from the caller's, and backward runs each on its replica's thread again.
+Torch's engine would run all CPU parts of one graph on a single thread. Here every worker's part is
+a graph of its own, cut off from the caller's, and backward runs each on its worker's thread again.
+How inputs are cut and outputs merged is not known here: that happens outside, in the caller's
+graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
 
+from phalanx.codecs import Feedback
 from phalanx.errors import StateError, UnsupportedError
 from phalanx.memory import dense_strides
-from phalanx.plan import Layout, flatten, join, overlaps, part_bounds, unflatten
-from phalanx.replicas import Partial, PartialSums, ThreadCrew, Turn, blame
+from phalanx.plan import flatten, overlaps, part_bounds, unflatten
+from phalanx.replicas import (
+    CallerModes,
+    Partial,
+    PartialSums,
+    ThreadCrew,
+    Turn,
+    add_gradients,
+    blame,
+)
 from phalanx.types import Nested
 
-__all__ = ["Call", "ReplicaGraph"]
+__all__ = ["CrewGraph", "HeldGradients"]
 
 _BLOCK = 64
 
+Gradients = list[Tensor | None]
 
-class Call:
-    """The arguments of one call as one nested value, positions by number and keywords by name."""
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.num_args = len(args)
-        self.leaves: Nested = {**{str(place): arg for place, arg in enumerate(args)}, **kwargs}
+class HeldGradients:
+    """What workers have kept of backward passes that were not merged, by worker."""
 
-    def split(self, leaves: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return positional and keyword arguments again."""
-        values = list(leaves.values())
-        return values[: self.num_args], dict(list(leaves.items())[self.num_args :])
+    def __init__(self) -> None:
+        self.by_worker: dict[int, Gradients] = {}
+        self._parameters: list[nn.Parameter] = []
+
+    def bind(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Say whose gradients are kept from now on.
+
+        Raises:
+            StateError: Gradients of other parameters are kept.
+        """
+        if self.by_worker and list(map(id, parameters)) != list(map(id, self._parameters)):
+            raise StateError(
+                "A container must keep its parameters between `no_merge()` and the backward pass "
+                "that merges, but they were replaced. Merge first, or call `zero_grad()`."
+            )
+        self._parameters = list(parameters)
+
+    def add(self, worker: int, gradients: Gradients) -> None:
+        """Add to what ``worker`` keeps."""
+        held = self.by_worker.get(worker)
+        self.by_worker[worker] = gradients if held is None else add_gradients(held, gradients)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.by_worker.clear()
 
 
 @dataclass
 class _Part:
-    """One replica's own graph: its detached inputs and what the module made of them."""
+    """One worker's own graph: the caller's inputs, its own of them, and what the module made."""
 
-    turn: Turn
+    given: list[Any]
+    spec: TreeSpec
+    wanted: list[bool]
     inputs: list[Any]
-    outputs: list[Any]
-    nested: Nested
+    turn: Turn | None = None
+    outputs: list[Any] | None = None
+    outputs_spec: TreeSpec | None = None
 
 
-class ReplicaGraph:
-    """The replicas' graphs of one forward pass, and their node in the caller's graph."""
+class CrewGraph:
+    """The workers' graphs of one forward pass, and their node in the caller's graph.
 
-    def __init__(self, crew: ThreadCrew, call: Call, layout: Layout) -> None:
+    Args:
+        crew: Who runs the parts.
+        parts: Nested inputs by worker; None for those that take no part.
+        held: Gradients kept by workers; they are added to those that are merged next.
+        hold: Keep this pass's gradients there, instead of merging them.
+        feedback: Every worker's gradient passes through its codec before it is added.
+    """
+
+    def __init__(
+        self,
+        crew: ThreadCrew,
+        parts: Sequence[Nested | None],
+        *,
+        held: HeldGradients,
+        hold: bool = False,
+        feedback: Feedback | None = None,
+    ) -> None:
         self._crew = crew
-        self._call = call
-        self._leaves, _ = flatten(call.leaves)
-        self._dims = layout.dims_of(call.leaves)
+        self._held = held
+        self._hold = hold
+        self._feedback = feedback
         self._records = torch.is_grad_enabled()
-        self._wanted = [
-            self._records and isinstance(leaf, Tensor) and leaf.requires_grad
-            for leaf in self._leaves
-        ]
-        self._trainable = {id(p) for p in crew.module.parameters() if p.requires_grad}
-        self._parts: dict[int, _Part] = {}
-        self._merged: list[Any] = []
-        self._sizes: list[int] = []
-        self.differentiable: list[int] = []
+        self._trainable = {id(p) for p in crew.parameters if p.requires_grad}
+        self._parts = {
+            worker: self._open_part(part) for worker, part in enumerate(parts) if part is not None
+        }
+        self._connected: list[
+            tuple[int, int]
+        ] = []  # (worker, place) of outputs that need gradients
+        self._num_inputs = 0
 
-    def inputs_of(self, turn: Turn) -> tuple[list[Any], dict[str, Any]]:
-        """Return the replica's arguments: on its device, cut off from the caller's graph."""
-        leaves, spec = flatten(turn.batch)
-        own = [
-            _own_leaf(leaf, turn.replica.device, wanted)
-            for leaf, wanted in zip(leaves, self._wanted, strict=True)
+    def _open_part(self, part: Nested) -> _Part:
+        leaves, spec = flatten(part)
+        wanted = [
+            self._records and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves
         ]
-        self._parts[turn.index] = _Part(turn, own, [], None)
-        return self._call.split(unflatten(own, spec))
+        return _Part(leaves, spec, wanted, [])
+
+    def inputs_of(self, turn: Turn) -> Nested:
+        """Return the worker's inputs: on its device, cut off from the caller's graph."""
+        part = self._parts[turn.index]
+        part.turn = turn
+        part.inputs = [
+            _own_leaf(leaf, turn.replica.device, wanted)
+            for leaf, wanted in zip(part.given, part.wanted, strict=True)
+        ]
+        return unflatten(part.inputs, part.spec)
 
     def keep_outputs(self, turn: Turn, outputs: Nested) -> None:
-        """Keep what the replica's module returned, with its graph."""
+        """Keep what the worker's module returned, with its graph."""
         part = self._parts[turn.index]
-        part.nested = outputs
-        part.outputs, _ = flatten(outputs)
+        part.outputs, part.outputs_spec = flatten(outputs)
 
-    def merge(self, sizes: Sequence[int]) -> Nested:
-        """Return the merged outputs, connected to the caller's graph where they need gradients."""
-        parts = [self._parts[index] for index in sorted(self._parts)]
-        self._sizes = list(sizes)
-        home = self._crew.devices[0]
-        with torch.no_grad():
-            merged = join([_detached(part.nested, home) for part in parts], sizes)
-        leaves, spec = flatten(merged)
-        self.differentiable = [
-            place
-            for place in range(len(leaves))
-            if any(
-                isinstance(p.outputs[place], Tensor) and p.outputs[place].requires_grad
-                for p in parts
-            )
+    def outputs(self) -> list[Nested]:
+        """Return the workers' outputs, in the caller's graph where they need gradients."""
+        flat = {worker: _detached(part) for worker, part in self._parts.items()}
+        self._connected = [
+            (worker, place)
+            for worker, part in self._parts.items()
+            for place, leaf in enumerate(part.outputs or ())
+            if self._records and isinstance(leaf, Tensor) and leaf.requires_grad
         ]
-        if not (self._records and self.differentiable):
-            return merged
-        self._merged = [leaves[place] for place in self.differentiable]
-        connected = _Connect.apply(self, *self._tensors())  # type: ignore[no-untyped-call]
-        for place, tensor in zip(self.differentiable, connected, strict=True):
-            leaves[place] = tensor
-        return unflatten(leaves, spec)
+        if self._connected:
+            values = [flat[worker][place] for worker, place in self._connected]
+            connected = _Connect.apply(self, values, *self._tensors())  # type: ignore[no-untyped-call]
+            for (worker, place), tensor in zip(self._connected, connected, strict=True):
+                flat[worker][place] = tensor
+        else:
+            self._forget()
+        return [
+            unflatten(flat[worker], part.outputs_spec)
+            for worker, part in self._parts.items()
+            if part.outputs_spec is not None
+        ]
 
-    def take_merged(self) -> tuple[Tensor, ...]:
-        """Hand the merged tensors over to the node that returns them."""
-        merged, self._merged = tuple(self._merged), []
-        return merged
-
-    def backward(self, grads: Sequence[Tensor | None], keep_graph: bool) -> list[Tensor | None]:
-        """Run every replica's backward pass and return the gradients of :meth:`_tensors`."""
-        if not self._parts:
+    def backward(self, grads: Sequence[Tensor | None], keep_graph: bool) -> Gradients:
+        """Run every worker's backward pass and return the gradients of :meth:`_tensors`."""
+        if not self._parts or any(part.outputs is None for part in self._parts.values()):
             raise StateError(
                 "`backward()` needs the graph of its forward pass, but an earlier `backward()` "
                 "has freed it. Call the first one with retain_graph=True."
             )
-        indices = sorted(self._parts)
-        sums = PartialSums(len(indices))
+        sums = PartialSums(len(self._crew))
+        modes = CallerModes.capture(self._crew.devices)
+        members = self._members(grads)
 
-        def work(replica: int) -> None:
-            for place, index in enumerate(indices):
-                part = self._parts[index]
-                if part.turn.replica.index == replica:
-                    part_grads = self._grads_of_part(place, grads)
-                    sums.put(place, self._backward_of_part(part, part_grads, keep_graph))
+        def work(worker: int) -> Gradients | None:
+            with modes.entered(self._crew.devices[worker]), self._crew.attending(worker):
+                own = self._backward_of(worker, grads, keep_graph) if worker in members else None
+                if not self._hold:
+                    own = self._with_held(worker, own)
+                    sums.put(worker, None if own is None else Partial(own, {}))
+                return own
 
-        self._crew.each(work)
-        result = self._input_gradients(indices) + self._parameter_gradients(sums.operands())
+        try:
+            with self._crew.open_meeting(members):
+                results = self._crew.each(work)
+        except BaseException:
+            if self._feedback is not None:
+                self._feedback.rollback()
+            raise
+        if self._hold:
+            self._keep(results)
+            parameter_gradients: Gradients = [None] * len(self._trainable)
+        else:
+            parameter_gradients = self._merged(sums.operands())
+            self._held.clear()
+            if self._feedback is not None:
+                self._feedback.commit()
+        gradients = self._input_gradients() + parameter_gradients
         if not keep_graph:
-            self._parts = {}
-        return result
+            self._forget()
+        return gradients
+
+    def _forget(self) -> None:
+        for part in self._parts.values():
+            part.inputs, part.outputs, part.turn = [], None, None
 
     def _tensors(self) -> list[Tensor]:
         """Return the caller's tensors that need gradients: input leaves first, then parameters."""
-        leaves = [leaf for leaf, wanted in zip(self._leaves, self._wanted, strict=True) if wanted]
-        return leaves + [p for p in self._crew.module.parameters() if id(p) in self._trainable]
-
-    def _grads_of_part(self, place: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        start = sum(self._sizes[:place])
-        parts: list[Tensor | None] = []
-        for output, grad in zip(self.differentiable, grads, strict=True):
-            like = next(iter(self._parts.values())).outputs[output]
-            if grad is None:
-                parts.append(None)
-            elif like.dim() == 0:
-                parts.append(grad[place])
-            else:
-                parts.append(grad.narrow(0, start, self._sizes[place]))
-        return parts
-
-    def _backward_of_part(
-        self, part: _Part, grads: Sequence[Tensor | None], keep_graph: bool
-    ) -> Partial:
-        replica = part.turn.replica
-        pairs = [
-            (part.outputs[output], grad.to(replica.device))
-            for output, grad in zip(self.differentiable, grads, strict=True)
-            if grad is not None and part.outputs[output].requires_grad
+        leaves = [
+            leaf
+            for part in self._parts.values()
+            for leaf, wanted in zip(part.given, part.wanted, strict=True)
+            if wanted
         ]
+        return leaves + [p for p in self._crew.parameters if id(p) in self._trainable]
+
+    def _members(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """Return the workers whose outputs got a gradient; all, where they need each other."""
+        if self._crew.meets:
+            return list(self._parts)
+        reached = (
+            worker
+            for (worker, _), grad in zip(self._connected, grads, strict=True)
+            if grad is not None
+        )
+        return list(dict.fromkeys(reached))
+
+    def _backward_of(
+        self, worker: int, grads: Sequence[Tensor | None], keep_graph: bool
+    ) -> Gradients:
+        part = self._parts[worker]
+        replica = self._crew.replicas[worker]
+        pairs = []
+        for (owner, place), grad in zip(self._connected, grads, strict=True):
+            if owner == worker and part.outputs is not None:
+                output = part.outputs[place]
+                if grad is not None:
+                    pairs.append((output, grad.to(output.device)))
+                elif self._crew.meets:  # the others wait for this worker in their batch norms
+                    pairs.append((output, torch.zeros_like(output)))
         try:
             if pairs:
                 outputs, output_grads = zip(*pairs, strict=True)
                 torch.autograd.backward(outputs, output_grads, retain_graph=keep_graph)
-            return Partial(replica.take_gradients(), {})
+            return replica.take_gradients()
         except BaseException as error:
             replica.drop_gradients()
-            blame(error, replica, part.turn.index)
+            blame(error, replica, worker)
             raise
 
-    def _input_gradients(self, indices: Sequence[int]) -> list[Tensor | None]:
-        gradients: list[Tensor | None] = []
-        for place, (leaf, wanted) in enumerate(zip(self._leaves, self._wanted, strict=True)):
-            if wanted:
-                owns = [self._parts[index].inputs[place] for index in indices]
-                gradients.append(_merge_input_gradient(leaf, owns, self._dims[place]))
-                for own in owns:
-                    own.grad = None
+    def _with_held(self, worker: int, own: Gradients | None) -> Gradients | None:
+        held = self._held.by_worker.get(worker)
+        if held is not None:  # added to the new ones, so that a failure elsewhere leaves it whole
+            own = add_gradients(own, held) if own is not None else list(held)
+        if own is None or self._feedback is None:
+            return own
+        shapes = [parameter.shape for parameter in self._crew.parameters]
+        return self._feedback.compress(worker, own, shapes)
+
+    def _keep(self, results: Sequence[Gradients | None]) -> None:
+        def add(worker: int) -> None:
+            gradients = results[worker]
+            if gradients is not None:
+                self._held.add(worker, gradients)
+
+        self._crew.each(add)
+
+    def _input_gradients(self) -> Gradients:
+        gradients: Gradients = []
+        for part in self._parts.values():
+            for leaf, own, wanted in zip(part.given, part.inputs, part.wanted, strict=True):
+                if wanted:
+                    gradient, own.grad = own.grad, None
+                    gradients.append(None if gradient is None else gradient.to(leaf.device))
         return gradients
 
-    def _parameter_gradients(self, operands: Sequence[Partial]) -> list[Tensor | None]:
+    def _merged(self, operands: Sequence[Partial]) -> Gradients:
         """Add the last two partial sums, every thread its share of the elements."""
+        if not operands:
+            return [None] * len(self._trainable)
         sums = operands[0].gradients
         if len(operands) == 2:
             sums = self._add_shared(sums, operands[1].gradients)
         return [
             None if total is None else total.as_strided(parameter.shape, dense_strides(parameter))
-            for total, parameter in zip(sums, self._crew.module.parameters(), strict=True)
+            for total, parameter in zip(sums, self._crew.parameters, strict=True)
             if id(parameter) in self._trainable
         ]
 
-    def _add_shared(
-        self, left: list[Tensor | None], right: list[Tensor | None]
-    ) -> list[Tensor | None]:
+    def _add_shared(self, left: Gradients, right: Gradients) -> Gradients:
         pairs = [
             (a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None
         ]
@@ -213,30 +304,31 @@ class ReplicaGraph:
                 a, b = pairs[pair]
                 a[start:stop].add_(b[start:stop])
 
-        self._crew.each(add)
+        if pairs:
+            self._crew.each(add)
         return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
 class _Connect(torch.autograd.Function):
-    """Stands in the caller's graph for all replicas' graphs."""
+    """Stands in the caller's graph for all workers' graphs."""
 
     # Any: torch's own signature for the context.
     @staticmethod
-    def forward(ctx: Any, graph: ReplicaGraph, *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graph: CrewGraph, values: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
         ctx.graph = graph
         ctx.set_materialize_grads(False)
-        return graph.take_merged()
+        return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                "`DataParallel` must be differentiated once only, but double backward "
+                "A container must be differentiated once only, but double backward "
                 "(create_graph=True) was asked for. Use the unwrapped module for second "
                 "derivatives."
             )
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        return (None, *ctx.graph.backward(grads, keep_graph))
+        return (None, None, *ctx.graph.backward(grads, keep_graph))
 
 
 # Any: a leaf of the user's own inputs.
@@ -248,23 +340,17 @@ def _own_leaf(leaf: Any, device: torch.device, wanted: bool) -> Any:
     return own.requires_grad_() if wanted else own
 
 
-def _detached(value: Nested, home: torch.device) -> Nested:
-    leaves, spec = flatten(value)
-    return unflatten(
-        [leaf.detach().to(home) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-    )
+def _detached(part: _Part) -> list[Any]:
+    """Return the outputs without their graph, and in memory of their own.
 
+    A module may return its input, or a view of it; that memory is the caller's.
+    """
+    given = {leaf.untyped_storage().data_ptr() for leaf in part.inputs if isinstance(leaf, Tensor)}
 
-def _merge_input_gradient(leaf: Tensor, owns: Sequence[Tensor], dim: int | None) -> Tensor | None:
-    """Concatenate the parts' gradients; a leaf that was given whole gets their sum, in order."""
-    if all(own.grad is None for own in owns):
-        return None
-    gradients = [
-        (torch.zeros_like(own) if own.grad is None else own.grad).to(leaf.device) for own in owns
-    ]
-    if dim is not None:
-        return torch.cat(gradients, dim)
-    total = gradients[0]
-    for gradient in gradients[1:]:
-        total = total + gradient
-    return total
+    def detached(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        own = leaf.detach()
+        return own.clone() if own.untyped_storage().data_ptr() in given else own
+
+    return [detached(leaf) for leaf in part.outputs or ()]

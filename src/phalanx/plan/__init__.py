@@ -1,22 +1,37 @@
 """Pure decisions: who gets how much, what is split, in which order sums are made."""
 
-from phalanx.plan.layout import Layout, cut, flatten, join, num_rows, unflatten
+from phalanx.plan.buffer_rules import BufferRules
+from phalanx.plan.layout import Layout, cut, flatten, leaf_paths, num_rows, unflatten
+from phalanx.plan.merging import Merge, Merging, join
 from phalanx.plan.parts import Overlap, overlaps, part_bounds
+from phalanx.plan.placement import least_loaded
 from phalanx.plan.shares import Shares
-from phalanx.plan.slices import check_workloads, equal_sizes, round_robin, workload_sizes
+from phalanx.plan.slices import (
+    check_sizes,
+    check_workloads,
+    equal_sizes,
+    round_robin,
+    workload_sizes,
+)
 from phalanx.plan.tree import Node, SummationTree
 
 __all__ = [
+    "BufferRules",
     "Layout",
+    "Merge",
+    "Merging",
     "Node",
     "Overlap",
     "Shares",
     "SummationTree",
+    "check_sizes",
     "check_workloads",
     "cut",
     "equal_sizes",
     "flatten",
     "join",
+    "leaf_paths",
+    "least_loaded",
     "num_rows",
     "overlaps",
     "part_bounds",

@@ -1,4 +1,4 @@
-"""Which leaves of a nested input are split, along which dim, and how outputs come together again.
+"""Which leaves of a nested input are split, and along which dim.
 
 Shape legend: B rows of the batch; a leaf that is split has B along its dim.
 """
@@ -6,17 +6,16 @@ Shape legend: B rows of the batch; a leaf that is split has B along its dim.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from phalanx.errors import ConfigError
 from phalanx.types import Nested
 
-__all__ = ["Layout", "cut", "flatten", "join", "num_rows", "unflatten"]
+__all__ = ["Layout", "covering", "cut", "flatten", "leaf_paths", "num_rows", "unflatten"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +24,14 @@ class Layout:
 
     Args:
         dim: The dim for all leaves that ``dims`` does not name.
-        dims: Exceptions by leaf path as errors print it (``"mask"``, ``"0"``, ``"items.1"``); None
-            gives the leaf whole to every replica.
+        dims: Exceptions by leaf path as errors print it (``"mask"``, ``"0"``, ``"items.1"``), or by
+            position (``0``); None gives the leaf whole to every replica. A path covers all leaves
+            below it, and yields to a longer one.
 
     Tensors without dims and values that are not tensors are always given whole.
 
     Example:
+        >>> import torch
         >>> layout = Layout(dims={"mask": None})
         >>> parts = cut({"x": torch.arange(3), "mask": torch.ones(2)}, [2, 1], layout)
         >>> parts[1]["x"].tolist(), parts[1]["mask"].tolist()
@@ -38,7 +39,10 @@ class Layout:
     """
 
     dim: int = 0
-    dims: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
+    dims: Mapping[str | int, int | None] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dims", {str(path): dim for path, dim in self.dims.items()})
 
     def dims_of(self, batch: Nested) -> list[int | None]:
         """Return for every leaf, in the order of :func:`flatten`, along which dim it is split.
@@ -46,14 +50,18 @@ class Layout:
         None stands for a leaf that is given whole.
 
         Raises:
-            ConfigError: A leaf has not the dim that it is to be split along.
+            ConfigError: A leaf has not the dim that it is to be split along, or a path in ``dims``
+                names no leaf.
         """
         leaves, _ = flatten(batch)
-        paths = _paths(batch) if self.dims else [""] * len(leaves)
-        dims = [self._dim_of(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        chosen = self._chosen(batch) if self.dims else [self.dim] * len(leaves)
+        dims = [
+            dim if isinstance(leaf, Tensor) and leaf.dim() else None
+            for leaf, dim in zip(leaves, chosen, strict=True)
+        ]
         for place, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
             if dim is not None and not -leaf.dim() <= dim < leaf.dim():
-                path = _named(_paths(batch)[place])
+                path = _named(leaf_paths(batch)[place])
                 raise ConfigError(
                     f"Input {path} must have a dim {dim} to be split along, but has "
                     f"shape {tuple(leaf.shape)}. Give its path with None in the layout to hand it "
@@ -61,10 +69,16 @@ class Layout:
                 )
         return dims
 
-    def _dim_of(self, path: str, leaf: object) -> int | None:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-            return None
-        return self.dims.get(path, self.dim) if self.dims else self.dim
+    def _chosen(self, batch: Nested) -> list[int | None]:
+        paths = leaf_paths(batch)
+        found = [covering(path, self.dims) for path in paths]
+        for path in self.dims:
+            if path not in found and not any(_covers(str(path), each) for each in paths):
+                raise ConfigError(
+                    f"`layout` must name leaves of the input, but names {path!r}. The input has "
+                    f"{', '.join(map(repr, paths)) or 'none'}."
+                )
+        return [self.dim if path is None else self.dims[path] for path in found]
 
 
 def num_rows(batch: Nested, layout: Layout) -> int:
@@ -87,7 +101,7 @@ def num_rows(batch: Nested, layout: Layout) -> int:
     first, _, expected = split[0]
     for place, dim, rows in split[1:]:
         if rows != expected:
-            paths = _paths(batch)
+            paths = leaf_paths(batch)
             raise ConfigError(
                 f"Input {_named(paths[place])} must have {expected} rows along dim {dim} like "
                 f"{_named(paths[first])}, but has {rows}. Give leaves that are not per sample "
@@ -104,37 +118,6 @@ def cut(batch: Nested, sizes: Sequence[int], layout: Layout) -> list[Nested]:
         for leaf, dim in zip(leaves, layout.dims_of(batch), strict=True)
     ]
     return [unflatten([column[part] for column in columns], spec) for part in range(len(sizes))]
-
-
-def join(parts: Sequence[Nested], sizes: Sequence[int], dim: int = 0) -> Nested:
-    """Merge the replicas' outputs leaf by leaf.
-
-    Tensors are concatenated along ``dim``; tensors without dims (a loss per replica) are stacked to
-    a vector of the parts; other values are taken from the first part.
-
-    Raises:
-        ConfigError: The parts differ in structure, or a tensor has not its part's rows along
-        ``dim``.
-    """
-    flat = [flatten(part) for part in parts]
-    spec = flat[0][1]
-    for _, other in flat[1:]:
-        if other != spec:
-            raise ConfigError(
-                f"`module` must return the same structure from every replica, but returned {spec} "
-                f"and {other}."
-            )
-    columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-    for place, column in enumerate(columns):
-        for leaf, rows in zip(column, sizes, strict=True):
-            if not _has_rows(leaf, rows, dim):
-                path = _named(_paths(parts[0])[place])
-                raise ConfigError(
-                    f"Output {path} of `module` must have its slice's {rows} rows along dim {dim}, "
-                    f"but has shape {tuple(leaf.shape)}. Return one row per sample, or a scalar "
-                    "per replica."
-                )
-    return unflatten([_join_column(column, dim) for column in columns], spec)
 
 
 def flatten(value: Nested) -> tuple[list[Any], pytree.TreeSpec]:
@@ -158,22 +141,30 @@ def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Nested:
     return pytree.tree_unflatten(list(leaves), spec)
 
 
-def _has_rows(leaf: object, rows: int, dim: int) -> bool:
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-        return True
-    return dim < leaf.dim() and leaf.shape[dim] == rows
+def covering(path: str, known: Collection[str | int]) -> str | None:
+    """Return the longest of ``known`` that is ``path`` or stands above it, or None.
+
+    Example:
+        >>> covering("items.1.x", {"items", "items.1", "x"})
+        'items.1'
+    """
+    while path not in known:
+        above, dot, _ = path.rpartition(".")
+        if not dot:
+            return None
+        path = above
+    return path
 
 
-def _join_column(column: list[Any], dim: int) -> Any:
-    if not isinstance(column[0], Tensor):
-        return column[0]
-    return torch.stack(column) if column[0].dim() == 0 else torch.cat(column, dim)
-
-
-def _paths(value: Nested) -> list[str]:
+def leaf_paths(value: Nested) -> list[str]:
+    """Return the name of every leaf, in the order of :func:`flatten`, as errors print them."""
     flatten(value)  # so that dataclasses are known
     with_paths, _ = pytree.tree_flatten_with_path(value)
     return [".".join(_key(key) for key in path) for path, _ in with_paths]
+
+
+def _covers(above: str, path: str) -> bool:
+    return path == above or path.startswith(f"{above}.")
 
 
 def _key(key: object) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from phalanx.errors import ConfigError
 
-__all__ = ["check_workloads", "equal_sizes", "round_robin", "workload_sizes"]
+__all__ = ["check_sizes", "check_workloads", "equal_sizes", "round_robin", "workload_sizes"]
 
 
 def equal_sizes(total: int, parts: int) -> list[int]:
@@ -101,6 +101,15 @@ def check_workloads(workloads: Sequence[float], num_devices: int | None = None) 
         raise ConfigError(
             f"`workloads` must hold at least one share above 0, but is {list(workloads)!r}. "
             "Give 1 to a device that shall work."
+        )
+
+
+def check_sizes(sizes: Sequence[int], total: int, parts: int) -> None:
+    """Refuse explicit ``sizes`` that do not cut ``total`` rows into ``parts``."""
+    if len(sizes) != parts or any(size < 0 for size in sizes) or sum(sizes) != total:
+        raise ConfigError(
+            f"`sizes` must hold {parts} sizes of at least 0 that make {total} rows together, but "
+            f"is {list(sizes)!r}. Give {equal_sizes(total, parts)!r} for equal slices."
         )
 
 

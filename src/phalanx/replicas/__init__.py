@@ -1,6 +1,11 @@
 """One model many times: the threads, copies and sums behind every container."""
 
-from phalanx.replicas.devices import resolve_devices
+from phalanx.replicas.devices import (
+    known_devices,
+    present_devices,
+    resolve_device,
+    resolve_devices,
+)
 from phalanx.replicas.draws import (
     Draws,
     advance_process_generator,
@@ -13,6 +18,7 @@ from phalanx.replicas.memory_format import (
     use_channels_last,
     wants_channels_last,
 )
+from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.replica import Replica, add_gradients
 from phalanx.replicas.statistics import (
     Statistic,
@@ -25,6 +31,7 @@ from phalanx.replicas.team import Team
 from phalanx.replicas.thread_crew import Report, Span, ThreadCrew, Turn, blame, default_intra_op
 
 __all__ = [
+    "CallerModes",
     "Draws",
     "Partial",
     "PartialSums",
@@ -43,8 +50,11 @@ __all__ = [
     "default_intra_op",
     "derive_seed",
     "hold_caller_at_one_thread",
+    "known_devices",
     "merge_statistics",
     "num_cores",
+    "present_devices",
+    "resolve_device",
     "resolve_devices",
     "restore_memory_format",
     "seed_of_process",

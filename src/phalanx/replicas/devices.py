@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from phalanx.errors import ConfigError
 from phalanx.types import Device
 
-__all__ = ["resolve_devices"]
+__all__ = ["known_devices", "present_devices", "resolve_device", "resolve_devices"]
 
 
 def resolve_devices(
@@ -39,7 +40,7 @@ def resolve_devices(
             f"`devices` must be a sequence of devices, but is {devices!r}. Give [{devices!r}] for "
             "one replica."
         )
-    found = tuple(_resolve(device) for device in devices)
+    found = tuple(resolve_device(device) for device in devices)
     if not found:
         raise ConfigError(
             "`devices` must name at least one device, but is empty. Give ['cpu', 'cpu']."
@@ -47,7 +48,39 @@ def resolve_devices(
     return found
 
 
-def _resolve(device: Device) -> torch.device:
+def known_devices() -> tuple[torch.device, ...]:
+    """Return all accelerators of this machine, or its CPU where there is none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return (torch.device("cpu"),)
+    return tuple(torch.device(kind.type, i) for i in range(torch.accelerator.device_count()))
+
+
+def present_devices(devices: Sequence[torch.device]) -> tuple[torch.device, ...]:
+    """Return ``devices``, with those that this machine has not replaced by ones it has, in turn."""
+    known = known_devices()
+    found, missing = [], []
+    for index, device in enumerate(devices):
+        try:
+            found.append(resolve_device(device))
+        except ConfigError:
+            found.append(known[index % len(known)])
+            missing.append(str(device))
+    if missing:
+        warnings.warn(
+            f"Replicas were made for {', '.join(missing)}, which this machine has not; they run on "
+            f"{', '.join(map(str, dict.fromkeys(known)))}.",
+            stacklevel=2,
+        )
+    return tuple(found)
+
+
+def resolve_device(device: Device) -> torch.device:
+    """Return the device that ``device`` names, with its index.
+
+    Raises:
+        ConfigError: It is unknown, or does not exist here.
+    """
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -1,9 +1,9 @@
-"""The caller's grad, inference and autocast modes, which torch keeps per thread."""
+"""What torch keeps per thread: the caller's grad, inference and autocast modes, and its streams."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,30 +13,41 @@ __all__ = ["CallerModes"]
 
 @dataclass(frozen=True)
 class CallerModes:
-    """What the calling thread had switched on; entered by each replica's thread."""
+    """What the calling thread had switched on; entered by each replica's thread.
+
+    A replica's thread works on the caller's own current stream of every accelerator, so that
+    everything before and after the call is in order with it without any event.
+    """
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     autocast_cache: bool
+    streams: tuple[torch.Stream, ...]
 
     @staticmethod
-    def capture(device_types: frozenset[str]) -> CallerModes:
-        """Read the modes of the calling thread for the given kinds of device."""
+    def capture(devices: Sequence[torch.device]) -> CallerModes:
+        """Read the modes of the calling thread for the given devices."""
+        kinds = {device.type for device in devices}
         return CallerModes(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(
                 (kind, torch.get_autocast_dtype(kind))
-                for kind in sorted(device_types)
+                for kind in sorted(kinds)
                 if torch.is_autocast_enabled(kind)
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
+            streams=_current_streams() if kinds - {"cpu", "meta"} else (),
         )
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run the body under these modes."""
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """Run the body under these modes, with ``device`` as the thread's current one."""
+        for stream in self.streams:
+            torch.accelerator.set_stream(stream)
+        if self.streams and device.index is not None:
+            torch.accelerator.set_device_index(device.index)
         with contextlib.ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
@@ -46,3 +57,8 @@ class CallerModes:
                     torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
                 )
             yield
+
+
+def _current_streams() -> tuple[torch.Stream, ...]:
+    count = torch.accelerator.device_count()
+    return tuple(torch.accelerator.current_stream(index) for index in range(count))

@@ -11,6 +11,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from phalanx.errors import ConfigError
 from phalanx.memory import in_memory_order
+from phalanx.plan import BufferRules
+from phalanx.replicas.attributes import Attributes
+from phalanx.replicas.hooks import Hooks, shared_hooks
 from phalanx.replicas.statistics import StatisticsOfReplica
 
 __all__ = ["Replica", "add_gradients"]
@@ -21,34 +24,59 @@ class Replica:
 
     On the source's own device the copy's parameters lie in the very memory of the source's, so
     there is nothing to refresh; on another device they are copies. Buffers are always the replica's
-    own.
+    own. Hooks that the user registers on the source, now or later, run in the replica.
 
     Args:
         source: The module that the user trains.
         device: Where this replica computes.
         index: Its number, for errors.
+        all_parameters: Those of the whole crew, in whose order gradients are returned.
+        prefix: What stands before the names of the source's buffers.
+        rules: What becomes of buffers that the replica writes.
 
     Attributes:
         module: The copy.
         parameters: Its parameters, in the order of ``source.parameters()``.
     """
 
-    def __init__(self, source: nn.Module, device: torch.device, index: int) -> None:
+    def __init__(
+        self,
+        source: nn.Module,
+        device: torch.device,
+        index: int,
+        *,
+        all_parameters: Sequence[nn.Parameter] | None = None,
+        prefix: str = "",
+        rules: BufferRules | None = None,
+    ) -> None:
         self.index = index
         self.device = device
         self._originals = list(source.parameters())
         with torch.inference_mode(False), torch.no_grad():
             self.module = _copy_module(source, device)
         self.parameters = list(self.module.parameters())
-        self.statistics = StatisticsOfReplica(source, self.module)
-        self._modes = list(zip(source.modules(), self.module.modules(), strict=True))
+        self.statistics = StatisticsOfReplica(
+            source, self.module, prefix, rules if rules is not None else BufferRules()
+        )
+        self._attributes = Attributes(source, self.module)
+        self._hooks = Hooks(source, self.module)
+        everything = self._originals if all_parameters is None else all_parameters
+        place_of = {id(parameter): place for place, parameter in enumerate(everything)}
+        self._places = [place_of[id(original)] for original in self._originals]
+        self._num_gradients = len(everything)
         self._shared = [original.device == device for original in self._originals]
         self._versions = [-1] * len(self._originals)
 
+    def matches_source(self) -> bool:
+        """Tell whether all that has changed in the source is what :meth:`refresh` takes over."""
+        return self._attributes.can_follow() and self._hooks.can_follow()
+
     def refresh(self) -> None:
-        """Take over what has changed in the source: modes, freezing, buffers, remote values."""
-        for source, copied in self._modes:
-            copied.training = source.training
+        """Take over what has changed in the source: attributes, freezing, buffers, remote values.
+
+        Attributes are plain values such as ``training`` or a dropout's ``p``.
+        """
+        self._attributes.refresh(self.device)
         for place, (original, own) in enumerate(zip(self._originals, self.parameters, strict=True)):
             if own.requires_grad != original.requires_grad:
                 own.requires_grad_(original.requires_grad)
@@ -60,15 +88,20 @@ class Replica:
     def outdate(self) -> None:
         """Make the next :meth:`refresh` copy all remote values, whatever their versions say."""
         self._versions = [-1] * len(self._originals)
+        self.statistics.outdate()
 
     def take_gradients(self) -> list[Tensor | None]:
-        """Return and forget all gradients, in memory order, on the source's device."""
-        gradients: list[Tensor | None] = []
-        for parameter, original in zip(self.parameters, self._originals, strict=True):
+        """Return and forget all gradients, in memory order, on the source's device.
+
+        They stand in the order of the crew's parameters, with None for those of others.
+        """
+        gradients: list[Tensor | None] = [None] * self._num_gradients
+        for place, parameter, original in zip(
+            self._places, self.parameters, self._originals, strict=True
+        ):
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                gradient = in_memory_order(gradient, parameter).to(original.device)
-            gradients.append(gradient)
+                gradients[place] = in_memory_order(gradient, parameter).to(original.device)
         return gradients
 
     def drop_gradients(self) -> None:
@@ -86,6 +119,7 @@ def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
                 "is lazy. Run the module once on a sample batch first."
             )
     memo: dict[int, object] = {id(p): _alias(p) for p in source.parameters()}
+    memo.update(shared_hooks(source))
     try:
         module = copy.deepcopy(source, memo)
     except Exception as error:

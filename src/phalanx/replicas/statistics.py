@@ -1,8 +1,9 @@
 """Buffers that a model writes while it runs, such as batch norm's running statistics.
 
 Every microbatch starts from the step's starting statistics and writes its own copy. The copies are
-merged along the same tree as the gradients: floating ones as the mean weighted by what the
-microbatches stand for (summed in float64), others (counters) as the first microbatch left them.
+merged along the same tree as the gradients, each buffer by its rule (`plan.BufferRules`): a mean is
+weighted by what the microbatches stand for and summed in float64; a counter is as the first
+microbatch left it; of a sum, each microbatch brings what it has added.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.errors import UnsupportedError
+from phalanx.plan import BufferRules
 
 __all__ = [
     "Statistic",
@@ -26,14 +29,27 @@ __all__ = [
 
 @dataclass
 class Statistic:
-    """What microbatches left in one buffer: a weighted sum, or the first one's value."""
+    """What microbatches left in one buffer: by rule a weighted sum, the first's, or what was added.
+
+    Rules are ``mean``, ``first`` and ``sum``.
+    """
 
     value: Tensor
     weight: float
+    rule: str
 
-    def mean(self) -> Tensor:
-        """Return what the buffer becomes."""
-        return self.value / self.weight if self.value.is_floating_point() else self.value
+    def add(self, other: Statistic) -> None:
+        """Take the next microbatches' statistic in, in place."""
+        if self.rule != "first":
+            self.value += other.value
+            self.weight += other.weight
+
+    def write_to(self, buffer: Tensor) -> None:
+        """Make ``buffer`` what this statistic says."""
+        if self.rule == "sum":
+            buffer.add_(self.value)
+        else:
+            buffer.copy_(self.value / self.weight if self.rule == "mean" else self.value)
 
 
 Statistics = dict[str, Statistic]
@@ -42,11 +58,10 @@ Statistics = dict[str, Statistic]
 def merge_statistics(left: Statistics, right: Statistics) -> Statistics:
     """Add ``right`` to ``left``, in place."""
     for name, statistic in right.items():
-        if name not in left:
+        if name in left:
+            left[name].add(statistic)
+        else:
             left[name] = statistic
-        elif statistic.value.is_floating_point():
-            left[name].value += statistic.value
-            left[name].weight += statistic.weight
     return left
 
 
@@ -65,7 +80,7 @@ def write_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
     """Write the merged statistics into ``buffers``, in place."""
     with torch.no_grad():
         for name, statistic in merged.items():
-            buffers[name].copy_(statistic.mean())
+            statistic.write_to(buffers[name])
 
 
 class StatisticsOfReplica:
@@ -76,14 +91,23 @@ class StatisticsOfReplica:
     Args:
         source: The module whose buffers hold the step's starting statistics.
         replica: The replica, of the same structure.
+        prefix: What stands before the buffers' names.
+        rules: What becomes of which buffer.
     """
 
-    def __init__(self, source: nn.Module, replica: nn.Module) -> None:
+    def __init__(
+        self, source: nn.Module, replica: nn.Module, prefix: str, rules: BufferRules
+    ) -> None:
         self._homes = [
-            _Home(f"{prefix}.{key}" if prefix else key, key, theirs, own)
-            for (prefix, theirs), own in zip(source.named_modules(), replica.modules(), strict=True)
+            _Home(prefix + (f"{path}.{key}" if path else key), key, theirs, own, rules)
+            for (path, theirs), own in zip(source.named_modules(), replica.modules(), strict=True)
             for key in theirs._buffers
         ]
+
+    def outdate(self) -> None:
+        """Make the next :meth:`refresh` copy all buffers, whatever their versions say."""
+        for home in self._homes:
+            home.seen = (0, -1)
 
     def refresh(self) -> None:
         """Take over the source's buffers where they have changed since the last time."""
@@ -102,7 +126,7 @@ class StatisticsOfReplica:
             elif home.was_written(source):
                 now = home.owner._buffers[home.key]
                 if now is not None:
-                    found[home.name] = _weighted(now, weight, source.device)
+                    found[home.name] = home.statistic(now, weight, source)
                 home.start_from(source)
         return found
 
@@ -110,9 +134,14 @@ class StatisticsOfReplica:
 class _Home:
     """One buffer: where the source keeps it, and where the replica does."""
 
-    def __init__(self, name: str, key: str, source: nn.Module, owner: nn.Module) -> None:
+    def __init__(
+        self, name: str, key: str, source: nn.Module, owner: nn.Module, rules: BufferRules
+    ) -> None:
         self.name = name
         self.key = key
+        self._rule = rules.of(name)
+        if self._rule == "sync":  # synchronised batch norm leaves the same in all replicas
+            self._rule = "first" if isinstance(source, _BatchNorm) else "mean"
         self.owner = owner
         self.seen = (0, -1)  # identity and version of what it was copied from
         self._source = source
@@ -133,6 +162,15 @@ class _Home:
         self._start, self._version = own, own._version
         self.seen = (id(source), source._version)
 
+    def statistic(self, value: Tensor, weight: float, source: Tensor) -> Statistic:
+        """Return what a microbatch that left ``value`` brings."""
+        value = value.detach().to(source.device)
+        if self._rule == "mean" and value.is_floating_point():
+            return Statistic(value.double() * weight, weight, "mean")
+        if self._rule == "sum" and value.shape == source.shape:
+            return Statistic(value - source.detach(), weight, "sum")
+        return Statistic(value.clone(), weight, "first")
+
     def refuse_new(self) -> None:
         """Refuse a buffer that the forward pass made: the source has no place for it."""
         if self.owner._buffers[self.key] is not None:
@@ -149,10 +187,3 @@ class _Home:
             return True
         # Batch norm's kernel writes its statistics without telling torch's version counter.
         return self.owner.training and not torch.equal(now.to(source.device), source)
-
-
-def _weighted(value: Tensor, weight: float, home: torch.device) -> Statistic:
-    value = value.detach().to(home)
-    if value.is_floating_point():
-        return Statistic(value.double() * weight, weight)
-    return Statistic(value.clone(), weight)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from phalanx.errors import StateError
+from phalanx.errors import GroupAborted, StateError
 from phalanx.replicas.intra_op import num_threads, set_intra_op
 
 __all__ = ["Team"]
@@ -72,9 +72,10 @@ class Team:
     def each(self, task: Callable[[int], T]) -> list[T]:
         """Run ``task(index)`` in every thread at once and return the results by index.
 
-        When tasks fail, the first failure by index is raised with its own traceback, the others are
-        notes on it. All threads are idle again when this returns or raises, also after a
-        `KeyboardInterrupt` in the caller; a second one does not wait, and closes the team.
+        When tasks fail, the first failure by index that is no echo (`GroupAborted`) is raised with
+        its own traceback, the others are notes on it. All threads are idle again when this returns
+        or raises, also after a `KeyboardInterrupt` in the caller; a second one does not wait, and
+        closes the team.
 
         Raises:
             StateError: The team is closed.
@@ -163,7 +164,7 @@ def _dismiss(seats: list[_Seat]) -> None:
 
 
 def _first_cause(failures: list[BaseException]) -> BaseException:
-    cause, *echoes = failures
+    cause, *echoes = sorted(failures, key=lambda failure: isinstance(failure, GroupAborted))
     for echo in echoes:
         cause.add_note(f"Also failed: {type(echo).__name__}: {echo}")
     return cause

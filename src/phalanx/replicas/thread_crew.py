@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 from phalanx.clock import now_s
+from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError
 from phalanx.memory import keep_freed_memory
-from phalanx.plan import Shares, check_workloads, workload_sizes
+from phalanx.plan import BufferRules, Shares, check_workloads, workload_sizes
+from phalanx.replicas.batch_norm import batch_norm_names, synchronise_batch_norm
 from phalanx.replicas.draws import Draws, derive_seed
 from phalanx.replicas.intra_op import num_cores
+from phalanx.replicas.meeting import Meeting
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.replica import Replica
 from phalanx.replicas.sums import Partial, PartialSums
@@ -85,16 +88,22 @@ class Report:
 
 
 class ThreadCrew:
-    """Replicas of ``module`` on threads of this process.
+    """Replicas of one module, or of one module each, on threads of this process.
 
-    Replicas on the module's own device share its parameter memory. Microbatches are handed out in
+    Replicas on a module's own device share its parameter memory. Microbatches are handed out in
     consecutive shares by ``workloads``; a replica that runs dry takes from the one with most left.
 
     Args:
-        module: The module that the user trains; its parameters are read in place.
+        source: The module that the user trains, or one for each device; parameters are read in
+            place. Buffers of several modules go by their name after the module's index, such as
+            ``"0.seen"``.
         devices: One per replica.
         workloads: Relative shares; equal by default; 0 switches a replica off.
         intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
+        rules: What becomes of buffers that replicas write.
+
+    Attributes:
+        parameters: All parameters, each once, in whose order gradients are summed.
 
     Raises:
         ConfigError: Workloads or `intra_op` do not fit the devices.
@@ -105,31 +114,83 @@ class ThreadCrew:
 
     def __init__(
         self,
-        module: nn.Module,
+        source: nn.Module | Sequence[nn.Module],
         devices: Sequence[torch.device],
         *,
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
+        rules: BufferRules | None = None,
     ) -> None:
         self.workloads = list(workloads) if workloads is not None else [1.0] * len(devices)
         check_workloads(self.workloads, len(devices))
         if intra_op is not None and intra_op < 1:
             raise ConfigError(f"`intra_op` must be at least 1 thread, but is {intra_op!r}.")
-        self.module = module
+        alone = isinstance(source, nn.Module)
+        sources = [source] * len(devices) if isinstance(source, nn.Module) else list(source)
+        self.parameters = _all_parameters(sources)
         self.devices = tuple(devices)
         self.intra_op = intra_op or default_intra_op(devices)
         keep_freed_memory()
-        self.replicas = [Replica(module, device, index) for index, device in enumerate(devices)]
+        self.replicas = [
+            Replica(
+                own,
+                device,
+                index,
+                all_parameters=self.parameters,
+                prefix="" if alone else f"{index}.",
+                rules=rules,
+            )
+            for index, (own, device) in enumerate(zip(sources, devices, strict=True))
+        ]
+        # Replicas of one module see the same changes, so one of them watches for all.
+        self._watchers = self.replicas[:1] if alone else self.replicas
         self._places = [
             (owner, key, parameter, parameter.data_ptr())
-            for owner in module.modules()
+            for own in dict.fromkeys(sources)
+            for owner in own.modules()
             for key, parameter in owner._parameters.items()
             if parameter is not None
         ]
+        self._meeting = self._synchronise(sources[0], rules) if alone and rules else None
         self._team = Team(len(devices), intra_op=self.intra_op)
         self._draws: bool | None = (
             None  # None: not known yet whether the model draws random numbers
         )
+
+    def _synchronise(self, source: nn.Module, rules: BufferRules) -> Meeting | None:
+        """Let the replicas' batch norms meet where statistics are to be the whole batch's."""
+        names = [
+            name
+            for name in batch_norm_names(source)
+            if rules.of(f"{name}.running_mean" if name else "running_mean") == "sync"
+        ]
+        if not names or len(self.replicas) == 1:
+            return None
+        meeting = Meeting()
+        synchronise_batch_norm([replica.module for replica in self.replicas], names, meeting)
+        return meeting
+
+    @property
+    def meets(self) -> bool:
+        """Whether replicas wait for each other inside the model (synchronised batch norm)."""
+        return self._meeting is not None
+
+    def open_meeting(self, members: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """Say which replicas take part in the run of the body, where they wait for each other."""
+        if self._meeting is None:
+            return contextlib.nullcontext()
+        return self._meeting.open(members)
+
+    @contextlib.contextmanager
+    def attending(self, replica: int) -> Iterator[None]:
+        """Take part in the meeting until the body ends, so that nobody waits any longer then."""
+        if self._meeting is None:
+            yield
+            return
+        # Torch runs all backward passes of one GPU on one thread of its own, where the first
+        # replica would wait for those behind it.
+        with self._meeting.attending(replica), torch.autograd.set_multithreading_enabled(False):
+            yield
 
     @property
     def draws(self) -> bool | None:
@@ -137,11 +198,16 @@ class ThreadCrew:
         return self._draws
 
     def matches_source(self) -> bool:
-        """Tell whether the module still has the parameters, where they were when this was made."""
+        """Tell whether the replicas can follow all that was done to the module since."""
         return all(
             owner._parameters.get(key) is parameter and parameter.data_ptr() == pointer
             for owner, key, parameter, pointer in self._places
-        )
+        ) and all(replica.matches_source() for replica in self._watchers)
+
+    def outdate(self) -> None:
+        """Make the next run copy everything from the module, whatever its versions say."""
+        for replica in self.replicas:
+            replica.outdate()
 
     def __len__(self) -> int:
         return len(self.replicas)
@@ -162,6 +228,7 @@ class ThreadCrew:
         weights: Sequence[float],
         seed: tuple[int, ...],
         pinned: bool = False,
+        feedback: Feedback | None = None,
     ) -> Report:
         """Run every microbatch of weight above 0 on some replica.
 
@@ -170,6 +237,8 @@ class ThreadCrew:
             modes. weights: What each microbatch stands for; one of weight 0 is left out.
             seed: Where the random numbers of this run start; each microbatch appends its index.
             pinned: Microbatch i goes to replica i and nowhere else.
+            feedback: Each microbatch's gradient passes through its codec, in the slot of the
+                microbatch's index; new errors are pending when this returns.
 
         Returns:
             The results by microbatch, and the sums along the tree of the gradients that ``run``
@@ -179,14 +248,17 @@ class ThreadCrew:
             Exception: What ``run`` raised, with a note that names replica and microbatch. Nothing
                 that the caller can see has changed then.
         """
-        job = _Job(microbatches, run, weights, seed, pinned, draws=self._draws is not False)
+        draws = self._draws is not False
+        job = _Job(microbatches, run, weights, seed, pinned, draws=draws, feedback=feedback)
         before = torch.get_rng_state()
         self._work_on(job)
         if not job.draws and not torch.equal(before, torch.get_rng_state()):
             # Somebody drew from the process's own generator, though this model had drawn nothing
             # before: forget this run, and do it again with a generator for each microbatch.
             torch.set_rng_state(before)
-            job = _Job(microbatches, run, weights, seed, pinned, draws=True)
+            if feedback is not None:
+                feedback.rollback()
+            job = _Job(microbatches, run, weights, seed, pinned, draws=True, feedback=feedback)
             self._work_on(job)
             self._draws = True
         elif self._draws is None:
@@ -198,13 +270,16 @@ class ThreadCrew:
             job.shares = Shares([int(weight > 0) for weight in job.weights], stealing=False)
         else:
             job.shares = Shares(workload_sizes(len(job.queue), self.workloads))
-        modes = CallerModes.capture(frozenset(device.type for device in self.devices))
+        modes = CallerModes.capture(self.devices)
+        shapes = [parameter.shape for parameter in self.parameters] if job.feedback else []
+        members = [index for index, weight in enumerate(job.weights) if weight > 0]
 
         def serve(index: int) -> None:
-            with modes.entered():
-                _serve(self.replicas[index], job)
+            with modes.entered(self.devices[index]), self.attending(index):
+                _serve(self.replicas[index], job, shapes)
 
-        self._team.each(serve)
+        with self.open_meeting(members):
+            self._team.each(serve)
 
 
 class _Job:
@@ -218,6 +293,7 @@ class _Job:
         seed: tuple[int, ...],
         pinned: bool,
         draws: bool,
+        feedback: Feedback | None,
     ) -> None:
         self.microbatches = microbatches
         self.run = run
@@ -225,6 +301,7 @@ class _Job:
         self.seed = seed
         self.pinned = pinned
         self.draws = draws
+        self.feedback = feedback
         self.drew = threading.Event()
         self.sums = PartialSums(len(microbatches))
         self.queue = [index for index, weight in enumerate(weights) if weight > 0]
@@ -259,6 +336,11 @@ class _Job:
         )
 
 
+def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
+    found = {id(p): p for source in dict.fromkeys(sources) for p in source.parameters()}
+    return list(found.values())
+
+
 def default_intra_op(devices: Sequence[torch.device]) -> int:
     """Return the threads inside operators that give every CPU replica its share of the cores."""
     on_cpu = sum(device.type == "cpu" for device in devices)
@@ -272,14 +354,17 @@ def blame(error: BaseException, replica: Replica, microbatch: int) -> None:
     )
 
 
-def _serve(replica: Replica, job: _Job) -> None:
+def _serve(replica: Replica, job: _Job, shapes: Sequence[torch.Size]) -> None:
     replica.refresh()
     while (index := job.take(replica.index)) is not None:
         start_s = now_s()
         try:
             job.results[index] = job.run(job.turn(replica, index))
             written = replica.statistics.collect(job.weights[index])
-            job.sums.put(index, Partial(replica.take_gradients(), written))
+            gradients = replica.take_gradients()
+            if job.feedback is not None:
+                gradients = job.feedback.compress(index, gradients, shapes)
+            job.sums.put(index, Partial(gradients, written))
         except BaseException as error:
             job.failed = True
             replica.drop_gradients()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.clock import now_s
+from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import FlatParameters
 from phalanx.replicas import (
@@ -67,7 +68,9 @@ class Engine:
         cutter: Cutter,
         workloads: Sequence[float] | None,
         clip_norm: float | None,
+        feedback: Feedback | None,
     ) -> None:
+        self._feedback = feedback
         self._module = module
         self._optimizer = optimizer
         self._cutter = cutter
@@ -120,7 +123,7 @@ class Engine:
 
     def compute(self, pieces: Cut, run: Callable[[Turn], Outcome], seed: tuple[int, ...]) -> Report:
         """Run all microbatches; nothing that the caller can see changes."""
-        return compute(self.crew, pieces, run, seed)
+        return compute(self.crew, pieces, run, seed, None)
 
     def update(
         self,
@@ -141,10 +144,24 @@ class Engine:
                 microbatches, when all of them have succeeded.
             commit: Called when the weights are new, by the last thread.
         """
+        try:
+            return self._update(pieces, run, seed, count, commit)
+        finally:
+            if self._feedback is not None:  # what was committed is pending no longer
+                self._feedback.rollback()
+
+    def _update(
+        self,
+        pieces: Cut,
+        run: Callable[[Turn], Outcome],
+        seed: tuple[int, ...],
+        count: Callable[[int, Outcome], None] | None,
+        commit: Callable[[Loss], None],
+    ) -> Update:
         if self._alone:  # as `zero_grad()` does: the new gradients find the old ones' memory
             for parameter in self._flat.parameters:
                 parameter.grad = None
-        report = self.compute(pieces, run, seed)
+        report = compute(self.crew, pieces, run, seed, self._feedback)
         statistics = self._merged_statistics(report.operands)
         if count is not None:
             self._count(report, count)
@@ -182,6 +199,8 @@ class Engine:
 
     def _finish(self, statistics: dict[str, Statistic]) -> None:
         self._stepper.finish()
+        if self._feedback is not None:
+            self._feedback.commit()
         if statistics:
             write_statistics(self._buffers(), statistics)
         for replica in self.crew.replicas:
@@ -279,11 +298,20 @@ def _trainable(optimizer: Optimizer) -> list[list[nn.Parameter]]:
 
 
 def compute(
-    crew: ThreadCrew, pieces: Cut, run: Callable[[Turn], Outcome], seed: tuple[int, ...]
+    crew: ThreadCrew,
+    pieces: Cut,
+    run: Callable[[Turn], Outcome],
+    seed: tuple[int, ...],
+    feedback: Feedback | None,
 ) -> Report:
     """Run all microbatches of ``pieces`` on ``crew``."""
     return crew.run(
-        pieces.microbatches, run, weights=pieces.weights, seed=seed, pinned=pieces.pinned
+        pieces.microbatches,
+        run,
+        weights=pieces.weights,
+        seed=seed,
+        pinned=pieces.pinned,
+        feedback=feedback,
     )
 
 

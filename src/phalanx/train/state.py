@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from phalanx.codecs import Feedback
 from phalanx.errors import CheckpointError, UnsupportedError
 from phalanx.train.checkpoint import Stored, load_stored, pack_state, save_stored, unpack_like
 from phalanx.train.order import Order
@@ -38,6 +39,7 @@ class TrainerState:
     seed: int
     microbatches: int | None
     formation: tuple[int, int] | None
+    feedback: Feedback | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +70,14 @@ def capture_state(state: TrainerState, folder: Path) -> None:
                 "optimizer": tensors,
                 "order": order.tensors if order is not None else {},
                 "metrics": dict(state.counted),
+                "codec": {} if state.feedback is None else state.feedback.state_dict(),
             },
             values={
                 "position": state.position.to_values(),
                 "order": order.values if order is not None else None,
                 "seed": state.seed,
                 "microbatches": state.microbatches,
+                "codec": _codec_of(state.feedback),
                 "formation": state.formation,
                 "optimizer": type(state.optimizer).__name__,
                 "optimizer_scalars": scalars,
@@ -123,7 +127,11 @@ def restore_state(
     _check_model(state.module, stored.tensors["model"], folder)
     _check_optimizer(state.optimizer, stored, folder)
     _check_scheduler(state.scheduler, values.get("scheduler_type"), folder)
+    _check_codec(state.feedback, values.get("codec"), folder)
     accept(restored)
+    if state.feedback is not None:
+        slots = state.microbatches or (state.formation or restored.formation or (1,))[0]
+        state.feedback.load_state_dict(stored.tensors["codec"], num_slots=slots)
     state.module.load_state_dict(stored.tensors["model"])
     state.optimizer.load_state_dict(optimizer)
     if state.scheduler is not None:
@@ -214,6 +222,18 @@ def _check_scheduler(scheduler: LRScheduler | None, stored: str | None, folder: 
             f"Checkpoint `{folder}` must be of a run with scheduler {_type_of(scheduler)!r} like "
             f"this trainer's, but is of one with {stored!r}. Give `scheduler=` as it was."
         )
+
+
+def _check_codec(feedback: Feedback | None, stored: str | None, folder: Path) -> None:
+    if _codec_of(feedback) != stored:
+        raise CheckpointError(
+            f"Checkpoint `{folder}` must be of a run with codec {_codec_of(feedback)} like this "
+            f"trainer's, but is of one with {stored}. Give `codec=` as it was."
+        )
+
+
+def _codec_of(feedback: Feedback | None) -> str | None:
+    return None if feedback is None else repr(feedback.codec)
 
 
 def _type_of(scheduler: LRScheduler | None) -> str | None:

@@ -9,17 +9,16 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer, SparseAdam
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from phalanx.clock import now_s
-from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.codecs import Codec, Feedback
+from phalanx.errors import ConfigError, StateError
 from phalanx.plan import Layout, check_workloads
-from phalanx.replicas import (
-    caller_intra_op,
-    resolve_devices,
-)
+from phalanx.replicas import caller_intra_op, resolve_devices
+from phalanx.train.arguments import check_counts, check_options, make_optimizer, make_scheduler
 from phalanx.train.cutting import Cutter
 from phalanx.train.engine import Engine, check_members, loss_of
 from phalanx.train.events import Callback, EpochDone, Event, FormationChosen, StepDone
@@ -66,6 +65,8 @@ class Trainer:
         clip_norm: Largest 2-norm of all gradients together.
         scheduler: Makes a learning-rate scheduler from the optimizer; stepped after every update.
         metrics: torchmetrics by name, counted in training and evaluation.
+        codec: Each microbatch's gradient passes through it before they are added, with error
+            feedback: "fp16", "bf16", "one_bit", "top_k", or a codec; default: none.
         channels_last: Lay convolution weights out channels_last; default: where the model has
             convolutions and runs so.
         callbacks: Called with every `StepDone`, `EpochDone` and `FormationChosen`.
@@ -104,10 +105,11 @@ class Trainer:
         clip_norm: float | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         metrics: Mapping[str, Metric] | None = None,
+        codec: Codec | str | None = None,
         channels_last: bool | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        _check_options(module, replicas, microbatches, intra_op, crew, clip_norm)
+        check_options(module, replicas, microbatches, intra_op, crew, clip_norm)
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
@@ -117,14 +119,15 @@ class Trainer:
         self._work = Work(loss, forward)
         self._cutter = Cutter(layout if layout is not None else Layout(), microbatches, weight)
         self._metrics = ReplicaMetrics(metrics or {})
-        self.optimizer = _make_optimizer(optimizer, parameters)
+        self.optimizer = make_optimizer(optimizer, parameters)
         check_members(module, self.optimizer)
-        self.scheduler = _make_scheduler(scheduler, self.optimizer)
+        self.scheduler = make_scheduler(scheduler, self.optimizer)
         self._workloads = workloads
         self._microbatches = microbatches
         self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
         self._seed = seed
         self._clip_norm = clip_norm
+        self._feedback = None if codec is None else Feedback(codec)
         self._channels_last = channels_last
         self._callbacks = tuple(callbacks)
         self._engine: Engine | None = None
@@ -205,7 +208,7 @@ class Trainer:
             ConfigError: The loader yields nothing, or a batch cannot work; the step is refused
                 then.
         """
-        _check_counts(epochs, steps)
+        check_counts(epochs, steps)
         self._check_open()
         if epochs is None and steps is None:
             epochs = 1
@@ -450,6 +453,7 @@ class Trainer:
             counted=self._metrics.capture() if self._position.batch > 0 else {},
             seed=self._seed,
             microbatches=self._microbatches,
+            feedback=self._feedback,
             formation=None
             if self._formation is None
             else (len(self._formation.devices), self._formation.intra_op),
@@ -477,6 +481,7 @@ class Trainer:
             cutter=self._cutter,
             workloads=self._workloads,
             clip_norm=self._clip_norm,
+            feedback=self._feedback,
         )
 
     def _close_engine(self) -> None:
@@ -504,83 +509,3 @@ class Trainer:
     def _tell(self, event: Event) -> None:
         for callback in self._callbacks:
             callback(event)
-
-
-def _check_options(
-    module: nn.Module,
-    replicas: int | str | Sequence[Device],
-    microbatches: int | None,
-    intra_op: int | None,
-    crew: str,
-    clip_norm: float | None,
-) -> None:
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
-    if isinstance(replicas, str) and replicas != "auto":
-        raise ConfigError(
-            f"`replicas` must be a number, a sequence of devices or 'auto', but is {replicas!r}. "
-            f"Give [{replicas!r}] for one replica there."
-        )
-    if microbatches is not None and microbatches < 1:
-        raise ConfigError(
-            f"`microbatches` must be at least 1, but is {microbatches!r}. Give None for one slice "
-            "per replica."
-        )
-    if intra_op is not None and intra_op < 1:
-        raise ConfigError(f"`intra_op` must be at least 1 thread, but is {intra_op!r}.")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(
-            f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
-        )
-    if crew != "threads":
-        raise UnsupportedError(
-            f"`crew` must be 'threads', but is {crew!r}: no other crew is built yet."
-        )
-
-
-def _check_counts(epochs: int | None, steps: int | None) -> None:
-    for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and value < 1:
-            raise ConfigError(f"`{name}` must be at least 1, but is {value!r}.")
-
-
-def _make_optimizer(
-    make: Callable[[list[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]
-) -> Optimizer:
-    if not callable(make):
-        raise ConfigError(
-            "`optimizer` must be a function that makes one from parameters, but is "
-            f"{type(make).__name__!r}. Give lambda params: torch.optim.AdamW(params, lr=1e-3)."
-        )
-    optimizer = make(parameters)
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            "`optimizer` must return a `torch.optim.Optimizer`, but returned "
-            f"{type(optimizer).__name__!r}."
-        )
-    if isinstance(optimizer, (LBFGS, SparseAdam)):
-        raise UnsupportedError(
-            "`optimizer` must step once from dense gradients, but "
-            f"{type(optimizer).__name__!r} needs a closure or sparse gradients. Choose another."
-        )
-    return optimizer
-
-
-def _make_scheduler(
-    make: Callable[[Optimizer], LRScheduler] | None, optimizer: Optimizer
-) -> LRScheduler | None:
-    if make is None:
-        return None
-    if not callable(make):
-        raise ConfigError(
-            "`scheduler` must be a function that makes one from the optimizer, but is "
-            f"{type(make).__name__!r}. Give lambda optimizer: StepLR(optimizer, 10)."
-        )
-    scheduler = make(optimizer)
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise UnsupportedError(
-            "`scheduler` must need nothing to be stepped after every update, but "
-            "'ReduceLROnPlateau' needs a metric. Step it yourself after `evaluate()`, outside of "
-            "the trainer."
-        )
-    return scheduler

@@ -87,6 +87,6 @@ class Trial:
 
         def run() -> None:
             with torch.enable_grad():
-                compute(crew, pieces, work, seed=(0,))
+                compute(crew, pieces, work, seed=(0,), feedback=None)
 
         return run, crew.close

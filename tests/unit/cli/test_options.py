@@ -95,6 +95,7 @@ def test_what_is_said_is_taken():
         "batch_size": 5,
         "lr": 0.5,
         "seed": 9,
+        "codec": "top_k(0.1)",
     }
     assert asdict(complete(GivenOptions(**said))) == said
 
@@ -108,6 +109,7 @@ def test_what_is_said_is_taken():
         ({"lr": 0.0}, "`--lr` must be a number above 0, but is 0.0"),
         ({"lr": float("nan")}, "`--lr` must be a number above 0, but is nan"),
         ({"lr": float("inf")}, "`--lr` must be a number above 0, but is inf"),
+        ({"codec": "zip"}, "`codec` must be 'fp16', 'bf16', 'one_bit'"),
         ({"seed": -1}, "`--seed` must be from 0 to"),
         ({"seed": 2**63}, "`--seed` must be from 0 to"),
         ({"workloads": "1,2"}, "must come with a fixed number of replicas.* Give --replicas 2"),

@@ -1,0 +1,227 @@
+"""The container that others extend: columns on devices, and two rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError, StateError
+from phalanx.parallel.call import Call
+from phalanx.parallel.container import Container
+from phalanx.parallel.pinning import keeping
+from phalanx.plan import Merge, Merging, flatten, leaf_paths, least_loaded
+from phalanx.replicas import ThreadCrew, known_devices, resolve_device
+from phalanx.types import Device, Nested
+
+__all__ = ["AbstractParallel"]
+
+_CPU = torch.device("cpu")
+
+
+class AbstractParallel(Container):
+    """Run different modules, the columns, at the same time, each on its device.
+
+    A subclass says in ordinary torch operations what every column gets (:meth:`distribute`) and
+    what becomes of what they return (:meth:`merge`); autograd follows from the two. All else is
+    here: placement, one thread per column, forward and backward on it, copies between devices.
+    Columns are trained in place, and named "0", "1", … in `state_dict()`.
+
+    Args:
+        dim: The dim that the two rules are about.
+        intra_op: Threads inside operators per column; default: cores divided by columns.
+
+    Raises:
+        ConfigError: ``distribute`` does not return one input per column.
+        StateError: The container is called without columns.
+        UnsupportedError: In a second derivative (``create_graph=True``).
+
+    Determinism: bitwise equal from run to run.
+
+    Example:
+        >>> class Mixture(AbstractParallel):
+        ...     def distribute(self, inputs):
+        ...         return [inputs] * len(self)
+        ...
+        ...     def merge(self, outputs):
+        ...         return torch.stack(outputs).sum(0)
+        >>> with Mixture().add(nn.Linear(4, 2)).add(nn.Sequential(nn.Linear(4, 2))) as model:
+        ...     model(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
+
+    A model around it that is moved to a device moves columns that are on the CPU; those on
+    accelerators stay where they are.
+
+    Source: fbcunn's ``AbstractParallel``; unlike it, any devices, any nested inputs and outputs,
+    and columns that run concurrently on a CPU too.
+    """
+
+    def __init__(self, dim: int = 0, *, intra_op: int | None = None) -> None:
+        super().__init__(intra_op)
+        self.dim = dim
+        self._placed: list[torch.device] = []
+
+    def distribute(self, inputs: Nested) -> Sequence[Nested]:
+        """Return one input per column.
+
+        Args:
+            inputs: What the container was called with: the value itself when it was one, a tuple
+                when there were several; each column then gets a tuple, too. Keyword arguments do
+                not come here; they are given whole to every column.
+        """
+        raise NotImplementedError(
+            f"`{type(self).__name__}` must say what its columns get, but has no `distribute()`. "
+            "Write one that returns one input per column."
+        )
+
+    def merge(self, outputs: list[Nested]) -> Nested:
+        """Return the container's output; by default, columns' outputs concatenated along ``dim``.
+
+        Leaf by leaf, on the first column's device; of leaves that are no tensors the first
+        column's.
+
+        Args:
+            outputs: What the columns returned, in order, each on its column's device.
+        """
+        leaves = zip(*(flatten(output)[0] for output in outputs), strict=False)  # refused below
+        rules: dict[str | int, Merge | str] = {
+            path: Merge.cat(self.dim) if any(isinstance(leaf, Tensor) for leaf in each) else "first"
+            for path, each in zip(leaf_paths(outputs[0]), leaves, strict=False)
+        }
+        merging = Merging(rules, noun="column")
+        return merging.merge(outputs, [0] * len(outputs), self.devices[0])
+
+    def add(self, module: nn.Module, device: Device | None = None) -> Self:
+        """Append ``module`` as the next column, move it to ``device``, and return the container.
+
+        Args:
+            device: Default: :meth:`next_device`.
+
+        Raises:
+            ConfigError: It is no module, or the device does not exist.
+        """
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
+        place = self.next_device() if device is None else resolve_device(device)
+        self.close()
+        self.add_module(str(len(self)), module.to(place))
+        self._placed.append(place)
+        return self
+
+    def get(self, index: int) -> nn.Module:
+        """Return column ``index``, counted from 0; negative ones count from the end.
+
+        Raises:
+            ConfigError: There is no such column.
+        """
+        columns = self._columns()
+        if not -len(columns) <= index < len(columns):
+            raise ConfigError(
+                f"`index` must be a column, 0 to {len(columns) - 1}, but is {index!r}."
+                if columns
+                else f"`index` must be a column, but is {index!r}: there is none. Call `add()`."
+            )
+        return columns[index]
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each column: where its parameters are, or where it was placed."""
+        return tuple(map(_place, self._columns(), self._placed))
+
+    def next_device(self) -> torch.device:
+        """Return the device with fewest bytes of parameters, of columns placed by hand as well."""
+        sizes = [
+            sum(p.numel() * p.itemsize for p in column.parameters()) for column in self._columns()
+        ]
+        return least_loaded(known_devices(), list(zip(self.devices, sizes, strict=True)))
+
+    def send(self, destination: Tensor, source: Tensor) -> Tensor:
+        """Copy ``source`` into ``destination``, and return that.
+
+        Any strides, any two devices, also to another dtype. Between accelerators the copy is
+        asynchronous and ordered with the current streams of both devices: what is enqueued later
+        may change ``source`` and read ``destination``. From or to the CPU's memory, which no stream
+        guards, it is finished when this returns.
+
+        Shapes:
+            Both of the same shape.
+
+        Raises:
+            ConfigError: The shapes differ.
+
+        Source: fbcunn's ``gpuSend(dest, source)``, where nothing kept ``source`` from changing.
+        """
+        if destination.shape != source.shape:
+            raise ConfigError(
+                f"`destination` must have the shape of `source`, {tuple(source.shape)}, but has "
+                f"{tuple(destination.shape)}."
+            )
+        with torch.no_grad():
+            on_cpu = "cpu" in (source.device.type, destination.device.type)
+            return destination.copy_(source, non_blocking=not on_cpu)
+
+    # Any: the columns' own signature.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Distribute the inputs, run all columns at once, and merge their outputs."""
+        if not len(self):
+            raise StateError(
+                f"`{type(self).__name__}` needs at least one column. Call `add()` first."
+            )
+        inputs = args[0] if len(args) == 1 else args
+        calls = [
+            Call((part,) if len(args) == 1 else tuple(part), kwargs)
+            for part in self._checked(self.distribute(inputs))
+        ]
+
+        def run(index: int, module: nn.Module, leaves: Nested) -> Nested:
+            own_args, own_kwargs = calls[index].split(leaves)
+            return module(*own_args, **own_kwargs)
+
+        outputs = self._run([call.leaves for call in calls], [1.0] * len(calls), run)
+        return self.merge(outputs)
+
+    def extra_repr(self) -> str:
+        places = [str(device) for device in self.devices]
+        told = ", ".join(places)
+        if len(places) > 1 and len(set(places)) == 1:
+            told = f"{places[0]}×{len(places)}"
+        columns = "1 column" if len(places) == 1 else f"{len(places)} columns"
+        return f"{columns}{' on ' * bool(places)}{told}, dim={self.dim}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply ``fn`` to all tensors inside, as `to()`, `cuda()`, `float()`, … of a model do.
+
+        Columns on accelerators take over the dtype only: they were spread out on purpose.
+        """
+        super()._apply(fn, recurse=False)  # type: ignore[no-untyped-call]
+        places = {
+            id(column): place for column, place in zip(self._columns(), self.devices, strict=True)
+        }
+        for child in self.children() if recurse else ():
+            place = places.get(id(child), _CPU)
+            child._apply(fn if place == _CPU else keeping(fn, place))
+        return self
+
+    def _checked(self, parts: Sequence[Nested]) -> Sequence[Nested]:
+        if not isinstance(parts, (list, tuple)) or len(parts) != len(self):
+            told = f"{len(parts)}" if isinstance(parts, (list, tuple)) else repr(type(parts))
+            raise ConfigError(
+                f"`distribute()` must return a list of one input per column ({len(self)}), but "
+                f"returned {told}."
+            )
+        return parts
+
+    def _columns(self) -> list[nn.Module]:
+        return [self.get_submodule(str(index)) for index in range(len(self._placed))]
+
+    def _make_crew(self) -> ThreadCrew:
+        return ThreadCrew(self._columns(), self.devices, intra_op=self._intra_op)
+
+
+def _place(column: nn.Module, placed: torch.device) -> torch.device:
+    return next((parameter.device for parameter in column.parameters()), placed)

@@ -1,0 +1,291 @@
+"""What all containers have in common: workers, and one model whatever their number."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from phalanx.codecs import Feedback
+from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.memory import FlatParameters
+from phalanx.parallel.graph import CrewGraph, HeldGradients
+from phalanx.replicas import (
+    Report,
+    Statistic,
+    ThreadCrew,
+    Turn,
+    advance_process_generator,
+    check_statistics,
+    hold_caller_at_one_thread,
+    merge_statistics,
+    seed_of_process,
+    write_statistics,
+)
+from phalanx.types import Nested
+
+__all__ = ["Container"]
+
+
+class _Running:
+    """What belongs to this object in this process: threads, and what lies in their memory.
+
+    One object, so that nothing of it shows as a change of the container, of which there may be
+    replicas in an outer one.
+    """
+
+    def __init__(self) -> None:
+        self.crew: ThreadCrew | None = None
+        self.restore_caller: Callable[[], object] | None = None
+        self.flat: FlatParameters | None = None
+        self.held = HeldGradients()
+        self.hold = False
+
+
+class Container(nn.Module):
+    """A module that runs others on worker threads; what it trains are their own parameters."""
+
+    def __init__(self, intra_op: int | None) -> None:
+        super().__init__()
+        if intra_op is not None and intra_op < 1:
+            raise ConfigError(f"`intra_op` must be at least 1 thread, but is {intra_op!r}.")
+        self._intra_op = intra_op
+        self._initialisers: list[Callable[[], object]] = []
+        self._feedback: Feedback | None = None
+        self._running = _Running()
+
+    def _make_crew(self) -> ThreadCrew:
+        """Make the workers; each kind of container has its own."""
+        raise NotImplementedError
+
+    def _trained(self) -> nn.Module:
+        """Return the module whose names parameters and buffers go by."""
+        return self
+
+    def close(self) -> None:
+        """Dismiss the workers' threads; the next forward pass makes new ones."""
+        if self._running.crew is not None:
+            self._running.crew.close()
+            self._running.crew = None
+        if self._running.restore_caller is not None:
+            self._running.restore_caller()
+            self._running.restore_caller = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def threads(self, init: Callable[[], object]) -> Self:
+        """Run ``init()`` once in every worker's thread, before the first forward pass in it.
+
+        Called several times, all functions run, in order. Threads that exist already are replaced.
+
+        Example:
+            >>> import torch
+            >>> from phalanx import DataParallel
+            >>> model = DataParallel(nn.Linear(2, 1)).threads(lambda: torch.set_printoptions(4))
+            >>> with model:
+            ...     model(torch.ones(3, 2)).shape
+            torch.Size([3, 1])
+
+        Source: torch/cunn's ``DataParallelTable:threads``, where a second call before the first
+        forward pass failed.
+        """
+        self.close()
+        self._initialisers.append(init)
+        return self
+
+    def sync_parameters(self) -> None:
+        """Make all workers equal to the module now.
+
+        What optimizers and in-place operations change is noticed without it. It is needed only
+        after a write through ``.data``, or into the memory, of a buffer, or of a parameter that
+        workers on another device have copies of.
+        """
+        if self._running.crew is not None:
+            crew = self._open_crew()
+            crew.outdate()
+            crew.each(lambda worker: crew.replicas[worker].refresh())
+
+    def flat_parameters(self) -> tuple[Tensor, Tensor]:
+        """Return all parameters as one tensor, and all their gradients as another.
+
+        From now on every parameter, and its ``grad``, is a view of them: who writes there trains
+        the module. Zero gradients by :meth:`zero_grad` or in the flat tensor. Calling it again
+        returns the same tensors, unless something has moved a parameter.
+
+        Shapes:
+            Both [N], with N = the sum of the parameters' elements, frozen ones too, in order.
+
+        Raises:
+            UnsupportedError: There is no parameter, or they differ in dtype or device.
+
+        Example:
+            >>> from phalanx import DataParallel
+            >>> net = nn.Linear(3, 2)
+            >>> values, gradients = DataParallel(net).flat_parameters()
+            >>> _ = values.fill_(1.0)
+            >>> net.bias.tolist(), values.numel()
+            ([1.0, 1.0], 8)
+
+        Source: Torch7's ``getParameters()``.
+        """
+        parameters = list(self.parameters())
+        kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
+        if len(kinds) != 1:
+            told = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "none"
+            raise UnsupportedError(
+                "`flat_parameters()` needs parameters of one dtype on one device, but the module "
+                f"has {told}."
+            )
+        if self._running.flat is None or not _holds(self._running.flat, parameters):
+            gradients = [parameter.grad for parameter in parameters]
+            self._running.flat = FlatParameters([parameters], tight=True)
+            self._running.flat.keep_gradients(gradients)
+        segment = self._running.flat.segments[0]
+        return segment.values, segment.gradients
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, also those that workers hold; flat ones become zero and stay."""
+        self._running.held.clear()
+        super().zero_grad(set_to_none)
+        if self._running.flat is not None and _holds(self._running.flat, list(self.parameters())):
+            self._running.flat.keep_gradients([None] * len(self._running.flat.parameters))
+
+    def clone(self) -> Self:
+        """Return a deep copy: equal parameters, buffers and settings, and workers of its own."""
+        return copy.deepcopy(self)
+
+    def share(self, other: nn.Module, *names: str) -> Self:
+        """Make parameters of this container the very parameters of ``other``, of the same names.
+
+        Args:
+            names: Last components of the names, such as ``"weight"``; all parameters by default.
+
+        Raises:
+            ConfigError: ``other`` has a parameter that this container has not, or in another shape.
+                Nothing has changed then.
+
+        Source: Torch7's ``share``, which the original containers refused (siamese nets need it).
+        """
+        theirs = {
+            name: parameter
+            for name, parameter in other.named_parameters(remove_duplicate=False)
+            if not names or name.rpartition(".")[2] in names
+        }
+        own = dict(self.named_parameters(remove_duplicate=False))
+        for name, parameter in theirs.items():
+            if name not in own or own[name].shape != parameter.shape:
+                shape = tuple(own[name].shape) if name in own else "none of that name"
+                raise ConfigError(
+                    f"`other` must have parameters of the same names and shapes, but has `{name}` "
+                    f"of shape {tuple(parameter.shape)}, and this container {shape}."
+                )
+        for name, parameter in theirs.items():
+            path, _, key = name.rpartition(".")
+            self._trained().get_submodule(path).register_parameter(key, parameter)
+        return self
+
+    def reset_parameters(self) -> Self:
+        """Let every module inside draw its parameters anew, once; replicas stay equal."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset) and not isinstance(module, Container):
+                reset()
+        return self
+
+    @contextlib.contextmanager
+    def no_merge(self) -> Iterator[None]:
+        """Let backward passes of forward passes made inside keep their gradients with the workers.
+
+        The next backward pass of a forward pass made outside adds them all, as DDP's ``no_sync``
+        does: gradients are moved and added once for many batches. Until then ``grad`` does not
+        change. :meth:`zero_grad` forgets what is kept; an optimizer's does not know of it.
+        """
+        running = self._running
+        before, running.hold = running.hold, True
+        try:
+            yield
+        finally:
+            running.hold = before
+
+    # Any: what nn.Module's own state holds.
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_running": _Running()}
+
+    def _open_crew(self) -> ThreadCrew:
+        if self._running.crew is not None and not self._running.crew.matches_source():
+            self.close()
+        if self._running.crew is None:
+            crew = self._make_crew()
+            try:
+                self._running.held.bind(crew.parameters)
+                for init in self._initialisers:
+                    crew.each(lambda _, init=init: init())  # type: ignore[misc]
+            except BaseException:
+                crew.close()
+                raise
+            self._running.crew = crew
+            self._quiet_caller(crew)
+        return self._running.crew
+
+    def _quiet_caller(self, crew: ThreadCrew) -> None:
+        """Let the caller's operators run on one thread while workers share its CPU.
+
+        The pool behind them (loss, optimizer) would go on spinning beside the workers after each
+        of them: at best 1.2 times the step of an MLP, 1.45 times that of a CNN.
+        """
+        if sum(device.type == "cpu" for device in crew.devices) > 1:
+            self._running.restore_caller = hold_caller_at_one_thread(self)
+
+    def _run(
+        self,
+        parts: Sequence[Nested | None],
+        weights: Sequence[float],
+        run: Callable[[int, nn.Module, Nested], Nested],
+    ) -> list[Nested]:
+        """Run every part on its worker, and return the outputs of those that there are.
+
+        Args:
+            parts: Inputs by worker; None for those that take no part, whose weight is 0.
+            run: Called as ``run(worker, module, inputs)`` in the worker's thread.
+        """
+        crew = self._open_crew()
+        graph = CrewGraph(
+            crew, parts, held=self._running.held, hold=self._running.hold, feedback=self._feedback
+        )
+
+        def work(turn: Turn) -> None:
+            inputs = graph.inputs_of(turn)
+            with turn.drawing():
+                outputs = run(turn.index, turn.replica.module, inputs)
+            graph.keep_outputs(turn, outputs)
+
+        seed = (seed_of_process(),) if crew.draws is not False else (0,)
+        report = crew.run(parts, work, weights=weights, seed=seed, pinned=True)
+        if crew.draws:
+            advance_process_generator()
+        self._write_statistics(report)
+        return graph.outputs()
+
+    def _write_statistics(self, report: Report) -> None:
+        merged: dict[str, Statistic] = {}
+        for operand in report.operands:
+            merge_statistics(merged, operand.statistics)
+        if merged:
+            buffers = dict(self._trained().named_buffers(remove_duplicate=False))
+            check_statistics(buffers, merged)
+            write_statistics(buffers, merged)
+
+
+def _holds(flat: FlatParameters, parameters: Sequence[nn.Parameter]) -> bool:
+    return (
+        len(flat.parameters) == len(parameters)
+        and all(a is b for a, b in zip(flat.parameters, parameters, strict=True))
+        and flat.intact()
+    )

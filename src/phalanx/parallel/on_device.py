@@ -1,0 +1,239 @@
+"""A module pinned to one device of a machine, or run where it is on a machine without that device.
+
+    inputs, anywhere ── to(device) ── module ── to(output device) ── outputs
+
+Both moves are ordinary autograd operations: each gradient returns to where its input came from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from phalanx.errors import ConfigError
+from phalanx.parallel.pinning import keeping
+from phalanx.parallel.unwrapped import Unwrapped
+from phalanx.plan import flatten
+from phalanx.types import Device, Nested
+
+__all__ = ["OnDevice"]
+
+_EVERYWHERE = ("cpu", "meta")
+_NOT_THE_USERS_CODE = tuple(
+    os.path.join(os.path.dirname(path), "")
+    for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
+)
+
+
+class OnDevice(Unwrapped):
+    """Run ``module`` on ``device``, wherever its inputs come from and the model around it is.
+
+    Nested inputs are moved there, nested outputs to ``output_device``, leaf by leaf; what is no
+    tensor passes unchanged. Gradients return to the device of each input. Wrapped modules may hold
+    wrapped modules; each keeps its own device. Names of parameters and keys of `state_dict()` are
+    those of the unwrapped module, and its attributes can be read here.
+
+    Pinned means: `to()`, `cuda()` and the like, of a model around it or of itself, change the dtype
+    but not the device. Move ``.module`` to take it elsewhere: it runs where its parameters are, as
+    it does when loaded with ``map_location``, until the model around it is next moved.
+
+    On a machine without ``device`` the module runs where it is, and moves with the model around it.
+    So a model made for several GPUs runs on one, or on none; a warning says so once per object. (To
+    load a file with tensors on GPUs there, torch wants ``torch.load(…, map_location="cpu")``.)
+
+    Args:
+        module: It is moved, in place; parameters and buffers that it shares stay shared.
+        device: Where it runs.
+        output_device: Where its outputs go; default: where it runs.
+
+    Raises:
+        ConfigError: It is no module, or a device's name is unknown.
+
+    Determinism: that of the module; moving changes no bit.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(3, 4), OnDevice(nn.Linear(4, 2), "meta"))
+        >>> net[1].weight.device, list(net.state_dict())
+        (device(type='meta'), ['0.weight', '0.bias', '1.weight', '1.bias'])
+        >>> _ = net.to("cpu", torch.float64)
+        >>> net[1].weight.device, net[1].weight.dtype
+        (device(type='meta'), torch.float64)
+        >>> OnDevice(nn.Tanh(), "cpu")(torch.zeros(2)).tolist()
+        [0.0, 0.0]
+
+    Source: torch/nn's ``nn.GPU``; unlike it, shared tensors stay shared, `clone` returns the clone,
+    and wrapping a wrapped module works.
+    """
+
+    device: torch.device
+    output_device: torch.device | None
+
+    def __init__(
+        self, module: nn.Module, device: Device, output_device: Device | None = None
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
+        self.device = _named("device", device)
+        self.output_device = (
+            None if output_device is None else _named("output_device", output_device)
+        )
+        self.wrap(module)
+        self._look_around()
+        if self._here:
+            _move(module, self.device)
+
+    # Any: the module's own signature.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on its device."""
+        home = self._home()
+        args, kwargs = _moved((args, kwargs), home)
+        with _current(home):
+            outputs = self.module(*args, **kwargs)
+        return _moved(outputs, self.output_device if self._output_here else home)
+
+    def clone(self) -> Self:
+        """Return a deep copy on the same devices: equal outputs, independent."""
+        return copy.deepcopy(self)
+
+    def extra_repr(self) -> str:
+        told, home = str(self.device), self._home()
+        if self.output_device is not None:
+            told += f" → {self.output_device}"
+        return told if home in (None, self.device) else f"{told}, runs on {home}"
+
+    # Any: what nn.Module's own state holds.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Look around, for this may be another machine than the one that it was stored on."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._look_around()
+
+    # Any: what `copy.deepcopy` hands on.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy as `__setstate__` would, but on this machine, which the user has been told of."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply ``fn`` to all tensors inside; where it would move them, take over the dtype only.
+
+        A model around this one calls it in `to()`, `cuda()`, `float()`, ….
+        """
+        own = keeping(fn, self.device) if self._here else fn
+        super()._apply(own, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _home(self) -> torch.device | None:
+        """Return where the module is; without tensors, where it shall be, or None for anywhere."""
+        found = self.device if self._here else None
+        own = list(_own_modules(self.module))
+        tables = [each._parameters for each in own] + [each._buffers for each in own]
+        tensors = (tensor for table in tables for tensor in table.values() if tensor is not None)
+        return next((tensor.device for tensor in tensors), found)
+
+    def _look_around(self) -> None:
+        """Find out which of the two devices this machine has, and tell the user of missing ones."""
+        self._here = _exists(self.device)
+        self._output_here = self.output_device is not None and _exists(self.output_device)
+        missing = [] if self._here else [f"runs where it is, not on {self.device}"]
+        if self.output_device is not None and not self._output_here:
+            missing.append(f"leaves its outputs where it runs, not on {self.output_device}")
+        if missing:
+            kind = type(self.module).__name__
+            _warn(f"`OnDevice({kind})` {' and '.join(missing)}: this machine has no such device.")
+
+
+def _named(name: str, device: Device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"`{name}` must be a name such as 'cpu' or 'cuda:0', but is {device!r}."
+        ) from error
+    return torch.device(found.type) if found.type in _EVERYWHERE else _indexed(found)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return the device as tensors name it: "cuda" is "cuda:0" whatever the current device is."""
+    return torch.device(device.type, device.index or 0)
+
+
+def _exists(device: torch.device) -> bool:
+    if device.type in _EVERYWHERE:
+        return True
+    kind = getattr(torch, device.type, None)
+    count = kind.device_count() if kind is not None and hasattr(kind, "device_count") else 0
+    return (device.index or 0) < count
+
+
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``module`` and all inside, except where another wrapper has a device of its own."""
+    if not isinstance(module, OnDevice):
+        yield module
+        for child in module.children():
+            yield from _own_modules(child)
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move ``module``; tensors that it holds in two places are one tensor afterwards, too.
+
+    Torch keeps this for parameters only, and only where the old and the new device keep their
+    tensors in the same way.
+    """
+    tables = [table for each in module.modules() for table in (each._parameters, each._buffers)]
+    before = [
+        (table, key, tensor)
+        for table in tables
+        for key, tensor in table.items()
+        if tensor is not None
+    ]
+    module.to(device)
+    moved: dict[tuple[int, torch.device], Tensor] = {}
+    for table, key, tensor in before:
+        now = table[key]
+        if now is not None:
+            table[key] = moved.setdefault((id(tensor), now.device), now)  # type: ignore[assignment]
+
+
+def _moved(value: Nested, device: torch.device | None) -> Nested:
+    if device is None:
+        return value
+    flatten(value)  # teaches torch's pytree the dataclasses inside
+
+    # Any: a leaf of the user's own inputs.
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf.to(device)  # type: ignore[arg-type]  # annotated as one overload of several
+        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+    # Torch takes a packed sequence for a tuple of tensors, but its sizes must stay on the CPU.
+    return pytree.tree_map(moved, value, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+
+
+# Any: each kind of accelerator has its own context manager.
+def _current(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    """Make ``device`` the current one of its kind, and put the caller's back."""
+    if device is None or device.type in _EVERYWHERE:
+        return contextlib.nullcontext()
+    enter = getattr(torch.get_device_module(device), "device", None)
+    return contextlib.nullcontext() if enter is None else enter(device)
+
+
+def _warn(message: str) -> None:
+    """Warn at the user's line, however deep in torch we are."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS_CODE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

@@ -1,0 +1,104 @@
+"""The criterion inside the replicas: each slice's mean loss, and the whole batch's from them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.plan import Layout, cut, flatten, num_rows
+from phalanx.types import LossFn, Nested, WeightFn
+
+__all__ = ["ReplicaLosses"]
+
+
+class ReplicaLosses:
+    """One criterion over slices of a batch.
+
+    Args:
+        loss_fn: A mean over what it counts.
+
+    Raises:
+        ConfigError: ``loss_fn`` has parameters, which replicas would have to share.
+    """
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+            raise ConfigError(
+                "`loss_fn` must have no parameters of its own, but has. Make it part of the "
+                "module, and let that return the loss."
+            )
+        self._loss_fn = loss_fn
+
+    def cut_targets(self, targets: Nested, sizes: Sequence[int], dim: int) -> list[Nested]:
+        """Cut ``targets`` as the inputs are cut.
+
+        Raises:
+            ConfigError: They have other rows.
+        """
+        layout = Layout(dim)
+        rows = num_rows(targets, layout)
+        if rows != sum(sizes):
+            raise ConfigError(
+                f"`targets` must have {sum(sizes)} rows along dim {dim} like `inputs`, but has "
+                f"{rows}."
+            )
+        return cut(targets, sizes, layout)
+
+    def weights(
+        self, slices: Sequence[Nested | None], sizes: Sequence[int], weight_fn: WeightFn | None
+    ) -> list[float]:
+        """Return what each slice's mean loss stands for.
+
+        Raises:
+            ConfigError: A weight is negative or not finite, or all are zero.
+        """
+        if weight_fn is None:
+            return [float(size) for size in sizes] if any(sizes) else [1.0] * len(sizes)
+        weights = [0.0 if own is None else float(weight_fn(own)) for own in slices]
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+            raise ConfigError(
+                "`weight_fn` must give finite weights of at least 0, not all 0, but gives "
+                f"{weights!r} for the slices."
+            )
+        return weights
+
+    def of(self, outputs: Nested, targets: Nested) -> Tensor:
+        """Return one slice's loss.
+
+        Raises:
+            ConfigError: It is no scalar.
+        """
+        loss_fn = self._loss_fn
+        device = next((each.device for each in _tensors(outputs)), torch.device("cpu"))
+        if isinstance(loss_fn, nn.Module) and any(b.device != device for b in loss_fn.buffers()):
+            loss_fn = copy.deepcopy(loss_fn).to(device)
+        loss: object = loss_fn(outputs, targets)
+        if not isinstance(loss, Tensor) or loss.dim():
+            told = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"`loss_fn` must return a scalar tensor, but returned {told!r}. Use "
+                "reduction='mean'."
+            )
+        return loss
+
+    def mean(
+        self, losses: Sequence[Tensor], weights: Sequence[float], home: torch.device
+    ) -> Tensor:
+        """Return the weighted mean, in order; a loss of weight 0 (which may be NaN) is left out."""
+        whole = math.fsum(weights)
+        terms = [
+            loss.to(home) * (weight / whole)
+            for loss, weight in zip(losses, weights, strict=True)
+            if weight
+        ]
+        return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+def _tensors(outputs: Nested) -> list[Tensor]:
+    leaves, _ = flatten(outputs)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -1,0 +1,49 @@
+"""What becomes of the buffers that replicas write, such as batch norm's running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from phalanx.errors import ConfigError
+
+__all__ = ["BufferRules"]
+
+_RULES = ("first", "mean", "sum", "sync")
+
+
+class BufferRules:
+    """One rule per buffer.
+
+    ``mean`` averages, weighted by rows; ``first`` takes the first replica's; ``sum`` adds up what
+    each replica has added; ``sync`` computes batch norm over the whole batch, so that all replicas
+    hold the same. Integers (counters) are never averaged: under ``mean`` they are the first's.
+
+    Args:
+        policy: A rule for all buffers, or rules by shell pattern of the buffer's name, where the
+            first that matches counts and ``mean`` stands for the rest.
+
+    Example:
+        >>> rules = BufferRules({"*.running_*": "sync", "seen": "sum"})
+        >>> rules.of("norm.running_mean"), rules.of("seen"), rules.of("other")
+        ('sync', 'sum', 'mean')
+
+    Raises:
+        ConfigError: A rule is unknown.
+    """
+
+    def __init__(self, policy: str | Mapping[str, str] = "mean") -> None:
+        self.patterns = dict(policy) if isinstance(policy, Mapping) else {"*": policy}
+        for pattern, rule in self.patterns.items():
+            if rule not in _RULES:
+                raise ConfigError(
+                    f"`buffers` must hold rules out of {', '.join(map(repr, _RULES))}, but holds "
+                    f"{rule!r} for {pattern!r}."
+                )
+
+    def of(self, name: str) -> str:
+        """Return the rule for the buffer ``name``."""
+        for pattern, rule in self.patterns.items():
+            if fnmatchcase(name, pattern):
+                return rule
+        return "mean"

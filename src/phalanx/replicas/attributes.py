@@ -1,0 +1,86 @@
+"""Attributes that users change on the model while replicas of it exist, such as a dropout's `p`.
+
+Plain values and tensors are taken over. Whatever else changes (a child replaced, a function, a
+list) needs new replicas. What is changed inside a list or another object is not seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Attributes"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class Attributes:
+    """The attributes of all modules of ``source``, as ``replica`` has taken them over."""
+
+    def __init__(self, source: nn.Module, replica: nn.Module) -> None:
+        pairs = zip(source.modules(), replica.modules(), strict=True)
+        self._members = [_Member(theirs, own) for theirs, own in pairs]
+
+    def can_follow(self) -> bool:
+        """Tell whether everything that has changed can be taken over."""
+        return all(member.can_follow() for member in self._members)
+
+    def refresh(self, device: torch.device) -> None:
+        """Take over what has changed."""
+        for member in self._members:
+            if member.has_changed():
+                member.refresh(device)
+
+
+class _Member:
+    """One module of the source, and its copy."""
+
+    def __init__(self, source: nn.Module, own: nn.Module) -> None:
+        self._source = source
+        self._own = own
+        self._seen = dict(source.__dict__)
+        self._children = list(source._modules.values())
+        self._num_parameters = len(source._parameters)
+        self._num_buffers = len(source._buffers)
+
+    def has_changed(self) -> bool:
+        try:
+            return self._source.__dict__ != self._seen
+        except (RuntimeError, ValueError):  # two tensors or arrays, which do not compare to a bool
+            return True
+
+    def can_follow(self) -> bool:
+        source = self._source
+        if (
+            list(source._modules.values()) != self._children
+            or len(source._parameters) != self._num_parameters
+            or len(source._buffers) != self._num_buffers
+        ):
+            return False
+        return not self.has_changed() or all(_is_plain(value) for value in self._changes().values())
+
+    def refresh(self, device: torch.device) -> None:
+        for key, value in self._changes().items():
+            if _is_plain(value):
+                self._own.__dict__[key] = value.to(device) if isinstance(value, Tensor) else value
+        self._seen = dict(self._source.__dict__)
+
+    # Any: attributes of the user's own modules.
+    def _changes(self) -> dict[str, Any]:
+        nothing = object()
+        now = self._source.__dict__
+        changed = {
+            key: value for key, value in now.items() if value is not self._seen.get(key, nothing)
+        }
+        removed = {key: nothing for key in self._seen if key not in now}
+        return {**changed, **removed}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(_is_plain(each) for each in value)
+    return isinstance(value, _PLAIN) or (
+        isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    )

@@ -1,0 +1,96 @@
+"""Hooks that users register on the modules of a model, which replicas run too.
+
+A replica shares the very dictionaries in which torch keeps a module's hooks, so that a hook
+registered or removed later is registered or removed there as well. Only a hook that is bound to a
+module of the model itself (its own method) must be bound to the replica's; the dictionaries that
+hold such hooks are the replica's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Hooks", "shared_hooks"]
+
+_KINDS = (
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def shared_hooks(source: nn.Module) -> dict[int, object]:
+    """Return a memo for `copy.deepcopy` by which the copy shares the hooks of ``source``."""
+    return {id(hooks): hooks for hooks in _dicts(source)}
+
+
+class Hooks:
+    """The hooks of ``source`` in its copy ``replica``, which was made with :func:`shared_hooks`."""
+
+    def __init__(self, source: nn.Module, replica: nn.Module) -> None:
+        self._source = source
+        self._inside = {id(module) for module in source.modules()}
+        self._bound = [
+            (hooks, tuple(hooks)) for hooks in _dicts(source) if _any_bound(hooks, self._inside)
+        ]
+        self._num_registered = RemovableHandle.next_id
+        self._rebind(replica)
+
+    def _rebind(self, replica: nn.Module) -> None:
+        own = dict(zip(map(id, self._source.modules()), replica.modules(), strict=True))
+        for module in replica.modules() if self._bound else ():
+            for kind in _KINDS:
+                hooks = module.__dict__[kind]
+                if _any_bound(hooks, self._inside):
+                    bound = ((key, _bind(hook, own)) for key, hook in hooks.items())
+                    module.__dict__[kind] = type(hooks)(bound)
+
+    def can_follow(self) -> bool:
+        """Tell whether the replica runs the hooks that the source has now."""
+        if any(tuple(hooks) != keys for hooks, keys in self._bound):
+            return False
+        if self._num_registered == RemovableHandle.next_id:  # none anywhere since
+            return True
+        self._num_registered = RemovableHandle.next_id
+        known = [id(hooks) for hooks, _ in self._bound]
+        return not any(
+            _any_bound(hooks, self._inside)
+            for hooks in _dicts(self._source)
+            if id(hooks) not in known
+        )
+
+
+# Any: hooks are whatever the user registers.
+def _dicts(source: nn.Module) -> list[dict[int, Any]]:
+    return [module.__dict__[kind] for module in source.modules() for kind in _KINDS]
+
+
+def _any_bound(hooks: dict[int, Any], inside: Collection[int]) -> bool:
+    return any(id(module) in inside for hook in hooks.values() for module in _modules_of(hook))
+
+
+def _bind(hook: Any, own: dict[int, nn.Module]) -> Any:
+    if isinstance(hook, functools.partial):
+        args = [own.get(id(arg), arg) for arg in hook.args]
+        words = {word: own.get(id(value), value) for word, value in hook.keywords.items()}
+        return functools.partial(_bind(hook.func, own), *args, **words)
+    if isinstance(hook, MethodType) and id(hook.__self__) in own:
+        return MethodType(hook.__func__, own[id(hook.__self__)])
+    return hook
+
+
+def _modules_of(hook: Any) -> list[object]:
+    """Return what ``hook`` is bound to, as a method or by `functools.partial`."""
+    if isinstance(hook, functools.partial):
+        return [*_modules_of(hook.func), *hook.args, *hook.keywords.values()]
+    return [hook.__self__] if isinstance(hook, MethodType) else []

@@ -1,0 +1,98 @@
+"""What a trainer is given: refused where it cannot work, and made into what it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.types import Device
+
+__all__ = ["check_counts", "check_options", "make_optimizer", "make_scheduler"]
+
+
+def check_options(
+    module: nn.Module,
+    replicas: int | str | Sequence[Device],
+    microbatches: int | None,
+    intra_op: int | None,
+    crew: str,
+    clip_norm: float | None,
+) -> None:
+    """Refuse options that cannot work."""
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
+    if isinstance(replicas, str) and replicas != "auto":
+        raise ConfigError(
+            f"`replicas` must be a number, a sequence of devices or 'auto', but is {replicas!r}. "
+            f"Give [{replicas!r}] for one replica there."
+        )
+    if microbatches is not None and microbatches < 1:
+        raise ConfigError(
+            f"`microbatches` must be at least 1, but is {microbatches!r}. Give None for one slice "
+            "per replica."
+        )
+    if intra_op is not None and intra_op < 1:
+        raise ConfigError(f"`intra_op` must be at least 1 thread, but is {intra_op!r}.")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(
+            f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
+        )
+    if crew != "threads":
+        raise UnsupportedError(
+            f"`crew` must be 'threads', but is {crew!r}: no other crew is built yet."
+        )
+
+
+def check_counts(epochs: int | None, steps: int | None) -> None:
+    """Refuse numbers of epochs or steps below 1."""
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and value < 1:
+            raise ConfigError(f"`{name}` must be at least 1, but is {value!r}.")
+
+
+def make_optimizer(
+    make: Callable[[list[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]
+) -> Optimizer:
+    """Make the optimizer, and refuse one that a trainer cannot step."""
+    if not callable(make):
+        raise ConfigError(
+            "`optimizer` must be a function that makes one from parameters, but is "
+            f"{type(make).__name__!r}. Give lambda params: torch.optim.AdamW(params, lr=1e-3)."
+        )
+    optimizer = make(parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            "`optimizer` must return a `torch.optim.Optimizer`, but returned "
+            f"{type(optimizer).__name__!r}."
+        )
+    if isinstance(optimizer, (LBFGS, SparseAdam)):
+        raise UnsupportedError(
+            "`optimizer` must step once from dense gradients, but "
+            f"{type(optimizer).__name__!r} needs a closure or sparse gradients. Choose another."
+        )
+    return optimizer
+
+
+def make_scheduler(
+    make: Callable[[Optimizer], LRScheduler] | None, optimizer: Optimizer
+) -> LRScheduler | None:
+    """Make the scheduler, if any, and refuse one that needs a metric."""
+    if make is None:
+        return None
+    if not callable(make):
+        raise ConfigError(
+            "`scheduler` must be a function that makes one from the optimizer, but is "
+            f"{type(make).__name__!r}. Give lambda optimizer: StepLR(optimizer, 10)."
+        )
+    scheduler = make(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UnsupportedError(
+            "`scheduler` must need nothing to be stepped after every update, but "
+            "'ReduceLROnPlateau' needs a metric. Step it yourself after `evaluate()`, outside of "
+            "the trainer."
+        )
+    return scheduler

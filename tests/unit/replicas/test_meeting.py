@@ -1,0 +1,295 @@
+"""Threads meet, in order and again; and nobody waits for one that does not come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from phalanx.errors import GroupAborted, PeerTimeout, StateError, UnsupportedError
+from phalanx.replicas import Team
+from phalanx.replicas.meeting import Meeting
+
+DEADLINE_S = 30
+
+
+class Watched(threading.Condition):
+    """Tells the test that somebody waits: who takes its lock then, finds them asleep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.somebody_waits = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.somebody_waits.set()
+        return super().wait(timeout)
+
+
+def watch(meeting: Meeting) -> threading.Event:
+    meeting._changed = watched = Watched()
+    return watched.somebody_waits
+
+
+@pytest.fixture
+def team() -> Iterator[Team]:
+    team = Team(3, intra_op=1)
+    yield team
+    team.close()
+
+
+def attend(
+    team: Team,
+    meeting: Meeting,
+    work: Callable[[int], object],
+    members: tuple[int, ...] = (0, 1, 2),
+) -> list[object]:
+    """Run ``work`` in the members' threads; return what each returned or raised."""
+
+    def task(index: int) -> object:
+        if index not in members:
+            return None
+        try:
+            with meeting.attending(index):
+                return work(index)
+        except Exception as error:  # looked at by the test
+            return error
+
+    with meeting.open(members):
+        return team.each(task)
+
+
+def test_all_get_all_values_in_member_order_round_after_round(team: Team) -> None:
+    meeting = Meeting(DEADLINE_S)
+
+    def work(index: int) -> list[list[int]]:
+        return [meeting.exchange(index, 10 * turn + index, "here") for turn in range(50)]
+
+    expected = [[10 * turn, 10 * turn + 1, 10 * turn + 2] for turn in range(50)]
+    assert attend(team, meeting, work) == [expected] * 3
+    assert attend(team, meeting, work) == [expected] * 3
+
+
+def test_values_come_in_the_order_of_the_numbers_whoever_is_last(team: Team) -> None:
+    meeting = Meeting(DEADLINE_S)
+    others = threading.Event()
+
+    def work(index: int) -> list[str]:
+        if index == 0:
+            others.wait(DEADLINE_S)
+        else:
+            others.set()
+        return meeting.exchange(index, "abc"[index], "here")
+
+    assert attend(team, meeting, work, members=(2, 0)) == [["a", "c"], None, ["a", "c"]]
+
+
+def test_rounds_number_the_exchanges_alike_for_all_members(team: Team) -> None:
+    meeting = Meeting(DEADLINE_S)
+
+    def work(index: int) -> list[int]:
+        seen = []
+        for _ in range(20):
+            meeting.exchange(index, None, "here")
+            seen.append(meeting.rounds)
+        return seen
+
+    assert attend(team, meeting, work) == [list(range(1, 21))] * 3
+    assert attend(team, meeting, work) == [list(range(21, 41))] * 3
+
+
+def test_members_are_those_of_the_run_and_nobody_between_runs(team: Team) -> None:
+    meeting = Meeting(DEADLINE_S)
+    assert meeting.members == ()
+    assert attend(team, meeting, lambda _: meeting.members, (0, 2)) == [(0, 2), None, (0, 2)]
+    assert meeting.members == ()
+
+
+def test_a_failure_reaches_who_waits_and_who_comes_later(team: Team) -> None:
+    meeting = Meeting(DEADLINE_S)
+    waits, failed = watch(meeting), threading.Event()
+
+    def work(index: int) -> object:
+        if index == 1:
+            waits.wait(DEADLINE_S)
+            raise ZeroDivisionError("of its own")
+        if index == 2:
+            failed.wait(DEADLINE_S)
+        try:
+            return meeting.exchange(index, None, "the corner")
+        finally:
+            failed.set()
+
+    waiting, cause, late = attend(team, meeting, work)
+    assert isinstance(cause, ZeroDivisionError)
+    for index, echo in ((0, waiting), (2, late)):
+        assert isinstance(echo, GroupAborted)
+        assert echo.rank == 1
+        assert str(echo) == (
+            f"Replica {index} must meet replica 1 at the corner, but cannot: "
+            "ZeroDivisionError: of its own"
+        )
+
+
+def test_the_first_to_fail_is_named_and_not_its_echoes(team: Team) -> None:
+    meeting = Meeting(DEADLINE_S)
+    echoed = threading.Event()
+
+    def work(index: int) -> object:
+        if index == 1:
+            raise ZeroDivisionError
+        if index == 2:
+            echoed.wait(DEADLINE_S)
+            return meeting.exchange(index, None, "here")
+        try:
+            with meeting.attending(index):
+                return meeting.exchange(index, None, "here")
+        finally:
+            echoed.set()
+
+    *_, late = attend(team, meeting, work)
+    assert isinstance(late, GroupAborted)
+    assert late.rank == 1
+
+
+def test_a_member_that_ends_without_coming_is_no_hang(team: Team) -> None:
+    meeting = Meeting(DEADLINE_S)
+
+    def work(index: int) -> object:
+        meeting.exchange(index, None, "the first corner")
+        return "done" if index == 1 else meeting.exchange(index, None, "the second corner")
+
+    first, ended, second = attend(team, meeting, work)
+    assert ended == "done"
+    for index, error in ((0, first), (2, second)):
+        assert isinstance(error, UnsupportedError)
+        assert str(error).startswith(
+            f"Replica 1 must come to the second corner like replica {index}, but ended its pass"
+        )
+
+
+def test_after_a_run_that_failed_the_next_one_meets(team: Team) -> None:
+    meeting = Meeting(DEADLINE_S)
+
+    def fail(index: int) -> object:
+        if index == 2:
+            raise ZeroDivisionError
+        return meeting.exchange(index, None, "here")
+
+    attend(team, meeting, fail)
+    assert (
+        attend(team, meeting, lambda index: meeting.exchange(index, index, "here"))
+        == [[0, 1, 2]] * 3
+    )
+
+
+def test_a_deadline_names_who_did_not_come(team: Team) -> None:
+    meeting = Meeting(timeout_s=0.02)
+    over = threading.Event()
+
+    def work(index: int) -> object:
+        if index:
+            over.wait(DEADLINE_S)
+        try:
+            return meeting.exchange(index, None, "here")
+        finally:
+            over.set()
+
+    timeout, *late = attend(team, meeting, work)
+    assert isinstance(timeout, PeerTimeout)
+    assert timeout.rank == 1
+    assert str(timeout) == "Replicas 1, 2 did not come to here within 0.02 s; replica 0 did."
+    assert [type(error) for error in late] == [GroupAborted] * 2
+    assert "PeerTimeout: Replicas 1, 2 did not come" in str(late[0])
+
+
+def test_members_at_different_places_are_told_so(team: Team) -> None:
+    meeting = Meeting(DEADLINE_S)
+
+    def work(index: int) -> object:
+        return meeting.exchange(index, None, "the left" if index < 2 else "the right")
+
+    for error in attend(team, meeting, work):
+        assert isinstance(error, UnsupportedError)
+        assert "replica 0 came to the left and replica 2 to the right" in str(error)
+
+
+def test_who_is_not_expected_is_turned_away(team: Team) -> None:
+    meeting = Meeting(DEADLINE_S)
+    with pytest.raises(StateError, match="expects replica 0, but this one expects nobody"):
+        meeting.exchange(0, None, "here")
+    with (
+        meeting.open([0, 2]),
+        pytest.raises(StateError, match="expects replica 1, but this one expects replicas 0, 2"),
+    ):
+        meeting.exchange(1, None, "here")
+
+
+def test_leaving_twice_or_without_being_a_member_does_nothing() -> None:
+    meeting = Meeting(DEADLINE_S)
+    meeting.leave(0)
+    with meeting.open([0]):
+        meeting.leave(1, ZeroDivisionError())
+        assert meeting.exchange(0, "alone", "here") == ["alone"]
+        meeting.leave(0, KeyError("first"))
+        meeting.leave(0)
+        with pytest.raises(GroupAborted, match="KeyError"):
+            meeting.exchange(0, None, "here")
+
+
+def test_one_member_from_two_threads_is_refused(team: Team) -> None:
+    meeting = Meeting(DEADLINE_S)
+    refused = threading.Event()
+
+    def work(index: int) -> object:
+        if index == 2:
+            refused.wait(DEADLINE_S)
+            return meeting.exchange(1, "b", "here")
+        try:
+            return meeting.exchange(0, "a", "here")
+        except StateError as error:
+            refused.set()
+            return error
+
+    with meeting.open([0, 1]):
+        *doubles, other = team.each(work)
+    assert other == ["a", "b"]
+    assert sum(value == ["a", "b"] for value in doubles) == 1
+    assert sum("came from two" in str(value) for value in doubles) == 1
+
+
+def test_runs_of_two_callers_follow_each_other() -> None:
+    meeting = Meeting(DEADLINE_S)
+    seen: list[tuple[int, ...]] = []
+
+    def other_caller() -> None:
+        with meeting.open([1]):
+            seen.append(meeting.members)
+
+    thread = threading.Thread(target=other_caller)
+    with meeting.open([0]):
+        thread.start()
+        thread.join(0.1)
+        assert meeting.members == (0,)
+        assert seen == []
+    thread.join(DEADLINE_S)
+    assert seen == [(1,)]
+
+
+def test_a_thread_left_behind_does_not_wait_for_the_deadline() -> None:
+    meeting = Meeting(DEADLINE_S)
+    waits = watch(meeting)
+    heard: list[BaseException] = []
+
+    def stay() -> None:
+        try:
+            meeting.exchange(0, None, "here")
+        except GroupAborted as error:
+            heard.append(error)
+
+    thread = threading.Thread(target=stay)
+    with meeting.open([0, 1]):
+        thread.start()
+        waits.wait(DEADLINE_S)
+    thread.join(DEADLINE_S)
+    assert "the run was given up" in str(heard[0])
