@@ -23,7 +23,8 @@ FLOORS = (
     ("plan",),
     ("memory", "codecs"),
     ("world", "replicas"),
-    ("parallel", "executor", "tables"),
+    ("parallel", "tables"),
+    ("executor",),
     ("train", "cluster"),
     ("__init__",),  # gathers the public names of the rooms below; what stands above is their user
     ("compat", "cli"),

@@ -23,6 +23,7 @@ from phalanx.plan import (
     check_sizes,
     check_workloads,
     cut,
+    flatten,
     num_rows,
     workload_sizes,
 )
@@ -142,6 +143,46 @@ class DataParallel(Container, Unwrapped):
         """
         return self._forward(Call(args, kwargs), sizes)
 
+    def forward_parts(self, parts: Sequence[Nested]) -> list[Nested]:
+        """Run the module on inputs that are cut already, and return every replica's outputs.
+
+        Nothing is merged, and outputs stay on their replica's device; gradients of the parameters
+        are summed as ever.
+
+        Args:
+            parts: One for each replica: a tuple is given as positions, a dict by name, anything
+                else as the one argument; None for a replica that takes no part.
+
+        Returns:
+            Outputs by replica, None for those that took no part.
+
+        Raises:
+            ConfigError: There are more or fewer parts than replicas, or none takes part.
+
+        Example:
+            >>> with DataParallel(nn.Identity(), devices=3) as model:
+            ...     model.forward_parts([torch.ones(1), None, torch.zeros(2)])
+            [tensor([1.]), None, tensor([0., 0.])]
+        """
+        if len(parts) != len(self._devices) or all(part is None for part in parts):
+            given = sum(part is not None for part in parts)
+            raise ConfigError(
+                f"`parts` must hold one input per replica ({len(self._devices)}), not all None, "
+                f"but holds {len(parts)}, {given} of them not None."
+            )
+        calls = [None if part is None else Call.with_inputs(part) for part in parts]
+        weights = [0 if call is None else _rows_of(call, self._layout_of(call)) for call in calls]
+
+        def run(index: int, module: nn.Module, leaves: Nested) -> Nested:
+            call = calls[index]
+            assert call is not None
+            args, kwargs = call.split(leaves)
+            return module(*args, **kwargs)
+
+        leaves = [None if call is None else call.leaves for call in calls]
+        outputs = iter(self._as_tried(lambda: self._run(leaves, weights, run)))
+        return [None if call is None else next(outputs) for call in calls]
+
     def forward_loss(
         self,
         loss_fn: LossFn,
@@ -183,7 +224,7 @@ class DataParallel(Container, Unwrapped):
     def extra_repr(self) -> str:
         names = [str(device) for device in self._devices]
         kinds = ", ".join(f"{name}×{names.count(name)}" for name in dict.fromkeys(names))
-        return f"{len(names)} replicas on {kinds}, dim=0"
+        return f"{len(names)} replicas on {kinds}, dim={self._layout.dim}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -298,6 +339,17 @@ def _only(parts: Sequence[Nested], used: Sequence[int]) -> list[Nested | None]:
 
 def _used_of(values: Sequence[T], used: Sequence[int]) -> list[T]:
     return [value for value, weight in zip(values, used, strict=True) if weight]
+
+
+def _rows_of(call: Call, layout: Layout) -> float:
+    """Return what a part's statistics weigh: the rows of its first leaf that would be split, or 1.
+
+    A part without rows runs, too, so it must weigh something.
+    """
+    leaves, _ = flatten(call.leaves)
+    dims = layout.dims_of(call.leaves)
+    split = [leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
+    return next(iter(split), 1) or 1
 
 
 def _arguments_of(module: nn.Module) -> dict[str, int]:
