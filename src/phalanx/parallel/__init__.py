@@ -5,12 +5,14 @@ from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.model_parallel import ModelParallel
 from phalanx.parallel.on_device import OnDevice
 from phalanx.parallel.split_layers import split_conv, split_linear, unsplit
+from phalanx.parallel.unwrapped import Unwrapped
 
 __all__ = [
     "AbstractParallel",
     "DataParallel",
     "ModelParallel",
     "OnDevice",
+    "Unwrapped",
     "split_conv",
     "split_linear",
     "unsplit",

@@ -182,8 +182,7 @@ class AbstractParallel(Container):
             own_args, own_kwargs = calls[index].split(leaves)
             return module(*own_args, **own_kwargs)
 
-        outputs = self._run([call.leaves for call in calls], [1.0] * len(calls), run)
-        return self.merge(outputs)
+        return self._run([call.leaves for call in calls], [1.0] * len(calls), run, self.merge)
 
     def extra_repr(self) -> str:
         places = [str(device) for device in self.devices]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
@@ -29,6 +29,8 @@ from phalanx.types import Nested
 
 __all__ = ["Container"]
 
+T = TypeVar("T")
+
 
 class _Running:
     """What belongs to this object in this process: threads, and what lies in their memory.
@@ -41,6 +43,7 @@ class _Running:
         self.crew: ThreadCrew | None = None
         self.restore_caller: Callable[[], object] | None = None
         self.flat: FlatParameters | None = None
+        self.flat_version = -1
         self.held = HeldGradients()
         self.hold = False
 
@@ -232,7 +235,15 @@ class Container(nn.Module):
                 raise
             self._running.crew = crew
             self._quiet_caller(crew)
+        self._notice_flat_writes(self._running.crew)
         return self._running.crew
+
+    def _notice_flat_writes(self, crew: ThreadCrew) -> None:
+        """Outdate copies after a write into the flat tensor, which no parameter's version tells."""
+        flat = self._running.flat
+        if flat is not None and flat.segments[0].values._version != self._running.flat_version:
+            self._running.flat_version = flat.segments[0].values._version
+            crew.outdate()
 
     def _quiet_caller(self, crew: ThreadCrew) -> None:
         """Let the caller's operators run on one thread while workers share its CPU.
@@ -248,12 +259,16 @@ class Container(nn.Module):
         parts: Sequence[Nested | None],
         weights: Sequence[float],
         run: Callable[[int, nn.Module, Nested], Nested],
-    ) -> list[Nested]:
-        """Run every part on its worker, and return the outputs of those that there are.
+        merge: Callable[[list[Nested]], T],
+    ) -> T:
+        """Run every part on its worker, and merge the outputs of those that there are.
+
+        Nothing that the caller can see has changed before everything has succeeded.
 
         Args:
             parts: Inputs by worker; None for those that take no part, whose weight is 0.
             run: Called as ``run(worker, module, inputs)`` in the worker's thread.
+            merge: Called with the outputs, in order, in the caller's thread.
         """
         crew = self._open_crew()
         graph = CrewGraph(
@@ -268,19 +283,24 @@ class Container(nn.Module):
 
         seed = (seed_of_process(),) if crew.draws is not False else (0,)
         report = crew.run(parts, work, weights=weights, seed=seed, pinned=True)
+        statistics = self._merged_statistics(report)
+        merged = merge(graph.outputs())
         if crew.draws:
             advance_process_generator()
-        self._write_statistics(report)
-        return graph.outputs()
+        if statistics:
+            write_statistics(self._buffers_by_name(), statistics)
+        return merged
 
-    def _write_statistics(self, report: Report) -> None:
+    def _merged_statistics(self, report: Report) -> dict[str, Statistic]:
         merged: dict[str, Statistic] = {}
         for operand in report.operands:
             merge_statistics(merged, operand.statistics)
         if merged:
-            buffers = dict(self._trained().named_buffers(remove_duplicate=False))
-            check_statistics(buffers, merged)
-            write_statistics(buffers, merged)
+            check_statistics(self._buffers_by_name(), merged)
+        return merged
+
+    def _buffers_by_name(self) -> dict[str, Tensor]:
+        return dict(self._trained().named_buffers(remove_duplicate=False))
 
 
 def _holds(flat: FlatParameters, parameters: Sequence[nn.Parameter]) -> bool:

@@ -13,7 +13,7 @@ from phalanx.codecs import Codec, Feedback, resolve_codec
 from phalanx.errors import ConfigError
 from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
-from phalanx.parallel.replica_losses import ReplicaLosses
+from phalanx.parallel.replica_losses import ReplicaLosses, loss_of_nothing
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
     BufferRules,
@@ -121,9 +121,25 @@ class DataParallel(Container, Unwrapped):
         self.wrap(module)
 
     @property
+    def feedback(self) -> Feedback | None:
+        """The codec with the errors of each replica, which has a `state_dict`; None without one."""
+        return self._feedback
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each replica."""
         return self._devices
+
+    def flat_parameters(self) -> tuple[Tensor, Tensor]:
+        """Return all parameters as one tensor, and all their gradients as another.
+
+        As every container does; and parameters keep the order in which their elements lie, so that
+        channels_last, where it is not set yet, is decided now: only if it was asked for.
+        """
+        if self._running.crew is None and self._channels_last:
+            use_channels_last(self.module)
+        self._channels_last = False
+        return super().flat_parameters()
 
     # Any: the module's own signature.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +196,7 @@ class DataParallel(Container, Unwrapped):
             return module(*args, **kwargs)
 
         leaves = [None if call is None else call.leaves for call in calls]
-        outputs = iter(self._as_tried(lambda: self._run(leaves, weights, run)))
+        outputs = iter(self._as_tried(lambda: self._run(leaves, weights, run, list)))
         return [None if call is None else next(outputs) for call in calls]
 
     def forward_loss(
@@ -278,8 +294,10 @@ class DataParallel(Container, Unwrapped):
             args, kwargs = call.split(leaves)
             return module(*args, **kwargs)
 
-        outputs = self._run(_only(parts, used), used, run)
-        return self._merging.merge(outputs, _used_of(sizes, used), self._devices[0])
+        def merge(outputs: list[Nested]) -> Nested:
+            return self._merging.merge(outputs, _used_of(sizes, used), self._devices[0])
+
+        return self._run(_only(parts, used), used, run, merge)
 
     def _loss(
         self,
@@ -296,13 +314,19 @@ class DataParallel(Container, Unwrapped):
         used = _used(sizes)
         weights = losses.weights(_only(slices, used), sizes, weight_fn)
 
-        def run(_: int, module: nn.Module, both: Nested) -> Nested:
+        def run(replica: int, module: nn.Module, both: Nested) -> Nested:
             args, kwargs = call.split(both["inputs"])
-            return losses.of(module(*args, **kwargs), both["targets"])
+            outputs = module(*args, **kwargs)
+            if not weights[replica]:
+                return loss_of_nothing(outputs)
+            return losses.of(outputs, both["targets"])
 
         pairs = [{"inputs": part, "targets": own} for part, own in zip(parts, slices, strict=True)]
-        found = self._run(_only(pairs, used), used, run)
-        return losses.mean(found, _used_of(weights, used), self._devices[0])
+
+        def merge(found: list[Nested]) -> Tensor:
+            return losses.mean(found, _used_of(weights, used), self._devices[0])
+
+        return self._run(_only(pairs, used), used, run, merge)
 
     def _as_tried(self, run: Callable[[], T]) -> T:
         """Run with channels_last weights where they are wanted; some models do not run so."""

@@ -175,12 +175,15 @@ class CrewGraph:
         sums = PartialSums(len(self._crew))
         modes = CallerModes.capture(self._crew.devices)
         members = self._members(grads)
+        whole = self._reaches_all_parameters()
+        hold, settle = self._hold and whole, whole and not self._hold
 
         def work(worker: int) -> Gradients | None:
             with modes.entered(self._crew.devices[worker]), self._crew.attending(worker):
                 own = self._backward_of(worker, grads, keep_graph) if worker in members else None
-                if not self._hold:
+                if settle:
                     own = self._with_held(worker, own)
+                if not hold:
                     sums.put(worker, None if own is None else Partial(own, {}))
                 return own
 
@@ -191,18 +194,26 @@ class CrewGraph:
             if self._feedback is not None:
                 self._feedback.rollback()
             raise
-        if self._hold:
+        if hold:
             self._keep(results)
-            parameter_gradients: Gradients = [None] * len(self._trainable)
-        else:
-            parameter_gradients = self._merged(sums.operands())
+        if settle:
             self._held.clear()
             if self._feedback is not None:
                 self._feedback.commit()
+        parameter_gradients = self._merged([] if hold else sums.operands())
         gradients = self._input_gradients() + parameter_gradients
         if not keep_graph:
             self._forget()
         return gradients
+
+    def _reaches_all_parameters(self) -> bool:
+        """Tell whether the pass is one for all parameters, not `autograd.grad` for some tensors.
+
+        Only such a pass keeps or takes over what workers hold, and what a codec did not send.
+        """
+        if not (self._hold or self._held.by_worker or self._feedback):
+            return True
+        return all(_is_reached(p) for p in self._crew.parameters if id(p) in self._trainable)
 
     def _forget(self) -> None:
         for part in self._parts.values():
@@ -329,6 +340,14 @@ class _Connect(torch.autograd.Function):
             )
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         return (None, None, *ctx.graph.backward(grads, keep_graph))
+
+
+def _is_reached(parameter: Tensor) -> bool:
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # what torch answers when `autograd.grad` was asked for this very leaf
+        return True
 
 
 # Any: a leaf of the user's own inputs.

@@ -13,7 +13,7 @@ from phalanx.errors import ConfigError
 from phalanx.plan import Layout, cut, flatten, num_rows
 from phalanx.types import LossFn, Nested, WeightFn
 
-__all__ = ["ReplicaLosses"]
+__all__ = ["ReplicaLosses", "loss_of_nothing"]
 
 
 class ReplicaLosses:
@@ -97,6 +97,20 @@ class ReplicaLosses:
             if weight
         ]
         return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+def loss_of_nothing(outputs: Nested) -> Tensor:
+    """Return 0 as the loss of a slice that counts nothing, where its own mean would be NaN.
+
+    It is connected to the outputs by gradients of exactly 0: in a synchronised batch norm the other
+    replicas need this one's backward pass.
+    """
+    terms = [
+        torch.where(torch.zeros_like(each, dtype=torch.bool), each, 0.0).sum()
+        for each in _tensors(outputs)
+        if each.is_floating_point()
+    ]
+    return torch.stack(terms).sum() if terms else torch.zeros(())
 
 
 def _tensors(outputs: Nested) -> list[Tensor]:

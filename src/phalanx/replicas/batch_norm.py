@@ -301,7 +301,8 @@ class _Normalise(torch.autograd.Function):
         centred = _accurate(input) - _along_channels(mean, input)
         sums = torch.stack([dy.sum(dims), (dy * centred).sum(dims) * inverse])
         # All meet whatever each of them needs, so that none waits for one that needs less.
-        total_dy, total_dy_x = _total(call, sums)
+        # What others may still read is not what is handed on: gradients are added in place.
+        total_dy, total_dy_x = _total(call, sums.clone())
         grad_input = None
         if wants_input:
             slope = total_dy_x * inverse / -call.count

@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 
 from phalanx.errors import UnsupportedError
 
@@ -32,13 +35,18 @@ def derive_seed(*path: int) -> int:
 
 
 def seed_of_process() -> int:
-    """Return a seed that belongs to the present state of the process's own generator."""
-    state = torch.get_rng_state().numpy().tobytes()
-    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "big") >> 1
+    """Return a seed that belongs to the present state of the process's own generator.
+
+    Inside `Draws` (a container in a replica of another), of the microbatch's own.
+    """
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Draws)]
+    state = modes[-1].state() if modes else torch.get_rng_state()
+    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def advance_process_generator() -> None:
-    """Move the process's own generator on, as a model that draws from it would have done."""
+    """Move the generator of :func:`seed_of_process` on, as a model that draws would have done."""
     torch.rand(())
 
 
@@ -71,6 +79,10 @@ class Draws(TorchDispatchMode):
         self.used = False
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
+
+    def state(self) -> Tensor:
+        """Return the state of this microbatch's generator on the CPU."""
+        return self._generator(torch.device("cpu")).get_state()
 
     # Any: this is torch's own signature for modes.
     def __torch_dispatch__(
