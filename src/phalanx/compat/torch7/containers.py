@@ -1,0 +1,354 @@
+"""The containers of fbcunn, cunn and nn by their own names; dims and indices count from 0."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from phalanx import parallel
+from phalanx.compat.torch7.explicit import Explicit
+from phalanx.compat.torch7.module import Torch7Module
+from phalanx.errors import ConfigError, StateError
+from phalanx.plan import Layout, least_loaded
+from phalanx.replicas import known_devices, resolve_device
+from phalanx.types import Device
+
+__all__ = ["GPU", "AbstractParallel", "DataParallel", "DataParallelTable", "ModelParallel"]
+
+Gpu = Device | int
+
+
+class AbstractParallel(Torch7Module, parallel.AbstractParallel):
+    """Run columns at the same time; a subclass says what each gets, and what becomes of outputs.
+
+    The two rules are ``distribute(inputs)`` and ``merge(outputs)``; nothing else need be written.
+
+    Args:
+        dim: Along which outputs are concatenated.
+
+    Example:
+        >>> class Mixture(AbstractParallel):
+        ...     def distribute(self, inputs):
+        ...         return [inputs] * len(self)
+        ...
+        ...     def merge(self, outputs):
+        ...         return sum(outputs)
+        >>> with Mixture(0).add(nn.Linear(4, 2), "cpu").add(nn.Linear(4, 2), "cpu") as net:
+        ...     net.forward(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
+
+    Source: fbcunn's ``AbstractParallel``, whose subclasses wrote ``_distributeInput``, and the way
+    back by hand.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self._gpus: list[torch.device] = []
+
+    def add(self, module: nn.Module, gpuid: Gpu | None = None) -> Self:
+        """Append ``module`` as the next column, on ``gpuid`` or on :meth:`nextGPU`; return self."""
+        place = self.nextGPU() if gpuid is None else _device(gpuid)
+        super().add(_unwrapped(module), place)
+        self._gpus.append(place)
+        return self
+
+    def nextGPU(self) -> torch.device:
+        """Return the device with fewest bytes of parameters, where the next column goes."""
+        return self.next_device()
+
+    def gpuSend(self, dest: Tensor, source: Tensor) -> Tensor:
+        """Copy ``source`` into ``dest``; ``source`` may be changed afterwards without harm."""
+        return self.send(dest, source)
+
+    def _share(self, other: nn.Module, names: tuple[str, ...]) -> None:
+        parallel.AbstractParallel.share(self, other, *names)
+
+    def _place(self, device: torch.device) -> None:
+        for index, place in enumerate(self._gpus):
+            self.get(index).to(device if device.type == "cpu" else place)
+
+
+class ModelParallel(AbstractParallel, parallel.ModelParallel):
+    """Give the whole input to every column, and concatenate their outputs along ``dim``.
+
+    Args:
+        dim: Along which outputs are concatenated.
+
+    Example:
+        >>> net = ModelParallel(1).add(nn.Linear(4, 2), "cpu").add(nn.Linear(4, 3), "cpu")
+        >>> with net:
+        ...     net.forward(torch.ones(2, 4)).shape
+        torch.Size([2, 5])
+
+    Source: fbcunn's ``ModelParallel``, which changed the columns' own gradInput.
+    """
+
+
+class _Replicated(Torch7Module, parallel.DataParallel):
+    """One module, a replica of it for each device that was given with it."""
+
+    def __init__(self, dim: int) -> None:
+        if not isinstance(dim, int):
+            raise ConfigError(f"`dim` must be a whole number, counted from 0, but is {dim!r}.")
+        self.dim = dim
+        self._gpus: list[torch.device] = []
+        self._initFuncs: list[Callable[[], object]] = []
+        super().__init__(nn.Sequential(), ["cpu"])  # until there is a module
+
+    # Any: the module's own signature.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._gpus:
+            raise StateError(f"`{type(self).__name__}` needs a module. Call `add()` first.")
+        home = next((parameter.device for parameter in self.parameters()), self._gpus[0])
+        if set(self._gpus) != {home}:  # a write into a flat tensor shows in no parameter's version
+            self.sync_parameters()
+        return super().__call__(*args, **kwargs)
+
+    def get(self, index: int) -> nn.Module:
+        """Return the module, for ``index`` 0; replicas are made from it and not shown.
+
+        Raises:
+            ConfigError: The index is another, or nothing was added.
+        """
+        if index != 0 or not self._gpus:
+            raise ConfigError(
+                f"`index` must be 0, the module that was added, but is {index!r}"
+                + (": replicas are made from it." if self._gpus else ", and there is none yet.")
+            )
+        return self.module
+
+    def nextGPU(self) -> torch.device:
+        """Return the device with fewest replicas."""
+        return least_loaded(known_devices(), [(place, 1) for place in self._gpus])
+
+    def gpuSend(self, dest: Tensor, source: Tensor) -> Tensor:
+        """Copy ``source`` into ``dest``; ``source`` may be changed afterwards without harm."""
+        return parallel.AbstractParallel().send(dest, source)
+
+    def threads(
+        self,
+        initFunc: Callable[[], object] | None = None,
+        syncCopies: bool = True,  # noqa: ARG002
+    ) -> Self:
+        """Run ``initFunc()`` once in every replica's thread, before the first forward pass in it.
+
+        Replicas have threads anyway, and are always copied one at a time, so ``syncCopies`` asks
+        for nothing more.
+        """
+        if initFunc is not None:
+            super().threads(initFunc)
+            self._initFuncs.append(initFunc)
+        return self
+
+    def syncParameters(self) -> None:
+        """Make all replicas equal to the module now; every forward pass does by itself."""
+        self.sync_parameters()
+
+    def _append(self, module: nn.Module, gpus: Sequence[Gpu]) -> Self:
+        places = [_device(gpu) for gpu in gpus]
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
+        module = _unwrapped(module)
+        if self._gpus:
+            _check_equal(self.module, module)
+            module = self.module
+        else:
+            module.to(places[0])
+        self._replicate(module, [*self._gpus, *places])
+        return self
+
+    def _replicate(self, module: nn.Module, gpus: list[torch.device]) -> None:
+        """Become the container of ``module``; hooks, mode and initialisers stay."""
+        self.close()
+        stay = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
+        training = bool(self.training)
+        # Flat tensors count on the order of elements, so weights keep the one that they have.
+        parallel.DataParallel.__init__(
+            self, module, gpus, layout=Layout(self.dim), channels_last=False
+        )
+        self.__dict__.update(stay)
+        self.training = training
+        self._gpus = gpus
+        for initFunc in self._initFuncs:
+            super().threads(initFunc)
+
+    def _share(self, other: nn.Module, names: tuple[str, ...]) -> None:
+        parallel.DataParallel.share(self, other, *names)
+
+
+class DataParallel(_Replicated):
+    """Split the input along ``dim`` over equal columns, and concatenate their outputs.
+
+    Columns are replicas of the first one, so their gradients are summed in it, once per pass back.
+    Any size is split: the first columns get one more.
+
+    Args:
+        dim: Along which inputs are split and outputs concatenated.
+
+    Example:
+        >>> import copy
+        >>> column = nn.Linear(4, 2)
+        >>> net = DataParallel(0).add(column, "cpu").add(copy.deepcopy(column), "cpu")
+        >>> with net:
+        ...     net.forward(torch.ones(5, 4)).shape
+        torch.Size([5, 2])
+
+    Source: fbcunn's ``DataParallel``, which summed gradients that were summed already when two
+    passes back followed each other.
+    """
+
+    def add(self, module: nn.Module, gpuid: Gpu | None = None) -> Self:
+        """Add a column on ``gpuid`` or on :meth:`nextGPU`; return self.
+
+        The first column is kept. Later ones are looked at only: they must be equal to it.
+
+        Raises:
+            ConfigError: A later column has other layers or values, or the device does not exist.
+        """
+        return self._append(module, [self.nextGPU() if gpuid is None else gpuid])
+
+
+class DataParallelTable(_Replicated):
+    """Split nested inputs along ``dim`` over replicas of one module, and concatenate outputs.
+
+    Args:
+        dim: Along which all input leaves are split and all outputs concatenated.
+        flattenParams: Let parameters, and their gradients, lie one after another in memory.
+        useNCCL: Has no effect but a warning: gradients are always added in one fixed order.
+
+    Raises:
+        ConfigError: ``useNCCL`` without ``flattenParams``.
+
+    Example:
+        >>> net = DataParallelTable(0).add(nn.Linear(4, 2), ["cpu", "cpu"])
+        >>> with net:
+        ...     output = net.forward(torch.ones(3, 4))
+        ...     net.backward(torch.ones(3, 4), torch.ones(3, 2)).shape
+        torch.Size([3, 4])
+
+    Source: torch/cunn's ``DataParallelTable``.
+    """
+
+    def __init__(self, dim: int, flattenParams: bool = False, useNCCL: bool = False) -> None:
+        if useNCCL and not flattenParams:
+            raise ConfigError(
+                "`useNCCL` must come with `flattenParams`, but that is False. Give "
+                "DataParallelTable(dim, True, True)."
+            )
+        super().__init__(dim)
+        self.flattenParams = flattenParams
+        if useNCCL:
+            warnings.warn(
+                "`useNCCL` has no effect: gradients of replicas are added by copies, in a fixed "
+                "order, on any devices.",
+                stacklevel=2,
+            )
+
+    # Any: the module's own signature.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.flattenParams:
+            self._flat_memory.lay_out(self)  # `to()` and the like move parameters
+        return super().__call__(*args, **kwargs)
+
+    def add(self, module: nn.Module, gpus: Gpu | Sequence[Gpu]) -> Self:
+        """Replicate ``module`` on ``gpus``; return self.
+
+        Args:
+            gpus: Indices of accelerators from 0, or devices such as ``"cpu"``; once, as a list, or
+                one by one with a module equal to the first each time.
+
+        Raises:
+            ConfigError: There is no such device, the list is empty, or a later module differs from
+                the first.
+            StateError: A list is given though something was added before.
+        """
+        if isinstance(gpus, (int, str, torch.device)):
+            self._append(module, [gpus])
+        elif self._gpus:
+            raise StateError(
+                "`add(module, gpus)` with a list must be the only `add()`, but there was one. Give "
+                "all devices at once."
+            )
+        elif not gpus:
+            raise ConfigError("`gpus` must name at least one device, but is empty.")
+        else:
+            self._append(module, list(gpus))
+        if self.flattenParams:
+            self._flat_memory.lay_out(self)
+        return self
+
+
+class GPU(Torch7Module, parallel.OnDevice):
+    """Run a module on one device, wherever its inputs come from.
+
+    Args:
+        module: It is moved, in place.
+        device: An accelerator's index from 0, or a device. Where there is none such, the module
+            runs where it is, with one warning.
+        outdevice: Where outputs go; default: ``device``.
+
+    Example:
+        >>> net = GPU(nn.Linear(4, 2), "cpu")
+        >>> net.forward(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
+
+    Source: torch/nn's ``nn.GPU``.
+    """
+
+    def __init__(self, module: nn.Module, device: Gpu, outdevice: Gpu | None = None) -> None:
+        out = None if outdevice is None else _name(outdevice)
+        super().__init__(_unwrapped(module), _name(device), out)
+
+    def get(self, index: int) -> nn.Module:
+        """Return the module, for ``index`` 0.
+
+        Raises:
+            ConfigError: The index is another.
+        """
+        if index != 0:
+            raise ConfigError(f"`index` must be 0, the only module, but is {index!r}.")
+        return self.module
+
+    def _place(self, device: torch.device) -> None:
+        self.module.to(device if device.type == "cpu" else self.device)
+
+    def _share(self, other: nn.Module, names: tuple[str, ...]) -> None:
+        parallel.DataParallel(self.module, 1).share(other, *names)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, Explicit) else module
+
+
+def _name(gpu: Gpu) -> Device:
+    return f"cuda:{gpu}" if isinstance(gpu, int) else gpu
+
+
+def _device(gpu: Gpu) -> torch.device:
+    kind = known_devices()[0].type
+    if isinstance(gpu, int) and kind == "cpu":
+        raise ConfigError(
+            f"`gpus` must exist on this machine, but GPU {gpu} does not: it has none. Give 'cpu' "
+            "once per replica, such as ['cpu', 'cpu']."
+        )
+    return resolve_device(f"{kind}:{gpu}" if isinstance(gpu, int) else gpu)
+
+
+def _check_equal(first: nn.Module, other: nn.Module) -> None:
+    """Refuse a column that is no copy of the first, rather than drop it silently."""
+    theirs, own = other.state_dict(), first.state_dict()
+    differs = "other layers" if repr(first) != repr(other) or theirs.keys() != own.keys() else ""
+    for name in [] if differs else own:
+        if not torch.equal(theirs[name].to(own[name].device), own[name]):
+            differs = f"other values in `{name}`"
+            break
+    if differs:
+        raise ConfigError(
+            f"`module` must be equal to the first column, whose replica it becomes, but has "
+            f"{differs}. Add `copy.deepcopy(first)`, or use `ModelParallel` for columns that "
+            "differ."
+        )

@@ -1,0 +1,221 @@
+"""One explicit forward pass, and the passes back through the graph that autograd made of it.
+
+forward(input)                    input leaves, cut off ── module ── outputs      (graph kept)
+backward(input, gradOutput)       gradInput ◄──────────── module ◄── gradOutput
+                                      parameters' grad += scale × theirs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
+
+from phalanx.errors import ConfigError, StateError
+from phalanx.plan import flatten, leaf_paths, unflatten
+from phalanx.types import Nested
+
+__all__ = ["Pass", "same_leaves"]
+
+
+class Pass:
+    """What is kept of a module's last forward pass.
+
+    It belongs to one module in this process: a copy of it, deep or pickled, is empty.
+
+    Args:
+        wants_grad_input: Whether gradients of inputs are computed.
+
+    Attributes:
+        output: What the module returned, as plain values outside of any graph.
+        grad_input: What the last pass back found, nested like the input.
+    """
+
+    output: Nested
+    grad_input: Nested
+
+    def __init__(self, wants_grad_input: bool = True) -> None:
+        self.wants_grad_input = wants_grad_input
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the pass and its graph."""
+        self.forget_graph()
+        self.output = torch.empty(0)
+        self.grad_input = torch.empty(0)
+
+    def forget_graph(self) -> None:
+        """Free what only passes back need; ``output`` and ``grad_input`` stay."""
+        self._inputs: list[Any] = []  # Any: leaves of the user's own inputs
+        self._outputs: list[Any] = []
+        self._paths: list[str] = []
+        self._inputs_spec: TreeSpec | None = None
+
+    def forward(self, run: Callable[[Nested], Nested], given: Nested) -> Nested:
+        """Return ``run(given)``, and keep its graph; none is made under `torch.no_grad()`."""
+        self.forget_graph()  # before there is a second one
+        leaves, spec = flatten(given)
+        inputs = [_own_leaf(leaf, self.wants_grad_input) for leaf in leaves]
+        made = run(unflatten(inputs, spec))
+        outputs, outputs_spec = flatten(made)
+        self.output = unflatten(
+            [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs], outputs_spec
+        )
+        if torch.is_grad_enabled():
+            self._inputs, self._inputs_spec = inputs, spec
+            self._outputs, self._paths = outputs, leaf_paths(made)
+        return self.output
+
+    def input_gradients(self, given: Nested, grad_output: Nested) -> Nested:
+        """Compute the gradients of the inputs, and touch no parameter's."""
+        outputs, grads = self._ends(given, grad_output)
+        wanted = self._wanted()
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if wanted and outputs:
+            found = torch.autograd.grad(
+                outputs, wanted, grads, retain_graph=True, allow_unused=True
+            )
+        return self._keep(found)
+
+    def parameter_gradients(
+        self, given: Nested, grad_output: Nested, parameters: Sequence[nn.Parameter]
+    ) -> list[Tensor | None]:
+        """Return the gradients of ``parameters``, without adding them anywhere."""
+        outputs, grads = self._ends(given, grad_output)
+        if not outputs or not parameters:
+            return [None] * len(parameters)
+        return list(
+            torch.autograd.grad(outputs, parameters, grads, retain_graph=True, allow_unused=True)
+        )
+
+    def accumulate(
+        self,
+        given: Nested,
+        grad_output: Nested,
+        parameters: Sequence[nn.Parameter],
+        scale: float = 1.0,
+    ) -> None:
+        """Add ``scale`` times the parameters' gradients to their ``grad``."""
+        outputs, grads = self._ends(given, grad_output)
+        if scale != 1:
+            grads = [grad * scale for grad in grads]
+        _backward(outputs, grads, parameters)
+
+    def backward(
+        self, given: Nested, grad_output: Nested, parameters: Sequence[nn.Parameter]
+    ) -> Nested:
+        """Do both at once, in one pass over the graph."""
+        outputs, grads = self._ends(given, grad_output)
+        wanted = self._wanted()
+        try:
+            _backward(outputs, grads, [*wanted, *parameters])
+            found = [leaf.grad for leaf in wanted]
+        finally:
+            for leaf in wanted:
+                leaf.grad = None
+        return self._keep(found)
+
+    def __reduce__(self) -> tuple[type[Pass], tuple[bool]]:
+        return type(self), (self.wants_grad_input,)
+
+    def _wanted(self) -> list[Tensor]:
+        return [leaf for leaf in self._inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def _keep(self, found: Sequence[Tensor | None]) -> Nested:
+        """Nest gradients like the input: zeros where nothing arrived, None where none can."""
+        if not self.wants_grad_input or self._inputs_spec is None:
+            return None
+        arrived = iter(found)
+        leaves = []
+        for leaf in self._inputs:
+            gradient = None
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                gradient = next(arrived)
+                gradient = torch.zeros_like(leaf) if gradient is None else gradient
+            leaves.append(gradient)
+        self.grad_input = unflatten(
+            [None if leaf is None else leaf.detach() for leaf in leaves], self._inputs_spec
+        )
+        return self.grad_input
+
+    def _ends(self, given: Nested, grad_output: Nested) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the outputs where a pass back begins, and the gradients it begins with.
+
+        Raises:
+            StateError: There was no forward pass, or one of another input.
+            ConfigError: ``grad_output`` is not nested or shaped like the output.
+        """
+        if self._inputs_spec is None:
+            raise StateError(
+                "A pass back needs the graph of a forward pass, but there is none. Call "
+                "`forward(input)` first, outside of `torch.no_grad()`; `updateParameters()` and "
+                "`clearState()` end a pass."
+            )
+        if not same_leaves(given, unflatten(self._inputs, self._inputs_spec)):
+            raise StateError(
+                "`input` must be that of the last forward pass, but is another. Call "
+                "`forward(input)` with it first."
+            )
+        leaves, _ = flatten(grad_output)
+        given_at = dict(zip(leaf_paths(grad_output), leaves, strict=True))
+        if list(given_at) != self._paths and set(given_at) != set(self._paths):
+            raise ConfigError(
+                f"`gradOutput` must have the leaves of the output, {_told(self._paths)}, but has "
+                f"{_told(given_at)}."
+            )
+        ends = [
+            (output, _checked(given_at[path], output, path))
+            for output, path in zip(self._outputs, self._paths, strict=True)
+            if isinstance(output, Tensor) and output.requires_grad and given_at[path] is not None
+        ]
+        return [output for output, _ in ends], [gradient for _, gradient in ends]
+
+
+def same_leaves(left: Nested, right: Nested) -> bool:
+    """Tell whether two nested values are the same, by memory or, failing that, by values."""
+    leaves, spec = flatten(left)
+    others, others_spec = flatten(right)
+    return spec == others_spec and all(map(_same, leaves, others))
+
+
+def _backward(outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    if outputs and inputs:
+        torch.autograd.backward(outputs, grads, retain_graph=True, inputs=inputs)
+
+
+# Any: a leaf of the user's own inputs.
+def _own_leaf(leaf: Any, wanted: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    own = leaf.detach()
+    can = own.is_floating_point() or own.is_complex()
+    return own.requires_grad_() if wanted and can and torch.is_grad_enabled() else own
+
+
+# Any: a leaf of the user's own inputs.
+def _same(leaf: Any, own: Any) -> bool:
+    if not isinstance(leaf, Tensor) or not isinstance(own, Tensor):
+        return leaf is own or bool(leaf == own)
+    if (leaf.shape, leaf.dtype, leaf.device) != (own.shape, own.dtype, own.device):
+        return False
+    if leaf.data_ptr() == own.data_ptr() and leaf.stride() == own.stride():
+        return True
+    return torch.equal(leaf, own)
+
+
+# Any: a leaf of the user's own gradients.
+def _checked(gradient: Any, output: Tensor, path: str) -> Tensor:
+    if not isinstance(gradient, Tensor) or gradient.shape != output.shape:
+        leaf = f"Leaf `{path}` of `gradOutput`" if path else "`gradOutput`"
+        has = tuple(gradient.shape) if isinstance(gradient, Tensor) else repr(gradient)
+        raise ConfigError(
+            f"{leaf} must have the shape of the output, {tuple(output.shape)}, but has {has}."
+        )
+    return gradient.detach().to(output)
+
+
+def _told(paths: Sequence[str] | dict[str, Any]) -> str:
+    return ", ".join(f"`{path}`" if path else "one tensor" for path in paths) or "none"
