@@ -1,0 +1,503 @@
+"""What users decide over: layouts, how outputs are merged, the loss inside, buffers, placement."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx import Layout, Merge
+from phalanx.plan import least_loaded
+from phalanx.replicas.meeting import Meeting
+from tests.conformance.containers import (
+    Scale,
+    Slices,
+    Weighed,
+    assert_equal_pass,
+    draw,
+    fresh,
+    loss_of,
+    one_pass,
+    parallel,
+    places,
+)
+from tests.conformance.models import (
+    assert_close,
+    assert_same_bits,
+    cnn_norm,
+    gradients_of,
+    mlp,
+    sgd,
+    state_of,
+    token_batch,
+    token_loss,
+    twin_of,
+    vector_batch,
+)
+
+F64 = torch.float64
+UNEQUAL = [1, 5, 9]
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+def test_a_batch_axis_of_1_is_cut_there(device: torch.device) -> None:
+    """(3, 8, 7) with batch axis 1 on two devices is (3, 4, 7) on each."""
+    net = Scale(2.0).to(device)
+    x = draw(3, 8, 7, device=device)
+    with parallel(net, device, 2, layout=Layout(dim=1), output="per_replica") as model:
+        assert [tuple(part.shape) for part in model(x)] == [(3, 4, 7), (3, 4, 7)]
+        assert_close(torch.cat([part.to(device) for part in model(x)], 1), x * 2, F64)
+        assert_equal_pass(model, Halves(net), x)
+    with parallel(net, device, 3, layout=Layout(dim=1)) as model:
+        assert model(x).shape == (3, 8, 7)
+        assert_equal_pass(model, twin_of(net), x)
+    with parallel(net, device, 3, layout=Layout(dim=-2)) as model:
+        assert_equal_pass(model, twin_of(net), x)
+
+
+class Halves(nn.Module):
+    """Leaves its two pieces along dim 1 apart."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = copy.deepcopy(inner)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.inner(part) for part in x.chunk(2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("path", "by_name"), [(1, False), ("1", False), ("weights", False), ("weights", True)]
+)
+def test_a_leaf_given_whole_gets_the_sum_of_the_replicas_gradients(
+    path: int | str, by_name: bool, device: torch.device
+) -> None:
+    net = Weighed().double().to(device)
+    x, weights = draw(8, 7, device=device), draw(7, device=device)
+    with parallel(net, device, layout=Layout(dims={path: None})) as model:
+        if by_name:
+            assert_equal_pass(model, twin_of(net), x, weights=weights)
+        else:
+            assert_equal_pass(model, twin_of(net), x, weights)
+
+
+def test_a_path_covers_what_is_below_it_and_yields_to_a_longer_one(device: torch.device) -> None:
+    seen: list[list[tuple[int, ...]]] = []
+
+    class Nested(nn.Module):
+        def forward(self, x: Tensor, items: Mapping[str, Any]) -> Tensor:
+            left, right = items["pair"]
+            seen.append([tuple(leaf.shape) for leaf in (left, right, items["far"]["x"])])
+            return x * left.sum() + right.sum(0, keepdim=True).T + items["far"]["x"].sum()
+
+    items = {
+        "pair": [draw(2, 2, device=device), draw(4, 7, device=device)],
+        "far": {"x": draw(5, device=device)},
+    }
+    layout = Layout(dims={"items": None, "items.pair.1": 1})
+    with parallel(Nested(), device, layout=layout) as model:
+        assert_equal_pass(model, Nested(), draw(7, 1, device=device), items)
+    each = sorted(seen[:3])
+    assert each == [[(2, 2), (4, 2), (5,)]] * 2 + [[(2, 2), (4, 3), (5,)]]
+
+
+def test_explicit_sizes_count_for_one_call(device: torch.device) -> None:
+    sizes: list[int] = []
+    net = mlp(F64).to(device)
+    net.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    x = draw(15, 7, device=device)
+    with parallel(net, device, workloads=[1, 1, 0]) as model:
+        output = model.forward_sized(UNEQUAL, x)
+        assert sorted(sizes) == UNEQUAL
+        loss_of(output).backward()
+        got = gradients_of(net)
+        sizes.clear()
+        model(x)
+        assert sorted(sizes) == [7, 8]
+        sizes.clear()
+        model.forward_sized([0, 0, 15], x)
+        assert sizes == [15]
+    expected = one_pass(twin_of(net), x)
+    assert_close([output, *got], expected["outputs"] + expected["parameters"], F64)
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+class Many(nn.Module):
+    """Returns leaves of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        return {
+            "rows": y,
+            "turned": y.T,
+            "loss": y.square().mean(),
+            "count": torch.tensor(len(x)),
+            "aux": [y.sum(0), {"word": "same", "number": len(x)}],
+        }
+
+
+OUTPUT: dict[str | int, Merge | str] = {
+    "turned": "cat(1)",
+    "loss": Merge.mean(),
+    "count": "sum",
+    "aux": "first",
+    "aux.0": Merge.sum(),
+}
+
+
+@pytest.mark.parametrize("sizes", [UNEQUAL, [9, 0, 6], [0, 15, 0]], ids=str)
+def test_every_leaf_is_merged_by_its_rule(sizes: list[int], device: torch.device) -> None:
+    net = Many().double().to(device)
+    x = draw(15, 4, device=device)
+    with parallel(net, device, output=OUTPUT) as model:
+        got = model.forward_sized(sizes, x)
+        loss_of([got["rows"], got["turned"], got["loss"], got["aux"][0]]).backward()
+        gradients = gradients_of(net)
+    twin = twin_of(net)
+    expected = twin(x)
+    loss_of([expected["rows"], expected["turned"], expected["loss"], expected["aux"][0]]).backward()
+    assert got["count"].item() == 15
+    for key in ("rows", "turned", "loss"):
+        assert_close(got[key], expected[key], F64)
+    assert_close(got["aux"][0], expected["aux"][0], F64)
+    assert got["aux"][1] == {"word": "same", "number": next(filter(None, sizes))}
+    assert_close(gradients, gradients_of(twin), F64)
+
+
+def test_without_rules_scalars_become_one_per_replica_in_use(device: torch.device) -> None:
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, str]:
+            return x * 2, x.sum(), f"{len(x)} rows"
+
+    x = fresh(draw(2, 3, device=device))
+    with parallel(Loss(), device) as model:
+        rows, sums, word = model(x)
+        (rows.sum() + (sums * torch.tensor([1.0, 10.0], device=device)).sum()).backward()
+    assert torch.equal(rows, x * 2)
+    assert_close(sums, x.sum(1), F64)
+    assert word == "1 rows"
+    assert x.grad.tolist() == [[3.0] * 3, [12.0] * 3]
+
+
+def test_stacked_and_left_apart(device: torch.device) -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.mean(0), x * 1
+
+    x = fresh(draw(8, 3, device=device))
+    with parallel(Mean(), device, output={0: "stack", 1: "per_replica"}) as model:
+        means, parts = model(x)
+        (means.sum() + sum(part.to(device).sum() for part in parts)).backward()
+    pieces = x.detach().split([3, 3, 2])
+    assert_close(means, torch.stack([piece.mean(0) for piece in pieces]), F64)
+    assert_same_bits([part.cpu() for part in parts], [piece.cpu() for piece in pieces])
+    shares = torch.tensor([1 + 1 / 3] * 6 + [1.5] * 2, dtype=F64, device=device)
+    assert_close(x.grad, shares[:, None].expand(8, 3), F64)
+
+
+def test_whole_outputs_left_apart_may_differ_in_structure(device: torch.device) -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x.sum() if len(x) == 2 else {"rows": x}
+
+    with parallel(Odd(), device, output=Merge.per_replica()) as model:
+        found = model(draw(5, 3, device=device))
+        assert [type(each) for each in found] == [Tensor, Tensor, dict]
+        assert [len(model(draw(rows, 3, device=device))) for rows in (1, 2, 5, 0)] == [1, 2, 3, 1]
+
+
+# --- the criterion inside -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [None, UNEQUAL, [6, 0, 9]], ids=str)
+def test_the_loss_inside_the_replicas_is_that_of_the_whole_batch(
+    sizes: list[int] | None, device: torch.device
+) -> None:
+    net = mlp(F64).to(device)
+    twin = twin_of(net)
+    x, y = (each.to(device) for each in vector_batch(15, F64))
+    mine, theirs = fresh(x), fresh(x)
+    with parallel(net, device) as model:
+        loss = model.forward_loss(F.cross_entropy, mine, y, sizes=sizes)
+        (2 * loss).backward()
+    expected = F.cross_entropy(twin(theirs), y)
+    (2 * expected).backward()
+    assert loss.shape == ()
+    assert_close([loss, mine.grad], [expected, theirs.grad], F64)
+    assert_close(gradients_of(net), gradients_of(twin), F64)
+
+
+@pytest.mark.parametrize("sizes", [None, UNEQUAL], ids=str)
+def test_tokens_weigh_the_loss_and_padding_weighs_nothing(
+    sizes: list[int] | None, device: torch.device
+) -> None:
+    """One slice is all padding: its mean loss is NaN, and must not be heard."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double().to(device)
+    twin = twin_of(net)
+    x, y = (each.to(device) for each in token_batch(15))
+    y = y.clone()
+    y[::2, 2:] = -100
+    y[: 1 if sizes else 5] = -100
+    with parallel(net, device) as model:
+        loss = model.forward_loss(
+            token_loss, x, y, weight_fn=lambda own: float((own != -100).sum()), sizes=sizes
+        )
+        loss.backward()
+    expected = token_loss(twin(x), y)
+    expected.backward()
+    assert_close(loss, expected, F64)
+    assert_close(gradients_of(net), gradients_of(twin), F64)
+
+
+def test_inputs_of_the_loss_go_by_position_by_name_or_alone(device: torch.device) -> None:
+    net = Weighed().double().to(device)
+    x, weights, y = draw(8, 7, device=device), draw(7, device=device), draw(8, 4, device=device)
+    expected = F.mse_loss(twin_of(net)(x, weights), y)
+    with parallel(net, device, layout=Layout(dims={"weights": None})) as model:
+        for inputs in ((x, weights), {"x": x, "weights": weights}, {"weights": weights, "x": x}):
+            assert_close(model.forward_loss(F.mse_loss, inputs, y), expected, F64)
+            assert_close(model.forward_loss(nn.MSELoss(), inputs, y), expected, F64)
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """Keeps a moving mean, a total and a counter; in place or by assignment."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("mean", torch.full((4,), 2.0, dtype=F64))
+        self.register_buffer("total", torch.ones(4, dtype=F64))
+        self.register_buffer("rows", torch.tensor(10))
+        self.register_buffer("idle", torch.ones(2, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, total = self.mean / 2 + x.detach().mean(0), self.total + x.detach().sum(0)
+        rows = self.rows + len(x)
+        if self.in_place:
+            self.mean.copy_(mean)
+            self.total.copy_(total)
+            self.rows.copy_(rows)
+        else:
+            self.mean, self.total, self.rows = mean, total, rows
+        return x * 2
+
+
+def by_hand(rule: str, name: str, pieces: list[Tensor]) -> Tensor:
+    """Compute what a buffer becomes out of what each replica would make of it alone."""
+    start = {"mean": 2.0, "total": 1.0, "rows": 10}[name]
+    after = {
+        "mean": [start / 2 + piece.mean(0) for piece in pieces],
+        "total": [start + piece.sum(0) for piece in pieces],
+        "rows": [torch.tensor(start + len(piece)) for piece in pieces],
+    }[name]
+    if rule == "sum":
+        return start + sum((each - start for each in after), torch.zeros(()).to(after[0]))
+    if rule == "first" or name == "rows":
+        return after[0]
+    rows = sum(len(piece) for piece in pieces)
+    return sum(
+        (each * (len(piece) / rows) for each, piece in zip(after, pieces, strict=True)),
+        torch.zeros(4, dtype=F64),
+    )
+
+
+RULES = {
+    "first": dict.fromkeys(("mean", "total", "rows"), "first"),
+    "mean": dict.fromkeys(("mean", "total", "rows"), "mean"),
+    "sum": dict.fromkeys(("mean", "total", "rows"), "sum"),
+    "patterns": {"mean": "first", "total": "sum", "rows": "mean"},
+}
+PATTERNS = {"*.mean": "first", "0.t*": "sum", "*total": "first"}
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "assigned"])
+@pytest.mark.parametrize("sizes", [UNEQUAL, [6, 0, 9]], ids=str)
+@pytest.mark.parametrize("policy", list(RULES))
+def test_buffers_become_what_their_rule_says(
+    policy: str, sizes: list[int], in_place: bool, device: torch.device
+) -> None:
+    net = nn.Sequential(Counts(in_place)).to(device)
+    x = draw(15, 4, device=device)
+    buffers = PATTERNS if policy == "patterns" else policy
+    with parallel(net, device, buffers=buffers) as model:
+        model.forward_sized(sizes, x)
+    pieces = [piece.cpu() for piece in x.split(sizes) if len(piece)]
+    for name, rule in RULES[policy].items():
+        found = net[0].get_buffer(name)
+        assert_close(found.cpu(), by_hand(rule, name, pieces).to(found.dtype), F64)
+    assert torch.equal(net[0].idle.cpu(), torch.ones(2, dtype=F64))
+
+
+def normed(kind: str, device: torch.device) -> tuple[nn.Module, Callable[[int], Tensor]]:
+    torch.manual_seed(0)
+    if kind == "images":
+        net = cnn_norm(F64)
+        return net.to(device), lambda seed: draw(15, 2, 6, 6, seed=seed, device=device)
+    momentum = None if kind == "cumulative" else 0.3
+    norm = nn.BatchNorm1d(5, momentum=momentum, affine=kind != "plain")
+    net = nn.Sequential(nn.Linear(4, 5), norm, nn.Tanh(), nn.Linear(5, 3)).double()
+    return net.to(device), lambda seed: draw(15, 4, seed=seed, device=device)
+
+
+@pytest.mark.parametrize("kind", ["vectors", "images", "cumulative", "plain"])
+@pytest.mark.parametrize("sizes", [UNEQUAL, [6, 0, 9]], ids=str)
+def test_synchronised_batch_norm_equals_the_unsplit_one(
+    sizes: list[int], kind: str, device: torch.device
+) -> None:
+    net, batch = normed(kind, device)
+    twin = twin_of(net)
+    with parallel(net, device, buffers="sync") as model:
+        sides = [(model, lambda x: model.forward_sized(sizes, x)), (twin, twin)]
+        optimizers = [sgd(each.parameters()) for each, _ in sides]
+        for seed in range(3):
+            found = []
+            for each, run in sides:
+                each.zero_grad()
+                x = fresh(batch(seed))
+                output = run(x)
+                output.sin().mean().backward()
+                found.append([output, x.grad, *gradients_of(each)])
+            assert_close(found[0], found[1], F64)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert_close(state_of(model), state_of(twin), F64)
+        assert_close(model.eval()(batch(9)), twin.eval()(batch(9)), F64)
+
+
+def test_replicas_that_are_ahead_do_not_change_what_others_still_read(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two have added their gradients when the last one reads what they have brought.
+
+    Left to chance, the first layer's gradients were wrong in one backward pass out of ten.
+    """
+    exchange, leave = Meeting.exchange, Meeting.leave
+    gone, both_gone = set(), threading.Event()
+
+    def late(self: Meeting, member: int, value: Any, place: str) -> list[Any]:
+        found = exchange(self, member, value, place)
+        if "backward" in place and member == 2:
+            assert both_gone.wait(20.0)
+        return found
+
+    def told(self: Meeting, member: int, error: BaseException | None = None) -> None:
+        leave(self, member, error)
+        gone.add(member)
+        if {0, 1} <= gone:
+            both_gone.set()
+
+    net, batch = normed("vectors", device)
+    twin = twin_of(net)
+    mine, theirs = fresh(batch(0)), fresh(batch(0))
+    with parallel(net, device, buffers="sync") as model:
+        output = model(mine)
+        monkeypatch.setattr(Meeting, "exchange", late)
+        monkeypatch.setattr(Meeting, "leave", told)
+        loss_of(output).backward()
+    loss_of(twin(theirs)).backward()
+    assert_close([mine.grad, *gradients_of(net)], [theirs.grad, *gradients_of(twin)], F64)
+
+
+def test_rows_that_the_loss_leaves_out_still_count_in_a_synchronised_batch_norm(
+    device: torch.device,
+) -> None:
+    """Replicas 1 and 2 get no gradient, but their rows are in the statistics of replica 0."""
+    net, batch = normed("vectors", device)
+    twin = twin_of(net)
+    mine, theirs = fresh(batch(0)), fresh(batch(0))
+    with parallel(net, device, buffers="sync", output="per_replica") as model:
+        model(mine)[0].sin().sum().backward()
+    twin(theirs)[:5].sin().sum().backward()
+    assert_close([mine.grad, *gradients_of(net)], [theirs.grad, *gradients_of(twin)], F64)
+
+
+def test_a_slice_of_no_weight_brings_no_nan_into_a_synchronised_batch_norm(
+    device: torch.device,
+) -> None:
+    def masked(outputs: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        wanted, mask = targets
+        return ((outputs - wanted).square() * mask).sum() / mask.sum()
+
+    net, batch = normed("vectors", device)
+    twin = twin_of(net)
+    mask = torch.ones(15, 3, dtype=F64, device=device)
+    mask[:5] = 0
+    targets = (draw(15, 3, seed=1, device=device), mask)
+    with parallel(net, device, buffers="sync") as model:
+        loss = model.forward_loss(masked, batch(0), targets, weight_fn=lambda own: own[1].sum())
+        loss.backward()
+    expected = masked(twin(batch(0)), targets)
+    expected.backward()
+    assert_close(loss, expected, F64)
+    assert_close(gradients_of(net), gradients_of(twin), F64)
+
+
+def test_without_sync_a_slice_is_normed_by_itself(device: torch.device) -> None:
+    """The control for the test above, and the rows of a slice are its whole world."""
+    net, batch = normed("vectors", device)
+    twin = twin_of(net)
+    x = batch(0)
+    with parallel(net, device) as model:
+        output = model(x)
+    assert_close(output, torch.cat([twin_of(twin)(piece) for piece in x.split(5)]), F64)
+    assert (output - twin(x)).abs().max() > 1e-2
+
+
+# --- where columns go -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("placed", "expected"),
+    [
+        ([], "a"),
+        ([("a", 8)], "b"),
+        ([("a", 8), ("b", 4)], "c"),
+        ([("a", 8), ("b", 4), ("c", 6)], "b"),
+        ([("a", 8), ("b", 4), ("c", 6), ("b", 4)], "c"),  # placed by hand, and counted
+        ([("a", 8), ("b", 8), ("c", 8)], "a"),
+        ([("a", 8), ("a", 0), ("b", 8), ("c", 8)], "b"),  # fewer columns before lower index
+        ([("a", 0), ("b", 0)], "c"),  # without parameters: in turn
+        ([("elsewhere", 1)], "a"),
+    ],
+)
+def test_the_next_device_is_the_least_loaded(placed: list[tuple[str, int]], expected: str) -> None:
+    assert least_loaded(["a", "b", "c"], placed) == expected
+
+
+def test_columns_without_a_device_go_to_the_next_one(device: torch.device) -> None:
+    with Slices() as container:
+        for _ in range(3):
+            expected = container.next_device()
+            assert container.add(nn.Linear(4, 4)) is container
+            assert container.devices[-1] == container.get(-1).weight.device == expected
+    assert len(container) == 3
+    assert len(container.devices) == 3
+    assert list(container.state_dict())[:2] == ["0.weight", "0.bias"]
+
+
+@pytest.mark.gpu
+def test_columns_spread_over_the_gpus_there_are() -> None:
+    count = torch.cuda.device_count()
+    with Slices() as container:
+        for index in range(2 * count):
+            container.add(nn.Linear(4, 4))
+            assert container.devices[index] == torch.device("cuda", index % count)
+    assert list(container.devices[:3]) == places(torch.device("cuda"), 3)[: 2 * count]
