@@ -1,4 +1,4 @@
-"""`phalanx bench step`: nothing here depends on how fast anything is."""
+"""`phalanx bench step`, its arena and contestants: nothing here depends on how fast anything is."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
+from phalanx import DataParallel, ModelParallel, unsplit
 from phalanx.cli.bench import arena as arena_module
 from phalanx.cli.bench import bench_app
 from phalanx.cli.bench import step as step_module
-from phalanx.cli.bench.arena import Arena, Entrant, Outcome, Pace, compete
-from phalanx.cli.bench.contestants import CONTESTANTS, Job, build, entrant, loss_of, select
-from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.report import (
-    SCHEMA,
-    Result,
-    as_json,
-    curve_table,
-    draw,
-    main_rows,
-    model_table,
+from phalanx.cli.bench.arena import Arena, Entrant, Pace, compete
+from phalanx.cli.bench.contestants import (
+    CODECS,
+    CONTESTANTS,
+    Job,
+    build,
+    by_default,
+    entrant,
+    loss_of,
+    select,
 )
-from phalanx.cli.bench.standings import TARGETS, Target, overheads, rank
-from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError, PeerLost
 
 # --- stand-ins for contestants: the arena's protocol in a few lines, without torch --------------
@@ -239,43 +238,6 @@ serve(open_step())
     assert all(second >= 0 for turn in outcome.seconds["chatty"] for second in turn)
 
 
-# --- standings ----------------------------------------------------------------------------------
-
-
-def test_a_standing_is_the_median_of_all_rounds_over_that_of_each_baseline():
-    ddp, trainer = rank({"ddp": [[4.0, 8.0], [6.0]], "trainer": [[1.0, 9.0], [3.0]]})
-    assert (ddp.median_s, ddp.min_s, ddp.num_steps) == (6.0, 4.0, 3)
-    assert (trainer.median_s, trainer.min_s) == (3.0, 1.0)
-    assert trainer.ratio_by_baseline == {"ddp": 0.5, "trainer": 1.0}
-    assert ddp.ratio_by_baseline == {"ddp": 1.0, "trainer": 2.0}
-
-
-@pytest.mark.parametrize(("at_most", "met"), [(0.49, False), (0.5, True), (0.6, True)])
-def test_a_target_is_met_up_to_its_bound(at_most, met):
-    target = Target(model="mlp", contestant="trainer", baseline="ddp", at_most=at_most)
-    ddp, trainer = rank({"ddp": [[2.0]], "trainer": [[1.0]]}, [target])
-    assert ddp.verdicts == ()
-    assert [verdict.met for verdict in trainer.verdicts] == [met]
-
-
-def test_a_target_without_its_baseline_is_not_judged():
-    target = Target(model="mlp", contestant="trainer", baseline="ddp", at_most=0.5)
-    (trainer,) = rank({"trainer": [[1.0]]}, [target])
-    assert trainer.verdicts == ()
-
-
-def test_overheads_are_over_the_fast_mode_only():
-    assert overheads(rank({"trainer-m4": [[3.0]], "ddp": [[1.0]]})) == {}
-    standings = rank({"trainer": [[2.0]], "trainer-m4": [[3.0]], "trainer-m16": [[8.0]]})
-    assert overheads(standings) == {4: 1.5, 16: 4.0}
-
-
-def test_targets_name_contestants_that_exist():
-    for target in TARGETS:
-        assert {target.contestant, target.baseline} <= set(CONTESTANTS)
-        assert select([target.contestant], target.model)
-
-
 # --- contestants --------------------------------------------------------------------------------
 
 
@@ -305,10 +267,16 @@ def test_a_contestant_over_processes_has_one_command_per_worker():
     assert len(entrant("trainer", "tiny", workers=3, folder="meet").commands) == 1
 
 
-@pytest.mark.parametrize("name", CONTESTANTS)
+def test_all_run_by_default_but_those_that_round_gradients():
+    rounding = {"dataparallel-fp16", "dataparallel-one-bit", "dataparallel-top-k"}
+    assert set(CONTESTANTS) - set(by_default()) == rounding
+    assert set(select(sorted(rounding), "gpt")) == rounding
+
+
+@pytest.mark.parametrize("name", by_default())
 def test_every_contestant_does_the_same_job(name, tmp_path):
     """All sum the same gradient, in another order: three float32 steps agree within 1e-6."""
-    model = "cnn" if CONTESTANTS[name].models else "tiny"
+    model = "tiny" if "tiny" in (CONTESTANTS[name].models or {"tiny"}) else "cnn"
     module, (inputs, targets) = build(model)
     if model == "cnn":  # without its normalization: its statistics are those of each rank's slice
         module.eval()
@@ -335,7 +303,42 @@ def trained_by(name, model, meeting_point, *, workers, training, done=lambda tra
     with CONTESTANTS[name].open(job, module, batch) as step:
         for _ in range(3):
             step()
-        return done([parameter.detach().clone() for parameter in module.parameters()])
+        return done([parameter.detach().clone() for parameter in parameters_of(module)])
+
+
+def parameters_of(module):
+    """Return the parameters as before layers were cut into columns."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, ModelParallel):
+            module.register_module(name, unsplit(child))
+    return module.parameters()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_contestant_with_a_codec_is_data_parallel_with_that_codec(codec, tmp_path):
+    name = "dataparallel-" + codec.replace("_", "-")
+    module, (inputs, targets) = build("tiny")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    with DataParallel(module, devices=["cpu"] * 3, codec=codec) as parallel:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(parallel(inputs), targets).backward()
+            optimizer.step()
+    trained = trained_by(name, "tiny", "", workers=3, training=True)
+    plain = trained_by("dataparallel", "tiny", "", workers=3, training=True)
+    assert all(map(torch.equal, trained, module.parameters()))
+    assert not all(map(torch.equal, trained, plain))
+
+
+def test_columns_are_put_in_the_place_of_all_linear_layers_but_the_last():
+    module, batch = build("mlp")
+    linear = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
+    job = Job(contestant="modelparallel", model="mlp", workers=3)
+    with CONTESTANTS["modelparallel"].open(job, module, batch):
+        kinds = [type(module.get_submodule(name)) for name in linear]
+        columns = module.get_submodule(linear[0])
+        assert kinds == [ModelParallel, ModelParallel, nn.Linear]
+        assert [columns.get(index).out_features for index in range(3)] == [342, 341, 341]
 
 
 def trained_in_a_process(name, model, folder, *, training):
@@ -359,103 +362,6 @@ def trained_in_a_process(name, model, folder, *, training):
         check=True,
     )
     return torch.load(out, weights_only=True)
-
-
-# --- report -------------------------------------------------------------------------------------
-
-
-def made_up_result(model="mlp", **medians_ms):
-    seconds = {
-        name.replace("_", "-"): [[ms / 1e3, ms / 1e3], [ms / 0.8e3]]
-        for name, ms in medians_ms.items()
-    }
-    targets = [target for target in TARGETS if target.model == model]
-    return Result(
-        model=model,
-        workers=2,
-        outcome=Outcome(seconds=seconds, failures={"dataparallel": "It fell."}),
-        standings=rank(seconds, targets),
-    )
-
-
-FULL = {
-    "threads": 15,
-    "ddp": 30,
-    "trainer": 12,
-    "trainer_m2": 13,
-    "trainer_m4": 18,
-    "trainer_m16": 30,
-}
-
-
-def shown(renderable):
-    console = make_console()
-    with console.capture() as capture:
-        console.print(renderable)
-    return capture.get()
-
-
-def test_the_table_marks_met_and_missed_targets_and_failures():
-    text = shown(model_table(made_up_result(**FULL)))
-
-    def row(name):
-        (line,) = [line for line in text.splitlines() if line.startswith(name)]
-        return line
-
-    assert "0.40 ≤0.45 ✓" in row("Trainer, 2 replicas")
-    assert "0.80 ≤1.00 ✓" in row("Trainer, 2 replicas")
-    assert "1.50 ≤1.40 ✗" in row("Trainer, 4 microbatches")
-    assert "failed" in row("DataParallel, 2 replicas")
-    assert "Trainer, 16 microbatches" not in text
-    assert max(map(len, text.splitlines())) <= 80
-
-
-def test_the_curve_has_a_row_per_model_and_a_column_per_number_of_microbatches():
-    result = made_up_result(**FULL)
-    lines = shown(curve_table([result])).splitlines()
-    assert [line.split() for line in lines if line.startswith(("micro", "mlp"))] == [
-        ["microbatches", "2", "4", "16"],
-        ["mlp", "1.08", "1.50", "2.50"],
-    ]
-    assert curve_table([made_up_result(ddp=30)]) is None
-
-
-def test_without_the_fast_mode_all_contestants_are_rows():
-    assert len(main_rows(made_up_result(trainer_m2=1, trainer_m16=2).standings)) == 2
-
-
-def test_the_json_holds_every_step_and_every_verdict():
-    result = made_up_result(**FULL)
-    report = json.loads(as_json([result], describe_machine(), PACE))
-    assert report["schema"] == SCHEMA
-    assert set(report) == {"schema", "machine", "pace", "models"}
-    assert {"cpu", "cores", "torch", "phalanx", "commit", "date"} <= set(report["machine"])
-    assert report["pace"]["dropped"] == 1
-    mlp = report["models"]["mlp"]
-    assert mlp["failures"] == {"dataparallel": "It fell."}
-    assert set(mlp["contestants"]) == {name.replace("_", "-") for name in FULL}
-    trainer = mlp["contestants"]["trainer"]
-    assert trainer["seconds_by_round"] == [[0.012, 0.012], [0.015]]
-    assert (trainer["median_s"], trainer["min_s"], trainer["num_steps"]) == (0.012, 0.012, 3)
-    assert trainer["targets"] == [
-        {"baseline": "ddp", "at_most": 0.45, "ratio": pytest.approx(0.4), "met": True},
-        {"baseline": "threads", "at_most": 1.0, "ratio": pytest.approx(0.8), "met": True},
-    ]
-
-
-@pytest.mark.parametrize(
-    "results",
-    [
-        [made_up_result(**FULL)],
-        [made_up_result(model, **FULL) for model in ("mlp", "cnn", "gpt")],
-        [made_up_result(ddp=30)],
-        [made_up_result()],
-    ],
-    ids=["one model", "all models", "no curve", "everybody failed"],
-)
-def test_the_figure_is_written(results, tmp_path):
-    draw(results, describe_machine(), tmp_path / "step.png")
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -491,6 +397,17 @@ def test_a_failed_contestant_is_shown_and_the_command_says_so_at_the_end(tmp_pat
     assert "no such layout" in result.output
     report = json.loads((tmp_path / "step.json").read_text())
     assert list(report["models"]["mlp"]["contestants"]) == ["single"]
+
+
+def test_the_command_runs_all_without_a_codec_and_prints_the_overhead(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_module, "entrant", lambda name, *_, **__: stub(name, STEADY))
+    result = run_step("--models=cnn", "--steps=1", f"--out={tmp_path}")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "step.json").read_text())
+    assert list(report["models"]["cnn"]["contestants"]) == select(by_default(), "cnn")
+    (row,) = [line for line in result.output.splitlines() if line.startswith("ideal: 1 thread")]
+    assert row.split()[-4:] == ["1500.0", "ms", "1500.0", "ms"]
+    assert "2.00 +1500.0" in result.output
 
 
 @pytest.mark.parametrize("word", ["--models=bert", "--models=,", "--contestants=horovod"])

@@ -3,6 +3,7 @@
 All train the same model from the same weights on the same synthetic batch with plain SGD. What
 differs is where the work is done, and nothing is tuned on one side only: Phalanx lays out
 convolutional nets as channels_last by itself, so peers are also measured with that done by hand.
+Those with a codec alone do other work, as their gradients are rounded; they run when named.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -27,18 +28,21 @@ from phalanx.cli.models import bench_cnn, bench_gpt, bench_mlp
 from phalanx.errors import ConfigError
 
 __all__ = [
+    "CODECS",
     "CONTESTANTS",
     "MICROBATCHES",
     "MODELS",
     "Contestant",
     "Job",
     "build",
+    "by_default",
     "entrant",
     "main",
     "select",
 ]
 
 MICROBATCHES = (2, 4, 8, 16)
+CODECS = ("fp16", "one_bit", "top_k")
 _LEARNING_RATE = 0.01
 
 _TINY = "tiny"  # not shown to anybody
@@ -84,6 +88,7 @@ class Contestant:
         of_phalanx: Ours, or a peer.
         process_per_worker: One process per worker instead of one in all.
         models: The models it is for; None: all.
+        if_named: It runs only where the user names it.
     """
 
     title: str
@@ -91,6 +96,7 @@ class Contestant:
     of_phalanx: bool
     process_per_worker: bool = False
     models: frozenset[str] | None = None
+    if_named: bool = False
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -170,17 +176,42 @@ def _trainer(microbatches: int | None = None) -> Opener:
     return open_step
 
 
+def _data_parallel(codec: str | None = None) -> Opener:
+    @contextmanager
+    def open_step(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
+        devices = ["cpu"] * job.workers
+        with phalanx.DataParallel(module, devices=devices, codec=codec) as parallel:
+            yield _plain_step(parallel, batch)
+
+    return open_step
+
+
 @contextmanager
-def _data_parallel(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
-    with phalanx.DataParallel(module, devices=["cpu"] * job.workers) as parallel:
-        yield _plain_step(parallel, batch)
+def _model_parallel(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
+    """Put columns in the place of every linear layer but the last, too narrow to be cut."""
+    layers = {n: child for n, child in module.named_children() if isinstance(child, nn.Linear)}
+    layers.popitem()
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            columns = stack.enter_context(phalanx.ModelParallel(dim=-1))
+            for column in phalanx.split_linear(layer, job.workers):
+                columns.add(column, "cpu")
+            module.register_module(name, columns)
+        yield _plain_step(module, batch)
 
 
 _CONVOLUTIONAL = frozenset({"cnn"})
+_LINEAR = frozenset({"mlp", _TINY})
 
 CONTESTANTS: dict[str, Contestant] = {
     "single": Contestant(
         title="1 process, 1 thread", open=_one_process(num_threads=1), of_phalanx=False
+    ),
+    "single-cl": Contestant(
+        title="1 thread + channels_last",
+        open=_one_process(num_threads=1, channels_last=True),
+        of_phalanx=False,
+        models=_CONVOLUTIONAL,
     ),
     "threads": Contestant(
         title="1 process, {workers} threads",
@@ -207,17 +238,38 @@ CONTESTANTS: dict[str, Contestant] = {
         models=_CONVOLUTIONAL,
     ),
     "dataparallel": Contestant(
-        title="DataParallel, {workers} replicas", open=_data_parallel, of_phalanx=True
+        title="DataParallel, {workers} replicas", open=_data_parallel(), of_phalanx=True
+    ),
+    **{
+        f"dataparallel-{codec.replace('_', '-')}": Contestant(
+            title=f"DataParallel, {codec}",
+            open=_data_parallel(codec),
+            of_phalanx=True,
+            if_named=True,
+        )
+        for codec in CODECS
+    },
+    "modelparallel": Contestant(
+        title="ModelParallel, {workers} columns",
+        open=_model_parallel,
+        of_phalanx=True,
+        models=_LINEAR,
     ),
     "trainer": Contestant(title="Trainer, {workers} replicas", open=_trainer(), of_phalanx=True),
-} | {
-    f"trainer-m{count}": Contestant(
-        title=f"Trainer, {count} microbatches",
-        open=_trainer(count),
-        of_phalanx=True,
-    )
-    for count in MICROBATCHES
+    **{
+        f"trainer-m{count}": Contestant(
+            title=f"Trainer, {count} microbatches",
+            open=_trainer(count),
+            of_phalanx=True,
+        )
+        for count in MICROBATCHES
+    },
 }
+
+
+def by_default() -> list[str]:
+    """Return the contestants that run where the user names none."""
+    return [name for name, known in CONTESTANTS.items() if not known.if_named]
 
 
 def select(names: list[str], model: str) -> list[str]:

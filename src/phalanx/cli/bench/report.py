@@ -15,7 +15,14 @@ from rich.text import Text
 from phalanx.cli.bench.arena import Outcome, Pace
 from phalanx.cli.bench.contestants import CONTESTANTS
 from phalanx.cli.bench.machine import Machine
-from phalanx.cli.bench.standings import BASELINES, Standing, overheads
+from phalanx.cli.bench.standings import (
+    BASELINES,
+    Overhead,
+    Standing,
+    ideals,
+    overheads,
+    same_bits_costs,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,12 +35,14 @@ __all__ = [
     "draw",
     "main_rows",
     "model_table",
+    "overhead_table",
     "title",
 ]
 
 SCHEMA = "phalanx.bench.step/1"
 
 _OURS, _OURS_EXACT, _PEER, _BY_HAND, _INK = "#0f766e", "#5eaaa3", "#9aa3ad", "#c9ced4", "#1f2933"
+_IDEAL = "#c2410c"
 _MODEL_STYLE = (("#0f766e", "o"), ("#c2410c", "s"), ("#4f46e5", "D"), ("#a16207", "^"))
 
 
@@ -57,7 +66,7 @@ def main_rows(standings: Sequence[Standing]) -> list[Standing]:
 
     Without the fast mode there is no curve, and nothing is left out.
     """
-    in_curve = {f"trainer-m{count}" for count in overheads(standings)} - {"trainer-m4"}
+    in_curve = {f"trainer-m{count}" for count in same_bits_costs(standings)} - {"trainer-m4"}
     return [standing for standing in standings if standing.name not in in_curve]
 
 
@@ -99,7 +108,7 @@ def _ratio_cell(standing: Standing, baseline: str) -> Text:
 
 def curve_table(results: Sequence[Result]) -> Table | None:
     """Return the cost of the same bits by number of microbatches; None if nobody measured it."""
-    curves = {result.model: overheads(result.standings) for result in results}
+    curves = {result.model: same_bits_costs(result.standings) for result in results}
     counts = sorted({count for curve in curves.values() for count in curve})
     if not counts:
         return None
@@ -118,6 +127,50 @@ def curve_table(results: Sequence[Result]) -> Table | None:
     return table
 
 
+def overhead_table(results: Sequence[Result]) -> Table | None:
+    """Return what sharing the work costs beyond the ideal; None if nobody measured one.
+
+    A column per model and ideal; a row per contestant of ours: its median over the ideal, and the
+    milliseconds that it takes beyond.
+    """
+    columns = [
+        (result.model, ideal, ideal_s, overheads(result.standings, result.workers)[ideal])
+        for result in results
+        for ideal, ideal_s in ideals(result.standings, result.workers).items()
+    ]
+    if not columns:
+        return None
+    workers = results[0].workers
+    table = Table(
+        title="\noverhead: multiple of the ideal, and ms beyond it",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+    )
+    table.add_column("contestant", no_wrap=True)
+    for model, ideal, _, _ in columns:
+        heading = model + "\nchannels_last" * ideal.endswith("-cl")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_row(
+        f"ideal: 1 thread's time ÷ {workers}",
+        *(f"{_ms(ideal_s)} ms" for _, _, ideal_s, _ in columns),
+    )
+    shown = {row.name for result in results for row in main_rows(result.standings)}
+    for name, contestant in CONTESTANTS.items():
+        if contestant.of_phalanx and name in shown:
+            cells = [_overhead_cell(by_name.get(name)) for *_, by_name in columns]
+            table.add_row(title(name, workers), *cells, style="bold")
+    return table
+
+
+def _overhead_cell(overhead: Overhead | None) -> str:
+    if overhead is None:
+        return "–"
+    extra = 1e3 * overhead.extra_s
+    return f"{overhead.ratio:.2f} {extra:+.{2 if abs(extra) < 10 else 1}f}"
+
+
 def as_json(results: Sequence[Result], machine: Machine, pace: Pace) -> str:
     """Return everything that was measured, down to the single step."""
     report = {
@@ -131,8 +184,10 @@ def as_json(results: Sequence[Result], machine: Machine, pace: Pace) -> str:
 
 # The values of JSON objects are of all kinds; hence `Any`.
 def _model_as_dict(result: Result) -> Mapping[str, Any]:
+    over_ideal = overheads(result.standings, result.workers)
     return {
         "workers": result.workers,
+        "ideals_s": ideals(result.standings, result.workers),
         "contestants": {
             standing.name: {
                 "title": title(standing.name, result.workers),
@@ -141,6 +196,11 @@ def _model_as_dict(result: Result) -> Mapping[str, Any]:
                 "median_s": standing.median_s,
                 "min_s": standing.min_s,
                 "ratio_by_baseline": dict(standing.ratio_by_baseline),
+                "over_ideal": {
+                    ideal: {"ratio": cost.ratio, "extra_s": cost.extra_s}
+                    for ideal, by_name in over_ideal.items()
+                    if (cost := by_name.get(standing.name))
+                },
                 "targets": [
                     {**asdict(verdict), "met": verdict.met} for verdict in standing.verdicts
                 ],
@@ -159,7 +219,7 @@ def draw(results: Sequence[Result], machine: Machine, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    has_curve = any(overheads(result.standings) for result in results)
+    has_curve = any(same_bits_costs(result.standings) for result in results)
     num_panels = len(results) + has_curve
     num_columns = 1 if num_panels == 1 else 2
     num_rows = -(-num_panels // num_columns)
@@ -206,16 +266,21 @@ def _draw_bars(axis: Axes, result: Result) -> None:
             fontsize=9,
             weight="bold" if ours else "normal",
             color=_INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # over lines of ideals
         )
     labels = [title(standing.name, result.workers) for standing in rows]
     axis.set_yticks(range(len(rows)), labels, fontsize=9)
     for label, standing in zip(axis.get_yticklabels(), rows, strict=True):
         label.set_color(_INK)
         label.set_fontweight("bold" if CONTESTANTS[standing.name].of_phalanx else "normal")
+    legend = _draw_ideals(axis, result, num_rows=len(rows))
     axis.set_xlim(0, 1.3 * max(medians, default=1.0))
     axis.set_title(result.model, loc="left", weight="bold", color=_INK)
     axis.set_title(
-        "median ms, × DDP; white tick: fastest step", loc="right", fontsize=8.5, color="#6b7280"
+        f"median ms, × DDP; white tick: fastest step{legend}",
+        loc="right",
+        fontsize=8.5,
+        color="#6b7280",
     )
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
@@ -223,11 +288,22 @@ def _draw_bars(axis: Axes, result: Result) -> None:
     axis.set_axisbelow(True)
 
 
+def _draw_ideals(axis: Axes, result: Result, *, num_rows: int) -> str:
+    """Draw each ideal as a thin line across the bars, and return what to say of the lines."""
+    legend = ""
+    for ideal, ideal_s in ideals(result.standings, result.workers).items():
+        by_hand = ideal.endswith("-cl")
+        x, y = [1e3 * ideal_s] * 2, [-0.5, num_rows - 0.5]
+        axis.plot(x, y, color=_IDEAL, linewidth=1.1, linestyle=":" if by_hand else "--")
+        legend += "; dotted: channels_last" if by_hand else "; dashed: ideal"
+    return legend
+
+
 def _draw_curve(axis: Axes, results: Sequence[Result]) -> None:
     """Draw the time of the mode with the same bits over that of the fast mode."""
     all_counts: set[int] = set()
     for result, (colour, marker) in zip(results, _MODEL_STYLE * len(results), strict=False):
-        curve = overheads(result.standings)
+        curve = same_bits_costs(result.standings)
         if not curve:
             continue
         counts = sorted(curve)

@@ -8,17 +8,24 @@ from dataclasses import dataclass
 
 __all__ = [
     "BASELINES",
+    "IDEALS",
     "TARGETS",
     "TARGET_WORKERS",
+    "Overhead",
     "Standing",
     "Target",
     "Verdict",
+    "ideals",
     "overheads",
     "rank",
+    "same_bits_costs",
 ]
 
 # The contestants that others are measured against: the peer, plain PyTorch, our own fast mode.
 BASELINES = ("ddp", "threads", "trainer")
+
+# Those whose time, shared out among the workers, is the ideal: one core's, with nothing beside it.
+IDEALS = ("single", "single-cl")
 
 TARGET_WORKERS = 2  # the targets were set for as many
 
@@ -78,6 +85,24 @@ class Standing:
     verdicts: tuple[Verdict, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """What a contestant takes beyond an ideal."""
+
+    ideal_s: float
+    median_s: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times the ideal it takes."""
+        return self.median_s / self.ideal_s
+
+    @property
+    def extra_s(self) -> float:
+        """How much more than the ideal it takes; below 0 if it takes less."""
+        return self.median_s - self.ideal_s
+
+
 def rank(
     seconds: Mapping[str, Sequence[Sequence[float]]], targets: Sequence[Target] = ()
 ) -> list[Standing]:
@@ -117,11 +142,46 @@ def rank(
     return standings
 
 
-def overheads(standings: Sequence[Standing]) -> dict[int, float]:
+def ideals(standings: Sequence[Standing], workers: int) -> dict[str, float]:
+    """Return the seconds that ``workers`` would take if sharing the work cost nothing.
+
+    By contestant of `IDEALS`: its median, divided by ``workers``. It is no bound: who lays out
+    memory better may fall below it.
+
+    Example:
+        >>> ideals(rank({"single": [[0.6]], "ddp": [[0.5]]}), workers=3)
+        {'single': 0.2}
+    """
+    return {
+        standing.name: standing.median_s / workers
+        for standing in standings
+        if standing.name in IDEALS
+    }
+
+
+def overheads(standings: Sequence[Standing], workers: int) -> dict[str, dict[str, Overhead]]:
+    """Return by ideal, and by contestant, what sharing the work costs.
+
+    Example:
+        >>> standings = rank({"single": [[1.0]], "dataparallel": [[0.75]]})
+        >>> overheads(standings, workers=2)["single"]["dataparallel"].ratio
+        1.5
+    """
+    return {
+        ideal: {
+            standing.name: Overhead(ideal_s=ideal_s, median_s=standing.median_s)
+            for standing in standings
+            if standing.name not in IDEALS
+        }
+        for ideal, ideal_s in ideals(standings, workers).items()
+    }
+
+
+def same_bits_costs(standings: Sequence[Standing]) -> dict[int, float]:
     """Return what the same bits cost: by number of microbatches, the median over the fast mode's.
 
     Example:
-        >>> overheads(rank({"trainer": [[0.2]], "trainer-m4": [[0.25]]}))
+        >>> same_bits_costs(rank({"trainer": [[0.2]], "trainer-m4": [[0.25]]}))
         {4: 1.25}
     """
     return {

@@ -13,9 +13,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from phalanx.cli.bench.arena import Pace, compete
-from phalanx.cli.bench.contestants import CONTESTANTS, entrant, select
+from phalanx.cli.bench.contestants import CONTESTANTS, by_default, entrant, select
 from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.report import Result, as_json, curve_table, draw, model_table, title
+from phalanx.cli.bench.report import (
+    Result,
+    as_json,
+    curve_table,
+    draw,
+    model_table,
+    overhead_table,
+    title,
+)
 from phalanx.cli.bench.standings import TARGET_WORKERS, TARGETS, rank
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError
@@ -47,7 +55,9 @@ def step(
     ] = DEFAULT_OUT,
     contestants: Annotated[
         str | None,
-        typer.Option(help=f"Only these: {', '.join(CONTESTANTS)}.", show_default="all"),
+        typer.Option(
+            help=f"Only these: {', '.join(CONTESTANTS)}.", show_default="all without a codec"
+        ),
     ] = None,
     workers: Annotated[
         int,
@@ -59,7 +69,7 @@ def step(
     Contestants take turns in one run, each in processes of its own. A missed target is marked and
     is no error; a contestant that failed is: exit code 1.
     """
-    wanted = list(CONTESTANTS) if contestants is None else _words(contestants)
+    wanted = by_default() if contestants is None else _words(contestants)
     names_by_model = {model: select(wanted, model) for model in _words(models)}
     if not names_by_model:
         raise ConfigError(f"`--models` must name at least one model, but is {models!r}.")
@@ -101,9 +111,9 @@ def step(
                 console.print(f"{title(name, workers)} failed on {model}.", style="red")
                 console.print(cause)
 
-    curve = curve_table(results)
-    if curve is not None:
-        console.print(curve)
+    for table in (overhead_table(results), curve_table(results)):
+        if table is not None:
+            console.print(table)
     out.mkdir(parents=True, exist_ok=True)
     (out / "step.json").write_text(as_json(results, machine, pace), encoding="utf-8")
     draw(results, machine, out / "step.png")
