@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.codecs import Codec, Feedback, resolve_codec
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
 from phalanx.parallel.replica_losses import ReplicaLosses, loss_of_nothing
@@ -29,6 +29,7 @@ from phalanx.plan import (
 )
 from phalanx.replicas import (
     ThreadCrew,
+    batch_norm_names,
     present_devices,
     resolve_devices,
     restore_memory_format,
@@ -250,6 +251,7 @@ class DataParallel(Container, Unwrapped):
         return self.module
 
     def _make_crew(self) -> ThreadCrew:
+        self._refuse_synchronised_insides()
         return ThreadCrew(
             self.module,
             self._devices,
@@ -257,6 +259,17 @@ class DataParallel(Container, Unwrapped):
             intra_op=self._intra_op,
             rules=self._rules,
         )
+
+    def _refuse_synchronised_insides(self) -> None:
+        """A container inside runs its batch norms on threads of its own, which cannot meet."""
+        for prefix, child in self.module.named_modules():
+            names = batch_norm_names(child) if isinstance(child, Container) else []
+            for name in filter(None, (".".join(filter(None, (prefix, name))) for name in names)):
+                if self._rules.of(f"{name}.running_mean") == "sync":
+                    raise UnsupportedError(
+                        f"Batch norm `{name}` must not lie in a container inside of this one to be "
+                        "synchronised, but does. Give its buffers another rule in `buffers`."
+                    )
 
     def _forward(self, call: Call, sizes: Sequence[int] | None) -> Nested:
         parts, sizes = self._cut(call, sizes)

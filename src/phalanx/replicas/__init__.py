@@ -1,5 +1,6 @@
 """One model many times: the threads, copies and sums behind every container."""
 
+from phalanx.replicas.batch_norm import batch_norm_names
 from phalanx.replicas.devices import (
     known_devices,
     present_devices,
@@ -44,6 +45,7 @@ __all__ = [
     "Turn",
     "add_gradients",
     "advance_process_generator",
+    "batch_norm_names",
     "blame",
     "caller_intra_op",
     "check_statistics",

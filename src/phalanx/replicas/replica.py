@@ -81,7 +81,8 @@ class Replica:
             if own.requires_grad != original.requires_grad:
                 own.requires_grad_(original.requires_grad)
             if not self._shared[place] and self._versions[place] != original._version:
-                own.data.copy_(original.data, non_blocking=True)
+                with torch.no_grad():  # in place, so that a graph still to run backward notices
+                    own.copy_(original, non_blocking=True)
                 self._versions[place] = original._version
         self.statistics.refresh()
 
@@ -133,7 +134,10 @@ def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _alias(parameter: nn.Parameter) -> Tensor:
-    alias = torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
+    # Not of `data`: with the version counter shared, autograd notices a change before backward.
+    alias = torch.Tensor._make_subclass(
+        type(parameter), parameter.detach(), parameter.requires_grad
+    )
     alias.__dict__.update(parameter.__dict__)
     return alias
 

@@ -80,7 +80,7 @@ class Team:
         Raises:
             StateError: The team is closed.
         """
-        if not self._dismiss.alive:
+        if self.closed:
             raise StateError("`each()` needs open threads, but they were closed. Make a new one.")
         with self._busy:
             self._run(task)
@@ -126,6 +126,11 @@ class Team:
         finally:
             del failures  # its traceback holds this frame: a cycle would keep the caller's objects
         return results
+
+    @property
+    def closed(self) -> bool:
+        """Whether the threads were dismissed."""
+        return not self._dismiss.alive
 
     def close(self) -> None:
         """Dismiss the threads and wait until they are gone; closing twice does nothing."""

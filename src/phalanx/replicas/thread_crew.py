@@ -213,8 +213,14 @@ class ThreadCrew:
         return len(self.replicas)
 
     def each(self, task: Callable[[int], T]) -> list[T]:
-        """Run ``task(replica index)`` in every replica's thread at once."""
-        return self._team.each(task)
+        """Run ``task(replica index)`` in every replica's thread at once.
+
+        After :meth:`close`, for a backward pass that is still to come, on threads of its own.
+        """
+        if not self._team.closed:
+            return self._team.each(task)
+        with contextlib.closing(Team(len(self.replicas), intra_op=self.intra_op)) as team:
+            return team.each(task)
 
     def close(self) -> None:
         """Dismiss the threads; closing twice does nothing."""

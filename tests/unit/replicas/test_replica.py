@@ -14,8 +14,10 @@ CPU = torch.device("cpu")
 def elsewhere(source: nn.Module) -> Replica:
     """Return a replica as it is on another device: with parameters of its own."""
     replica = Replica(source, CPU, 0)
-    for parameter in replica.parameters:
-        parameter.data = parameter.data.clone()
+    for module in replica.module.modules():
+        for key, parameter in module._parameters.items():
+            module._parameters[key] = nn.Parameter(parameter.detach().clone())
+    replica.parameters = list(replica.module.parameters())
     replica._shared = [False] * len(replica.parameters)
     return replica
 
