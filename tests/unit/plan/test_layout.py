@@ -259,3 +259,24 @@ def test_merging_means_by_rows_gives_the_mean_of_the_whole(total: int, parts: in
     if total:
         merged = sum(count * mean for count, mean in means) / total
         assert merged == pytest.approx(x.mean().item(), rel=1e-12)
+
+
+NESTED = {"0": {"x": torch.ones(6, 2), "y": torch.ones(2, 6)}, "mask": torch.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [
+        ({"0.y": 1, "mask": None}, [0, 1, None]),
+        ({0: None, "mask": None}, [None, None, None]),  # a position covers what is below
+        ({"0": 1, "0.x": 0, "mask": None}, [0, 1, None]),  # the longer path counts
+    ],
+)
+def test_paths_cover_what_is_below(dims: Any, expected: list[int | None]) -> None:
+    assert Layout(dims=dims).dims_of(NESTED) == expected
+
+
+@pytest.mark.parametrize("path", ["masks", "0.z", "0.x.y", 1, "mas"])
+def test_paths_that_name_nothing_are_refused(path: str | int) -> None:
+    with pytest.raises(ConfigError, match=r"`layout` must name leaves .*'0.x', '0.y', 'mask'"):
+        Layout(dims={path: None}).dims_of(NESTED)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
-from phalanx.plan import equal_sizes, round_robin, workload_sizes
+from phalanx.plan import check_sizes, equal_sizes, round_robin, workload_sizes
 
 totals = st.integers(0, 2000)
 counts = st.integers(1, 40)
@@ -192,3 +192,12 @@ def test_sizes_that_cannot_be(plan: object, total: int, parts: int, match: str) 
 def test_workloads_that_cannot_be(total: int, shares: list[float], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         workload_sizes(total, shares)
+
+
+@pytest.mark.parametrize("sizes", [[3, 2], [5], [6, -1], [2, 2], [1, 1, 3]])
+def test_explicit_sizes_that_do_not_fit_are_refused(sizes: list[int]) -> None:
+    if sizes == [3, 2]:
+        check_sizes(sizes, 5, 2)
+        return
+    with pytest.raises(ConfigError, match=r"2 sizes .* make 5 rows together, but is .*\[3, 2\]"):
+        check_sizes(sizes, 5, 2)
