@@ -66,6 +66,7 @@ def run_rank(rank: int, store: str) -> None:
         for name, net in (("plain DDP", plain), ("merge_hook", merged)):
             error = (flat_gradient(net) - expected).norm() / expected.norm()
             print(f"{name:>10}: error of the gradient {error:.1e}")
+    dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 
 

@@ -106,7 +106,7 @@ def test_a_checkpoint_of_another_codec_is_refused(tmp_path: Path) -> None:
     before = weights(net)
     with (
         trainer(net, None) as run,
-        pytest.raises(phalanx.CheckpointError, match="codec None like this trainer's.*OneBit"),
+        pytest.raises(phalanx.CheckpointError, match=r"codec None like this trainer's.*OneBit"),
     ):
         run.resume(tmp_path / "run")
     assert same(before, weights(net))
@@ -126,7 +126,7 @@ def test_a_failed_step_leaves_the_errors_as_they_were() -> None:
 
 
 def test_an_unknown_codec_is_refused() -> None:
-    with pytest.raises(phalanx.ConfigError, match="`codec` must be 'fp16'.*but is 'zip'"):
+    with pytest.raises(phalanx.ConfigError, match=r"`codec` must be 'fp16'.*but is 'zip'"):
         trainer(mlp(), "zip")
 
 
@@ -136,7 +136,7 @@ def accuracy_without() -> float:
 
 
 def digits_accuracy(codec: str | None) -> float:
-    """Return the test accuracy of the command's mlp on its digits, after the command's twenty epochs."""
+    """Return the test accuracy of the command's mlp on its digits, after its twenty epochs."""
     data = open_data("digits", batch_size=64, seed=0)
     net = build_model("mlp", data, seed=0)
     metrics = {"accuracy": MulticlassAccuracy(num_classes=10, average="micro")}

@@ -67,9 +67,11 @@ class AbstractParallel(Container):
         """Return one input per column.
 
         Args:
-            inputs: What the container was called with: the value itself when it was one, a tuple
-                when there were several; each column then gets a tuple, too. Keyword arguments do
-                not come here; they are given whole to every column.
+            inputs: What the container was called with: the value itself when it was one, and a
+                column's input is then what the column is called with. A tuple when there were
+                several; a column's input is then a tuple of its arguments, and anything else is its
+                one argument. Keyword arguments do not come here; they are given whole to every
+                column.
         """
         raise NotImplementedError(
             f"`{type(self).__name__}` must say what its columns get, but has no `distribute()`. "
@@ -174,7 +176,7 @@ class AbstractParallel(Container):
             )
         inputs = args[0] if len(args) == 1 else args
         calls = [
-            Call((part,) if len(args) == 1 else tuple(part), kwargs)
+            Call(part if len(args) != 1 and type(part) is tuple else (part,), kwargs)
             for part in self._checked(self.distribute(inputs))
         ]
 

@@ -182,6 +182,12 @@ class Container(nn.Module):
             if not names or name.rpartition(".")[2] in names
         }
         own = dict(self.named_parameters(remove_duplicate=False))
+        for wanted in names:
+            if not any(name.rpartition(".")[2] == wanted for name in theirs):
+                raise ConfigError(
+                    f"`names` must be last components of the names of parameters, but {wanted!r} "
+                    f"is none. `other` has {', '.join(dict(other.named_parameters()))}."
+                )
         for name, parameter in theirs.items():
             if name not in own or own[name].shape != parameter.shape:
                 shape = tuple(own[name].shape) if name in own else "none of that name"
@@ -207,8 +213,12 @@ class Container(nn.Module):
         """Let backward passes of forward passes made inside keep their gradients with the workers.
 
         The next backward pass of a forward pass made outside adds them all, as DDP's ``no_sync``
-        does: gradients are moved and added once for many batches. Until then ``grad`` does not
-        change. :meth:`zero_grad` forgets what is kept; an optimizer's does not know of it.
+        does: gradients are moved and added once for many batches. It is the forward pass that
+        decides. Until then ``grad`` does not change; :meth:`merge_gradients` adds what is kept at
+        once, for a last group of batches that is not full.
+
+        :meth:`zero_grad` of the container forgets what is kept. That of an optimizer or of the
+        module does not know of it.
         """
         running = self._running
         before, running.hold = running.hold, True
@@ -216,6 +226,24 @@ class Container(nn.Module):
             yield
         finally:
             running.hold = before
+
+    def merge_gradients(self) -> None:
+        """Add what workers keep since :meth:`no_merge` to the parameters' ``grad`` now.
+
+        Without anything kept it does nothing.
+
+        Example:
+            >>> import torch
+            >>> from phalanx import DataParallel
+            >>> net = nn.Linear(2, 1, bias=False)
+            >>> with DataParallel(net, devices=2) as model:
+            ...     with model.no_merge():
+            ...         model(torch.ones(3, 2)).sum().backward()
+            ...     model.merge_gradients()
+            >>> net.weight.grad
+            tensor([[3., 3.]])
+        """
+        self._running.held.merge()
 
     # Any: what nn.Module's own state holds.
     def __getstate__(self) -> dict[str, Any]:

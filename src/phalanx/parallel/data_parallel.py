@@ -113,6 +113,10 @@ class DataParallel(Container, Unwrapped):
         self._devices = resolve_devices(devices, home)
         self._workloads = [1.0] * len(self._devices) if workloads is None else list(workloads)
         check_workloads(self._workloads, len(self._devices))
+        if layout is not None and not isinstance(layout, Layout):
+            raise ConfigError(
+                f"`layout` must be a `Layout`, but is {layout!r}. Give Layout(dim=1), say."
+            )
         self._layout = layout if layout is not None else Layout()
         self._merging = Merging(output, self._layout.dim)
         self._rules = BufferRules(buffers)

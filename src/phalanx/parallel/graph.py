@@ -69,6 +69,14 @@ class HeldGradients:
         held = self.by_worker.get(worker)
         self.by_worker[worker] = gradients if held is None else add_gradients(held, gradients)
 
+    def merge(self) -> None:
+        """Add everything to the parameters' own gradients, in the order of the workers."""
+        for _, gradients in sorted(self.by_worker.items()):
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                if gradient is not None:
+                    _add_to_grad(parameter, gradient)
+        self.clear()
+
     def clear(self) -> None:
         """Forget everything."""
         self.by_worker.clear()
@@ -340,6 +348,13 @@ class _Connect(torch.autograd.Function):
             )
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         return (None, None, *ctx.graph.backward(grads, keep_graph))
+
+
+def _add_to_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
+    shaped = gradient.as_strided(parameter.shape, dense_strides(parameter))
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    parameter.grad += shaped
 
 
 def _is_reached(parameter: Tensor) -> bool:

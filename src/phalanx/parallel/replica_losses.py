@@ -27,6 +27,12 @@ class ReplicaLosses:
     """
 
     def __init__(self, loss_fn: LossFn) -> None:
+        if not callable(loss_fn):
+            raise ConfigError(
+                "`loss_fn` must be callable as loss_fn(outputs, targets), but is "
+                f"{type(loss_fn).__name__!r}. It comes first: forward_loss(loss_fn, inputs, "
+                "targets)."
+            )
         if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
             raise ConfigError(
                 "`loss_fn` must have no parameters of its own, but has. Make it part of the "

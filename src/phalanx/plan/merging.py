@@ -108,9 +108,9 @@ class Merging:
 
     Args:
         output: A rule for all leaves, or rules by leaf path (``"loss"``, ``"0"``, ``"aux.1"``; a
-            path covers what lies below it too). Leaves without one: tensors with dims are
-            concatenated along ``dim``, scalars stacked to a vector of the parts, other values taken
-            from the first part.
+            path covers what lies below it too, and one that ends with "?" may be missing). Leaves
+            without one: tensors with dims are concatenated along ``dim``, scalars stacked to a
+            vector of the parts, other values taken from the first part.
         noun: What errors call a part.
 
     Example:
@@ -134,9 +134,12 @@ class Merging:
         self._dim = dim
         self._noun = noun
         self._rules: dict[str, Merge] = {}
+        self._optional: set[str] = set()
         self._whole: Merge | None = None
         if isinstance(output, Mapping):
-            self._rules = {str(path): Merge.of(rule) for path, rule in output.items()}
+            written = {str(path): Merge.of(rule) for path, rule in output.items()}
+            self._rules = {path.removesuffix("?"): rule for path, rule in written.items()}
+            self._optional = {path[:-1] for path in written if path.endswith("?")}
         elif output is not None:
             self._whole = Merge.of(output)
 
@@ -174,10 +177,11 @@ class Merging:
             return [self._whole] * len(paths)
         found = [covering(path, self._rules) for path in paths]
         for path in self._rules:
-            if path not in found:
+            if path not in found and path not in self._optional:
                 raise ConfigError(
                     f"`output` must name leaves that the module returns, but names {path!r}. It "
-                    f"returned {', '.join(map(repr, paths))}."
+                    f"returned {', '.join(map(repr, paths))}. Write {path + '?'!r} for a leaf that "
+                    "may be missing."
                 )
         return [None if path is None else self._rules[path] for path in found]
 

@@ -37,8 +37,8 @@ def resolve_devices(
         return (home,) * devices
     if isinstance(devices, str):
         raise ConfigError(
-            f"`devices` must be a sequence of devices, but is {devices!r}. Give [{devices!r}] for "
-            "one replica."
+            f"`devices` must be a number of replicas or a sequence with a device for each, but is "
+            f"{devices!r}. Give 2, or ['cpu', 'cpu']."
         )
     found = tuple(resolve_device(device) for device in devices)
     if not found:

@@ -81,6 +81,14 @@ def test_rules_go_by_path_and_cover_what_is_below() -> None:
     assert merged["x"].shape == (6, 4)
 
 
+def test_a_leaf_that_may_be_missing() -> None:
+    merging = Merging({"loss?": "mean"})
+    with_it = merging.merge([{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}], [2, 1])
+    assert with_it["loss"].item() == 2.0
+    without = merging.merge([{"x": torch.ones(2)}, {"x": torch.ones(1)}], [2, 1])
+    assert without["x"].shape == (3,)
+
+
 def test_places_in_a_tuple_are_paths_too() -> None:
     parts = [(part, part.sum()) for part in rows()]
     merged = Merging({1: "sum"}).merge(parts, SIZES)
@@ -130,7 +138,11 @@ def test_gradients_flow_through_a_weighted_mean() -> None:
         ("mean", ["a", "b"], "tensor to be merged by 'mean', but is str"),
         (None, [torch.ones(5, 2), torch.ones(2, 2)], r"slice's 3 rows along dim 0.*\(5, 2\)"),
         (None, [torch.ones(3), (torch.ones(1),)], r"same structure.*\* from replica 0 and \(\*,\)"),
-        ({"los": "mean"}, [{"loss": torch.ones(())}] * 2, "names 'los'.*returned 'loss'"),
+        (
+            {"los": "mean"},
+            [{"loss": torch.ones(())}] * 2,
+            "names 'los'.*returned 'loss'. Write 'los\\?'",
+        ),
     ],
 )
 def test_what_cannot_be_merged_is_refused_by_name(rule: Any, parts: Any, match: str) -> None:
