@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from phalanx.errors import ConfigError
 from phalanx.types import Nested
 
-__all__ = ["Layout", "covering", "cut", "flatten", "leaf_paths", "num_rows", "unflatten"]
+__all__ = ["Layout", "covering", "covers", "cut", "flatten", "leaf_paths", "num_rows", "unflatten"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Layout:
         paths = leaf_paths(batch)
         found = [covering(path, self.dims) for path in paths]
         for path in self.dims:
-            if path not in found and not any(_covers(str(path), each) for each in paths):
+            known = path in found or any(covers(str(path), each) for each in paths)
+            if not known and not _reaches(batch, str(path)):
                 raise ConfigError(
                     f"`layout` must name leaves of the input, but names {path!r}. The input has "
                     f"{', '.join(map(repr, paths)) or 'none'}."
@@ -163,8 +164,23 @@ def leaf_paths(value: Nested) -> list[str]:
     return [".".join(_key(key) for key in path) for path, _ in with_paths]
 
 
-def _covers(above: str, path: str) -> bool:
+def covers(above: str, path: str) -> bool:
+    """Tell whether ``above`` is ``path`` or stands above it."""
     return path == above or path.startswith(f"{above}.")
+
+
+def _reaches(value: Nested, path: str) -> bool:
+    """Tell whether ``path`` leads to something; a dataclass's field that is None is no leaf."""
+    for key in path.split("."):
+        if isinstance(value, Mapping) and key in value:
+            value = value[key]
+        elif isinstance(value, (list, tuple)) and key.isdigit() and int(key) < len(value):
+            value = value[int(key)]
+        elif dataclasses.is_dataclass(value) and hasattr(value, key):
+            value = getattr(value, key)
+        else:
+            return False
+    return value is None
 
 
 def _key(key: object) -> str:

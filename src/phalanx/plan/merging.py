@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from phalanx.errors import ConfigError
-from phalanx.plan.layout import covering, flatten, leaf_paths, unflatten
+from phalanx.plan.layout import covering, covers, flatten, leaf_paths, unflatten
 from phalanx.types import Nested
 
 __all__ = ["Merge", "Merging", "join"]
@@ -44,6 +44,10 @@ class Merge:
 
     kind: str
     dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ConfigError(_no_rule(self.kind))
 
     @staticmethod
     def cat(dim: int = 0) -> Merge:
@@ -82,10 +86,7 @@ class Merge:
             return rule
         match = _WRITTEN.fullmatch(rule) if isinstance(rule, str) else None
         if match is None or match[1] not in _KINDS or (match[2] and match[1] != "cat"):
-            raise ConfigError(
-                "`output` must hold rules out of 'cat', 'cat(dim)', 'stack', 'mean', 'sum', "
-                f"'first' and 'per_replica', but holds {rule!r}."
-            )
+            raise ConfigError(_no_rule(rule))
         return Merge(match[1], int(match[2] or 0))
 
     def __repr__(self) -> str:
@@ -93,6 +94,13 @@ class Merge:
 
     def _text(self) -> str:
         return f"cat({self.dim})" if self.kind == "cat" else self.kind
+
+
+def _no_rule(rule: object) -> str:
+    return (
+        "`output` must hold rules out of 'cat', 'cat(dim)', 'stack', 'mean', 'sum', 'first' and "
+        f"'per_replica', but holds {rule!r}."
+    )
 
 
 @dataclass(frozen=True)
@@ -177,7 +185,8 @@ class Merging:
             return [self._whole] * len(paths)
         found = [covering(path, self._rules) for path in paths]
         for path in self._rules:
-            if path not in found and path not in self._optional:
+            known = path in found or any(covers(path, each) for each in paths)
+            if not known and path not in self._optional:
                 raise ConfigError(
                     f"`output` must name leaves that the module returns, but names {path!r}. It "
                     f"returned {', '.join(map(repr, paths))}. Write {path + '?'!r} for a leaf that "
@@ -192,8 +201,10 @@ class Merging:
         if rule is not None and rule.kind == "per_replica":
             return leaves
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            _refuse_values(path, rule, leaves)
+            self._refuse_values(path, rule, leaves)
             return leaves[0]
+        if rule is not None and rule.kind == "mean":
+            self._check_floating(path, leaves[0])
         if home is not None:
             leaves = [leaf.to(home) for leaf in leaves]
         if rule is None:
@@ -205,7 +216,7 @@ class Merging:
             return torch.cat(leaves, rule.dim)
         if rule.kind == "stack":
             return torch.stack(leaves)
-        return _sum(leaves) if rule.kind == "sum" else _mean(path, leaves, parts)
+        return _sum(leaves) if rule.kind == "sum" else _mean(leaves, [part.rows for part in parts])
 
     def _default(self, path: str, parts: list[_Part]) -> Merge:
         """Concatenate what has its slice's rows, stack scalars, refuse the rest."""
@@ -237,6 +248,30 @@ class Merging:
                 f"merge, but {self._noun}s returned {told}. {self._way_out(path, 'per_replica')}"
             )
 
+    def _refuse_values(self, path: str, rule: Merge | None, leaves: list[Any]) -> None:
+        """What is no tensor can be taken from the first part only, and if none is a tensor."""
+        mixed = any(isinstance(leaf, Tensor) for leaf in leaves)
+        if (rule is None and mixed) or (rule is not None and rule.kind != "first"):
+            kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves))
+            how = "a tensor on all or none" if rule is None else "a tensor"
+            by = "" if rule is None else f" by {rule._text()!r}"
+            raise ConfigError(
+                f"Output {_named(path)} of `module` must be {how} to be merged{by}, but is "
+                f"{kinds}. {self._choices('first', 'per_replica')}"
+            )
+
+    def _check_floating(self, path: str, leaf: Tensor) -> None:
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise ConfigError(
+                f"Output {_named(path)} of `module` must be floating to be merged by 'mean', but "
+                f"is {leaf.dtype}. {self._choices('sum', 'first')}"
+            )
+
+    def _choices(self, *rules: str) -> str:
+        if self._noun != "replica":
+            return "Write a `merge()` that takes them as they are."
+        return f"Give it {' or '.join(map(repr, rules))} in `output`."
+
     def _way_out(self, path: str, rule: str) -> str:
         if self._noun != "replica":
             return "Write a `merge()` that takes them as they are."
@@ -249,16 +284,6 @@ def join(parts: Sequence[Nested], sizes: Sequence[int], dim: int = 0) -> Nested:
     return Merging(dim=dim).merge(parts, sizes)
 
 
-def _refuse_values(path: str, rule: Merge | None, leaves: list[Any]) -> None:
-    """What is no tensor can be taken from the first replica only."""
-    if rule is not None and rule.kind != "first":
-        kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves))
-        raise ConfigError(
-            f"Output {_named(path)} of `module` must be a tensor to be merged by "
-            f"{rule._text()!r}, but is {kinds}. Give it 'first' or 'per_replica' in `output`."
-        )
-
-
 def _sum(leaves: list[Tensor]) -> Tensor:
     total = leaves[0]
     for leaf in leaves[1:]:
@@ -266,14 +291,11 @@ def _sum(leaves: list[Tensor]) -> Tensor:
     return total
 
 
-def _mean(path: str, leaves: list[Tensor], parts: list[_Part]) -> Tensor:
-    if not (leaves[0].is_floating_point() or leaves[0].is_complex()):
-        raise ConfigError(
-            f"Output {_named(path)} of `module` must be floating to be merged by 'mean', but is "
-            f"{leaves[0].dtype}. Give it 'sum' or 'first' in `output`."
-        )
-    rows = [part.rows for part in parts] if any(part.rows for part in parts) else [1] * len(parts)
-    return _sum([leaf * (size / sum(rows)) for leaf, size in zip(leaves, rows, strict=True)])
+def _mean(leaves: list[Tensor], rows: list[int]) -> Tensor:
+    """Weight by rows; a part without rows, whose mean is NaN, is left out if others have some."""
+    sizes = rows if any(rows) else [1] * len(rows)
+    pairs = [(leaf, size) for leaf, size in zip(leaves, sizes, strict=True) if size]
+    return _sum([leaf * (size / sum(sizes)) for leaf, size in pairs])
 
 
 def _named(path: str) -> str:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Layout, cut, equal_sizes, join, num_rows, workload_sizes
+from phalanx.plan import Layout, cut, equal_sizes, join, leaf_paths, num_rows, workload_sizes
+from phalanx.plan.layout import covering
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -154,6 +155,161 @@ def test_gradients_flow_through_cut_and_join() -> None:
     assert torch.equal(x.grad, 2 * x)
 
 
+# --- paths ----------------------------------------------------------------------------------------
+
+NEST = {
+    "x": rows(4),
+    "items": [rows(4, 2), {"a": rows(2, 4), "b.c": rows(4)}],
+    "pair": Pair(rows(4), Sample(rows(4), None)),
+    "none": None,
+}
+
+
+def test_leaves_have_the_paths_that_errors_print() -> None:
+    assert leaf_paths(NEST) == [
+        "x",
+        "items.0",
+        "items.1.a",
+        "items.1.b.c",
+        "pair.left",
+        "pair.right.tokens",
+        "pair.right.scale",  # a field that is None is no leaf
+        "none",
+    ]
+    assert leaf_paths(rows(3)) == [""]
+    assert leaf_paths({}) == []
+    assert leaf_paths({2: [rows(3)]}) == ["2.0"]
+
+
+COVERING = [
+    ("a.b.c", ["a.b.c", "a.b", "a"], "a.b.c"),
+    ("a.b.c", ["a.b", "a"], "a.b"),
+    ("a.b.c", ["a"], "a"),
+    ("a.b.c", ["c", "b", "b.c", "a.c", "a.b.c.d", "a.b.", ""], None),
+    ("ab", ["a"], None),  # the beginning of a name is not above it
+    ("a", ["a.b"], None),
+    ("", [""], ""),
+    ("", ["a"], None),
+    ("1.0", ["1"], "1"),
+]
+
+
+@pytest.mark.parametrize(("path", "known", "expected"), COVERING)
+def test_the_longest_known_path_above_covers(
+    path: str, known: list[str], expected: str | None
+) -> None:
+    assert covering(path, known) == expected
+    assert covering(path, known[::-1]) == expected
+
+
+DIMS = [
+    ({}, [0, 0, 0, 0, 0, 0, None, None]),
+    ({"x": None}, [None, 0, 0, 0, 0, 0, None, None]),
+    ({"items": None}, [0, None, None, None, 0, 0, None, None]),
+    ({"items.1": None}, [0, 0, None, None, 0, 0, None, None]),
+    ({"items.1.a": 1}, [0, 0, 1, 0, 0, 0, None, None]),
+    ({"items": None, "items.1.a": 1}, [0, None, 1, None, 0, 0, None, None]),
+    ({"items.1.a": 1, "items": None}, [0, None, 1, None, 0, 0, None, None]),
+    ({"items": None, "items.0": 0, "items.1": 0}, [0, 0, 0, 0, 0, 0, None, None]),
+    ({"items.1.b.c": None}, [0, 0, 0, None, 0, 0, None, None]),
+    ({"pair": -1}, [0, 0, 0, 0, -1, -1, None, None]),
+    ({"pair.right": None}, [0, 0, 0, 0, 0, None, None, None]),
+    ({"none": 3, "pair.right.scale": 7}, [0, 0, 0, 0, 0, 0, None, None]),  # no tensors
+]
+
+
+@pytest.mark.parametrize(("dims", "expected"), DIMS)
+def test_a_path_covers_all_leaves_below_it_and_yields_to_a_longer_one(
+    dims: dict[str | int, int | None], expected: list[int | None]
+) -> None:
+    assert Layout(dims=dims).dims_of(NEST) == expected
+
+
+def test_positions_are_paths() -> None:
+    batch = (rows(4), [rows(9), rows(8)], rows(3, 4))
+    layout = Layout(dims={1: None, 2: 1})
+    assert layout.dims_of(batch) == [0, None, None, 1]
+    assert layout == Layout(dims={"1": None, "2": 1})
+    assert num_rows(batch, layout) == 4
+    second = cut(batch, [3, 1], layout)[1]
+    assert [len(second[0]), len(second[1][0]), tuple(second[2].shape)] == [1, 9, (3, 1)]
+
+
+def test_dims_of_the_users_mapping_are_read_once() -> None:
+    dims: dict[str | int, int | None] = {"x": None}
+    layout = Layout(dims=dims)
+    dims["x"] = 0
+    assert layout.dims == {"x": None}
+
+
+def test_a_field_that_is_none_this_time_is_no_wrong_path() -> None:
+    """As an item of a dict that is None, and as an argument that is not given."""
+    layout = Layout(dims={"mask": None})
+    assert layout.dims_of({"tokens": rows(4), "mask": None}) == [0, None]
+    assert layout.dims_of(Sample(rows(4), rows(9))) == [0, None, None]
+    assert layout.dims_of(Sample(rows(4), None)) == [0, None]
+
+
+def test_tensors_without_dims_are_whole_whatever_the_layout_says() -> None:
+    batch = {"x": rows(4), "scale": torch.tensor(2.0)}
+    assert Layout(dims={"scale": 0}).dims_of(batch) == [0, None]
+
+
+UNKNOWN = [
+    ({"maks": None}, "'maks'"),
+    ({"ite": None}, "'ite'"),
+    ({"items.2": 0}, "'items.2'"),
+    ({"items.1.a.0": 0}, "'items.1.a.0'"),
+    ({3: 0}, "'3'"),
+    ({"x": None, "": None}, "''"),
+    ({"items": None, "items.7": 0}, r"'items\.7'"),
+]
+
+
+@pytest.mark.parametrize(("dims", "told"), UNKNOWN)
+@pytest.mark.parametrize("ask", [num_rows, lambda batch, layout: cut(batch, [4], layout)])
+def test_paths_that_name_nothing_are_refused_with_those_that_there_are(
+    dims: dict[str | int, int | None], told: str, ask: Any
+) -> None:
+    match = (
+        rf"`layout` must name leaves of the input, but names {told}\. The input has 'x', "
+        r"'items\.0', 'items\.1\.a', .*'none'\."
+    )
+    with pytest.raises(ConfigError, match=match):
+        ask(NEST, Layout(dims=dims))
+
+
+def test_a_path_into_an_empty_input_is_refused_too() -> None:
+    with pytest.raises(ConfigError, match=r"names 'x'\. The input has none"):
+        Layout(dims={"x": 0}).dims_of({})
+
+
+def test_a_leaf_without_its_own_dim_is_named_with_a_way_out() -> None:
+    match = (
+        r"Input `items\.0` must have a dim 2 to be split along, but has shape \(4, 2\)\. "
+        r"Give its path with None in the layout"
+    )
+    with pytest.raises(ConfigError, match=match):
+        Layout(dims={"items.0": 2}).dims_of(NEST)
+    with pytest.raises(
+        ConfigError, match=r"Input tensor must have a dim 1 .*, but has shape \(4,\)"
+    ):
+        Layout(1).dims_of(rows(4))
+
+
+def test_rows_along_each_leafs_own_dim_must_agree() -> None:
+    match = r"`items\.1\.a` must have 4 rows along dim 0 like `x`, but has 2.*whole, by None"
+    with pytest.raises(ConfigError, match=match):
+        num_rows(NEST, Layout())
+    assert num_rows(NEST, Layout(dims={"items.1.a": 1})) == 4
+    assert num_rows(NEST, Layout(dims={"items.1": None})) == 4
+
+
+def test_a_batch_of_which_all_is_given_whole() -> None:
+    with pytest.raises(ConfigError, match=r"at least one tensor that is split .*, but holds none"):
+        num_rows({"x": rows(4)}, Layout(dims={"x": None}))
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -259,24 +415,3 @@ def test_merging_means_by_rows_gives_the_mean_of_the_whole(total: int, parts: in
     if total:
         merged = sum(count * mean for count, mean in means) / total
         assert merged == pytest.approx(x.mean().item(), rel=1e-12)
-
-
-NESTED = {"0": {"x": torch.ones(6, 2), "y": torch.ones(2, 6)}, "mask": torch.ones(3)}
-
-
-@pytest.mark.parametrize(
-    ("dims", "expected"),
-    [
-        ({"0.y": 1, "mask": None}, [0, 1, None]),
-        ({0: None, "mask": None}, [None, None, None]),  # a position covers what is below
-        ({"0": 1, "0.x": 0, "mask": None}, [0, 1, None]),  # the longer path counts
-    ],
-)
-def test_paths_cover_what_is_below(dims: Any, expected: list[int | None]) -> None:
-    assert Layout(dims=dims).dims_of(NESTED) == expected
-
-
-@pytest.mark.parametrize("path", ["masks", "0.z", "0.x.y", 1, "mas"])
-def test_paths_that_name_nothing_are_refused(path: str | int) -> None:
-    with pytest.raises(ConfigError, match=r"`layout` must name leaves .*'0.x', '0.y', 'mask'"):
-        Layout(dims={path: None}).dims_of(NESTED)

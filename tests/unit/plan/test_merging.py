@@ -1,176 +1,455 @@
-"""How outputs of replicas come together: every rule, every refusal by its sentence."""
+"""Every rule of merging on every kind of leaf, as tables; what cannot be merged is named."""
 
 from __future__ import annotations
 
-from collections import namedtuple
-from dataclasses import dataclass
+import dataclasses
+import re
+from collections import OrderedDict, namedtuple
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Merge, Merging
+from phalanx.plan import Merge, Merging, cut, equal_sizes, join
+from phalanx.plan.layout import Layout
 
-Pair = namedtuple("Pair", "left right")
-SIZES = [3, 1, 2]
-
-
-@dataclass
-class Found:
-    logits: Tensor
-    note: str
+Pair = namedtuple("Pair", ["left", "right"])
+NAN = float("nan")
 
 
-def rows(dim: int = 0) -> list[Tensor]:
-    """Return three parts of SIZES rows along ``dim``, with distinct values."""
-    whole = torch.arange(6.0 * 4).view(6, 4)
-    return [part.movedim(0, dim) for part in whole.split(SIZES)]
+@dataclasses.dataclass
+class Scored:
+    scores: Tensor
+    loss: Tensor
+    kind: str = "plain"
 
 
-def equal_parts() -> list[Tensor]:
-    return [torch.full((2, 4), float(index)) for index in (1, 2, 4)]
+def t(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("rule", "parts", "expected"),
-    [
-        ("cat", rows(), torch.arange(24.0).view(6, 4)),
-        ("cat(1)", rows(1), torch.arange(24.0).view(6, 4).T),
-        ("cat(-1)", rows(1), torch.arange(24.0).view(6, 4).T),
-        (Merge.cat(1), rows(1), torch.arange(24.0).view(6, 4).T),
-        ("stack", equal_parts(), torch.stack(equal_parts())),
-        ("sum", equal_parts(), torch.full((2, 4), 7.0)),
-        ("mean", equal_parts(), torch.full((2, 4), (3 * 1 + 1 * 2 + 2 * 4) / 6)),
-        ("first", equal_parts(), torch.full((2, 4), 1.0)),
-        ("first", rows(), rows()[0]),
-        ("sum", [torch.tensor(n) for n in (1, 2, 4)], torch.tensor(7)),
-        (None, rows(), torch.arange(24.0).view(6, 4)),
-        (None, [torch.tensor(float(n)) for n in (1, 2, 4)], torch.tensor([1.0, 2.0, 4.0])),
-        (None, ["a", "b", "c"], "a"),
-        (None, [None, None, None], None),
-    ],
-)
-def test_rules(rule: Any, parts: list[Any], expected: Any) -> None:
-    merged = Merging(rule).merge(parts, SIZES)
-    if isinstance(expected, Tensor):
-        torch.testing.assert_close(merged, expected, rtol=1e-6, atol=0)
-    else:
-        assert merged == expected
+def s(value: complex) -> Tensor:
+    return torch.tensor(value)
 
 
-def test_parts_stay_apart_when_asked_whatever_their_structure() -> None:
-    parts = [torch.ones(2), (torch.ones(1), "x"), None]
-    assert Merging("per_replica").merge(parts, SIZES) == parts
-    some = Merging({"a": "per_replica"}).merge([{"a": 1, "b": part} for part in rows()], SIZES)
-    assert some["a"] == [1, 1, 1]
-    assert some["b"].shape == (6, 4)
+def same(left: Any, right: Any) -> bool:
+    if isinstance(right, Tensor):
+        return isinstance(left, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(right, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in right)
+    if isinstance(right, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    if dataclasses.is_dataclass(right):
+        return type(left) is type(right) and same(vars(left), vars(right))
+    return left is right or left == right
 
 
-def test_rules_go_by_path_and_cover_what_is_below() -> None:
-    parts = [
-        {"loss": torch.tensor(float(n)), "aux": [part, {"deep": part.sum()}], "x": part}
-        for n, part in zip((1, 2, 4), rows(), strict=True)
+# --- rules as text --------------------------------------------------------------------------------
+
+TEXTS = [
+    ("cat", Merge.cat(0)),
+    ("cat()", Merge.cat(0)),
+    ("cat(0)", Merge.cat(0)),
+    ("cat(1)", Merge.cat(1)),
+    ("cat(-1)", Merge.cat(-1)),
+    ("  cat ( 12 ) ", Merge.cat(12)),
+    ("stack", Merge.stack()),
+    ("stack()", Merge.stack()),
+    ("mean", Merge.mean()),
+    ("sum", Merge.sum()),
+    ("sum( )", Merge.sum()),
+    ("first", Merge.first()),
+    ("per_replica", Merge.per_replica()),
+]
+
+
+@pytest.mark.parametrize(("text", "rule"), TEXTS)
+def test_a_rule_is_read_from_its_text(text: str, rule: Merge) -> None:
+    assert Merge.of(text) == rule
+    assert Merge.of(rule) is rule
+
+
+@pytest.mark.parametrize("rule", list(dict.fromkeys(rule for _, rule in TEXTS)), ids=repr)
+def test_a_rule_shows_the_text_that_it_is_read_from(rule: Merge) -> None:
+    text = re.fullmatch(r"Merge\('(.*)'\)", repr(rule))
+    assert text is not None
+    assert Merge.of(text[1]) == rule
+
+
+def test_rules_differ_by_kind_and_by_dim() -> None:
+    rules = {Merge.cat(0), Merge.cat(1), Merge.stack(), Merge.mean(), Merge.sum(), Merge.first()}
+    assert len(rules) == 6
+
+
+NO_RULES = "|median|CAT|cat(|cat(1|cat 1|cat(1.5)|cat(a)|cat(1, 2)|cat(--1)|mean(0)|sum(1)|stack(1)"
+NO_RULES += "|first(0)|per_replica(2)|cats|sum,mean"
+
+
+@pytest.mark.parametrize("rule", [*NO_RULES.split("|"), None, 3, b"cat", ["cat"]], ids=repr)
+def test_what_is_no_rule_is_refused_with_the_rules_that_there_are(rule: Any) -> None:
+    with pytest.raises(ConfigError, match=r"`output` must hold rules out of 'cat', .*, but holds "):
+        Merge.of(rule)
+    with pytest.raises(ConfigError, match=re.escape(f"but holds {rule!r}")):
+        Merging({"loss": rule})
+
+
+@pytest.mark.parametrize("kind", ["median", "cat(1)"])
+def test_a_rule_that_is_made_directly_is_read_or_refused_and_never_another(kind: str) -> None:
+    """`repr` shows ``Merge('cat(1)')``: who copies that must not get a mean."""
+    try:
+        rule = Merge(kind)
+    except ConfigError:
+        return
+    assert rule == Merge.of(kind)
+
+
+# --- one leaf -------------------------------------------------------------------------------------
+
+ROWS = [t(0, 1, 2), t(3, 4), t(5)]
+WIDE = [torch.arange(4.0).view(2, 2), torch.arange(4.0, 6.0).view(2, 1)]
+
+ONE_LEAF = [
+    (None, ROWS, [3, 2, 1], t(0, 1, 2, 3, 4, 5)),
+    ("cat", ROWS, [3, 2, 1], t(0, 1, 2, 3, 4, 5)),
+    ("cat(-1)", ROWS, [3, 2, 1], t(0, 1, 2, 3, 4, 5)),
+    ("cat", ROWS, [9, 9, 9], t(0, 1, 2, 3, 4, 5)),  # a rule of the user's does not count rows
+    ("cat(1)", WIDE, [2, 1], torch.tensor([[0.0, 1.0, 4.0], [2.0, 3.0, 5.0]])),
+    ("cat(-1)", WIDE, [2, 1], torch.tensor([[0.0, 1.0, 4.0], [2.0, 3.0, 5.0]])),
+    (None, [s(1), s(2), s(3)], [3, 2, 1], torch.tensor([1, 2, 3])),
+    (None, [s(7.0)], [3], t(7)),  # a vector of one, whatever the number of parts
+    ("stack", [s(1.0), s(2.0)], [3, 2], t(1, 2)),
+    ("stack", [t(1, 2), t(3, 4)], [1, 1], torch.tensor([[1.0, 2.0], [3.0, 4.0]])),
+    ("stack", [t(1, 2)], [1], torch.tensor([[1.0, 2.0]])),
+    ("mean", [s(1.0), s(4.0)], [2, 1], s(2.0)),
+    ("mean", [t(1, 2), t(4, 8)], [2, 1], t(2, 4)),
+    ("mean", [s(2.0), s(4.0)], [0, 0], s(3.0)),  # nobody has rows: all count the same
+    ("mean", [s(5.0)], [3], s(5.0)),
+    ("mean", [s(2 + 2j), s(4 + 0j)], [1, 1], s(3 + 1j)),
+    ("sum", [s(1.0), s(4.0), s(0.5)], [2, 1, 1], s(5.5)),
+    ("sum", [s(1), s(4)], [2, 1], s(5)),
+    ("sum", [t(1, 2), t(4, 8)], [2, 1], t(5, 10)),
+    ("sum", [s(5)], [3], s(5)),
+    ("first", ROWS, [3, 2, 1], t(0, 1, 2)),
+    ("first", [t(1), s(2.0)], [1, 1], t(1)),  # what the others have does not matter
+    ("first", ["a", t(1)], [1, 1], "a"),
+    (None, ["a", "b"], [1, 1], "a"),
+    (None, [3, 4], [1, 1], 3),
+    (None, [None, None], [1, 1], None),
+    ("per_replica", ROWS, [3, 2, 1], ROWS),
+    ("per_replica", [s(5.0)], [3], [s(5.0)]),
+    ("per_replica", ["a", None], [1, 1], ["a", None]),
+]
+
+
+@pytest.mark.parametrize(("rule", "parts", "sizes", "merged"), ONE_LEAF)
+def test_one_leaf(rule: str | None, parts: list[Any], sizes: list[int], merged: Any) -> None:
+    assert same(Merging(rule).merge(parts, sizes), merged)
+    if rule is not None:
+        assert same(Merging(Merge.of(rule)).merge(parts, sizes), merged)
+
+
+@pytest.mark.parametrize(("rule", "parts", "sizes", "merged"), ONE_LEAF)
+def test_one_leaf_by_its_path(
+    rule: str | None, parts: list[Any], sizes: list[int], merged: Any
+) -> None:
+    """A rule for one leaf leaves the other to the default."""
+    nested = [
+        {"deep": [part], "rows": torch.zeros(size)} for part, size in zip(parts, sizes, strict=True)
     ]
-    merging = Merging({"loss": "mean", "aux": "first", "aux.1.deep": "sum"})
-    merged = merging.merge(parts, SIZES)
-    assert merged["loss"].item() == pytest.approx(13 / 6)
-    assert torch.equal(merged["aux"][0], rows()[0])
-    assert merged["aux"][1]["deep"].item() == sum(range(24))
-    assert merged["x"].shape == (6, 4)
+    found = Merging({"deep.0": rule} if rule else None).merge(nested, sizes)
+    assert same(found, {"deep": [merged], "rows": torch.zeros(sum(sizes))})
 
 
-def test_a_leaf_that_may_be_missing() -> None:
-    merging = Merging({"loss?": "mean"})
-    with_it = merging.merge([{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}], [2, 1])
-    assert with_it["loss"].item() == 2.0
-    without = merging.merge([{"x": torch.ones(2)}, {"x": torch.ones(1)}], [2, 1])
-    assert without["x"].shape == (3,)
+@pytest.mark.parametrize("rule", ["mean", "sum", "first"])
+def test_one_part_alone_is_itself_and_is_not_copied(rule: str) -> None:
+    part = t(1, 2, 3)
+    assert Merging(rule).merge([part], [3]) is part
 
 
-def test_places_in_a_tuple_are_paths_too() -> None:
-    parts = [(part, part.sum()) for part in rows()]
-    merged = Merging({1: "sum"}).merge(parts, SIZES)
-    assert isinstance(merged, tuple)
-    assert merged[1].item() == sum(range(24))
+def test_nothing_is_changed_in_the_parts() -> None:
+    for rule in ("sum", "mean", "stack", "cat", "first"):
+        parts = [t(1, 2), t(4, 8), t(16, 32)]
+        Merging(rule).merge(parts, [1, 1, 1])
+        assert same(parts, [t(1, 2), t(4, 8), t(16, 32)]), rule
 
 
-def test_every_kind_of_nest_keeps_its_kind() -> None:
-    pair = Merging().merge([Pair(part, "n") for part in rows()], SIZES)
-    assert isinstance(pair, Pair)
-    found = Merging().merge([Found(part, "n") for part in rows()], SIZES)
-    assert isinstance(found, Found)
-    assert found.logits.shape == (6, 4)
-    assert Merging().merge([[], [], []], SIZES) == []
-
-
-def test_the_default_dim_is_the_layouts() -> None:
-    assert Merging(dim=1).merge(rows(1), SIZES).shape == (4, 6)
-
-
-def test_a_mean_over_no_rows_counts_every_part_alike() -> None:
-    parts = [torch.tensor(1.0), torch.tensor(3.0)]
-    assert Merging("mean").merge(parts, [0, 0]).item() == 2.0
-
-
-def test_one_part_is_its_own_mean_and_sum() -> None:
-    part = torch.randn(3)
-    for rule in ("mean", "sum", "first"):
-        assert Merging(rule).merge([part], [3]) is part
-
-
-def test_gradients_flow_through_a_weighted_mean() -> None:
-    parts = [torch.ones(2, requires_grad=True) for _ in SIZES]
-    Merging("mean").merge(parts, SIZES).sum().backward()
-    found = [part.grad[0].item() for part in parts]
-    assert found == pytest.approx([3 / 6, 1 / 6, 2 / 6])
-
-
-@pytest.mark.parametrize(
-    ("rule", "parts", "match"),
-    [
-        ("cat", [torch.ones(2, 3), torch.ones(2, 4)], r"'cat\(0\)' can merge.*\(2, 3\), \(2, 4\)"),
-        ("cat(2)", [torch.ones(2, 3)] * 2, r"'cat\(2\)' can merge"),
-        ("stack", [torch.ones(2), torch.ones(3)], r"'stack' can merge.*\(2,\), \(3,\)"),
-        ("sum", [torch.ones(2), torch.ones(2, 1)], "'sum' can merge"),
-        ("mean", [torch.ones(2).long()] * 2, "floating to be merged by 'mean', but is torch.int64"),
-        ("mean", ["a", "b"], "tensor to be merged by 'mean', but is str"),
-        (None, [torch.ones(5, 2), torch.ones(2, 2)], r"slice's 3 rows along dim 0.*\(5, 2\)"),
-        (None, [torch.ones(3), (torch.ones(1),)], r"same structure.*\* from replica 0 and \(\*,\)"),
-        (
-            {"los": "mean"},
-            [{"loss": torch.ones(())}] * 2,
-            "names 'los'.*returned 'loss'. Write 'los\\?'",
-        ),
-    ],
-)
-def test_what_cannot_be_merged_is_refused_by_name(rule: Any, parts: Any, match: str) -> None:
+def test_integers_are_refused_as_a_mean_by_name_with_a_way_out() -> None:
+    match = r"Output `n` .* must be floating .*, but is torch\.int64\. Give it 'sum' or 'first'"
     with pytest.raises(ConfigError, match=match):
-        Merging(rule).merge(parts, [3, 1])
+        Merging({"n": "mean"}).merge([{"n": s(1)}, {"n": s(2)}], [1, 1])
 
 
-@pytest.mark.parametrize("rule", ["catt", "cat(x)", "mean(1)", "", 3, None])
-def test_unknown_rules_are_refused(rule: Any) -> None:
-    with pytest.raises(ConfigError, match=r"`output` must hold rules out of 'cat'.*but holds"):
-        Merging({"a": rule})
+def test_a_mean_of_integers_is_refused_however_many_parts_there_are() -> None:
+    """Whether a rule fits must not depend on how many rows the batch has."""
+    with pytest.raises(ConfigError, match="must be floating"):
+        Merging("mean").merge([s(1)], [1])
 
 
-def test_the_way_out_names_the_leaf_or_the_whole() -> None:
-    with pytest.raises(ConfigError, match=r"output=\{'a': 'per_replica'\}"):
-        Merging({"a": "sum"}).merge([{"a": torch.ones(1)}, {"a": torch.ones(2)}], [1, 2])
-    with pytest.raises(ConfigError, match=r"output='per_replica'"):
-        Merging("sum").merge([torch.ones(1), torch.ones(2)], [1, 2])
-    with pytest.raises(ConfigError, match=r"columns returned .*Write a `merge\(\)`"):
-        Merging("sum", noun="column").merge([torch.ones(1), torch.ones(2)], [1, 2])
+def test_a_part_without_rows_brings_no_nan_into_a_mean() -> None:
+    """The mean over no rows is NaN, and weighs nothing."""
+    assert same(Merging("mean").merge([s(2.0), s(NAN), s(5.0)], [2, 0, 1]), s(3.0))
 
 
-def test_a_rule_reads_as_it_is_written() -> None:
-    assert [repr(Merge.of(text)) for text in ("cat", " cat( -1 ) ", "mean")] == [
-        "Merge('cat(0)')",
-        "Merge('cat(-1)')",
-        "Merge('mean')",
+def test_a_nan_in_a_part_with_rows_is_not_hidden() -> None:
+    assert Merging("mean").merge([s(2.0), s(NAN)], [2, 1]).isnan()
+
+
+def test_sums_are_taken_in_the_order_of_the_parts() -> None:
+    huge, tiny = 2.0**24, 1.0  # float32: huge + tiny == huge
+    parts = [s(huge), s(tiny), s(tiny), s(-huge)]
+    assert Merging("sum").merge(parts, [1] * 4).item() == 0.0
+    assert Merging("sum").merge(parts[1:3] + parts[:1] + parts[3:], [1] * 4).item() == 2.0
+
+
+@given(total=st.integers(1, 30), parts=st.integers(1, 6), dim=st.integers(0, 1))
+def test_a_mean_by_rows_is_the_mean_of_the_whole(total: int, parts: int, dim: int) -> None:
+    whole = torch.arange(3.0 * total, dtype=torch.float64).view(total, 3)
+    sizes = [size for size in equal_sizes(total, parts) if size]
+    means = [part.mean(0) for part in cut(whole, sizes, Layout())]
+    torch.testing.assert_close(Merging("mean").merge(means, sizes), whole.mean(0))
+
+
+@pytest.mark.parametrize("rule", ["cat", "stack", "mean", "sum", "first", "per_replica"])
+def test_gradients_flow_through_every_rule(rule: str) -> None:
+    parts = [torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(3)]
+    merged = Merging(rule).merge(parts, [3, 2, 1])
+    sum(leaf.sum() for leaf in (merged if isinstance(merged, list) else [merged])).backward()
+    expected = {"mean": [3 / 6, 2 / 6, 1 / 6], "first": [1.0, None, None]}.get(rule, [1.0] * 3)
+    found = [None if part.grad is None else part.grad[0].item() for part in parts]
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_mean_keeps_its_dtype(dtype: torch.dtype) -> None:
+    merged = Merging("mean").merge([s(1.0).to(dtype), s(4.0).to(dtype)], [2, 1])
+    assert merged.dtype == dtype
+
+
+def test_all_but_what_stays_apart_is_brought_home() -> None:
+    meta = torch.device("meta")
+    parts = [{"rows": t(1), "apart": t(1), "first": t(1)} for _ in range(2)]
+    rules = {"apart": "per_replica", "first": "first"}
+    merged = Merging(rules).merge(parts, [1, 1], meta)
+    assert merged["rows"].device == meta
+    assert merged["first"].device == meta
+    assert [part.device.type for part in merged["apart"]] == ["cpu", "cpu"]
+    assert Merging().merge(parts, [1, 1])["rows"].device.type == "cpu"
+
+
+# --- structures -----------------------------------------------------------------------------------
+
+NESTS = [
+    ("list", lambda x, y: [x, y]),
+    ("tuple", lambda x, y: (x, y)),
+    ("dict", lambda x, y: {"b": x, "a": y}),
+    ("ordered", lambda x, y: OrderedDict(b=x, a=y)),
+    ("named", lambda x, y: Pair(x, y)),
+    ("dataclass", lambda x, y: Scored(x, y)),
+    ("deep", lambda x, y: {"a": [(x, {"b": y})], "none": None, "empty": [], "text": "t"}),
+]
+
+
+@pytest.mark.parametrize("nest", [make for _, make in NESTS], ids=[name for name, _ in NESTS])
+def test_every_kind_of_nest_keeps_its_kind(nest: Any) -> None:
+    merged = Merging().merge([nest(t(1, 2), s(1.0)), nest(t(3), s(2.0))], [2, 1])
+    assert same(merged, nest(t(1, 2, 3), t(1, 2)))
+
+
+@pytest.mark.parametrize("hollow", [{}, [], (), {"a": []}, [{}, ()], None], ids=repr)
+def test_structures_without_leaves_stay_as_they_are(hollow: Any) -> None:
+    assert same(Merging().merge([hollow, hollow], [2, 1]), hollow)
+    assert same(Merging("first").merge([hollow, hollow], [2, 1]), hollow)
+
+
+@pytest.mark.parametrize(
+    ("rules", "scores", "loss", "deep"),
+    [
+        ({}, t(1, 2, 3), t(1, 4), t(5, 6, 7)),
+        ({"loss": "mean"}, t(1, 2, 3), s(2.0), t(5, 6, 7)),
+        ({"aux": "per_replica"}, t(1, 2, 3), t(1, 4), [t(5, 6), t(7)]),
+        ({"aux.1": "first"}, t(1, 2, 3), t(1, 4), t(5, 6)),
+        ({"aux": "first", "aux.1.x": "cat"}, t(1, 2, 3), t(1, 4), t(5, 6, 7)),
+        ({"aux": "sum", "loss": Merge.sum(), "aux.1": "first"}, t(1, 2, 3), s(5.0), t(5, 6)),
+    ],
+)
+def test_a_path_covers_what_is_below_it_and_yields_to_a_longer_one(
+    rules: dict[str, Any], scores: Any, loss: Any, deep: Any
+) -> None:
+    parts = [
+        {"scores": t(1, 2), "loss": s(1.0), "aux": [s(1.0), {"x": t(5, 6)}]},
+        {"scores": t(3), "loss": s(4.0), "aux": [s(1.0), {"x": t(7)}]},
     ]
-    made = [Merge.cat(), Merge.stack(), Merge.mean(), Merge.sum(), Merge.first()]
-    assert made == [Merge.of(rule) for rule in ("cat", "stack", "mean", "sum", "first")]
-    assert Merge.per_replica() == Merge.of("per_replica")
+    merged = Merging(rules).merge(parts, [2, 1])
+    assert same(merged["scores"], scores)
+    assert same(merged["loss"], loss)
+    assert same(merged["aux"][1]["x"], deep)
+
+
+def test_positions_are_paths_too() -> None:
+    merged = Merging({1: "sum"}).merge([(t(1), s(1.0)), (t(2), s(2.0))], [1, 1])
+    assert same(merged, (t(1, 2), s(3.0)))
+
+
+def test_a_path_above_one_that_covers_all_of_it_is_no_wrong_path() -> None:
+    """The layout takes such a pair of paths as well."""
+    parts = [{"aux": {"x": s(1.0)}}, {"aux": {"x": s(2.0)}}]
+    merged = Merging({"aux": "first", "aux.x": "sum"}).merge(parts, [1, 1])
+    assert same(merged, {"aux": {"x": s(3.0)}})
+
+
+def test_left_apart_as_a_whole_outputs_may_be_anything() -> None:
+    parts = [t(1), {"other": None}, "text"]
+    merged = Merging("per_replica").merge(parts, [1, 1, 1])
+    assert all(left is right for left, right in zip(merged, parts, strict=True))
+    assert merged is not parts
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "match"),
+    [
+        ({"typo": "sum"}, r"names 'typo'\. It returned 'scores', 'aux\.loss'\."),
+        ({"aux.typo": "sum"}, r"names 'aux\.typo'"),
+        ({"score": "sum"}, r"names 'score'\."),  # the beginning of a name is not above it
+        ({"scores.0": "sum"}, r"names 'scores\.0'"),
+        ({"scores": "cat", 3: "sum"}, r"names '3'"),
+    ],
+)
+def test_paths_that_name_no_leaf(rules: dict[str | int, str], match: str) -> None:
+    parts = [{"scores": t(1), "aux": {"loss": s(1.0)}}] * 2
+    with pytest.raises(ConfigError, match=rf"`output` must name leaves .*, but {match}"):
+        Merging(rules).merge(parts, [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("rule", "leaves", "told"),
+    [
+        ("cat", [torch.zeros(2, 3), torch.zeros(1, 4)], r"'cat\(0\)'.*\(2, 3\), \(1, 4\)"),
+        ("cat(1)", [torch.zeros(2, 3), torch.zeros(1, 3)], r"'cat\(1\)'.*\(2, 3\), \(1, 3\)"),
+        ("cat(1)", [t(1, 2), t(3)], r"'cat\(1\)'.*\(2,\), \(1,\)"),
+        ("cat(1)", [torch.zeros(2, 3), t(3)], r"'cat\(1\)'.*\(2, 3\), \(1,\)"),
+        ("cat(-2)", [torch.zeros(2, 3), t(3)], r"'cat\(-2\)'.*\(2, 3\), \(1,\)"),
+        ("cat", [s(1.0), s(2.0)], r"'cat\(0\)'.*\(\), \(\)"),
+        ("cat", [torch.zeros(0), torch.zeros(2, 3)], r"'cat\(0\)'.*\(0,\), \(2, 3\)"),
+        ("stack", [t(1, 2), t(3)], r"'stack'.*\(2,\), \(1,\)"),
+        ("stack", [t(1), s(3.0)], r"'stack'.*\(1,\), \(\)"),
+        ("mean", [t(1, 2), t(3)], r"'mean'.*\(2,\), \(1,\)"),
+        ("sum", [t(1, 2), s(3.0)], r"'sum'.*\(2,\), \(\)"),  # they would broadcast
+        ("sum", [torch.zeros(2, 1), torch.zeros(1, 2)], r"'sum'.*\(2, 1\), \(1, 2\)"),
+        (None, [torch.zeros(2, 3), t(1)], r"'cat\(0\)'.*\(2, 3\), \(1,\)"),
+        (None, [torch.zeros(2, 3), torch.zeros(1, 4)], r"'cat\(0\)'.*\(2, 3\), \(1, 4\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_shown_with_a_way_out(
+    rule: str | None, leaves: list[Tensor], told: str
+) -> None:
+    match = rf"Output `y` of `module` must have shapes that {told}"
+    with pytest.raises(ConfigError, match=match) as caught:
+        Merging({"y": rule} if rule else None).merge([{"y": leaf} for leaf in leaves], [2, 1])
+    assert "replicas returned" in str(caught.value)
+    assert "output={'y': 'per_replica'}" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"output='per_replica'"):
+        Merging(rule).merge(leaves, [2, 1])
+
+
+@pytest.mark.parametrize(
+    ("leaves", "told"),
+    [
+        ([t(1, 2), t(3, 4)], r"slice's 1 rows along dim 0, but has shape \(2,\)"),
+        ([t(1), t(3)], r"slice's 2 rows along dim 0, but has shape \(1,\)"),
+        ([s(1.0), t(3)], r"slice's 2 rows along dim 0, but has shape \(\)"),
+        ([t(1, 2), s(3.0)], r"slice's 1 rows along dim 0, but has shape \(\)"),
+    ],
+)
+def test_without_a_rule_leaves_have_their_slices_rows(leaves: list[Tensor], told: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"Output `y` of `module` must have its {told}"
+    ) as caught:
+        Merging().merge([{"y": leaf} for leaf in leaves], [2, 1])
+    assert "output={'y': 'first'}" in str(caught.value)
+
+
+def test_without_a_rule_the_merging_dim_counts() -> None:
+    parts = [torch.zeros(3, 2), torch.ones(3, 1)]
+    assert Merging(dim=1).merge(parts, [2, 1]).shape == (3, 3)
+    assert Merging(dim=-1).merge(parts, [2, 1]).shape == (3, 3)
+    with pytest.raises(ConfigError, match=r"2 rows along dim 0, but has shape \(3, 2\)"):
+        Merging().merge(parts, [2, 1])
+    with pytest.raises(ConfigError, match=r"2 rows along dim 2, but has shape \(3, 2\)"):
+        Merging(dim=2).merge(parts, [2, 1])
+
+
+@pytest.mark.parametrize("rule", ["cat", "stack", "mean", "sum"])
+@pytest.mark.parametrize(
+    ("leaves", "told"),
+    [(["a", 3], "str, int"), ([t(1), None], "Tensor, NoneType"), ([2, 2], "int")],
+)
+def test_what_is_no_tensor_cannot_be_merged_by_a_rule_for_tensors(
+    rule: str, leaves: list[Any], told: str
+) -> None:
+    match = rf"Output `y` of `module` must be a tensor to be merged by '{rule}.*', but is {told}\."
+    with pytest.raises(ConfigError, match=match) as caught:
+        Merging({"y": rule}).merge([{"y": leaf} for leaf in leaves], [1, 1])
+    assert "Give it 'first' or 'per_replica' in `output`" in str(caught.value)
+
+
+@pytest.mark.parametrize("leaves", [[t(1, 2), None], [None, t(1, 2)], [t(1, 2), "text"]], ids=str)
+def test_a_tensor_that_only_some_replicas_return_is_not_lost(leaves: list[Any]) -> None:
+    """Without a rule nothing says that one replica's rows stand for all."""
+    with pytest.raises(ConfigError, match=r"`aux`"):
+        Merging().merge([{"aux": leaf} for leaf in leaves], [2, 2])
+
+
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [
+        ({"a": t(1)}, r"\{'a': \*\}"),
+        ({"a": t(1), "b": t(1), "c": None}, r"\{'a': \*, 'b': \*, 'c': \*\}"),
+        ([t(1), t(1)], r"\[\*, \*\]"),
+        (t(1), r"\*"),
+        ({"a": [t(1)], "b": t(1)}, r"\{'a': \[\*\], 'b': \*\}"),
+    ],
+)
+def test_replicas_of_another_structure_are_shown(other: Any, shown: str) -> None:
+    parts = [{"a": t(1), "b": t(1)}, {"a": t(1), "b": t(1)}, other]
+    match = (
+        r"`module` must return the same structure from every replica, but returned "
+        rf"\{{'a': \*, 'b': \*\}} from replica 0 and {shown} from replica 2\. .*'per_replica'"
+    )
+    with pytest.raises(ConfigError, match=match):
+        Merging().merge(parts, [1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    "parts", [[{"a": t(1)}, {"b": t(1)}], [t(1, 2), s(1.0)], [[t(1)], [t(1), t(1)]]]
+)
+def test_errors_of_columns_speak_of_columns_and_name_their_way_out(parts: list[Any]) -> None:
+    """A container of columns has no `output`."""
+    with pytest.raises(ConfigError, match=r"column.*Write a `merge\(\)`") as caught:
+        Merging("cat", noun="column").merge(parts, [1, 1])
+    assert "replica" not in str(caught.value)
+
+
+def test_errors_of_columns_about_values_do_not_offer_what_columns_have_not() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Merging({"": "cat"}, noun="column").merge([t(1), None], [0, 0])
+    assert "`output`" not in str(caught.value)
+
+
+# --- join -----------------------------------------------------------------------------------------
+
+
+def test_join_is_merging_without_rules() -> None:
+    parts = [
+        {"x": torch.zeros(3, 2), "n": 1, "l": s(1.0)},
+        {"x": torch.ones(3, 1), "n": 2, "l": s(2.0)},
+    ]
+    joined = join(parts, [2, 1], 1)
+    assert same(joined, Merging(dim=1).merge(parts, [2, 1]))
+    assert joined["x"].shape == (3, 3)

@@ -1,29 +1,67 @@
-"""Where the next module goes."""
+"""The next module goes where fewest bytes are, as a table."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
 from phalanx.plan import least_loaded
 
+ABC = ["a", "b", "c"]
+TABLE = [
+    (["a"], [], "a"),
+    (["a"], [("a", 10**9)], "a"),
+    (ABC, [], "a"),
+    (ABC, [("a", 4)], "b"),
+    (ABC, [("a", 4), ("b", 4)], "c"),
+    (ABC, [("a", 4), ("b", 3), ("c", 5)], "b"),
+    (ABC, [("a", 2), ("a", 2), ("b", 5), ("c", 5)], "a"),  # bytes, not modules
+    (ABC, [("a", 0)], "b"),  # nothing to choose by bytes: fewer modules
+    (ABC, [("a", 0), ("b", 0), ("c", 0)], "a"),
+    (ABC, [("a", 0), ("a", 0), ("b", 0), ("c", 0)], "b"),
+    (ABC, [("a", 2), ("b", 1), ("b", 1), ("c", 2)], "a"),  # equal bytes: fewer modules, then first
+    (ABC, [("b", 2), ("a", 1), ("a", 1), ("c", 9)], "b"),
+    (ABC, [("z", 10**9), ("a", 1)], "b"),  # what lies elsewhere does not count
+    (["c", "a"], [("a", 1), ("c", 1)], "c"),  # "earlier" is the order of the candidates
+]
 
-@pytest.mark.parametrize(
-    ("candidates", "placed", "expected"),
-    [
-        ("ab", [], "a"),
-        ("ab", [("a", 8)], "b"),
-        ("ab", [("a", 8), ("b", 4), ("b", 4)], "a"),  # as many bytes, fewer modules
-        ("ab", [("a", 8), ("b", 8)], "a"),
-        ("abc", [("a", 0), ("b", 0)], "c"),  # modules without parameters are dealt out in turn
-        ("ab", [("z", 1), ("a", 9), ("b", 10)], "a"),  # what lies elsewhere does not count
-        ("b", [("b", 10**12), ("a", 0)], "b"),
-    ],
-)
-def test_the_least_loaded_candidate(candidates: str, placed: list, expected: str) -> None:
-    assert least_loaded(list(candidates), placed) == expected
+
+@pytest.mark.parametrize(("candidates", "placed", "expected"), TABLE)
+def test_the_least_loaded_candidate(
+    candidates: list[str], placed: list[tuple[str, int]], expected: str
+) -> None:
+    assert least_loaded(candidates, placed) == expected
+    assert least_loaded(candidates, placed[::-1]) == expected  # who came first does not matter
 
 
-def test_no_candidate() -> None:
-    with pytest.raises(ConfigError, match="`candidates` must hold at least one device"):
-        least_loaded([], [])
+def test_candidates_may_be_devices() -> None:
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert least_loaded([cpu, meta], [(torch.device("cpu"), 8)]) == meta
+
+
+def test_modules_without_parameters_are_dealt_out_in_turn() -> None:
+    placed: list[tuple[str, int]] = []
+    for _ in range(7):
+        placed.append((least_loaded(ABC, placed), 0))
+    assert [place for place, _ in placed] == ["a", "b", "c", "a", "b", "c", "a"]
+
+
+@given(st.lists(st.integers(1, 100), max_size=20), st.integers(1, 5))
+def test_greedy_placing_never_leaves_one_ahead_by_more_than_one_module(
+    sizes: list[int], count: int
+) -> None:
+    placed: list[tuple[int, int]] = []
+    for size in sizes:
+        placed.append((least_loaded(range(count), placed), size))
+    loads = [sum(size for where, size in placed if where == place) for place in range(count)]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_no_candidate_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="`candidates` must hold at least one device, but is empty"
+    ):
+        least_loaded([], [("a", 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 import pytest
@@ -9,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
-from phalanx.plan import check_sizes, equal_sizes, round_robin, workload_sizes
+from phalanx.plan import (
+    check_sizes,
+    check_workloads,
+    equal_sizes,
+    round_robin,
+    workload_sizes,
+)
 
 totals = st.integers(0, 2000)
 counts = st.integers(1, 40)
@@ -194,10 +201,56 @@ def test_workloads_that_cannot_be(total: int, shares: list[float], match: str) -
         workload_sizes(total, shares)
 
 
-@pytest.mark.parametrize("sizes", [[3, 2], [5], [6, -1], [2, 2], [1, 1, 3]])
-def test_explicit_sizes_that_do_not_fit_are_refused(sizes: list[int]) -> None:
-    if sizes == [3, 2]:
-        check_sizes(sizes, 5, 2)
-        return
-    with pytest.raises(ConfigError, match=r"2 sizes .* make 5 rows together, but is .*\[3, 2\]"):
-        check_sizes(sizes, 5, 2)
+# --- explicit sizes and shares --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "total"),
+    [([7], 7), ([3, 2, 2], 7), ([0, 0, 7], 7), ([0, 7, 0], 7), ([0, 0], 0), ((1, 1), 2)],
+)
+def test_sizes_that_make_the_batch(sizes: list[int], total: int) -> None:
+    check_sizes(sizes, total, len(sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "way_out"),
+    [
+        ([3, 2, 3], [3, 2, 2]),  # too many rows
+        ([3, 2, 1], [3, 2, 2]),  # too few
+        ([4, 3], [3, 2, 2]),  # too few parts
+        ([3, 2, 2, 0], [3, 2, 2]),  # too many parts
+        ([9, -1, -1], [3, 2, 2]),  # their sum is right
+        ([], [3, 2, 2]),
+    ],
+)
+def test_sizes_that_do_not_make_the_batch_are_shown_with_ones_that_do(
+    sizes: list[int], way_out: list[int]
+) -> None:
+    match = (
+        f"`sizes` must hold 3 sizes of at least 0 that make 7 rows together, but is {sizes!r}. "
+        f"Give {way_out!r} for equal slices."
+    )
+    with pytest.raises(ConfigError, match=re.escape(match)):
+        check_sizes(sizes, 7, 3)
+
+
+@given(totals, counts)
+def test_what_the_other_plans_give_are_such_sizes(total: int, parts: int) -> None:
+    check_sizes(equal_sizes(total, parts), total, parts)
+    check_sizes(workload_sizes(total, range(1, parts + 1)), total, parts)
+
+
+@pytest.mark.parametrize("shares", [[1, 2, 3], [0.5, 0, 1e-9]])
+def test_one_share_for_each_device(shares: list[float]) -> None:
+    check_workloads(shares, 3)
+    check_workloads(shares)
+    match = r"`workloads` must hold one share per device \(2\), but holds 3\. Give \[1\] \* 2 for"
+    with pytest.raises(ConfigError, match=match):
+        check_workloads(shares, 2)
+
+
+def test_workloads_that_cannot_be_say_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"share 1 is -0\.5\. Give 0 to switch a device off"):
+        check_workloads([1, -0.5])
+    with pytest.raises(ConfigError, match=r"above 0, but is \[0, 0\]\. Give 1 to a device"):
+        check_workloads([0, 0])
