@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, Self
 
 import torch
@@ -219,6 +220,9 @@ class AbstractParallel(Container):
 
     def _columns(self) -> list[nn.Module]:
         return [self.get_submodule(str(index)) for index in range(len(self._placed))]
+
+    def _is_of(self, crew: ThreadCrew) -> bool:
+        return all(map(is_, crew.sources, self._columns()))
 
     def _make_crew(self) -> ThreadCrew:
         return ThreadCrew(self._columns(), self.devices, intra_op=self._intra_op)

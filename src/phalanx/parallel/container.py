@@ -64,6 +64,10 @@ class Container(nn.Module):
         """Make the workers; each kind of container has its own."""
         raise NotImplementedError
 
+    def _is_of(self, crew: ThreadCrew) -> bool:
+        """Tell whether ``crew`` runs the modules that this container holds now."""
+        return crew.sources[0] is self._trained()
+
     def _trained(self) -> nn.Module:
         """Return the module whose names parameters and buffers go by."""
         return self
@@ -250,7 +254,8 @@ class Container(nn.Module):
         return {**self.__dict__, "_running": _Running()}
 
     def _open_crew(self) -> ThreadCrew:
-        if self._running.crew is not None and not self._running.crew.matches_source():
+        before = self._running.crew
+        if before is not None and not (self._is_of(before) and before.matches_source()):
             self.close()
         if self._running.crew is None:
             crew = self._make_crew()

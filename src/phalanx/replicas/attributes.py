@@ -6,6 +6,7 @@ list) needs new replicas. What is changed inside a list or another object is not
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -42,21 +43,20 @@ class _Member:
         self._own = own
         self._seen = dict(source.__dict__)
         self._children = list(source._modules.values())
-        self._num_parameters = len(source._parameters)
-        self._num_buffers = len(source._buffers)
+        self._parameters = _present(source._parameters)
+        self._buffers = _present(source._buffers)
 
     def has_changed(self) -> bool:
-        try:
-            return self._source.__dict__ != self._seen
-        except (RuntimeError, ValueError):  # two tensors or arrays, which do not compare to a bool
-            return True
+        """Tell by identity: 1 and 1.0 are equal, and a model may tell them apart."""
+        now, seen = self._source.__dict__, self._seen
+        return len(now) != len(seen) or not all(map(is_, now.values(), seen.values()))
 
     def can_follow(self) -> bool:
         source = self._source
         if (
             list(source._modules.values()) != self._children
-            or len(source._parameters) != self._num_parameters
-            or len(source._buffers) != self._num_buffers
+            or _present(source._parameters) != self._parameters
+            or _present(source._buffers) != self._buffers
         ):
             return False
         return not self.has_changed() or all(_is_plain(value) for value in self._changes().values())
@@ -76,6 +76,12 @@ class _Member:
         }
         removed = {key: nothing for key in self._seen if key not in now}
         return {**changed, **removed}
+
+
+# Any: parameters or buffers by name.
+def _present(tensors: dict[str, Any]) -> list[str]:
+    """Return the names of those that are there; None holds the place of one that is not."""
+    return [name for name, tensor in tensors.items() if tensor is not None]
 
 
 def _is_plain(value: object) -> bool:

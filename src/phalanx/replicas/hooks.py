@@ -27,11 +27,18 @@ _KINDS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
+_OF_STATE = (  # never run in a replica, and may hold what cannot be copied
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 def shared_hooks(source: nn.Module) -> dict[int, object]:
     """Return a memo for `copy.deepcopy` by which the copy shares the hooks of ``source``."""
-    return {id(hooks): hooks for hooks in _dicts(source)}
+    stored = [module.__dict__.get(kind, {}) for module in source.modules() for kind in _OF_STATE]
+    return {id(hooks): hooks for hooks in [*_dicts(source), *stored]}
 
 
 class Hooks:
@@ -61,13 +68,15 @@ class Hooks:
             return False
         if self._num_registered == RemovableHandle.next_id:  # none anywhere since
             return True
-        self._num_registered = RemovableHandle.next_id
         known = [id(hooks) for hooks, _ in self._bound]
-        return not any(
+        if any(
             _any_bound(hooks, self._inside)
             for hooks in _dicts(self._source)
             if id(hooks) not in known
-        )
+        ):
+            return False
+        self._num_registered = RemovableHandle.next_id
+        return True
 
 
 # Any: hooks are whatever the user registers.

@@ -119,6 +119,7 @@ def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
                 f"Parameter `{name}` must have a shape before the module is copied, but "
                 "is lazy. Run the module once on a sample batch first."
             )
+    _refuse_loose_leaves(source)
     memo: dict[int, object] = {id(p): _alias(p) for p in source.parameters()}
     memo.update(shared_hooks(source))
     try:
@@ -133,11 +134,24 @@ def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
     return module.to(device)
 
 
+def _refuse_loose_leaves(source: nn.Module) -> None:
+    """A copy of a tensor that wants a gradient, and is no parameter, would keep it to itself."""
+    for name, module in source.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+                path = f"{name}.{key}" if name else key
+                raise ConfigError(
+                    f"Attribute `{path}` must be an `nn.Parameter` to get a gradient from "
+                    "replicas, but is a tensor that requires one. Register it as a parameter."
+                )
+
+
 def _alias(parameter: nn.Parameter) -> Tensor:
     # Not of `data`: with the version counter shared, autograd notices a change before backward.
-    alias = torch.Tensor._make_subclass(
-        type(parameter), parameter.detach(), parameter.requires_grad
-    )
+    with torch.inference_mode(parameter.is_inference()):  # it has none then
+        alias = torch.Tensor._make_subclass(
+            type(parameter), parameter.detach(), parameter.requires_grad
+        )
     alias.__dict__.update(parameter.__dict__)
     return alias
 

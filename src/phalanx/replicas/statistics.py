@@ -31,7 +31,7 @@ __all__ = [
 class Statistic:
     """What microbatches left in one buffer: by rule a weighted sum, the first's, or what was added.
 
-    Rules are ``mean``, ``first`` and ``sum``.
+    Rules are ``mean``, ``first``, ``sum``, and ``any`` for a sum of flags.
     """
 
     value: Tensor
@@ -40,7 +40,9 @@ class Statistic:
 
     def add(self, other: Statistic) -> None:
         """Take the next microbatches' statistic in, in place."""
-        if self.rule != "first":
+        if self.rule == "any":
+            self.value |= other.value
+        elif self.rule != "first":
             self.value += other.value
             self.weight += other.weight
 
@@ -113,7 +115,7 @@ class StatisticsOfReplica:
         """Take over the source's buffers where they have changed since the last time."""
         for home in self._homes:
             source = home.source
-            if source is not None and home.seen != (id(source), source._version):
+            if source is not None and home.seen != (id(source), _version_of(source)):
                 home.start_from(source)
 
     def collect(self, weight: float) -> Statistics:
@@ -141,7 +143,8 @@ class _Home:
         self.key = key
         self._rule = rules.of(name)
         if self._rule == "sync":  # synchronised batch norm leaves the same in all replicas
-            self._rule = "first" if isinstance(source, _BatchNorm) else "mean"
+            ours = isinstance(source, _BatchNorm) and not isinstance(source, nn.SyncBatchNorm)
+            self._rule = "first" if ours else "mean"
         self.owner = owner
         self.seen = (0, -1)  # identity and version of what it was copied from
         self._source = source
@@ -160,13 +163,16 @@ class _Home:
             own = own if before is None else own.to(before.device)
         self.owner._buffers[self.key] = own
         self._start, self._version = own, own._version
-        self.seen = (id(source), source._version)
+        self.seen = (id(source), _version_of(source))
 
     def statistic(self, value: Tensor, weight: float, source: Tensor) -> Statistic:
         """Return what a microbatch that left ``value`` brings."""
         value = value.detach().to(source.device)
-        if self._rule == "mean" and value.is_floating_point():
-            return Statistic(value.double() * weight, weight, "mean")
+        if self._rule == "mean" and (value.is_floating_point() or value.is_complex()):
+            wide = torch.complex128 if value.is_complex() else torch.float64
+            return Statistic(value.to(wide) * weight, weight, "mean")
+        if self._rule == "sum" and value.dtype == torch.bool:
+            return Statistic(value.clone(), weight, "any")
         if self._rule == "sum" and value.shape == source.shape:
             return Statistic(value - source.detach(), weight, "sum")
         return Statistic(value.clone(), weight, "first")
@@ -187,3 +193,8 @@ class _Home:
             return True
         # Batch norm's kernel writes its statistics without telling torch's version counter.
         return self.owner.training and not torch.equal(now.to(source.device), source)
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Return its version; one that was made in inference mode has none."""
+    return -1 if tensor.is_inference() else tensor._version

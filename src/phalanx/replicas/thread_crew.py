@@ -103,6 +103,7 @@ class ThreadCrew:
         rules: What becomes of buffers that replicas write.
 
     Attributes:
+        sources: Each replica's module.
         parameters: All parameters, each once, in whose order gradients are summed.
 
     Raises:
@@ -127,6 +128,7 @@ class ThreadCrew:
             raise ConfigError(f"`intra_op` must be at least 1 thread, but is {intra_op!r}.")
         alone = isinstance(source, nn.Module)
         sources = [source] * len(devices) if isinstance(source, nn.Module) else list(source)
+        self.sources = tuple(sources)
         self.parameters = _all_parameters(sources)
         self.devices = tuple(devices)
         self.intra_op = intra_op or default_intra_op(devices)

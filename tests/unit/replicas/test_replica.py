@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from phalanx.replicas import Replica
+from phalanx.errors import ConfigError
+from phalanx.plan import BufferRules
+from phalanx.replicas import Replica, add_gradients
 
 CPU = torch.device("cpu")
 
@@ -74,3 +78,183 @@ def test_a_module_that_cannot_be_copied_says_so() -> None:
     with pytest.raises(RuntimeError, match="not me") as caught:
         Replica(Stubborn(), CPU, 0)
     assert "`Stubborn` must be copyable by `copy.deepcopy`" in caught.value.__notes__[0]
+
+
+# --- the copy -------------------------------------------------------------------------------------
+
+
+def test_a_lazy_module_is_refused_by_name_with_a_way_out() -> None:
+    source = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
+    match = r"Parameter `1\.weight` must have a shape .*, but is lazy\. Run the module once"
+    with pytest.raises(ConfigError, match=match):
+        Replica(source, CPU, 0)
+    source(torch.ones(1, 3))
+    Replica(source, CPU, 0)
+
+
+def test_subclasses_and_notes_on_parameters_are_kept() -> None:
+    class Marked(nn.Parameter):
+        pass
+
+    source = nn.Linear(3, 2)
+    source.weight = Marked(source.weight.detach())
+    source.weight.note = "decays"
+    replica = Replica(source, CPU, 0)
+    assert type(replica.parameters[0]) is Marked
+    assert replica.parameters[0].note == "decays"
+    assert replica.parameters[0].is_leaf
+
+
+def test_what_the_source_has_accumulated_is_not_the_replicas() -> None:
+    source = nn.Linear(3, 2)
+    source(torch.ones(1, 3)).sum().backward()
+    replica = Replica(source, CPU, 0)
+    assert all(parameter.grad is None for parameter in replica.parameters)
+    assert all(parameter.grad is not None for parameter in source.parameters())
+
+
+def test_a_change_of_the_source_before_backward_is_noticed() -> None:
+    """Replica and source share the version counter with the memory."""
+    source = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    output = Replica(source, CPU, 0).module(torch.ones(1, 3))
+    with torch.no_grad():
+        source[1].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_frozen_parameter_is_frozen_from_the_start_and_may_thaw() -> None:
+    source = nn.Linear(3, 2)
+    source.weight.requires_grad_(False)
+    replica = Replica(source, CPU, 0)
+    assert [p.requires_grad for p in replica.parameters] == [False, True]
+    source.weight.requires_grad_(True)
+    replica.refresh()
+    assert [p.requires_grad for p in replica.parameters] == [True, True]
+
+
+def test_a_copy_made_in_inference_mode_can_be_trained() -> None:
+    source = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with torch.inference_mode():
+        replica = Replica(source, CPU, 0)
+        replica.refresh()
+    assert not any(tensor.is_inference() for tensor in replica.module.state_dict().values())
+    replica.module(torch.randn(4, 3)).sum().backward()
+    assert replica.take_gradients()[0] is not None
+
+
+def test_a_source_made_in_inference_mode_can_be_run_in_it() -> None:
+    """As plain torch runs it."""
+    with torch.inference_mode():
+        source = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        replica = Replica(source, CPU, 0)
+        replica.refresh()
+        x = torch.randn(4, 3)
+        assert torch.equal(replica.module(x), source(x))
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def test_gradients_are_handed_over_once_in_the_order_of_the_crew() -> None:
+    first, second = nn.Linear(3, 2), nn.Linear(2, 4, bias=False)
+    everything = [second.weight, *first.parameters(), nn.Parameter(torch.ones(7))]
+    replica = Replica(first, CPU, 1, all_parameters=everything)
+    replica.module(torch.ones(5, 3)).sum().backward()
+    gradients = replica.take_gradients()
+    assert [None if g is None else g.tolist() for g in gradients] == [
+        None,
+        [5.0] * 6,
+        [5.0, 5.0],
+        None,
+    ]
+    assert replica.take_gradients() == [None] * 4
+
+
+def test_a_gradient_lies_in_the_order_of_its_parameters_memory() -> None:
+    source = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    twin = nn.Conv2d(3, 4, 2)
+    twin.load_state_dict(source.state_dict())
+    replica, x = Replica(source, CPU, 0), torch.randn(2, 3, 4, 4)
+    replica.module(x).square().sum().backward()
+    twin(x).square().sum().backward()
+    gradient = replica.take_gradients()[0]
+    assert gradient.dim() == 1
+    in_place = gradient.as_strided(source.weight.shape, source.weight.stride())
+    torch.testing.assert_close(in_place, twin.weight.grad)
+
+
+def test_what_a_failed_pass_left_is_dropped() -> None:
+    replica = Replica(nn.Linear(3, 2), CPU, 0)
+    replica.module(torch.ones(5, 3)).sum().backward()
+    replica.drop_gradients()
+    assert replica.take_gradients() == [None, None]
+
+
+def t(*values: float) -> Tensor:
+    return torch.tensor(values)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "total"),
+    [
+        ([t(1.0), t(2.0)], [t(3.0), t(4.0)], [[4.0], [6.0]]),
+        ([None, t(2.0)], [t(3.0), None], [[3.0], [2.0]]),
+        ([None], [None], [None]),
+        ([], [], []),
+    ],
+)
+def test_gradients_add_up_where_there_are_any(left: Any, right: Any, total: Any) -> None:
+    found = add_gradients(left, right)
+    assert [None if each is None else each.tolist() for each in found] == total
+    assert all(a is b for a, b in zip(found, left, strict=True) if b is not None)  # in place
+
+
+# --- another device -------------------------------------------------------------------------------
+
+
+def test_a_remote_copy_is_written_in_place_so_that_a_graph_notices() -> None:
+    source = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    replica = elsewhere(source)
+    replica.refresh()
+    output = replica.module(torch.ones(1, 3))
+    with torch.no_grad():
+        source[1].weight.add_(1)
+    replica.refresh()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_remote_replica_has_nothing_to_copy_when_nothing_has_changed() -> None:
+    source = nn.Linear(3, 2)
+    replica = elsewhere(source)
+    replica.refresh()
+    versions = [parameter._version for parameter in replica.parameters]
+    replica.refresh()
+    assert [parameter._version for parameter in replica.parameters] == versions
+
+
+def test_buffers_are_copied_again_when_outdated_whatever_their_versions_say() -> None:
+    source = nn.BatchNorm1d(3)
+    replica = Replica(source, CPU, 0)
+    replica.refresh()
+    source.running_mean.data.fill_(4.0)  # leaves no trace
+    replica.refresh()
+    assert replica.module.running_mean.tolist() == [0.0] * 3
+    replica.outdate()
+    replica.refresh()
+    assert replica.module.running_mean.tolist() == [4.0] * 3
+
+
+def test_rules_and_names_of_buffers_are_passed_on() -> None:
+    source = nn.BatchNorm1d(2)
+    rules = BufferRules({"7.running_*": "sum", "*": "first"})
+    replica = Replica(source, CPU, 0, prefix="7.", rules=rules)
+    replica.refresh()
+    replica.module(torch.randn(4, 2))
+    found = {name: each.rule for name, each in replica.statistics.collect(1.0).items()}
+    assert found == {
+        "7.running_mean": "sum",
+        "7.running_var": "sum",
+        "7.num_batches_tracked": "first",
+    }

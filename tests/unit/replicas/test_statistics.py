@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 import phalanx
+from phalanx.errors import UnsupportedError
+from phalanx.plan import BufferRules
+from phalanx.replicas import (
+    Replica,
+    Statistic,
+    check_statistics,
+    merge_statistics,
+    write_statistics,
+)
+
+CPU = torch.device("cpu")
 
 
 class Twice(nn.Module):
@@ -72,3 +86,279 @@ def test_what_the_user_writes_into_a_buffer_is_where_replicas_start() -> None:
         module.seen.fill_(7.0)
         model(torch.zeros(4, 2))
     assert module.seen.tolist() == [7.0, 7.0]
+
+
+# --- statistics by themselves ---------------------------------------------------------------------
+
+
+def t(*values: float) -> Tensor:
+    return torch.tensor(values)
+
+
+MERGED = [
+    ("mean", [(t(2.0) * 3, 3.0), (t(5.0) * 1, 1.0)], t(10.0), t(2.75)),
+    ("mean", [(t(2.0) * 3, 3.0)], t(10.0), t(2.0)),
+    ("sum", [(t(2.0), 3.0), (t(5.0), 1.0)], t(10.0), t(17.0)),
+    ("sum", [(torch.tensor(2), 3.0), (torch.tensor(5), 1.0)], torch.tensor(10), torch.tensor(17)),
+    ("first", [(t(2.0), 3.0), (t(5.0), 1.0)], t(10.0), t(2.0)),
+    ("first", [(torch.tensor(2), 3.0), (torch.tensor(5), 1.0)], torch.tensor(1), torch.tensor(2)),
+]
+
+
+@pytest.mark.parametrize(("rule", "brought", "before", "after"), MERGED)
+def test_what_microbatches_bring_is_merged_by_the_rule(
+    rule: str, brought: list[tuple[Tensor, float]], before: Tensor, after: Tensor
+) -> None:
+    merged: dict[str, Statistic] = {}
+    for value, weight in brought:
+        merge_statistics(merged, {"seen": Statistic(value, weight, rule)})
+    buffer = before.clone()
+    write_statistics({"seen": buffer, "untouched": t(1.0)}, merged)
+    assert torch.equal(buffer, after)
+
+
+def test_merging_keeps_what_only_one_side_has() -> None:
+    left = {"a": Statistic(t(1.0), 1.0, "sum")}
+    merged = merge_statistics(left, {"b": Statistic(t(2.0), 1.0, "sum")})
+    assert merged is left
+    assert sorted(merged) == ["a", "b"]
+
+
+def test_means_are_summed_in_float64() -> None:
+    buffer = torch.zeros(1)
+    third = torch.full((1,), 1 / 3)
+    merged: dict[str, Statistic] = {}
+    for _ in range(1000):
+        merge_statistics(merged, {"seen": Statistic(third.double() * 7, 7.0, "mean")})
+    write_statistics({"seen": buffer}, merged)
+    assert torch.equal(buffer, third)  # to the bit
+
+
+def test_writing_does_not_ask_for_gradients() -> None:
+    buffer = torch.zeros(1, requires_grad=True)
+    write_statistics({"seen": buffer}, {"seen": Statistic(t(2.0), 1.0, "first")})
+    assert buffer.item() == 2.0
+
+
+def test_another_shape_is_refused_by_name_before_anything_is_written() -> None:
+    buffers = {"good": t(1.0), "grown": t(1.0, 2.0)}
+    merged = {
+        "good": Statistic(t(9.0), 1.0, "first"),
+        "grown": Statistic(t(9.0), 1.0, "first"),
+    }
+    match = r"Buffer `grown` must keep its shape \(2,\), but the forward pass made it \(1,\)\."
+    with pytest.raises(UnsupportedError, match=match):
+        check_statistics(buffers, merged)
+    check_statistics(buffers, {"good": merged["good"]})
+
+
+# --- what one replica brings ----------------------------------------------------------------------
+
+
+class Several(nn.Module):
+    """Has a buffer of every kind, and writes to them what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", t(1.0, 1.0))
+        self.register_buffer("count", torch.tensor(4))
+        self.register_buffer("idle", t(3.0))
+        self.inner = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean + x.mean(0)
+        self.count += len(x)
+        return x
+
+
+class Rare(nn.Module):
+    """Has buffers that are neither floats nor counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flag", torch.tensor(False))
+        self.register_buffer("phase", torch.tensor(1 + 1j))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.flag |= bool((x > 5).any())
+        self.phase = self.phase + 2
+        return x
+
+
+def replica_of(source: nn.Module, rules: Any = "mean", prefix: str = "") -> Any:
+    replica = Replica(source, CPU, 0, prefix=prefix, rules=BufferRules(rules))
+    replica.refresh()
+    return replica
+
+
+def brought(replica: Any, x: Tensor, weight: float) -> dict[str, Statistic]:
+    replica.module(x)
+    return replica.statistics.collect(weight)
+
+
+def test_only_buffers_that_were_written_are_brought_under_their_names() -> None:
+    found = brought(replica_of(Several(), prefix="2."), torch.ones(3, 2), 3.0)
+    assert sorted(found) == ["2.count", "2.mean"]
+
+
+@pytest.mark.parametrize("rule", ["mean", "sum", "first", "sync"])
+def test_each_rule_for_floats(rule: str) -> None:
+    found = brought(replica_of(Several(), rule), torch.full((3, 2), 2.0), 3.0)["mean"]
+    expected = {"mean": [9.0, 9.0], "sync": [9.0, 9.0], "sum": [2.0, 2.0], "first": [3.0, 3.0]}
+    assert found.value.tolist() == expected[rule]
+    assert found.weight == 3.0
+    assert found.rule == ("mean" if rule == "sync" else rule)  # no batch norm: nothing to meet for
+
+
+@pytest.mark.parametrize("rule", ["mean", "sum", "first", "sync"])
+def test_each_rule_for_counters(rule: str) -> None:
+    found = brought(replica_of(Several(), rule), torch.full((3, 2), 2.0), 3.0)["count"]
+    assert found.rule == ("sum" if rule == "sum" else "first")
+    assert found.value.tolist() == (3 if rule == "sum" else 7)
+    assert found.value.dtype == torch.int64
+
+
+@pytest.mark.parametrize("rule", ["mean", "sum", "first", "sync"])
+def test_every_rule_takes_flags(rule: str) -> None:
+    """A flag has no difference to add; its sum is that one of the replicas has set it."""
+    source = Rare()
+    found = brought(replica_of(source, rule), torch.full((3, 2), 9.0), 3.0)
+    write_statistics(dict(source.named_buffers()), {"flag": found["flag"]})
+    assert source.flag.item() is True
+
+
+def test_complex_numbers_are_averaged_too() -> None:
+    """They are no counters."""
+    assert brought(replica_of(Rare()), torch.ones(3, 2), 3.0)["phase"].rule == "mean"
+
+
+@pytest.mark.parametrize("rule", ["mean", "sum", "first"])
+def test_the_next_microbatch_begins_where_the_first_began(rule: str) -> None:
+    source = Several()
+    replica = replica_of(source, rule)
+    first = brought(replica, torch.full((3, 2), 2.0), 3.0)
+    kept = first["mean"].value.clone()
+    second = brought(replica, torch.full((3, 2), 2.0), 3.0)
+    assert torch.equal(first["mean"].value, kept)
+    assert torch.equal(second["mean"].value, kept)
+    assert source.count.item() == 4
+    assert source.mean.tolist() == [1.0, 1.0]
+
+
+def test_a_microbatch_without_weight_leaves_the_start_and_brings_nothing_that_counts() -> None:
+    replica = replica_of(Several())
+    brought(replica, torch.ones(3, 2), 0.0)
+    assert replica.module.mean.tolist() == [1.0, 1.0]
+    assert replica.module.count.item() == 4
+
+
+def test_buffers_are_replaced_and_never_overwritten() -> None:
+    """A graph that is still to run backward may hold them."""
+    source = nn.BatchNorm1d(2)
+    replica = replica_of(source)
+    held = replica.module.running_mean
+    value = held.clone()
+    brought(replica, torch.randn(3, 2), 3.0)
+    after_forward = held.clone()
+    with torch.no_grad():
+        source.running_mean.fill_(9.0)
+    replica.refresh()
+    assert torch.equal(held, after_forward)
+    assert not torch.equal(held, value)
+    assert replica.module.running_mean.tolist() == [9.0, 9.0]
+
+
+def test_a_buffer_that_only_the_source_lacks_is_refused_and_forgotten() -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = x.mean(0)
+            return x
+
+    replica = replica_of(Grows())
+    with pytest.raises(UnsupportedError, match=r"Buffer `seen` must hold a tensor before"):
+        brought(replica, torch.ones(3, 2), 3.0)
+    assert replica.module.seen is None
+
+
+def test_a_buffer_that_has_grown_is_refused_and_nothing_is_written() -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("fine", torch.zeros(()))
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.fine = self.fine + 1
+            self.seen = torch.zeros(len(x) + 5)
+            return x
+
+    for rule in ("mean", "sum", "first"):
+        module = Grows()
+        with (
+            phalanx.DataParallel(module, 3, buffers=rule) as model,
+            pytest.raises(UnsupportedError, match=r"Buffer `seen` must keep its shape \(2,\)"),
+        ):
+            model(torch.ones(9, 2))
+        assert module.fine.item() == 0
+        assert module.seen.shape == (2,)
+
+
+# --- rules over replicas --------------------------------------------------------------------------
+
+
+def test_rules_over_unequal_replicas() -> None:
+    module, x = Several(), torch.arange(14.0).view(7, 2)
+    rules = {"mean": "mean", "count": "sum", "*": "first"}
+    with phalanx.DataParallel(module, 3, buffers=rules) as model:
+        model(x)
+    torch.testing.assert_close(module.mean, 1 + x.mean(0))  # weighted by rows: of all rows
+    assert module.count.item() == 4 + 7
+
+
+def test_a_sum_of_floats_adds_what_each_replica_has_added() -> None:
+    module, x = Several(), torch.arange(14.0).view(7, 2)
+    with phalanx.DataParallel(module, 3, buffers={"mean": "sum"}) as model:
+        model(x)
+        model(x)
+    each = torch.stack([part.mean(0) for part in x.split([3, 2, 2])]).sum(0)
+    torch.testing.assert_close(module.mean, 1 + 2 * each)
+
+
+def test_the_first_replica_counts_under_first() -> None:
+    module, x = Several(), torch.arange(14.0).view(7, 2)
+    with phalanx.DataParallel(module, 3, buffers="first") as model:
+        model(x)
+    torch.testing.assert_close(module.mean, 1 + x[:3].mean(0))
+    assert module.count.item() == 4 + 3
+
+
+@pytest.mark.parametrize("rule", ["mean", "first", "sum", "sync"])
+def test_in_evaluation_a_batch_norm_keeps_its_statistics(rule: str) -> None:
+    module = nn.BatchNorm1d(2).eval()
+    with phalanx.DataParallel(module, 3, buffers=rule) as model:
+        model(torch.randn(7, 2))
+    assert module.running_mean.tolist() == [0.0, 0.0]
+    assert module.num_batches_tracked.item() == 0
+
+
+def test_a_rule_by_pattern_goes_by_the_modules_own_names() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2)))
+    x = torch.arange(14.0).view(7, 2)
+    with phalanx.DataParallel(net, 3, buffers={"1.0.*": "sum"}) as model:
+        model(x)
+    assert net[0].num_batches_tracked.item() == 1
+    assert net[1][0].num_batches_tracked.item() == 3
+
+
+def test_torchs_own_synchronised_norm_is_averaged_under_sync() -> None:
+    """It has partners of its own (or none): nobody makes it equal on our replicas."""
+    net, plain, x = nn.SyncBatchNorm(2), nn.BatchNorm1d(2), torch.randn(7, 2)
+    with phalanx.DataParallel(net, 3, buffers="sync") as model:
+        model(x)
+    with phalanx.DataParallel(plain, 3, buffers="mean") as model:
+        model(x)
+    torch.testing.assert_close(net.running_mean, plain.running_mean)

@@ -1,0 +1,155 @@
+"""What a user's words for devices stand for, on machines with and without accelerators."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.errors import ConfigError
+from phalanx.replicas import known_devices, present_devices, resolve_device, resolve_devices
+
+CPU = torch.device("cpu")
+
+
+def cuda(index: int) -> torch.device:
+    return torch.device("cuda", index)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make torch tell of two CUDA devices, which nobody may touch."""
+    kind = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: kind)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+
+
+# --- one device -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("cpu", CPU),
+        ("cpu:0", CPU),
+        (torch.device("cpu", 3), CPU),  # there is one CPU, whatever its number
+        ("cuda", cuda(0)),
+        ("cuda:0", cuda(0)),
+        ("cuda:1", cuda(1)),
+        (cuda(1), cuda(1)),
+    ],
+)
+def test_a_name_stands_for_a_device_with_its_index(name: Any, found: torch.device) -> None:
+    assert resolve_device(name) == found
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("name", ["cuda:2", "cuda:7"])
+def test_a_device_that_is_not_there_is_refused_with_how_many_there_are(name: str) -> None:
+    match = f"`devices` must exist on this machine, but '{name}' does not: it has 2 device(s) of "
+    with pytest.raises(ConfigError, match=re.escape(match) + "kind 'cuda'. Give 'cpu'"):
+        resolve_device(name)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(("name", "kind"), [("cuda", "cuda"), ("cuda:0", "cuda"), ("meta", "meta")])
+def test_kinds_of_device_that_are_not_there(name: str, kind: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"'{name}' does not: it has 0 device\(s\) of kind '{kind}'"
+    ):
+        resolve_device(name)
+
+
+@pytest.mark.parametrize("word", ["", "gpu", "cuda:x", "cuda:-1", "cpu,cpu", 3.5, None, object])
+def test_words_that_name_no_device(word: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"`devices` must hold names such as 'cpu' or 'cuda:0'"
+    ) as e:
+        resolve_device(word)
+    assert repr(word) in str(e.value)
+    assert e.value.__cause__ is not None
+
+
+# --- several --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("devices", "home", "found"),
+    [
+        (None, CPU, (CPU, CPU)),
+        (None, cuda(1), (cuda(0), cuda(1))),  # all of the kind on which the module lies
+        (1, CPU, (CPU,)),
+        (3, CPU, (CPU, CPU, CPU)),
+        (2, cuda(1), (cuda(1), cuda(1))),
+        (["cpu"], cuda(0), (CPU,)),
+        (("cuda", "cpu", "cuda:1"), CPU, (cuda(0), CPU, cuda(1))),
+    ],
+)
+def test_one_device_per_replica(devices: Any, home: torch.device, found: Any) -> None:
+    assert resolve_devices(devices, home) == found
+
+
+@pytest.mark.parametrize(
+    ("devices", "match"),
+    [
+        (0, r"`replicas` must be at least 1, but is 0"),
+        (-2, r"`replicas` must be at least 1, but is -2"),
+        ([], r"`devices` must name at least one device, but is empty\. Give \['cpu', 'cpu'\]"),
+        ("cpu", r"`devices` must be a number of replicas or .*, but is 'cpu'\. Give 2, or"),
+        (["cpu", "gpu"], r"such as 'cpu' or 'cuda:0', but holds 'gpu'"),
+        (["cpu", "cuda:99"], r"must exist on this machine, but 'cuda:99' does not"),
+    ],
+)
+def test_devices_that_cannot_be(devices: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        resolve_devices(devices, CPU)
+
+
+# --- what there is --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_an_accelerator_the_cpu_is_all_there_is() -> None:
+    assert known_devices() == (CPU,)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_accelerators_are_all_there_is_where_there_are_any() -> None:
+    assert known_devices() == (cuda(0), cuda(1))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_devices_that_are_present_stay_without_a_word() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert present_devices([cuda(1), CPU, cuda(0)]) == (cuda(1), CPU, cuda(0))
+        assert present_devices([]) == ()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_devices_that_are_gone_are_replaced_with_one_warning() -> None:
+    with pytest.warns(
+        UserWarning, match=r"made for cuda:0, cuda:3, which .* they run on cpu"
+    ) as told:
+        assert present_devices([cuda(0), CPU, cuda(3)]) == (CPU, CPU, CPU)
+    assert len(told) == 1
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_devices_that_are_gone_are_dealt_out_over_those_there_are() -> None:
+    with pytest.warns(UserWarning, match=r"made for cuda:4, cuda:5, cuda:6, .* on cuda:0, cuda:1"):
+        found = present_devices([cuda(4), cuda(5), cuda(6), CPU])
+    assert found == (cuda(0), cuda(1), cuda(0), CPU)

@@ -1,0 +1,159 @@
+"""What torch keeps per thread is carried from the caller's thread into others, and stays there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from phalanx.replicas import CallerModes
+
+CPU = torch.device("cpu")
+DEADLINE_S = 30
+T = TypeVar("T")
+
+
+def in_another_thread(task: Callable[[], T]) -> T:
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(task())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(DEADLINE_S)
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def modes() -> tuple[object, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+@contextlib.contextmanager
+def autocast_inside_of_which_it_is_off() -> Any:
+    with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):
+        yield
+
+
+ENTER: dict[str, Callable[[], Any]] = {
+    "nothing": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu"),
+    "autocast to half": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "autocast without cache": lambda: torch.autocast("cpu", cache_enabled=False),
+    "autocast switched off": autocast_inside_of_which_it_is_off,
+}
+EACH = pytest.mark.parametrize("enter", ENTER.values(), ids=ENTER.keys())
+
+
+@EACH
+def test_another_thread_enters_the_callers_modes_and_leaves_them(enter: Any) -> None:
+    with enter():
+        expected = modes()
+        captured = CallerModes.capture([CPU])
+
+    def work() -> tuple[Any, ...]:
+        before = modes()
+        with captured.entered(CPU):
+            inside = modes()
+        return before, inside, modes()
+
+    before, inside, after = in_another_thread(work)
+    assert inside == expected
+    assert after == before
+
+
+@EACH
+@pytest.mark.parametrize("outside", ["nothing", "no_grad", "enable_grad", "autocast"])
+def test_they_come_in_the_place_of_the_threads_own_and_give_them_back(
+    enter: Any, outside: str
+) -> None:
+    """A thread may serve a caller in one mode while it stands in another itself."""
+    with enter():
+        expected = modes()[:2]
+        captured = CallerModes.capture([CPU])
+    with ENTER[outside]():
+        before = modes()
+        with captured.entered(CPU):
+            assert modes()[:2] == expected
+        assert modes() == before
+
+
+@EACH
+def test_an_exception_gives_them_back_too(enter: Any) -> None:
+    with enter():
+        captured = CallerModes.capture([CPU])
+
+    def work() -> bool:
+        before = modes()
+        with contextlib.suppress(ZeroDivisionError), captured.entered(CPU):
+            raise ZeroDivisionError
+        return modes() == before
+
+    assert in_another_thread(work)
+
+
+def test_computing_under_them_gives_what_the_caller_would_get() -> None:
+    weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(1, 2)
+
+    def compute() -> torch.Tensor:
+        return x @ weight
+
+    for enter in ENTER.values():
+        with enter():
+            expected = compute()
+            captured = CallerModes.capture([CPU])
+
+        def work(captured: CallerModes = captured) -> torch.Tensor:
+            with captured.entered(CPU):
+                return compute()
+
+        found = in_another_thread(work)
+        assert found.dtype == expected.dtype
+        assert found.requires_grad == expected.requires_grad
+        assert found.is_inference() == expected.is_inference()
+
+
+def test_only_the_kinds_of_the_devices_asked_for_are_read() -> None:
+    with torch.autocast("cpu"):
+        assert CallerModes.capture([torch.device("cuda", 0)]).autocast == ()
+        assert CallerModes.capture([CPU, CPU]).autocast == (("cpu", torch.bfloat16),)
+        assert CallerModes.capture([]).autocast == ()
+
+
+def test_on_a_cpu_there_are_no_streams() -> None:
+    assert CallerModes.capture([CPU, CPU]).streams == ()
+
+
+@pytest.mark.gpu
+def test_another_thread_works_on_the_callers_device_and_streams() -> None:
+    last = torch.cuda.device_count() - 1
+    device = torch.device("cuda", last)
+    with torch.cuda.device(last), torch.cuda.stream(torch.cuda.Stream()):
+        stream = torch.cuda.current_stream()
+        captured = CallerModes.capture([device])
+
+    def work() -> tuple[object, ...]:
+        with captured.entered(device):
+            return torch.cuda.current_device(), torch.cuda.current_stream(device)
+
+    assert in_another_thread(work) == (last, stream)
+    assert torch.cuda.current_stream(device) != stream
