@@ -167,7 +167,7 @@ class FlatParameters:
                 view.zero_()
             else:
                 view.copy_(value)
-            parameter.grad = view
+            parameter.grad = view if parameter.requires_grad else None
             if parameter.requires_grad and not self._keeps_gradients:
                 parameter.register_post_accumulate_grad_hook(
                     partial(_move_gradient, parameter.data_ptr(), view)

@@ -14,7 +14,7 @@ from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
 from phalanx.parallel.pinning import keeping
 from phalanx.plan import Merge, Merging, flatten, leaf_paths, least_loaded
-from phalanx.replicas import ThreadCrew, known_devices, resolve_device
+from phalanx.replicas import ThreadCrew, known_devices, present_devices, resolve_device
 from phalanx.types import Device, Nested
 
 __all__ = ["AbstractParallel"]
@@ -220,6 +220,11 @@ class AbstractParallel(Container):
 
     def _columns(self) -> list[nn.Module]:
         return [self.get_submodule(str(index)) for index in range(len(self._placed))]
+
+    # Any: what nn.Module's own state holds.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._placed = list(present_devices(self._placed))
 
     def _is_of(self, crew: ThreadCrew) -> bool:
         return all(map(is_, crew.sources, self._columns()))

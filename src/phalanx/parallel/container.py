@@ -68,6 +68,9 @@ class Container(nn.Module):
         """Tell whether ``crew`` runs the modules that this container holds now."""
         return crew.sources[0] is self._trained()
 
+    def _settle_memory_format(self) -> None:
+        """Let parameters lie as they shall before they are moved into flat memory."""
+
     def _trained(self) -> nn.Module:
         """Return the module whose names parameters and buffers go by."""
         return self
@@ -151,6 +154,7 @@ class Container(nn.Module):
                 f"has {told}."
             )
         if self._running.flat is None or not _holds(self._running.flat, parameters):
+            self._settle_memory_format()
             gradients = [parameter.grad for parameter in parameters]
             self._running.flat = FlatParameters([parameters], tight=True)
             self._running.flat.keep_gradients(gradients)
@@ -206,7 +210,7 @@ class Container(nn.Module):
 
     def reset_parameters(self) -> Self:
         """Let every module inside draw its parameters anew, once; replicas stay equal."""
-        for module in self.modules():
+        for module in dict.fromkeys(_children_first(self)):
             reset = getattr(module, "reset_parameters", None)
             if callable(reset) and not isinstance(module, Container):
                 reset()
@@ -334,6 +338,13 @@ class Container(nn.Module):
 
     def _buffers_by_name(self) -> dict[str, Tensor]:
         return dict(self._trained().named_buffers(remove_duplicate=False))
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield all modules inside, each after its children, over whom it has the last word."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
 
 
 def _holds(flat: FlatParameters, parameters: Sequence[nn.Parameter]) -> bool:

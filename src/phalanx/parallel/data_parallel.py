@@ -135,17 +135,6 @@ class DataParallel(Container, Unwrapped):
         """The device of each replica."""
         return self._devices
 
-    def flat_parameters(self) -> tuple[Tensor, Tensor]:
-        """Return all parameters as one tensor, and all their gradients as another.
-
-        As every container does; and parameters keep the order in which their elements lie, so that
-        channels_last, where it is not set yet, is decided now: only if it was asked for.
-        """
-        if self._running.crew is None and self._channels_last:
-            use_channels_last(self.module)
-        self._channels_last = False
-        return super().flat_parameters()
-
     # Any: the module's own signature.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on all replicas and merge their outputs."""
@@ -250,6 +239,12 @@ class DataParallel(Container, Unwrapped):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._devices = present_devices(self._devices)
+
+    def _settle_memory_format(self) -> None:
+        """In flat memory parameters keep their order; channels_last is for who asked for it."""
+        if self._running.crew is None and self._channels_last:
+            use_channels_last(self.module)
+        self._channels_last = False
 
     def _trained(self) -> nn.Module:
         return self.module

@@ -89,6 +89,7 @@ class _Part:
     given: list[Any]
     spec: TreeSpec
     wanted: list[bool]
+    versions: list[int]
     inputs: list[Any]
     turn: Turn | None = None
     outputs: list[Any] | None = None
@@ -134,7 +135,7 @@ class CrewGraph:
         wanted = [
             self._records and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves
         ]
-        return _Part(leaves, spec, wanted, [])
+        return _Part(leaves, spec, wanted, _versions_of(leaves), [])
 
     def inputs_of(self, turn: Turn) -> Nested:
         """Return the worker's inputs: on its device, cut off from the caller's graph."""
@@ -179,6 +180,12 @@ class CrewGraph:
             raise StateError(
                 "`backward()` needs the graph of its forward pass, but an earlier `backward()` "
                 "has freed it. Call the first one with retain_graph=True."
+            )
+        if any(part.versions != _versions_of(part.given) for part in self._parts.values()):
+            raise StateError(
+                "An input of a container must stay as it is until `backward()`, but was modified "
+                "by an inplace operation after the forward pass. Change a copy, or run backward "
+                "first."
             )
         sums = PartialSums(len(self._crew))
         modes = CallerModes.capture(self._crew.devices)
@@ -274,7 +281,8 @@ class CrewGraph:
     def _with_held(self, worker: int, own: Gradients | None) -> Gradients | None:
         held = self._held.by_worker.get(worker)
         if held is not None:  # added to the new ones, so that a failure elsewhere leaves it whole
-            own = add_gradients(own, held) if own is not None else list(held)
+            copies = [None if each is None else each.clone() for each in held]
+            own = add_gradients(own, held) if own is not None else copies
         if own is None or self._feedback is None:
             return own
         shapes = [parameter.shape for parameter in self._crew.parameters]
@@ -363,6 +371,14 @@ def _is_reached(parameter: Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # what torch answers when `autograd.grad` was asked for this very leaf
         return True
+
+
+# Any: leaves of the user's own inputs.
+def _versions_of(leaves: Sequence[Any]) -> list[int]:
+    """Return the versions of all tensors; own leaves have another, for slices share one."""
+    return [
+        leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
 
 
 # Any: a leaf of the user's own inputs.

@@ -47,6 +47,11 @@ class ReplicaLosses:
             ConfigError: They have other rows.
         """
         layout = Layout(dim)
+        if all(place is None for place in layout.dims_of(targets)):
+            raise ConfigError(
+                "`targets` must hold at least one tensor that is split over replicas, but holds "
+                "none. Give a tensor with a batch dim."
+            )
         rows = num_rows(targets, layout)
         if rows != sum(sizes):
             raise ConfigError(

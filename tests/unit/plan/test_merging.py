@@ -294,6 +294,26 @@ def test_positions_are_paths_too() -> None:
     assert same(merged, (t(1, 2), s(3.0)))
 
 
+@pytest.mark.parametrize(
+    ("rules", "loss", "extra"),
+    [
+        ({"loss?": "mean"}, s(3.0), None),
+        ({"loss?": "mean", "extra?": "sum"}, s(3.0), None),
+        ({"loss": "mean", "extra?": "sum"}, s(3.0), s(3)),
+        ({"extra.deep?": "sum"}, t(2, 5), None),
+        ({"extra?": Merge.stack()}, t(2, 5), None),
+    ],
+)
+def test_a_path_that_ends_with_a_question_mark_may_be_missing(
+    rules: dict[str | int, Any], loss: Tensor, extra: Tensor | None
+) -> None:
+    parts: list[dict[str, Any]] = [{"loss": s(2.0)}, {"loss": s(5.0)}]
+    assert same(Merging(rules).merge(parts, [2, 1])["loss"], loss)
+    if extra is not None:
+        parts = [{**part, "extra": s(n)} for n, part in enumerate(parts, start=1)]
+        assert same(Merging(rules).merge(parts, [2, 1])["extra"], extra)
+
+
 def test_a_path_above_one_that_covers_all_of_it_is_no_wrong_path() -> None:
     """The layout takes such a pair of paths as well."""
     parts = [{"aux": {"x": s(1.0)}}, {"aux": {"x": s(2.0)}}]
@@ -314,7 +334,7 @@ def test_left_apart_as_a_whole_outputs_may_be_anything() -> None:
 @pytest.mark.parametrize(
     ("rules", "match"),
     [
-        ({"typo": "sum"}, r"names 'typo'\. It returned 'scores', 'aux\.loss'\."),
+        ({"typo": "sum"}, r"names 'typo'\. It returned 'scores', 'aux\.loss'\. Write 'typo\?' for"),
         ({"aux.typo": "sum"}, r"names 'aux\.typo'"),
         ({"score": "sum"}, r"names 'score'\."),  # the beginning of a name is not above it
         ({"scores.0": "sum"}, r"names 'scores\.0'"),

@@ -1,0 +1,799 @@
+"""Columns, two rules, and nothing else: what a third party's container may count on."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import traceback
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx import AbstractParallel, DataParallel
+from phalanx.errors import ConfigError, StateError
+from phalanx.parallel import abstract_parallel
+from tests.conformance.models import assert_same_bits
+
+CPU = torch.device("cpu")
+DEADLINE_S = 30
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+class ToAll(AbstractParallel):
+    """Gives every column the whole input; concatenates, as the base does."""
+
+    def distribute(self, inputs: Any) -> list[Any]:
+        return [inputs] * len(self)
+
+
+class Sum(ToAll):
+    def merge(self, outputs: list[Tensor]) -> Tensor:
+        return torch.stack(outputs).sum(0)
+
+
+class Slices(AbstractParallel):
+    """Gives every column its piece of ``dim``."""
+
+    def distribute(self, inputs: Tensor) -> Sequence[Tensor]:
+        return inputs.tensor_split(len(self), self.dim)
+
+
+class Gated(ToAll):
+    """Has a parameter, a buffer and a layer of its own, used by both rules."""
+
+    def __init__(self, num_columns: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.linspace(0.5, 1.5, num_columns))
+        self.front = nn.Linear(4, 4)
+        self.register_buffer("offset", torch.tensor(0.25))
+
+    def distribute(self, inputs: Tensor) -> list[Tensor]:
+        return super().distribute(self.front(inputs).tanh())
+
+    def merge(self, outputs: list[Tensor]) -> Tensor:
+        return (torch.stack(outputs, -1) * self.gate).sum(-1) + self.offset
+
+
+class Takes(nn.Module):
+    """Records what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen.append((args, kwargs))
+        return torch.ones(1)
+
+
+def of(kind: type[AbstractParallel], *columns: nn.Module, **options: Any) -> Any:
+    made = kind(**options)
+    for column in columns:
+        made.add(column, "cpu")
+    return made
+
+
+def linears(count: int = 3, rows: int = 4, features: int = 2) -> list[nn.Module]:
+    return [nn.Linear(rows, features) for _ in range(count)]
+
+
+def x_of(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (5, 4)))
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in module.parameters()]
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+def test_columns_are_counted_found_and_named() -> None:
+    columns = linears()
+    model = ToAll()
+    assert (len(model), model.devices) == (0, ())
+    for count, column in enumerate(columns, start=1):
+        assert model.add(column, "cpu") is model
+        assert len(model) == count
+    assert [model.get(index) for index in (0, 1, 2, -1, -3)] == [*columns, columns[2], columns[0]]
+    assert model.devices == (CPU,) * 3
+    assert list(model.state_dict())[:2] == ["0.weight", "0.bias"]
+    assert sorted(dict(model.named_children())) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("index", [3, -4, 99])
+def test_columns_that_are_not_there(index: int) -> None:
+    model = of(ToAll, *linears())
+    with pytest.raises(ConfigError, match=rf"`index` must be a column, 0 to 2, but is {index}\."):
+        model.get(index)
+    with pytest.raises(ConfigError, match=rf"but is {index}: there is none\. Call `add\(\)`"):
+        ToAll().get(index)
+
+
+def test_without_columns_there_is_nothing_to_call() -> None:
+    with pytest.raises(StateError, match=r"`ToAll` needs at least one column\. Call `add\(\)`"):
+        ToAll()(x_of())
+
+
+@pytest.mark.parametrize(
+    ("module", "device", "match"),
+    [
+        (len, "cpu", r"`module` must be an `nn\.Module`, but is 'builtin_function_or_method'"),
+        (nn.Linear, "cpu", r"`module` must be an `nn\.Module`, but is 'type'"),
+        (nn.Linear(4, 2), "gpu", r"`devices` must hold names .*, but holds 'gpu'"),
+        (nn.Linear(4, 2), "cuda:99", r"'cuda:99' does not"),
+    ],
+)
+def test_a_refused_column_changes_nothing(module: Any, device: Any, match: str) -> None:
+    with of(ToAll, *linears()) as model:
+        model(x_of())
+        with pytest.raises(ConfigError, match=match):
+            model.add(module, device)
+        assert (len(model), len(list(model.children()))) == (3, 3)
+        assert model(x_of()).shape == (15, 2)
+
+
+def test_a_column_may_be_added_between_passes() -> None:
+    x = x_of()
+    with of(Sum, *linears(2)) as model:
+        model(x)
+        model.add(nn.Linear(4, 2), "cpu")
+        assert_close(model(x), sum(model.get(index)(x) for index in range(3)))
+
+
+def test_a_column_that_is_replaced_is_followed() -> None:
+    x, other = x_of(), nn.Linear(4, 2)
+    with of(Sum, *linears(2)) as model:
+        model(x)
+        model.add_module("1", other)
+        assert model.get(1) is other
+        assert_close(model(x), model.get(0)(x) + other(x))
+
+
+def test_inside_of_a_column_changes_are_followed() -> None:
+    x = x_of()
+    with of(Sum, nn.Sequential(nn.Linear(4, 2)), nn.Linear(4, 2)) as model:
+        model(x)
+        model.get(0)[0] = nn.Linear(4, 2)
+        model.get(1).weight = nn.Parameter(torch.ones(2, 4))
+        assert_close(model(x), model.get(0)(x) + model.get(1)(x))
+
+
+def test_columns_run_at_the_same_time_each_in_its_thread() -> None:
+    barrier = threading.Barrier(3)
+
+    class Meets(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            barrier.wait(DEADLINE_S)
+            names.append(threading.current_thread().name)
+            return x
+
+    names: list[str] = []
+    with of(ToAll, Meets(), Meets(), Meets()) as model:
+        model(x_of())
+    assert sorted(names) == [f"phalanx-replica-{index}" for index in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        (0, "ToAll(0 columns, dim=1"),
+        (1, "ToAll(\n  1 column on cpu, dim=1"),
+        (3, "ToAll(\n  3 columns on cpu×3, dim=1"),
+    ],
+)
+def test_repr_shows_columns_devices_and_dim(columns: int, told: str) -> None:
+    assert repr(of(ToAll, *linears(columns), dim=1)).startswith(told)
+
+
+def test_the_next_device_has_fewest_bytes_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of columns that were placed by hand, and of what a column has become since."""
+    meta = torch.device("meta")
+    monkeypatch.setattr(abstract_parallel, "known_devices", lambda: (CPU, meta))
+    monkeypatch.setattr(abstract_parallel, "resolve_device", torch.device)
+    model = ToAll()
+    assert model.next_device() == CPU
+    model.add(nn.Linear(10, 10), "cpu")
+    assert model.next_device() == meta
+    model.add(nn.Linear(10, 5))
+    assert model.devices == (CPU, meta)
+    assert model.get(1).weight.device == meta
+    model.add(nn.Linear(10, 5), "meta")
+    assert model.next_device() == CPU  # as many bytes there, in fewer columns
+    model.get(0).double()
+    assert model.next_device() == meta
+    model.add(nn.Identity())
+    assert model.devices[-1] == meta  # without parameters a column lies where it was placed
+
+
+def test_by_default_columns_go_to_the_device_that_is_least_loaded(device: torch.device) -> None:
+    model = ToAll().add(nn.Linear(4, 2))
+    assert model.get(0).weight.device.type == model.devices[0].type
+    assert model.devices[0] in phalanx.replicas.known_devices()
+
+
+# --- distribute -----------------------------------------------------------------------------------
+
+
+def wrong(parts: Callable[[Any, int], Any]) -> AbstractParallel:
+    class Wrong(AbstractParallel):
+        def distribute(self, inputs: Any) -> Any:
+            return parts(inputs, len(self))
+
+    return of(Wrong, *linears())
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        (lambda x, n: [x] * (n - 1), "returned 2"),
+        (lambda x, n: [x] * (n + 1), "returned 4"),
+        (lambda x, n: [], "returned 0"),
+        (lambda x, n: x, r"returned <class 'torch\.Tensor'>"),
+        (lambda x, n: None, "returned <class 'NoneType'>"),
+        (lambda x, n: (x for _ in range(n)), "returned <class 'generator'>"),
+        (lambda x, n: dict.fromkeys(range(n), x), "returned <class 'dict'>"),
+    ],
+)
+def test_anything_but_one_input_per_column_is_refused(parts: Any, told: str) -> None:
+    match = rf"`distribute\(\)` must return a list of one input per column \(3\), but {told}"
+    with wrong(parts) as model, pytest.raises(ConfigError, match=match):
+        model(x_of(3, 4))
+
+
+def test_a_subclass_without_a_rule_says_which() -> None:
+    class Bare(AbstractParallel):
+        pass
+
+    match = r"`Bare` must say what its columns get, but has no `distribute\(\)`\. Write one"
+    with pytest.raises(NotImplementedError, match=match):
+        of(Bare, *linears())(x_of())
+
+
+A, B = torch.ones(2), torch.zeros(3)
+CALLS: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = [
+    ((A,), {}, A),
+    (([A, B],), {}, [A, B]),
+    (((A, B),), {}, (A, B)),  # one argument, which is a tuple
+    (({"x": A},), {}, {"x": A}),
+    ((None,), {}, None),
+    ((A, B), {}, (A, B)),
+    ((A, 3, "word"), {}, (A, 3, "word")),
+    ((A,), {"mask": B, "scale": 2.0}, A),
+    ((A, B), {"mask": None}, (A, B)),
+    ((), {"x": A, "nested": {"y": [B]}}, ()),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "inputs"), CALLS)
+def test_arguments_reach_the_rule_and_the_columns(
+    args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Any
+) -> None:
+    given: list[Any] = []
+
+    class Shows(ToAll):
+        def distribute(self, inputs: Any) -> list[Any]:
+            given.append(inputs)
+            return super().distribute(inputs)
+
+    columns = [Takes(), Takes()]
+    with of(Shows, *columns) as model:
+        model.get(0).register_forward_hook(
+            lambda _, args, kwargs, __: given.append((args, kwargs)), with_kwargs=True
+        )
+        model(*args, **kwargs)
+    assert_same_bits(given[0], inputs)
+    assert_same_bits(given[1], (args, kwargs))
+    assert list(given[1][1]) == list(kwargs)
+
+
+def test_parts_may_be_of_any_shape_and_structure() -> None:
+    shapes: list[Any] = []
+
+    class Splits(AbstractParallel):
+        def distribute(self, inputs: Tensor) -> list[Any]:
+            return [inputs[:1], {"a": inputs[1:]}, None]
+
+        def merge(self, outputs: list[Any]) -> Any:
+            return outputs
+
+    class Shape(nn.Module):
+        def forward(self, x: Any) -> Any:
+            shapes.append(x if x is None else (x["a"] if isinstance(x, dict) else x).shape)
+            return x
+
+    with of(Splits, Shape(), Shape(), Shape()) as model:
+        first, second, third = model(x_of(3, 4))
+    assert (first.shape, second["a"].shape, third) == ((1, 4), (2, 4), None)
+    assert sorted(map(str, shapes)) == ["None", "torch.Size([1, 4])", "torch.Size([2, 4])"]
+
+
+def test_gradients_follow_from_a_rule_that_slices_and_transforms() -> None:
+    class Scaled(Slices):
+        def distribute(self, inputs: Tensor) -> Sequence[Tensor]:
+            return super().distribute(inputs.sin().flip(0) * 2)
+
+    x, y = x_of(5, 7).requires_grad_(), None
+    y = x.detach().clone().requires_grad_()
+    with of(Scaled, *linears(3, 7)) as model:
+        twin = copy.deepcopy(model)
+        model(x).square().sum().backward()
+        pieces = (y.sin().flip(0) * 2).tensor_split(3)
+        torch.cat([twin.get(i)(piece) for i, piece in enumerate(pieces)]).square().sum().backward()
+        assert_close(x.grad, y.grad)
+        assert_close(gradients(model), gradients(twin))
+
+
+def test_gradients_of_keyword_arguments_are_summed_over_the_columns() -> None:
+    class Scales(nn.Linear):
+        def forward(self, x: Tensor, *, scale: Tensor, shift: float = 0.0) -> Tensor:
+            return super().forward(x) * scale + shift
+
+    x, scale = x_of(), torch.tensor([2.0, 3.0], requires_grad=True)
+    own = scale.detach().clone().requires_grad_()
+    with of(Sum, *(Scales(4, 2) for _ in range(3))) as model:
+        twin = copy.deepcopy(model)
+        model(x, scale=scale, shift=1.0).square().sum().backward()
+        outputs = [twin.get(i)(x, scale=own, shift=1.0) for i in range(3)]
+        torch.stack(outputs).sum(0).square().sum().backward()
+        assert_close(scale.grad, own.grad)
+        assert_close(gradients(model), gradients(twin))
+
+
+# --- merge ----------------------------------------------------------------------------------------
+
+
+class Returns(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Any:
+        return self.value
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape)
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+@pytest.mark.parametrize(
+    ("dim", "outputs", "expected"),
+    [
+        (0, [zeros(1, 2), ones(2, 2)], torch.cat([zeros(1, 2), ones(2, 2)])),
+        (1, [zeros(2, 1), ones(2, 2)], torch.cat([zeros(2, 1), ones(2, 2)], 1)),
+        (-1, [zeros(2, 1), ones(2, 2)], torch.cat([zeros(2, 1), ones(2, 2)], 1)),
+        (
+            0,
+            [{"y": zeros(1), "n": 3}, {"y": ones(2), "n": 4}],
+            {"y": torch.tensor([0.0, 1, 1]), "n": 3},
+        ),
+        (0, [(zeros(1), None)] * 2, (zeros(2), None)),
+        (0, [Pair(zeros(1), "a"), Pair(ones(1), "b")], Pair(torch.tensor([0.0, 1.0]), "a")),
+        (0, ["a", "b"], "a"),
+        (0, [[], []], []),
+        (0, [ones(2)], ones(2)),
+    ],
+)
+def test_by_default_outputs_are_concatenated_leaf_by_leaf(
+    dim: int, outputs: list[Any], expected: Any
+) -> None:
+    with of(ToAll, *map(Returns, outputs), dim=dim) as model:
+        assert_same_bits(model(x_of()), expected)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "match"),
+    [
+        ([zeros(1, 2), ones(1, 3)], r"Output tensor .* 'cat\(0\)' .* \(1, 2\), \(1, 3\)"),
+        ([{"y": zeros(2)}, {"y": torch.tensor(1.0)}], r"Output `y` .* \(2,\), \(\)"),
+        (
+            [zeros(1), [ones(1)]],
+            r"same structure from every column, .* \* from column 0 and \[\*\]",
+        ),
+        ([[zeros(1)], [ones(1), ones(1)]], r"from column 0 and \[\*, \*\] from column 1"),
+        ([{"y": zeros(1)}, {"y": None}], r"Output `y` .* but is Tensor, NoneType"),
+    ],
+)
+def test_outputs_that_cannot_be_concatenated_are_refused_with_a_way_out(
+    outputs: list[Any], match: str
+) -> None:
+    with of(ToAll, *map(Returns, outputs)) as model:
+        with pytest.raises(ConfigError, match=match) as caught:
+            model(x_of())
+        assert "Write a `merge()` that takes them as they are" in str(caught.value)
+
+
+def test_a_rule_of_ones_own_gets_outputs_as_they_are() -> None:
+    got: list[Any] = []
+
+    class Takes2(ToAll):
+        def merge(self, outputs: list[Any]) -> str:
+            got.extend(outputs)
+            return "merged"
+
+    with of(Takes2, Returns({"y": ones(2)}), Returns("word"), Returns(None)) as model:
+        assert model(x_of()) == "merged"
+    assert got[0]["y"].tolist() == [1.0, 1.0]
+    assert got[1:] == ["word", None]
+
+
+def test_parameters_of_the_container_itself_are_trained() -> None:
+    x = x_of().requires_grad_()
+    with of(lambda: Gated(3), *linears(3, 4, 4)) as model:  # type: ignore[arg-type]
+        twin, y = copy.deepcopy(model), x.detach().clone().requires_grad_()
+        front = twin.front(y).tanh()
+        outputs = torch.stack([twin.get(index)(front) for index in range(3)], -1)
+        expected = (outputs * twin.gate).sum(-1) + twin.offset
+        found = model(x)
+        assert_close(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        assert_close(gradients(model), gradients(twin))
+        assert_close(x.grad, y.grad)
+        assert len(gradients(model)) == 1 + 2 + 3 * 2
+        assert list(model.state_dict())[:2] == ["gate", "offset"]
+
+
+def test_they_train_beside_held_gradients_of_the_columns() -> None:
+    """The container's own parameters have gradients at once; in the end all have the same."""
+    batches = [x_of(), x_of(), x_of()]
+    with of(lambda: Gated(2), *linears(2, 4, 4)) as model:  # type: ignore[arg-type]
+        twin = copy.deepcopy(model)
+        with twin:
+            for x in batches:
+                twin(x).square().sum().backward()
+        with model.no_merge():
+            for x in batches[:2]:
+                model(x).square().sum().backward()
+        model(batches[2]).square().sum().backward()
+        assert_close(gradients(model), gradients(twin))
+
+
+def test_a_rule_that_fails_keeps_its_error_and_buffers_stay_as_they_were() -> None:
+    class Breaks(ToAll):
+        def merge(self, outputs: list[Tensor]) -> Tensor:
+            raise KeyError("merge")
+
+    norm = nn.BatchNorm1d(4)
+    with of(Breaks, norm, nn.Identity()) as model, pytest.raises(KeyError, match="merge"):
+        model(x_of())
+    assert norm.num_batches_tracked.item() == 0
+    assert norm.running_mean.tolist() == [0.0] * 4
+
+
+# --- modules of every kind as columns -------------------------------------------------------------
+
+
+def in_turn(model: Any, x: Tensor) -> Tensor:
+    """Return what columns compute one after the other, in plain torch."""
+    return torch.stack([model.get(index)(x) for index in range(len(model))]).sum(0)
+
+
+def assert_as_in_turn(model: Any, x: Tensor, twin: Any = None) -> None:
+    model.zero_grad()
+    twin = copy.deepcopy(model) if twin is None else twin
+    twin.zero_grad()
+    x, y = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found, expected = model(x), in_turn(twin, y)
+    assert_close(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    assert_close(x.grad, y.grad)
+    assert_close(gradients(model), gradients(twin))
+    assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
+
+
+def test_different_modules_side_by_side() -> None:
+    columns = [nn.Linear(4, 2), nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))]
+    with of(Sum, *columns, nn.Bilinear(4, 4, 2)) as model:
+        model.get(2).forward = lambda x: nn.functional.bilinear(x, x, model.get(2).weight)
+        assert model(x_of()).shape == (5, 2)
+    with of(Sum, *columns) as model:
+        assert_as_in_turn(model, x_of())
+
+
+def test_one_module_as_several_columns_gets_the_sum_of_their_gradients() -> None:
+    shared = nn.Linear(4, 2)
+    with of(Sum, shared, shared, nn.Linear(4, 2)) as model:
+        assert len(list(model.parameters())) == 4
+        assert_as_in_turn(model, x_of())
+
+
+def test_columns_with_tied_parameters() -> None:
+    columns = linears(3)
+    columns[2].weight = columns[0].weight
+    with of(Sum, *columns) as model:
+        assert_as_in_turn(model, x_of())
+        assert model.get(2).weight is model.get(0).weight
+
+
+def test_a_module_inside_of_two_columns() -> None:
+    inner = nn.Linear(4, 4)
+    with of(Sum, nn.Sequential(inner, nn.Tanh()), nn.Sequential(nn.Tanh(), inner)) as model:
+        assert_as_in_turn(model, x_of())
+
+
+def test_buffers_of_columns_are_written() -> None:
+    with of(Sum, nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))) as model:
+        twin = copy.deepcopy(model)
+        for _ in range(2):
+            assert_as_in_turn(model, x_of(), twin)
+        model.eval()
+        assert_as_in_turn(model, x_of())
+
+
+def test_columns_of_different_dtypes() -> None:
+    class AsDouble(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.double()).float()
+
+    with of(Sum, nn.Linear(4, 2), AsDouble(4, 2, dtype=torch.float64)) as model:
+        assert_as_in_turn(model, x_of())
+        assert [p.grad.dtype for p in model.parameters()] == [torch.float32] * 2 + [
+            torch.float64
+        ] * 2
+    with of(ToAll, nn.Linear(4, 2), AsDouble(4, 2).double()) as model:
+        assert model(x_of()).dtype == torch.float32
+
+
+def test_columns_without_parameters() -> None:
+    with of(Sum, nn.Tanh(), nn.Identity()) as model:
+        assert_as_in_turn(model, x_of())
+
+
+def test_a_frozen_column_lets_gradients_of_the_input_through() -> None:
+    with of(Sum, *linears()) as model:
+        model.get(1).requires_grad_(False)
+        assert_as_in_turn(model, x_of())
+        assert gradients(model)[2:4] == [None, None]
+
+
+def test_a_column_whose_output_is_not_used_gets_no_gradient() -> None:
+    class First(ToAll):
+        def merge(self, outputs: list[Tensor]) -> Tensor:
+            return outputs[0]
+
+    with of(First, *linears()) as model:
+        model(x_of()).sum().backward()
+        assert [grad is None for grad in gradients(model)] == [False, False] + [True] * 4
+
+
+def test_columns_draw_other_numbers_each_and_the_same_for_a_seed() -> None:
+    class Apart(ToAll):
+        def merge(self, outputs: list[Tensor]) -> list[Tensor]:
+            return outputs
+
+    x = torch.ones(50)
+    with of(Apart, nn.Dropout(0.5), nn.Dropout(0.5), nn.Dropout(0.5)) as model:
+        torch.manual_seed(5)
+        first = model(x)
+        torch.manual_seed(5)
+        again = model(x)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[1], first[2])
+    assert set(first[0].tolist()) == {0.0, 2.0}
+
+
+def test_evaluation_reaches_the_columns() -> None:
+    x = torch.ones(50)
+    with of(Sum, nn.Dropout(0.5), nn.Dropout(0.5)) as model:
+        model(x)
+        assert torch.equal(model.eval()(x), 2 * x)
+        assert not torch.equal(model.train()(x), 2 * x)
+
+
+# --- nesting --------------------------------------------------------------------------------------
+
+
+def test_containers_may_be_columns() -> None:
+    inner = of(Sum, *linears(2))
+    with of(Sum, inner, nn.Linear(4, 2), DataParallel(nn.Linear(4, 2), 2)) as model:
+        assert_as_in_turn(model, x_of())
+        inner.close()
+        model.get(2).close()
+
+
+def test_a_container_may_be_the_replicas_module() -> None:
+    inner = of(Sum, *linears(2))
+    with DataParallel(inner, 3) as model:
+        twin = copy.deepcopy(inner)
+        x = x_of()
+        found, expected = model(x), in_turn(twin, x)
+        assert_close(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        assert_close(gradients(inner), gradients(twin))
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "clone": lambda model: model.clone(),
+}
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_copies_are_equal_and_independent(duplicate: Any, used: bool) -> None:
+    x = x_of()
+    with of(Sum, nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))) as model:
+        if used:
+            model(x).sum().backward()
+        with duplicate(model) as other:
+            assert (len(other), other.devices, other.dim) == (2, (CPU, CPU), 0)
+            assert_as_in_turn(other, x)
+            before = {key: value.clone() for key, value in other.state_dict().items()}
+            with torch.no_grad():
+                model.get(0).weight.zero_()
+            assert torch.equal(other.get(0).weight, before["0.weight"])
+
+
+def test_ties_between_columns_stay_in_a_copy() -> None:
+    shared = nn.Linear(4, 2)
+    model = of(Sum, shared, nn.Sequential(shared), shared)
+    for duplicate in COPIES.values():
+        other = duplicate(model)
+        assert other.get(0) is other.get(1)[0] is other.get(2)
+        with other:
+            assert_as_in_turn(other, x_of())
+
+
+def test_columns_that_were_placed_elsewhere_run_on_what_this_machine_has() -> None:
+    """A column without parameters has no tensor that `map_location` could have moved."""
+    model = of(Sum, nn.Tanh(), nn.Linear(4, 4))
+    model._placed[0] = torch.device("cuda", 99)  # as on the machine where it was made
+    with pytest.warns(UserWarning, match="cuda:99"):
+        other = pickle.loads(pickle.dumps(model))
+    with other:
+        assert_as_in_turn(other, x_of())
+
+
+def test_state_is_stored_and_loaded_by_columns() -> None:
+    model, other = of(Sum, *linears()), of(Sum, *linears())
+    with other:
+        x = x_of()
+        other(x)
+        other.load_state_dict(model.state_dict())
+        assert_close(other(x), in_turn(model, x))
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+class Picky(nn.Linear):
+    """Fails on numbers that are not, forward or backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise KeyError("forward")
+        output = super().forward(x)
+        if output.requires_grad:
+            output.register_hook(self.look)
+        return output
+
+    def look(self, gradient: Tensor) -> None:
+        if gradient.isnan().any():
+            raise IndexError("backward")
+
+
+def test_an_error_in_one_column_keeps_type_and_place_and_names_the_column() -> None:
+    x = x_of()
+    with of(Sum, nn.Linear(4, 2), Picky(4, 2), nn.Linear(4, 2)) as model:
+        with pytest.raises(KeyError, match="forward") as caught:
+            model(x * float("nan"))
+        frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert frames[-1] == "forward"
+        assert "1" in caught.value.__notes__[0]
+        assert len(caught.value.__notes__) == 1
+        assert_as_in_turn(model, x)
+
+
+def test_several_errors_are_one_cause_and_notes() -> None:
+    barrier = threading.Barrier(3)
+
+    class Breaks(nn.Module):
+        def __init__(self, word: str) -> None:
+            super().__init__()
+            self.word = word
+
+        def forward(self, x: Tensor) -> Tensor:
+            barrier.wait(DEADLINE_S)
+            raise KeyError(self.word)
+
+    with of(Sum, *map(Breaks, "abc")) as model, pytest.raises(KeyError, match="a") as caught:
+        model(x_of())
+    told = [note for note in caught.value.__notes__ if "Also failed" in note]
+    assert told == ["Also failed: KeyError: 'b'", "Also failed: KeyError: 'c'"]
+
+
+def test_an_error_on_the_way_back_leaves_no_gradient_and_a_usable_container() -> None:
+    x = x_of()
+    with of(Sum, nn.Linear(4, 2), Picky(4, 2)) as model:
+        with pytest.raises(IndexError, match="backward") as caught:
+            (model(x) * float("nan")).sum().backward()
+        assert "1" in caught.value.__notes__[0]
+        assert gradients(model) == [None] * 4
+        assert_as_in_turn(model, x)
+
+
+def test_an_interrupt_in_a_column_is_an_interrupt() -> None:
+    class Interrupts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    with of(Sum, nn.Identity(), Interrupts()) as model, pytest.raises(KeyboardInterrupt):
+        model(x_of())
+
+
+# --- moving and sending ---------------------------------------------------------------------------
+
+
+def test_a_change_of_dtype_reaches_columns_and_the_container_itself() -> None:
+    with of(lambda: Gated(2), *linears(2, 4, 4)) as model:  # type: ignore[arg-type]
+        model(x_of())
+        model.double()
+        assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float64}
+        assert model(x_of().double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("destination", "source"),
+    [
+        (zeros(3, 2), ones(3, 2)),
+        (zeros(2, 3).t(), ones(3, 2)),
+        (zeros(6, 4)[::2, 1:3], torch.arange(6.0).view(3, 2)),
+        (zeros(3, 2), torch.arange(6.0).view(2, 3).t()),
+        (zeros(3, 2), torch.arange(6).view(3, 2)),
+        (zeros(3, 2).to(torch.float64), ones(1, 2).expand(3, 2)),
+        (zeros(0, 2), ones(0, 2)),
+        (torch.tensor(0.0), torch.tensor(5.0)),
+    ],
+)
+def test_sending_copies_to_the_destination_and_returns_it(
+    destination: Tensor, source: Tensor
+) -> None:
+    kept = source.clone()
+    assert ToAll().send(destination, source) is destination
+    assert torch.equal(destination, source.to(destination.dtype))
+    assert torch.equal(source, kept)
+
+
+def test_sending_leaves_what_lies_between_the_strides() -> None:
+    whole = zeros(6, 4)
+    ToAll().send(whole[::2, 1:3], ones(3, 2))
+    assert whole.sum() == 6
+    assert whole[1::2].count_nonzero() == 0
+
+
+def test_sending_is_no_part_of_any_graph() -> None:
+    parameter = nn.Parameter(zeros(2))
+    ToAll().send(parameter, torch.ones(2, requires_grad=True))
+    assert parameter.tolist() == [1.0, 1.0]
+    assert parameter.is_leaf
+    ToAll().send(zeros(2), parameter)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 1), (6,), (1, 3, 2), ()], ids=str)
+def test_sending_between_shapes_is_refused_and_nothing_is_written(shape: tuple[int, ...]) -> None:
+    destination = zeros(3, 2)
+    match = r"`destination` must have the shape of `source`, .*, but has \(3, 2\)"
+    with pytest.raises(ConfigError, match=match):
+        ToAll().send(destination, torch.ones(shape))
+    assert destination.count_nonzero() == 0
