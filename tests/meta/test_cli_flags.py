@@ -12,6 +12,7 @@ from tests.meta.commands import flags_by_command, root_command
 
 FROZEN: dict[str, tuple[str, ...]] = {
     "": ("--version",),
+    "bench balance": ("--model", "--out", "--slowdown", "--steps"),
     "bench step": ("--contestants", "--models", "--out", "--steps", "--workers"),
     "train": (
         "--batch-size",

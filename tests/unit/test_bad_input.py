@@ -399,6 +399,156 @@ def test_a_module_without_anything_to_train_says_so_instead_of_standing_still() 
         trainer.step(vector_batch(8))
 
 
+# --- containers -----------------------------------------------------------------------------------
+
+
+class Sides(nn.Module):
+    """Takes two inputs and options; returns what it is told to, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(7, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, kind: str = "plain") -> Any:
+        self.seen = self.seen + 1
+        y = self.left(x if mask is None else x * mask)
+        return {
+            "plain": y,
+            "table": {"y": y, "loss": y.mean()},
+            "odd": {"y": y} if len(x) > 2 else [y],  # another structure from the last replica
+            "lost": {"y": y.sum(0)},
+            "wide": {"y": y.new_zeros(2, len(x), 4)},
+            "words": {"y": "word"},
+        }[kind]
+
+
+X8 = torch.ones(8, 7)
+LAYOUT = phalanx.Layout
+MSE = nn.functional.mse_loss
+
+WRONG_CALLS: list[tuple[dict[str, Any], Callable[[Any], object], str]] = [
+    ({}, lambda m: m(X8, torch.ones(7, 7)), r"`1` must have 8 rows along dim 0 like `0`"),
+    ({}, lambda m: m(x=X8, mask=torch.ones(9, 7)), r"`mask` must have 8 rows .* like `x`"),
+    ({}, lambda m: m(torch.ones(7)[0]), r"must hold at least one tensor that is split"),
+    ({"layout": LAYOUT(3)}, lambda m: m(X8), r"`0` must have a dim 3 .* but has shape \(8, 7\)"),
+    (
+        {"layout": LAYOUT(dims={"maks": None})},
+        lambda m: m(X8),
+        r"`layout` must name leaves .* names 'maks'\. The input has '0'",
+    ),
+    (
+        {"layout": LAYOUT(dims={"mask.0": None})},
+        lambda m: m(X8, X8),
+        r"`layout` must name leaves .* '1\.0'\. The input has '0', '1'",
+    ),
+    ({}, lambda m: m.forward_sized([4, 4], X8), r"`sizes` must hold 3 sizes .* \[4, 4\]"),
+    ({}, lambda m: m.forward_sized([4, 4, 1], X8), r"Give \[3, 3, 2\] for equal slices"),
+    ({}, lambda m: m.forward_sized([4, 5, -1], X8), r"`sizes` must hold 3 sizes of at least 0"),
+    ({}, lambda m: m.forward_parts([X8, X8]), r"`parts` must hold one input per replica \(3\)"),
+    ({}, lambda m: m.forward_parts([None] * 3), r"`parts` must hold .*, not all None, but"),
+    ({}, lambda m: m(X8, kind="odd"), r"same structure .* \{'y': \*\} .* \[\*\] from replica 2"),
+    ({}, lambda m: m(X8, kind="lost"), r"Output `y` .* 3 rows .* but has shape \(4,\).*'first'"),
+    ({}, lambda m: m(X8, kind="wide"), r"Output `y` .* 3 rows .* but has shape \(2, 3, 4\)"),
+    (
+        {"output": "stack"},
+        lambda m: m(X8),
+        r"'stack' can merge, but replicas returned \(3, 4\), \(3, 4\), \(2, 4\).*'per_replica'",
+    ),
+    ({"output": {"y": "sum"}}, lambda m: m(X8, kind="table"), r"`y` .* 'sum' can merge"),
+    ({"output": {"z": "sum"}}, lambda m: m(X8, kind="table"), r"names 'z'\..*'y', 'loss'"),
+    ({"output": "mean"}, lambda m: m(X8, kind="words"), r"`y` .* by 'mean', but is str"),
+    ({}, lambda m: m.forward_loss(MSE, X8, torch.ones(7, 4)), r"`targets` must have 8 rows"),
+    ({}, lambda m: m.forward_loss(X8, MSE, X8), r"`loss_fn` must be callable"),
+    ({}, lambda m: m.forward_loss(lambda out, _: out, X8, X8), r"`loss_fn` must return a scalar"),
+    (
+        {},
+        lambda m: m.forward_loss(MSE, X8, torch.ones(8, 4), weight_fn=lambda own: 0),
+        r"`weight_fn` must give finite weights of at least 0, not all 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "call", "match"), WRONG_CALLS)
+def test_a_refused_call_of_a_container_changes_nothing(
+    options: dict[str, Any], call: Callable[[Any], object], match: str
+) -> None:
+    net = Sides()
+    before = state_of(net)
+    with parallel(net, 3, **options) as model:
+        with pytest.raises(ConfigError, match=match):
+            call(model)
+        assert_same_bits(state_of(net), before)
+        assert all(parameter.grad is None for parameter in net.parameters())
+        if "layout" not in options:  # whatever else was refused, it goes on
+            found = model.forward_parts([X8, None, None])
+            torch.testing.assert_close(found[0], net.left(X8))
+            assert net.seen.item() == 1
+
+
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"output": "median"}, r"`output` must hold rules .*, but holds 'median'"),
+    ({"output": {"y": "cat(x)"}}, r"`output` must hold rules .*, but holds 'cat\(x\)'"),
+    ({"buffers": "average"}, r"`buffers` must hold rules .*, but holds 'average' for '\*'"),
+    ({"buffers": {"seen": "max"}}, r"`buffers` must hold rules .*, but holds 'max' for 'seen'"),
+    ({"codec": "zip"}, r"`codec` must be .*, but is 'zip'"),
+    ({"layout": {"mask": None}}, r"`layout` must be a `Layout`, but is \{'mask': None\}"),
+    ({"workloads": "none"}, r"`workloads` must .*, but "),
+]
+
+
+@pytest.mark.parametrize(("options", "match"), WRONG_OPTIONS)
+def test_options_of_a_container_that_cannot_work(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        parallel(Sides(), 3, **options)
+
+
+class Copies(phalanx.AbstractParallel):
+    """Gives as many columns as it is told to the whole input."""
+
+    num_parts = 3
+
+    def distribute(self, inputs: Any) -> list[Any]:
+        return [inputs] * self.num_parts
+
+
+def columns(*modules: nn.Module) -> Any:
+    model = Copies()
+    for module in modules:
+        model.add(module, "cpu")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("module", "num_parts", "match"),
+    [
+        (nn.Linear(7, 4), 2, r"`distribute\(\)` must return .* per column \(3\), but returned 2"),
+        (nn.Linear(7, 4), 4, r"`distribute\(\)` must return .* per column \(3\), but returned 4"),
+        (nn.Linear(7, 5), 3, r"'cat\(0\)' can merge, but columns .* \(8, 4\), \(8, 4\), \(8, 5\)"),
+        (Sides(), 3, None),
+        (nn.Sequential(nn.Linear(7, 4), nn.Flatten(0)), 3, r"columns returned .* \(32,\)"),
+    ],
+)
+def test_a_refused_call_of_columns_changes_nothing(
+    module: nn.Module, num_parts: int, match: str | None
+) -> None:
+    norm = nn.BatchNorm1d(7)
+    with columns(nn.Sequential(norm, nn.Linear(7, 4)), nn.Linear(7, 4), module) as model:
+        before = state_of(model)
+        model.num_parts = num_parts
+        if match is None:
+            assert model(X8).shape == (24, 4)
+            return
+        with pytest.raises(ConfigError, match=match):
+            model(X8)
+        assert_same_bits(state_of(model), before)
+        model.num_parts = 3
+        model.merge = list
+        assert len(model(X8)) == 3
+    assert norm.num_batches_tracked is not None
+    assert norm.num_batches_tracked.item() == 1
+
+
 # --- the wrong moment -----------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from phalanx.codecs import resolve_codec
 from phalanx.errors import CheckpointError, ConfigError
 
 Replicas = Literal["auto"] | int | tuple[str, ...]
+Workloads = Literal["auto"] | tuple[float, ...] | None
 
 # These may change when a run goes on; all others decide its numbers and must stay.
 _CHANGEABLE = ("replicas", "workloads", "epochs")
@@ -102,23 +103,26 @@ def parse_replicas(text: str) -> Replicas:
     return words
 
 
-def parse_workloads(text: str | None) -> tuple[float, ...] | None:
-    """Read ``--workloads``: the relative shares of the replicas, as ``2,1``.
+def parse_workloads(text: str | None) -> Workloads:
+    """Read ``--workloads``: the relative shares of the replicas, as ``2,1``, or ``auto``.
 
     Raises:
         ConfigError: One is no number, is negative or is not finite, or all are 0.
 
     Example:
-        >>> parse_workloads("2,1.5")
-        (2.0, 1.5)
+        >>> parse_workloads("2,1.5"), parse_workloads("auto")
+        ((2.0, 1.5), 'auto')
     """
     if text is None:
         return None
+    if text.strip() == "auto":
+        return "auto"
     try:
         workloads = tuple(float(word) for word in text.split(","))
     except ValueError:
         raise ConfigError(
-            f"`--workloads` must be numbers with commas between, as 2,1, but is {text!r}."
+            "`--workloads` must be `auto`, or numbers with commas between, as 2,1, but is "
+            f"{text!r}."
         ) from None
     for workload in workloads:
         if not (workload >= 0 and math.isfinite(workload)):
@@ -130,9 +134,9 @@ def parse_workloads(text: str | None) -> tuple[float, ...] | None:
     return workloads
 
 
-def check_formation(replicas: Replicas, workloads: tuple[float, ...] | None) -> None:
+def check_formation(replicas: Replicas, workloads: Workloads) -> None:
     """Refuse workloads that do not match the replicas."""
-    if workloads is None:
+    if workloads is None or workloads == "auto":
         return
     if replicas == "auto":
         raise ConfigError(

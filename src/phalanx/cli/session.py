@@ -302,15 +302,23 @@ class Session:
         options = self.options
         epochs = "1 epoch" if options.epochs == 1 else f"{options.epochs} epochs"
         going_on = f", going on after step {self.trainer.steps}" if self.trainer.steps else ""
-        job = self.job
-        if job.resumed is not None and job.formation is None and options.microbatches is None:
-            going_on += "; not bit for bit, as without --microbatches the bits depend on replicas"
+        going_on += self._describe_lost_bits()
         return (
             f"{self.data.description}\n"
             f"{options.model}, {_count_parameters(self.module):,} parameters; AdamW with learning "
             f"rate {options.lr:g}, batches of {options.batch_size}, {epochs}, seed {options.seed}\n"
             f"Run folder: {self.folder.path}{going_on}"
         )
+
+    def _describe_lost_bits(self) -> str:
+        """Say why a run that goes on does so with other bits, if it does."""
+        if self.job.resumed is None or self.options.microbatches is not None:
+            return ""
+        if self.options.workloads == "auto":
+            return "; not bit for bit, as with --workloads auto the bits depend on timing"
+        if self.job.formation is None:
+            return "; not bit for bit, as without --microbatches the bits depend on replicas"
+        return ""
 
     def _describe_interruption(self) -> str:
         command = shlex.join(["phalanx", "train", "--resume", str(self.folder.path)])

@@ -48,8 +48,9 @@ def train(
     workloads: Annotated[
         str | None,
         typer.Option(
-            metavar="W,W,...",
-            help="Relative shares of the replicas: with 2,1 the first takes two thirds.",
+            metavar="auto|W,W,...",
+            help="Relative shares of the replicas: with 2,1 the first takes two thirds. With auto "
+            "they follow the speed that each replica is measured to have.",
             show_default="equal",
         ),
     ] = None,

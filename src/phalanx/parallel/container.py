@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import FlatParameters
+from phalanx.parallel.balancing import Balancing
 from phalanx.parallel.graph import CrewGraph, HeldGradients
 from phalanx.replicas import (
     Report,
@@ -46,6 +47,7 @@ class _Running:
         self.flat_version = -1
         self.held = HeldGradients()
         self.hold = False
+        self.balancing: Balancing | None = None
 
 
 class Container(nn.Module):
@@ -297,6 +299,7 @@ class Container(nn.Module):
         weights: Sequence[float],
         run: Callable[[int, nn.Module, Nested], Nested],
         merge: Callable[[list[Nested]], T],
+        observe: Callable[[Sequence[float]], None] | None = None,
     ) -> T:
         """Run every part on its worker, and merge the outputs of those that there are.
 
@@ -306,6 +309,8 @@ class Container(nn.Module):
             parts: Inputs by worker; None for those that take no part, whose weight is 0.
             run: Called as ``run(worker, module, inputs)`` in the worker's thread.
             merge: Called with the outputs, in order, in the caller's thread.
+            observe: Called once with the seconds that each worker took, forward and backward: in
+                the first backward pass through all of them, or here if there can be none.
         """
         crew = self._open_crew()
         graph = CrewGraph(
@@ -326,6 +331,8 @@ class Container(nn.Module):
             advance_process_generator()
         if statistics:
             write_statistics(self._buffers_by_name(), statistics)
+        if observe is not None:
+            graph.report_seconds(report.seconds, observe)
         return merged
 
     def _merged_statistics(self, report: Report) -> dict[str, Statistic]:

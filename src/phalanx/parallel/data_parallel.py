@@ -11,18 +11,21 @@ from torch import Tensor, nn
 
 from phalanx.codecs import Codec, Feedback, resolve_codec
 from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.parallel.balancing import Balancing
 from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
 from phalanx.parallel.replica_losses import ReplicaLosses, loss_of_nothing
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
     BufferRules,
+    Decision,
     Layout,
     Merge,
     Merging,
     check_sizes,
     check_workloads,
     cut,
+    fixed_workloads,
     flatten,
     num_rows,
     workload_sizes,
@@ -56,7 +59,10 @@ class DataParallel(Container, Unwrapped):
         module: The module; it is trained in place (its parameters are the replicas' own memory).
         devices: One per replica, such as ``["cpu", "cpu"]``; default one for each device of its
             kind (two on a CPU).
-        workloads: Relative share of each replica; equal by default; 0 switches one off.
+        workloads: Relative share of each replica; equal by default; 0 switches one off. "auto":
+            shares follow the seconds that each replica takes per row, forward and backward, until
+            all take the same time. Passes without gradients count by themselves; a pass with them
+            when its backward pass is done.
         layout: Which dim of which input leaf is split; default dim 0 of all tensors with dims.
             Leaves are named by position, by the name of the module's argument, or by path
             (``0``, ``"mask"``, ``"0.items"``); None gives a leaf whole to all.
@@ -80,7 +86,9 @@ class DataParallel(Container, Unwrapped):
             leaf; outputs cannot be merged.
         UnsupportedError: In a second derivative (``create_graph=True``).
 
-    Determinism: bitwise equal from run to run for the same devices and workloads.
+    Determinism: bitwise equal from run to run for the same devices and workloads. With
+    ``workloads="auto"`` the shares, and so the bits, depend on timing; gradients are the whole
+    batch's all the same, within float rounding.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -98,7 +106,7 @@ class DataParallel(Container, Unwrapped):
         module: nn.Module,
         devices: Sequence[Device] | int | None = None,
         *,
-        workloads: Sequence[float] | None = None,
+        workloads: Sequence[float] | str | None = None,
         layout: Layout | None = None,
         output: Merge | str | Mapping[str | int, Merge | str] | None = None,
         buffers: str | Mapping[str, str] = "mean",
@@ -111,7 +119,9 @@ class DataParallel(Container, Unwrapped):
             raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._devices = resolve_devices(devices, home)
-        self._workloads = [1.0] * len(self._devices) if workloads is None else list(workloads)
+        given = fixed_workloads(workloads)
+        self._workloads = [1.0] * len(self._devices) if given is None else list(given)
+        self._balances = isinstance(workloads, str)
         check_workloads(self._workloads, len(self._devices))
         if layout is not None and not isinstance(layout, Layout):
             raise ConfigError(
@@ -134,6 +144,18 @@ class DataParallel(Container, Unwrapped):
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each replica."""
         return self._devices
+
+    @property
+    def workloads(self) -> tuple[float, ...]:
+        """Each replica's relative share of the next batch."""
+        balancing = self._balancing()
+        return tuple(self._workloads) if balancing is None else balancing.workloads
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What `workloads="auto"` has decided after each batch, and why."""
+        balancing = self._balancing()
+        return () if balancing is None else balancing.decisions
 
     # Any: the module's own signature.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +203,9 @@ class DataParallel(Container, Unwrapped):
                 f"but holds {len(parts)}, {given} of them not None."
             )
         calls = [None if part is None else Call.with_inputs(part) for part in parts]
-        weights = [0 if call is None else _rows_of(call, self._layout_of(call)) for call in calls]
+        rows = [0 if call is None else _rows_of(call, self._layout_of(call)) for call in calls]
+        # A part without rows runs, too, so its statistics must weigh something.
+        weights = [0 if call is None else max(1, rows[i]) for i, call in enumerate(calls)]
 
         def run(index: int, module: nn.Module, leaves: Nested) -> Nested:
             call = calls[index]
@@ -190,7 +214,8 @@ class DataParallel(Container, Unwrapped):
             return module(*args, **kwargs)
 
         leaves = [None if call is None else call.leaves for call in calls]
-        outputs = iter(self._as_tried(lambda: self._run(leaves, weights, run, list)))
+        observe = self._observer(rows)
+        outputs = iter(self._as_tried(lambda: self._run(leaves, weights, run, list, observe)))
         return [None if call is None else next(outputs) for call in calls]
 
     def forward_loss(
@@ -257,7 +282,18 @@ class DataParallel(Container, Unwrapped):
             workloads=self._workloads,
             intra_op=self._intra_op,
             rules=self._rules,
+            timed=self._balances,
         )
+
+    def _balancing(self) -> Balancing | None:
+        """Return what balances the workloads; None where they are given."""
+        if self._balances and self._running.balancing is None:
+            self._running.balancing = Balancing(len(self._devices))
+        return self._running.balancing
+
+    def _observer(self, sizes: Sequence[int]) -> Callable[[Sequence[float]], None] | None:
+        balancing = self._balancing()
+        return None if balancing is None else balancing.observer(sizes)
 
     def _refuse_synchronised_insides(self) -> None:
         """A container inside runs its batch norms on threads of its own, which cannot meet."""
@@ -278,7 +314,7 @@ class DataParallel(Container, Unwrapped):
         layout = self._layout_of(call)
         rows = num_rows(call.leaves, layout)
         if sizes is None:
-            sizes = workload_sizes(rows, self._workloads)
+            sizes = workload_sizes(rows, self.workloads)
         check_sizes(sizes, rows, len(self._devices))
         return cut(call.leaves, sizes, layout), list(sizes)
 
@@ -309,7 +345,7 @@ class DataParallel(Container, Unwrapped):
         def merge(outputs: list[Nested]) -> Nested:
             return self._merging.merge(outputs, _used_of(sizes, used), self._devices[0])
 
-        return self._run(_only(parts, used), used, run, merge)
+        return self._run(_only(parts, used), used, run, merge, self._observer(sizes))
 
     def _loss(
         self,
@@ -338,7 +374,7 @@ class DataParallel(Container, Unwrapped):
         def merge(found: list[Nested]) -> Tensor:
             return losses.mean(found, _used_of(weights, used), self._devices[0])
 
-        return self._run(_only(pairs, used), used, run, merge)
+        return self._run(_only(pairs, used), used, run, merge, self._observer(sizes))
 
     def _as_tried(self, run: Callable[[], T]) -> T:
         """Run with channels_last weights where they are wanted; some models do not run so."""
@@ -377,15 +413,12 @@ def _used_of(values: Sequence[T], used: Sequence[int]) -> list[T]:
     return [value for value, weight in zip(values, used, strict=True) if weight]
 
 
-def _rows_of(call: Call, layout: Layout) -> float:
-    """Return what a part's statistics weigh: the rows of its first leaf that would be split, or 1.
-
-    A part without rows runs, too, so it must weigh something.
-    """
+def _rows_of(call: Call, layout: Layout) -> int:
+    """Return the rows of a part's first leaf that would be split, or 1 where none would be."""
     leaves, _ = flatten(call.leaves)
     dims = layout.dims_of(call.leaves)
     split = [leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
-    return next(iter(split), 1) or 1
+    return next(iter(split), 1)
 
 
 def _arguments_of(module: nn.Module) -> dict[str, int]:

@@ -13,7 +13,7 @@ graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -128,7 +128,8 @@ class CrewGraph:
         self._connected: list[
             tuple[int, int]
         ] = []  # (worker, place) of outputs that need gradients
-        self._num_inputs = 0
+        self._forward_s: list[float] = []
+        self._observe: Callable[[Sequence[float]], None] | None = None
 
     def _open_part(self, part: Nested) -> _Part:
         leaves, spec = flatten(part)
@@ -174,6 +175,19 @@ class CrewGraph:
             if part.outputs_spec is not None
         ]
 
+    def report_seconds(
+        self, forward_s: Sequence[float], observe: Callable[[Sequence[float]], None]
+    ) -> None:
+        """Give ``observe`` what each worker takes, once the backward pass through all is done.
+
+        Args:
+            forward_s: What each has taken until now; to be called after :meth:`outputs`.
+        """
+        if self._connected:
+            self._forward_s, self._observe = list(forward_s), observe
+        else:
+            observe(forward_s)
+
     def backward(self, grads: Sequence[Tensor | None], keep_graph: bool) -> Gradients:
         """Run every worker's backward pass and return the gradients of :meth:`_tensors`."""
         if not self._parts or any(part.outputs is None for part in self._parts.values()):
@@ -192,10 +206,13 @@ class CrewGraph:
         members = self._members(grads)
         whole = self._reaches_all_parameters()
         hold, settle = self._hold and whole, whole and not self._hold
+        seconds = [0.0] * len(self._crew)
 
         def work(worker: int) -> Gradients | None:
             with modes.entered(self._crew.devices[worker]), self._crew.attending(worker):
+                watch = self._crew.stopwatch(worker)
                 own = self._backward_of(worker, grads, keep_graph) if worker in members else None
+                seconds[worker] = watch.lap()
                 if settle:
                     own = self._with_held(worker, own)
                 if not hold:
@@ -215,11 +232,18 @@ class CrewGraph:
             self._held.clear()
             if self._feedback is not None:
                 self._feedback.commit()
+        if set(members) == set(self._parts):
+            self._tell_seconds(seconds)
         parameter_gradients = self._merged([] if hold else sums.operands())
         gradients = self._input_gradients() + parameter_gradients
         if not keep_graph:
             self._forget()
         return gradients
+
+    def _tell_seconds(self, backward_s: Sequence[float]) -> None:
+        observe, self._observe = self._observe, None
+        if observe is not None:
+            observe([sum(each) for each in zip(self._forward_s, backward_s, strict=True)])
 
     def _reaches_all_parameters(self) -> bool:
         """Tell whether the pass is one for all parameters, not `autograd.grad` for some tensors.

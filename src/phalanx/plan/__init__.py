@@ -1,5 +1,6 @@
 """Pure decisions: who gets how much, what is split, in which order sums are made."""
 
+from phalanx.plan.balance import Balancer, Decision, fixed_workloads
 from phalanx.plan.buffer_rules import BufferRules
 from phalanx.plan.layout import Layout, cut, flatten, leaf_paths, num_rows, unflatten
 from phalanx.plan.merging import Merge, Merging, join
@@ -16,7 +17,9 @@ from phalanx.plan.slices import (
 from phalanx.plan.tree import Node, SummationTree
 
 __all__ = [
+    "Balancer",
     "BufferRules",
+    "Decision",
     "Layout",
     "Merge",
     "Merging",
@@ -28,6 +31,7 @@ __all__ = [
     "check_workloads",
     "cut",
     "equal_sizes",
+    "fixed_workloads",
     "flatten",
     "join",
     "leaf_paths",

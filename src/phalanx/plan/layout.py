@@ -42,6 +42,7 @@ class Layout:
     dims: Mapping[str | int, int | None] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check_words(self.dim, self.dims)
         object.__setattr__(self, "dims", {str(path): dim for path, dim in self.dims.items()})
 
     def dims_of(self, batch: Nested) -> list[int | None]:
@@ -80,6 +81,19 @@ class Layout:
                     f"{', '.join(map(repr, paths)) or 'none'}."
                 )
         return [self.dim if path is None else self.dims[path] for path in found]
+
+
+# Any: whatever the user wrote.
+def _check_words(dim: Any, dims: Any) -> None:
+    if not isinstance(dim, int):
+        raise ConfigError(f"`dim` must be a whole number, but is {dim!r}. Give Layout(dim=1), say.")
+    if not isinstance(dims, Mapping) or not all(
+        each is None or isinstance(each, int) for each in dims.values()
+    ):
+        raise ConfigError(
+            f"`dims` must say a whole number or None for each path, but is {dims!r}. Give "
+            "Layout(dims={'mask': None}), say."
+        )
 
 
 def num_rows(batch: Nested, layout: Layout) -> int:

@@ -106,7 +106,9 @@ def check_workloads(workloads: Sequence[float], num_devices: int | None = None) 
 
 def check_sizes(sizes: Sequence[int], total: int, parts: int) -> None:
     """Refuse explicit ``sizes`` that do not cut ``total`` rows into ``parts``."""
-    if len(sizes) != parts or any(size < 0 for size in sizes) or sum(sizes) != total:
+    counts: Sequence[object] = sizes  # what the user wrote may be anything
+    whole = all(isinstance(size, int) and size >= 0 for size in counts)
+    if not whole or len(sizes) != parts or sum(sizes) != total:
         raise ConfigError(
             f"`sizes` must hold {parts} sizes of at least 0 that make {total} rows together, but "
             f"is {list(sizes)!r}. Give {equal_sizes(total, parts)!r} for equal slices."

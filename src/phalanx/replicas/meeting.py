@@ -55,6 +55,11 @@ class Meeting:
         run = self._run
         return () if run is None else run.members
 
+    def waited_s(self, member: int) -> float:
+        """Return the seconds that ``member`` has waited for others in the present run."""
+        run = self._run
+        return 0.0 if run is None else run.waited_s.get(member, 0.0)
+
     @property
     def rounds(self) -> int:
         """How many exchanges were completed so far, in all runs.
@@ -152,7 +157,8 @@ class Meeting:
         return run
 
     def _wait(self, run: _Run, current: _Round, member: int, place: str) -> None:
-        deadline_s = now_s() + self.timeout_s
+        begin_s = now_s()
+        deadline_s = begin_s + self.timeout_s
         while not current.complete:
             if run.departure is not None:
                 raise run.departure.seen_by(member, place)
@@ -160,6 +166,7 @@ class Meeting:
             if left_s <= 0:
                 raise _timeout(run.members, current, place, self.timeout_s)
             self._changed.wait(left_s)
+        run.waited_s[member] = run.waited_s.get(member, 0.0) + now_s() - begin_s
 
     def _end(self, run: _Run, departure: _Departure) -> None:
         """Keep the first departure, which is the cause of all that follow."""
@@ -182,6 +189,7 @@ class _Run:
 
     members: tuple[int, ...]
     round: _Round = field(default_factory=_Round)
+    waited_s: dict[int, float] = field(default_factory=dict)
     departure: _Departure | None = None
 
 

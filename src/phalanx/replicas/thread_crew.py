@@ -22,6 +22,7 @@ from phalanx.replicas.intra_op import num_cores
 from phalanx.replicas.meeting import Meeting
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.replica import Replica
+from phalanx.replicas.stopwatch import Stopwatch
 from phalanx.replicas.sums import Partial, PartialSums
 from phalanx.replicas.team import Team
 from phalanx.types import Nested
@@ -79,12 +80,15 @@ class Report:
         results: What `run` returned, by microbatch; None for microbatches of weight 0.
         operands: The last one or two partial sums of gradients and statistics, left one first.
         replica_of: Who computed each microbatch; -1 for those left out.
+        seconds: What each pinned microbatch took until its gradients were there: without waiting
+            for other replicas, and before any merging; 0 for those left out.
     """
 
     results: list[Any]  # Any: whatever the caller's `run` returns
     operands: list[Partial] = field(default_factory=list)
     replica_of: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
 
 class ThreadCrew:
@@ -101,6 +105,7 @@ class ThreadCrew:
         workloads: Relative shares; equal by default; 0 switches a replica off.
         intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
         rules: What becomes of buffers that replicas write.
+        timed: Wait for devices that work behind their thread's back, so that seconds are theirs.
 
     Attributes:
         sources: Each replica's module.
@@ -121,6 +126,7 @@ class ThreadCrew:
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
         rules: BufferRules | None = None,
+        timed: bool = False,
     ) -> None:
         self.workloads = list(workloads) if workloads is not None else [1.0] * len(devices)
         check_workloads(self.workloads, len(devices))
@@ -132,6 +138,7 @@ class ThreadCrew:
         self.parameters = _all_parameters(sources)
         self.devices = tuple(devices)
         self.intra_op = intra_op or default_intra_op(devices)
+        self._timed = timed
         keep_freed_memory()
         self.replicas = [
             Replica(
@@ -193,6 +200,15 @@ class ThreadCrew:
         # replica would wait for those behind it.
         with self._meeting.attending(replica), torch.autograd.set_multithreading_enabled(False):
             yield
+
+    def stopwatch(self, replica: int) -> Stopwatch:
+        """Measure what ``replica`` does from now on; to be called in its thread."""
+        meeting = self._meeting
+        return Stopwatch(
+            self.devices[replica],
+            waited_s=lambda: 0.0 if meeting is None else meeting.waited_s(replica),
+            settles=self._timed,
+        )
 
     @property
     def draws(self) -> bool | None:
@@ -284,7 +300,7 @@ class ThreadCrew:
 
         def serve(index: int) -> None:
             with modes.entered(self.devices[index]), self.attending(index):
-                _serve(self.replicas[index], job, shapes)
+                _serve(self.replicas[index], job, shapes, self.stopwatch(index))
 
         with self.open_meeting(members):
             self._team.each(serve)
@@ -322,6 +338,7 @@ class _Job:
         self.results: list[Any] = [None] * len(microbatches)
         self.replica_of = [-1] * len(microbatches)
         self.spans: list[Span] = []
+        self.seconds = [0.0] * len(microbatches)
 
     def take(self, replica: int) -> int | None:
         """Return the next microbatch for ``replica``; None when none is left or one failed."""
@@ -341,6 +358,7 @@ class _Job:
             operands=self.sums.operands(),
             replica_of=self.replica_of,
             spans=sorted(self.spans, key=lambda span: span.start_s),
+            seconds=self.seconds,
         )
 
 
@@ -362,7 +380,7 @@ def blame(error: BaseException, replica: Replica, microbatch: int) -> None:
     )
 
 
-def _serve(replica: Replica, job: _Job, shapes: Sequence[torch.Size]) -> None:
+def _serve(replica: Replica, job: _Job, shapes: Sequence[torch.Size], watch: Stopwatch) -> None:
     replica.refresh()
     while (index := job.take(replica.index)) is not None:
         start_s = now_s()
@@ -372,6 +390,7 @@ def _serve(replica: Replica, job: _Job, shapes: Sequence[torch.Size]) -> None:
             gradients = replica.take_gradients()
             if job.feedback is not None:
                 gradients = job.feedback.compress(index, gradients, shapes)
+            job.seconds[index] = watch.lap()
             job.sums.put(index, Partial(gradients, written))
         except BaseException as error:
             job.failed = True

@@ -50,6 +50,8 @@ class Update:
     shares: tuple[int, ...]
     busy_s: tuple[float, ...]
     spans: tuple[Span, ...]
+    slice_s: tuple[float, ...]
+    """Seconds that each slice took before merging, where there is one slice per replica."""
 
 
 class Engine:
@@ -69,6 +71,7 @@ class Engine:
         workloads: Sequence[float] | None,
         clip_norm: float | None,
         feedback: Feedback | None,
+        timed: bool = False,
     ) -> None:
         self._feedback = feedback
         self._module = module
@@ -81,7 +84,11 @@ class Engine:
         place_of = {id(parameter): place for place, parameter in enumerate(module.parameters())}
         self._places = [place_of.get(id(parameter), -1) for parameter in self._flat.parameters]
         self.crew = ThreadCrew(
-            module, formation.devices, workloads=workloads, intra_op=formation.intra_op
+            module,
+            formation.devices,
+            workloads=workloads,
+            intra_op=formation.intra_op,
+            timed=timed,
         )
         self._parts = self._flat.parts(len(self.crew))
         # One replica with one slice, and nothing to clip: there is nothing to add or to share.
@@ -117,9 +124,9 @@ class Engine:
             return WholeStepper(self._optimizer, self._flat)
         return open_stepper(self._optimizer, self._flat, len(self.crew))
 
-    def cut(self, batch: Nested) -> Cut:
-        """Cut ``batch`` as this formation computes it."""
-        return self._cutter.cut(batch, self.crew.workloads)
+    def cut(self, batch: Nested, workloads: Sequence[float]) -> Cut:
+        """Cut ``batch`` as this formation computes it, for replicas with ``workloads``."""
+        return self._cutter.cut(batch, workloads)
 
     def compute(self, pieces: Cut, run: Callable[[Turn], Outcome], seed: tuple[int, ...]) -> Report:
         """Run all microbatches; nothing that the caller can see changes."""
@@ -131,7 +138,7 @@ class Engine:
         run: Callable[[Turn], Outcome],
         seed: tuple[int, ...],
         *,
-        count: Callable[[int, Outcome], None] | None,
+        count: Callable[[Report], None] | None,
         commit: Callable[[Loss], None],
     ) -> Update:
         """Do one optimizer update.
@@ -140,8 +147,7 @@ class Engine:
         replicas' threads, where no Ctrl-C arrives: weights, statistics and ``commit`` go together.
 
         Args:
-            count: Called as ``count(replica, outcome)`` in the replica's thread for each of its
-                microbatches, when all of them have succeeded.
+            count: Called when all microbatches have succeeded.
             commit: Called when the weights are new, by the last thread.
         """
         try:
@@ -155,7 +161,7 @@ class Engine:
         pieces: Cut,
         run: Callable[[Turn], Outcome],
         seed: tuple[int, ...],
-        count: Callable[[int, Outcome], None] | None,
+        count: Callable[[Report], None] | None,
         commit: Callable[[Loss], None],
     ) -> Update:
         if self._alone:  # as `zero_grad()` does: the new gradients find the old ones' memory
@@ -164,7 +170,7 @@ class Engine:
         report = compute(self.crew, pieces, run, seed, self._feedback)
         statistics = self._merged_statistics(report.operands)
         if count is not None:
-            self._count(report, count)
+            count(report)
         missing = self._missing(report.operands)
         if missing and isinstance(self._stepper, FlatStepper):
             self._stepper.dissolve()
@@ -205,14 +211,6 @@ class Engine:
             write_statistics(self._buffers(), statistics)
         for replica in self.crew.replicas:
             replica.outdate()
-
-    def _count(self, report: Report, count: Callable[[int, Outcome], None]) -> None:
-        def work(replica: int) -> None:
-            for owner, outcome in zip(report.replica_of, report.results, strict=True):
-                if owner == replica:
-                    count(replica, outcome)
-
-        self.crew.each(work)
 
     def _clip(self, clip_norm: float) -> None:
         """Scale the gradients so that their norm is at most ``clip_norm``."""
@@ -270,7 +268,11 @@ class Engine:
         for span in everything:
             busy_s[span.replica] += span.stop_s - span.start_s
         return Update(
-            loss=loss, shares=tuple(shares), busy_s=tuple(busy_s), spans=tuple(everything)
+            loss=loss,
+            shares=tuple(shares),
+            busy_s=tuple(busy_s),
+            spans=tuple(everything),
+            slice_s=tuple(report.seconds),
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class TrainerState:
     Attributes:
         counted: What the metrics of the running epoch have counted.
         formation: Number of replicas and threads inside each, or None when not chosen yet.
+        workloads: The shares that balancing has come to, or None without it.
     """
 
     module: nn.Module
@@ -39,6 +41,7 @@ class TrainerState:
     seed: int
     microbatches: int | None
     formation: tuple[int, int] | None
+    workloads: Sequence[float] | None
     feedback: Feedback | None
 
 
@@ -52,6 +55,7 @@ class Restored:
     seed: int
     microbatches: int | None
     formation: tuple[int, int] | None
+    workloads: tuple[float, ...] | None
 
 
 def capture_state(state: TrainerState, folder: Path) -> None:
@@ -79,6 +83,7 @@ def capture_state(state: TrainerState, folder: Path) -> None:
                 "microbatches": state.microbatches,
                 "codec": _codec_of(state.feedback),
                 "formation": state.formation,
+                "workloads": None if state.workloads is None else list(state.workloads),
                 "optimizer": type(state.optimizer).__name__,
                 "optimizer_scalars": scalars,
                 "groups": [
@@ -117,6 +122,7 @@ def restore_state(
             seed=values["seed"],
             microbatches=values["microbatches"],
             formation=None if values["formation"] is None else tuple(values["formation"]),
+            workloads=_workloads_of(values.get("workloads")),  # none in older ones
         )
         optimizer = _loadable_optimizer_state(stored, state.optimizer)
         packed_scheduler = values["scheduler"]
@@ -137,6 +143,16 @@ def restore_state(
     if state.scheduler is not None:
         state.scheduler.load_state_dict(unpack_like(packed_scheduler, state.scheduler.state_dict()))
     return restored
+
+
+# Any: JSON.
+def _workloads_of(values: Any) -> tuple[float, ...] | None:
+    if values is None:
+        return None
+    workloads = tuple(map(float, values))
+    if not all(math.isfinite(workload) and workload > 0 for workload in workloads):
+        raise ValueError(f"workloads {values!r}")
+    return workloads
 
 
 def _module_state(module: nn.Module) -> dict[str, Tensor]:

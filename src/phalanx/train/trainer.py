@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,19 +17,19 @@ from torchmetrics import Metric
 from phalanx.clock import now_s
 from phalanx.codecs import Codec, Feedback
 from phalanx.errors import ConfigError, StateError
-from phalanx.plan import Layout, check_workloads
-from phalanx.replicas import caller_intra_op, resolve_devices
+from phalanx.executor import ReplicaMetrics
+from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_workloads
+from phalanx.replicas import Report, caller_intra_op, resolve_devices
 from phalanx.train.arguments import check_counts, check_options, make_optimizer, make_scheduler
 from phalanx.train.cutting import Cutter
 from phalanx.train.engine import Engine, check_members, loss_of
 from phalanx.train.events import Callback, EpochDone, Event, FormationChosen, StepDone
 from phalanx.train.formation import Formation, candidates, fixed
-from phalanx.train.metrics import ReplicaMetrics
 from phalanx.train.order import Order, batches_from
 from phalanx.train.position import Loss, Position
 from phalanx.train.state import TrainerState, capture_state, restore_state
 from phalanx.train.trial import Trial
-from phalanx.train.work import Outcome, Work
+from phalanx.train.work import Work
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 
 __all__ = ["Trainer"]
@@ -51,7 +52,9 @@ class Trainer:
         optimizer: Makes a torch optimizer from the list of the module's parameters.
         replicas: How many, or a device for each, or "auto": a short measured trial before the first
             step decides how many replicas with how many threads each.
-        workloads: Each replica's relative share; equal by default.
+        workloads: Each replica's relative share; equal by default. "auto": shares follow the
+            seconds that each replica takes per row, until all take the same time. With
+            ``microbatches`` it means equal shares: there whoever is free takes what is left.
         microbatches: Into how many pieces every batch is cut; fixes the bits.
         intra_op: Threads inside operators, per replica. Part of what fixes the bits: 1 when
             ``microbatches`` is given, else cores divided by replicas.
@@ -75,7 +78,9 @@ class Trainer:
         ConfigError: An argument cannot work.
 
     Determinism: with ``microbatches``, bitwise the same for any formation on the same kind of
-    device; without, bitwise from run to run for the same formation.
+    device; without, bitwise from run to run for the same formation. With ``workloads="auto"`` and
+    no ``microbatches`` the shares, and so the bits, depend on timing; the gradient is the whole
+    batch's all the same, within float rounding.
 
     Example:
         >>> data = [(torch.ones(6, 3), torch.zeros(6, 1))]
@@ -94,7 +99,7 @@ class Trainer:
         optimizer: Callable[[list[nn.Parameter]], Optimizer],
         *,
         replicas: int | str | Sequence[Device] = "auto",
-        workloads: Sequence[float] | None = None,
+        workloads: Sequence[float] | str | None = None,
         microbatches: int | None = None,
         intra_op: int | None = None,
         seed: int = 0,
@@ -114,15 +119,18 @@ class Trainer:
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
         self._formation = self._given_formation(replicas, microbatches, intra_op)
-        if workloads is not None:
-            check_workloads(workloads, len(self._formation.devices) if self._formation else None)
+        self._workloads = fixed_workloads(workloads)
+        if self._workloads is not None:
+            num_replicas = len(self._formation.devices) if self._formation else None
+            check_workloads(self._workloads, num_replicas)
+        self._balances = isinstance(workloads, str) and microbatches is None
+        self._balancer: Balancer | None = None
         self._work = Work(loss, forward)
         self._cutter = Cutter(layout if layout is not None else Layout(), microbatches, weight)
         self._metrics = ReplicaMetrics(metrics or {})
         self.optimizer = make_optimizer(optimizer, parameters)
         check_members(module, self.optimizer)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
-        self._workloads = workloads
         self._microbatches = microbatches
         self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
         self._seed = seed
@@ -175,6 +183,20 @@ class Trainer:
     def intra_op(self) -> int | None:
         """Threads inside operators, per replica; None until the trial of `replicas="auto"`."""
         return self._formation.intra_op if self._formation is not None else None
+
+    @property
+    def workloads(self) -> tuple[float, ...]:
+        """Each replica's relative share of the next batch; empty until replicas are chosen."""
+        if self._workloads is not None:
+            return tuple(self._workloads)
+        if self._balancer is not None:
+            return self._balancer.workloads
+        return (1.0,) * len(self.devices)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What `workloads="auto"` has decided after each step, and why."""
+        return () if self._balancer is None else self._balancer.trace
 
     def __repr__(self) -> str:
         formation = str(self._formation) if self._formation is not None else "replicas to be chosen"
@@ -332,20 +354,28 @@ class Trainer:
         engine = self._open_engine(batch)
         before = self._position
         start_s = now_s()
-        pieces = engine.cut(batch)
+        pieces = engine.cut(batch, self.workloads)
 
         def commit(loss: Loss) -> None:
             self._position = advance(before, loss)
+            self._metrics.commit()
             if self.scheduler is not None:
                 self.scheduler.step()
+
+        def count(report: Report) -> None:
+            self._metrics.count(
+                _counted(report), replica_of=report.replica_of, each=engine.crew.each
+            )
 
         update = engine.update(
             pieces,
             self._work.training(pieces.scales, keep_outputs=bool(self._metrics)),
             (self._seed, before.steps),
-            count=self._count if self._metrics else None,
+            count=count if self._metrics else None,
             commit=commit,
         )
+        if self._balancer is not None:
+            self._balancer.observe(update.shares, update.slice_s)
         done = StepDone(
             step=before.steps + 1,
             epoch=before.epochs,
@@ -360,9 +390,6 @@ class Trainer:
         self._tell(done)
         return done
 
-    def _count(self, replica: int, outcome: Outcome) -> None:
-        self._metrics.update(replica, outcome.outputs, outcome.targets)
-
     def _evaluate(self, loader: Iterable[Nested]) -> dict[str, float]:
         metrics = self._metrics.copy()
         modes = [(child, child.training) for child in self.module.modules()]
@@ -375,12 +402,10 @@ class Trainer:
                     engine = self._open_engine(batch)
                     metrics.reset()
                     self.module.eval()
-                pieces = engine.cut(batch)
+                pieces = engine.cut(batch, self.workloads)
                 with torch.no_grad():
                     report = engine.compute(pieces, run, (self._seed, self.steps))
-                for replica, outcome in zip(report.replica_of, report.results, strict=True):
-                    if metrics and outcome is not None:
-                        metrics.update(replica, outcome.outputs, outcome.targets)
+                metrics.update(_counted(report))
                 total += loss_of(pieces, report) * pieces.weight
                 weight += pieces.weight
         finally:
@@ -427,6 +452,7 @@ class Trainer:
                     f"is {now!r}.",
                     stacklevel=2,
                 )
+        self._balancer = self._open_balancer(restored.workloads)
         if self._engine is not None:
             self._engine.reload_state()
 
@@ -457,6 +483,7 @@ class Trainer:
             formation=None
             if self._formation is None
             else (len(self._formation.devices), self._formation.intra_op),
+            workloads=None if self._balancer is None else self._balancer.settled,
         )
 
     # -- the engine --------------------------------------------------
@@ -471,7 +498,17 @@ class Trainer:
             if self._formation is None:
                 self._formation = self._choose_formation(trial)
             self._engine = self._make_engine(self._formation)
+            if self._balancer is None:
+                self._balancer = self._open_balancer(None)
         return self._engine
+
+    def _open_balancer(self, workloads: Sequence[float] | None) -> Balancer | None:
+        """Begin to balance, from ``workloads`` if they are of as many replicas."""
+        if not self._balances or self._formation is None:
+            return None
+        count = len(self._formation.devices)
+        same = workloads is not None and len(workloads) == count
+        return Balancer(count, workloads=workloads if same else None)
 
     def _make_engine(self, formation: Formation) -> Engine:
         return Engine(
@@ -482,6 +519,7 @@ class Trainer:
             workloads=self._workloads,
             clip_norm=self._clip_norm,
             feedback=self._feedback,
+            timed=self._balances,
         )
 
     def _close_engine(self) -> None:
@@ -509,3 +547,12 @@ class Trainer:
     def _tell(self, event: Event) -> None:
         for callback in self._callbacks:
             callback(event)
+
+
+# Any: outputs and targets are whatever the user's code makes.
+def _counted(report: Report) -> list[tuple[Any, Any, None] | None]:
+    """Return what metrics count of each microbatch."""
+    return [
+        None if outcome is None else (outcome.outputs, outcome.targets, None)
+        for outcome in report.results
+    ]

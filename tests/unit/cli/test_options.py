@@ -49,7 +49,14 @@ def test_no_replicas_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("text", "workloads"), [(None, None), ("2,1", (2.0, 1.0)), ("0, .5", (0.0, 0.5)), ("1", (1.0,))]
+    ("text", "workloads"),
+    [
+        (None, None),
+        ("2,1", (2.0, 1.0)),
+        ("0, .5", (0.0, 0.5)),
+        ("1", (1.0,)),
+        ("auto", "auto"),
+    ],
 )
 def test_workloads_are_read(text, workloads):
     assert parse_workloads(text) == workloads
@@ -58,8 +65,9 @@ def test_workloads_are_read(text, workloads):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "must be numbers with commas between"),
-        ("1;2", "must be numbers with commas between"),
+        ("", "must be `auto`, or numbers with commas between"),
+        ("1;2", "must be `auto`, or numbers with commas between"),
+        ("auto,1", "must be `auto`, or numbers with commas between"),
         ("1,-2", "must hold finite numbers from 0 on, but holds -2.0"),
         ("1,inf", "must hold finite numbers from 0 on, but holds inf"),
         ("nan,1", "must hold finite numbers from 0 on, but holds nan"),
@@ -125,10 +133,17 @@ def test_values_out_of_range_are_refused(said, message):
         complete(GivenOptions(**said))
 
 
+@pytest.mark.parametrize("replicas", ["auto", "3", "cpu,cpu"])
+def test_balanced_workloads_go_with_any_replicas(replicas):
+    options = complete(GivenOptions(workloads="auto", replicas=replicas))
+    assert (options.replicas, options.workloads) == (replicas, "auto")
+
+
 @pytest.mark.parametrize(
     ("said", "changes"),
     [
         ({}, {}),
+        ({"workloads": "auto"}, {"workloads": "auto"}),
         ({"seed": 7, "data": "digits"}, {}),
         ({"epochs": 99}, {"epochs": 99}),
         ({"workloads": "1,1"}, {"workloads": "1,1"}),

@@ -235,6 +235,16 @@ def test_positions_are_paths() -> None:
     assert [len(second[0]), len(second[1][0]), tuple(second[2].shape)] == [1, 9, (3, 1)]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"dim": "1"}, {"dim": 1.0}, {"dims": {"x": "1"}}, {"dims": ["x"]}, {"dims": "x"}],
+    ids=str,
+)
+def test_a_layout_of_other_words_is_refused_where_it_is_made(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"`dims?` must .*, but "):
+        Layout(**options)
+
+
 def test_dims_of_the_users_mapping_are_read_once() -> None:
     dims: dict[str | int, int | None] = {"x": None}
     layout = Layout(dims=dims)

@@ -234,6 +234,12 @@ def test_sizes_that_do_not_make_the_batch_are_shown_with_ones_that_do(
         check_sizes(sizes, 7, 3)
 
 
+@pytest.mark.parametrize("sizes", [[3.0, 2.0, 2.0], [3.5, 1.5, 2.0]], ids=repr)
+def test_sizes_are_whole_numbers(sizes: list[float]) -> None:
+    with pytest.raises(ConfigError, match="`sizes` must hold 3 sizes"):
+        check_sizes(sizes, 7, 3)  # type: ignore[arg-type]
+
+
 @given(totals, counts)
 def test_what_the_other_plans_give_are_such_sizes(total: int, parts: int) -> None:
     check_sizes(equal_sizes(total, parts), total, parts)

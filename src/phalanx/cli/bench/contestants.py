@@ -36,6 +36,7 @@ __all__ = [
     "Job",
     "build",
     "by_default",
+    "check_model",
     "entrant",
     "main",
     "select",
@@ -283,9 +284,7 @@ def select(names: list[str], model: str) -> list[str]:
             raise ConfigError(
                 f"`--contestants` must be of {', '.join(CONTESTANTS)}, but has {name!r}."
             )
-    if model not in MODELS:
-        shown = ", ".join(name for name in MODELS if name != _TINY)
-        raise ConfigError(f"`--models` must be of {shown}, but has {model!r}.")
+    check_model(model, "--models")
     wanted = {name: known for name, known in CONTESTANTS.items() if name in names}
     chosen = [
         name for name, known in wanted.items() if known.models is None or model in known.models
@@ -295,6 +294,13 @@ def select(names: list[str], model: str) -> list[str]:
             f"`--contestants` must name at least one that competes on {model!r}, but is {names!r}."
         )
     return chosen
+
+
+def check_model(model: str, option: str) -> None:
+    """Refuse a model that is not known."""
+    if model not in MODELS:
+        shown = ", ".join(name for name in MODELS if name != _TINY)
+        raise ConfigError(f"`{option}` must be of {shown}, but has {model!r}.")
 
 
 def build(model: str) -> tuple[nn.Module, Batch]:

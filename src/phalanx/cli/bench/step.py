@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from phalanx.cli.bench.arena import Pace, compete
 from phalanx.cli.bench.contestants import CONTESTANTS, by_default, entrant, select
-from phalanx.cli.bench.machine import describe_machine
+from phalanx.cli.bench.machine import Machine, describe_machine
 from phalanx.cli.bench.report import (
     Result,
     as_json,
@@ -28,7 +28,7 @@ from phalanx.cli.bench.standings import TARGET_WORKERS, TARGETS, rank
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError
 
-__all__ = ["bench_app"]
+__all__ = ["bench_app", "introduce", "turn_progress"]
 
 bench_app = typer.Typer(help="Measure Phalanx beside its peers.", no_args_is_help=True)
 
@@ -76,23 +76,13 @@ def step(
 
     console = make_console()
     machine, pace = describe_machine(), Pace.for_steps(steps)
-    console.print(
-        f"{machine.cpu}, {machine.cores} cores, {machine.system} · Python {machine.python} · "
-        f"torch {machine.torch} · phalanx {machine.phalanx}"
-        f"{f' · commit {machine.commit}' if machine.commit else ''} · {machine.date}"
-    )
-    if machine.load is not None and machine.load > BUSY_LOAD:
-        console.print(
-            f"This machine had other work in the last minute (load {machine.load:.1f}); if it "
-            "still has, that will show in the numbers.",
-            style="yellow",
-        )
+    introduce(console, machine)
     if workers != TARGET_WORKERS:
         console.print(f"Targets are for {TARGET_WORKERS} workers, so none is shown for {workers}.")
 
     results = []
     num_turns = sum(len(names) * (pace.rounds + 2) for names in names_by_model.values())
-    with _progress(console, num_turns) as show, tempfile.TemporaryDirectory() as folder:
+    with turn_progress(console, num_turns) as show, tempfile.TemporaryDirectory() as folder:
         for model, names in names_by_model.items():
             entrants = [entrant(name, model, workers=workers, folder=folder) for name in names]
             if not console.is_terminal:
@@ -122,12 +112,27 @@ def step(
         raise typer.Exit(1)
 
 
+def introduce(console: Console, machine: Machine) -> None:
+    """Say on what is measured."""
+    console.print(
+        f"{machine.cpu}, {machine.cores} cores, {machine.system} · Python {machine.python} · "
+        f"torch {machine.torch} · phalanx {machine.phalanx}"
+        f"{f' · commit {machine.commit}' if machine.commit else ''} · {machine.date}"
+    )
+    if machine.load is not None and machine.load > BUSY_LOAD:
+        console.print(
+            f"This machine had other work in the last minute (load {machine.load:.1f}); if it "
+            "still has, that will show in the numbers.",
+            style="yellow",
+        )
+
+
 def _words(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 @contextlib.contextmanager
-def _progress(console: Console, num_turns: int) -> Iterator[Callable[[str], None]]:
+def turn_progress(console: Console, num_turns: int) -> Iterator[Callable[[str], None]]:
     """Show a bar on a terminal; elsewhere nothing, since a line per turn would bury the tables.
 
     The bar is drawn between turns only: a thread that redraws it would take time from whoever is

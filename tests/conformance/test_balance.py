@@ -1,0 +1,480 @@
+"""`workloads="auto"` in real trainers and containers: right shares, and plain PyTorch's numbers.
+
+Time is made here: every replica's thread has a clock of its own that goes on only where the test's
+model says how long something takes. So nothing depends on how fast or busy this machine is.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import phalanx
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.plan import workload_sizes
+from phalanx.replicas import meeting as meeting_module
+from phalanx.replicas import stopwatch
+from phalanx.train import checkpoint
+from tests.conformance.models import (
+    assert_close,
+    gradients_of,
+    plain_sgd,
+    plain_steps,
+    sgd,
+    state_of,
+    twin_of,
+)
+
+F64 = torch.float64
+ROWS = 41
+TWO = ["cpu"] * 2
+THREE = ["cpu"] * 3
+
+
+class Clocks:
+    """One clock for each replica, and what a row costs there in seconds."""
+
+    def __init__(self) -> None:
+        self.now_s: dict[str, float] = defaultdict(float)
+        self.forward_s: Sequence[float] = [1.0, 1.0, 1.0]
+        self.backward_s: Sequence[float] = [0.0, 0.0, 0.0]
+        self.call_s = 0.0
+        self.last_rows: dict[str, int] = {}
+
+    def read(self) -> float:
+        return self.now_s[threading.current_thread().name]
+
+    def catch_up(self) -> None:
+        """Be no earlier than the latest, as after having waited for it."""
+        self.now_s[threading.current_thread().name] = max(self.now_s.values())
+
+    def work(self, seconds_per_row: Sequence[float], rows: int) -> None:
+        name = threading.current_thread().name
+        if name.startswith("phalanx-replica-"):
+            self.now_s[name] += rows * seconds_per_row[int(name.rpartition("-")[2])] + self.call_s
+            self.last_rows[name] = rows
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clocks]:
+    clocks = Clocks()
+    monkeypatch.setattr(stopwatch, "now_s", clocks.read)
+    Taking.clocks = clocks
+    yield clocks
+    Taking.clocks = None
+
+
+class Meeting(threading.Condition):
+    """Lets the clock of whoever waits go on to that of whoever it waits for."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        super().__init__()
+        self.clocks = clocks
+        self.num_waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.num_waits += 1
+        came = super().wait(timeout)
+        self.clocks.catch_up()
+        return came
+
+
+class Taking(torch.autograd.Function):
+    """Takes a replica's time for its rows, in forward and in backward; changes nothing."""
+
+    clocks: Clocks | None = None
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        assert Taking.clocks is not None
+        Taking.clocks.work(Taking.clocks.forward_s, len(x))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        assert Taking.clocks is not None
+        Taking.clocks.work(Taking.clocks.backward_s, len(grad))
+        return grad
+
+
+class Net(nn.Module):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7) if norm else nn.Identity()
+        self.head = nn.Linear(7, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(Taking.apply(self.norm(self.body(x)))))
+
+
+def batch_of(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(rows, 5, generator=draw, dtype=F64),
+        torch.randint(3, (rows,), generator=draw),
+    )
+
+
+BATCHES = [batch_of(seed) for seed in range(10)]
+IDEAL_TWO, IDEAL_THREE = workload_sizes(ROWS, [3, 1]), workload_sizes(ROWS, [3, 3, 1])
+
+
+def is_near(sizes: Sequence[int], ideal: Sequence[int]) -> bool:
+    """Tell whether sizes are as they should be but for a row."""
+    return all(abs(size - best) <= 1 for size, best in zip(sizes, ideal, strict=True))
+
+
+# --- the trainer ----------------------------------------------------------------------------------
+
+
+def train(
+    trainer: phalanx.Trainer, batches: Sequence[tuple[Tensor, Tensor]]
+) -> list[tuple[int, ...]]:
+    return [trainer.step(batch).shares for batch in batches]
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "ideal"), [([1.0, 3.0], IDEAL_TWO), ([1.0, 1.0, 3.0], IDEAL_THREE)]
+)
+def test_a_trainer_gives_a_slow_replica_less_and_trains_as_plain_pytorch(clocks, forward_s, ideal):
+    clocks.forward_s = forward_s
+    module = Net()
+    twin = twin_of(module)
+    losses = plain_steps(twin, F.cross_entropy, sgd, BATCHES)
+    with phalanx.Trainer(
+        module, F.cross_entropy, sgd, replicas=len(forward_s), workloads="auto"
+    ) as trainer:
+        done = [trainer.step(batch) for batch in BATCHES]
+        assert is_near(workload_sizes(ROWS, trainer.workloads), ideal)
+    assert done[0].shares == tuple(workload_sizes(ROWS, [1] * len(forward_s)))
+    assert is_near(done[-1].shares, ideal)
+    assert [each.loss for each in done] == pytest.approx(losses, rel=1e-12)
+    assert_close(state_of(module), state_of(twin), F64)
+
+
+def test_what_backward_takes_counts_in_a_trainer(clocks):
+    clocks.backward_s = [0.0, 3.0]
+    with phalanx.Trainer(
+        Net(), F.cross_entropy, sgd, replicas=2, workloads="auto"
+    ) as trainer:  # 1 to 4
+        shares = train(trainer, BATCHES)
+    assert is_near(shares[-1], workload_sizes(ROWS, [4, 1]))
+
+
+def test_equal_replicas_keep_equal_shares(clocks):
+    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=3, workloads="auto") as trainer:
+        assert set(train(trainer, BATCHES)) == {(14, 14, 13)}
+        assert [each.step for each in trainer.decisions] == list(range(1, 11))
+        assert trainer.decisions[-1].seconds_per_row == (1.0, 1.0, 1.0)
+
+
+def test_shares_follow_a_change_of_speed(clocks):
+    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+        assert set(train(trainer, BATCHES)) == {(21, 20)}
+        clocks.forward_s = [3.0, 1.0]
+        assert is_near(train(trainer, BATCHES)[-1], IDEAL_TWO[::-1])
+
+
+def test_evaluation_is_cut_as_training_and_teaches_nothing(clocks):
+    clocks.forward_s = [1.0, 3.0]
+    module = Net()
+    with phalanx.Trainer(
+        module, F.cross_entropy, plain_sgd, replicas=2, workloads="auto"
+    ) as trainer:
+        trainer.fit(BATCHES, epochs=1)
+        num_decisions = len(trainer.decisions)
+        found = trainer.evaluate(BATCHES)
+        assert len(trainer.decisions) == num_decisions == len(BATCHES)
+        assert is_near([clocks.last_rows[f"phalanx-replica-{i}"] for i in range(2)], IDEAL_TWO)
+        with torch.no_grad():
+            losses = [F.cross_entropy(module(x), y).item() for x, y in BATCHES]
+        assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+
+
+def test_with_microbatches_auto_means_equal_shares_and_the_same_bits(clocks):
+    clocks.forward_s = [1.0, 3.0]
+    states = []
+    for workloads in ("auto", None):
+        module = Net()
+        with phalanx.Trainer(
+            module, F.cross_entropy, sgd, replicas=2, workloads=workloads, microbatches=4
+        ) as trainer:
+            train(trainer, BATCHES[:4])
+            assert trainer.workloads == (1.0, 1.0)
+            assert trainer.decisions == ()
+        states.append(state_of(module))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_step_that_failed_teaches_nothing(clocks):
+    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+        trainer.step(BATCHES[0])
+        inputs, targets = BATCHES[1]
+        with pytest.raises(ConfigError, match="must be finite"):
+            trainer.step((inputs * float("nan"), targets))
+        assert len(trainer.decisions) == 1
+
+
+def test_replicas_may_be_chosen_by_trial_beside_it(clocks):
+    with phalanx.Trainer(Net(), F.cross_entropy, sgd, workloads="auto") as trainer:
+        assert trainer.workloads == ()
+        trainer.step(BATCHES[0])
+        assert len(trainer.workloads) == len(trainer.devices)
+        assert len(trainer.decisions) == 1
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def balanced(clocks: Clocks, folder: Path) -> tuple[float, ...]:
+    """Save a trainer that has found its workloads, and return them."""
+    clocks.forward_s = [1.0, 3.0]
+    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+        train(trainer, BATCHES)
+        trainer.save(folder)
+        return trainer.workloads
+
+
+def test_a_run_goes_on_with_the_workloads_that_it_had_found(clocks, tmp_path):
+    found = balanced(clocks, tmp_path / "saved")
+    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+        trainer.resume(tmp_path / "saved")
+        assert trainer.workloads == pytest.approx(found)
+        assert is_near(trainer.step(BATCHES[0]).shares, IDEAL_TWO)
+
+
+def test_workloads_are_taken_back_by_a_trainer_that_has_gone_elsewhere(clocks, tmp_path):
+    found = balanced(clocks, tmp_path / "saved")
+    clocks.forward_s = [3.0, 1.0]
+    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+        train(trainer, BATCHES)
+        trainer.resume(tmp_path / "saved")
+        assert trainer.workloads == pytest.approx(found)
+        assert is_near(trainer.step(BATCHES[0]).shares, IDEAL_TWO)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"replicas": 3, "workloads": "auto"}, (14, 14, 13)),
+        ({"replicas": 2}, (21, 20)),
+        ({"replicas": 2, "workloads": [1, 2]}, (14, 27)),
+    ],
+)
+def test_workloads_of_others_are_left_in_the_checkpoint(clocks, tmp_path, options, sizes):
+    balanced(clocks, tmp_path / "saved")
+    clocks.forward_s = [1.0, 1.0, 1.0]
+    with phalanx.Trainer(Net(), F.cross_entropy, sgd, **options) as trainer:
+        trainer.resume(tmp_path / "saved")
+        assert trainer.step(BATCHES[0]).shares == sizes
+
+
+def stored_without(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
+    """Let the next checkpoint that is read say something else."""
+    load = checkpoint.load_stored
+
+    def changed(path: Path) -> checkpoint.Stored:
+        stored = load(path)
+        values = {**stored.values, **changes}
+        kept = {name: value for name, value in values.items() if value is not ...}
+        return checkpoint.Stored(tensors=stored.tensors, values=kept)
+
+    monkeypatch.setattr("phalanx.train.state.load_stored", changed)
+
+
+def test_a_checkpoint_from_before_there_were_balanced_workloads_is_read(
+    clocks, tmp_path, monkeypatch
+):
+    balanced(clocks, tmp_path / "saved")
+    stored_without(tmp_path, monkeypatch, workloads=...)
+    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+        trainer.resume(tmp_path / "saved")
+        assert trainer.step(BATCHES[0]).shares == (21, 20)
+
+
+@pytest.mark.parametrize("wrong", [[1.0, 0.0], [1.0, float("nan")], ["x"], 3])
+def test_damaged_workloads_are_refused_and_nothing_changes(clocks, tmp_path, monkeypatch, wrong):
+    balanced(clocks, tmp_path / "saved")
+    stored_without(tmp_path, monkeypatch, workloads=wrong)
+    module = Net()
+    before = state_of(module)
+    with phalanx.Trainer(module, F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+        with pytest.raises(CheckpointError, match="must hold what `save"):
+            trainer.resume(tmp_path / "saved")
+        assert trainer.steps == 0
+        assert all(torch.equal(value, before[name]) for name, value in state_of(module).items())
+
+
+# --- the container --------------------------------------------------------------------------------
+
+Pass = Callable[[phalanx.DataParallel, Tensor, Tensor], Tensor]
+
+
+def by_outputs(model: phalanx.DataParallel, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def by_losses(model: phalanx.DataParallel, x: Tensor, y: Tensor) -> Tensor:
+    return model.forward_loss(F.cross_entropy, x, y)
+
+
+def by_parts(model: phalanx.DataParallel, x: Tensor, y: Tensor) -> Tensor:
+    parts = x.split(workload_sizes(len(x), model.workloads))
+    outputs = model.forward_parts([part if len(part) else None for part in parts])
+    return F.cross_entropy(torch.cat([each for each in outputs if each is not None]), y)
+
+
+@pytest.mark.parametrize("go", [by_outputs, by_losses, by_parts])
+@pytest.mark.parametrize(
+    ("forward_s", "ideal"), [([1.0, 3.0], IDEAL_TWO), ([1.0, 1.0, 3.0], IDEAL_THREE)]
+)
+def test_a_container_gives_a_slow_replica_less_and_computes_as_plain_pytorch(
+    clocks, go, forward_s, ideal
+):
+    clocks.forward_s = forward_s
+    net = Net()
+    twin = twin_of(net)
+    with phalanx.DataParallel(net, ["cpu"] * len(forward_s), workloads="auto") as model:
+        for x, y in BATCHES:
+            for module in (net, twin):
+                module.zero_grad()
+            loss = go(model, x, y)
+            loss.backward()
+            expected = F.cross_entropy(twin(x), y)
+            expected.backward()
+            assert_close(loss.detach(), expected.detach(), F64)
+            assert_close(gradients_of(net), gradients_of(twin), F64)
+        assert is_near(workload_sizes(ROWS, model.workloads), ideal)
+        assert [each.step for each in model.decisions] == list(range(1, len(BATCHES) + 1))
+        assert model.decisions[-1].seconds_per_row == tuple(forward_s)
+
+
+def test_what_backward_takes_counts_in_a_container(clocks):
+    clocks.backward_s = [0.0, 3.0]
+    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model:
+        for x, y in BATCHES:
+            by_outputs(model, x, y).backward()
+        assert model.decisions[-1].seconds_per_row == (1.0, 4.0)
+        assert is_near(workload_sizes(ROWS, model.workloads), workload_sizes(ROWS, [4, 1]))
+
+
+def test_a_pass_without_gradients_counts_by_itself(clocks):
+    clocks.forward_s = [1.0, 3.0]
+    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model, torch.no_grad():
+        for x, _ in BATCHES:
+            model(x)
+        assert is_near(workload_sizes(ROWS, model.workloads), IDEAL_TWO)
+
+
+def test_a_pass_counts_once_and_not_before_its_backward_pass(clocks):
+    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model:
+        x, y = BATCHES[0]
+        loss = by_outputs(model, x, y)
+        assert model.decisions == ()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert len(model.decisions) == 1
+
+
+def test_a_backward_pass_through_some_replicas_only_tells_nothing(clocks):
+    with phalanx.DataParallel(Net(), TWO, workloads="auto", output="per_replica") as model:
+        x, _ = BATCHES[0]
+        first, _ = model(x)
+        first.sum().backward()
+        assert model.decisions == ()
+
+
+def test_passes_may_be_open_at_once(clocks):
+    clocks.forward_s = [1.0, 3.0]
+    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model:
+        losses = [by_outputs(model, x, y) for x, y in BATCHES]
+        for loss in reversed(losses):
+            loss.backward()
+        assert len(model.decisions) == len(BATCHES)
+        assert is_near(workload_sizes(ROWS, model.workloads), IDEAL_TWO)
+
+
+def test_sizes_that_are_given_are_measured_too(clocks):
+    clocks.forward_s = [1.0, 3.0]
+    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model, torch.no_grad():
+        for x, _ in BATCHES:
+            model.forward_sized([20, 21], x)
+        assert is_near(workload_sizes(ROWS, model.workloads), IDEAL_TWO)
+
+
+def test_a_part_without_rows_is_no_measurement(clocks):
+    clocks.call_s = 0.5
+    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model, torch.no_grad():
+        model.forward_parts([BATCHES[0][0], torch.zeros(0, 5, dtype=F64)])
+        assert model.decisions[0].seconds_per_row == (1 + 0.5 / ROWS, None)
+
+
+def test_what_a_replica_waits_for_others_is_not_its_own_time(clocks, monkeypatch):
+    """Synchronised batch norm: unequal, changing slices, and still the unwrapped model's numbers.
+
+    With what it waits for the slow one, the fast replica would seem slow, and get ever less.
+    """
+    monkeypatch.setattr(meeting_module, "now_s", clocks.read)
+    clocks.forward_s = [1.0, 3.0]
+    net = Net(norm=True)
+    twin = twin_of(net)
+    with phalanx.DataParallel(net, TWO, workloads="auto", buffers="sync") as model:
+        net.eval()
+        model(BATCHES[0][0])  # makes the crew
+        net.train()
+        model._running.crew._meeting._changed = meeting = Meeting(clocks)
+        for x, y in BATCHES:
+            for module in (net, twin):
+                module.zero_grad()
+            by_outputs(model, x, y).backward()
+            F.cross_entropy(twin(x), y).backward()
+            assert_close(gradients_of(net), gradients_of(twin), F64)
+        assert meeting.num_waits > 0
+        assert_close(state_of(net), state_of(twin), F64)
+        for each in model.decisions:
+            assert each.seconds_per_row == pytest.approx((1.0, 3.0))
+        assert is_near(workload_sizes(ROWS, model.workloads), IDEAL_TWO)
+
+
+def test_a_copy_begins_anew_and_is_balanced_too(clocks):
+    clocks.forward_s = [1.0, 3.0]
+    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model, torch.no_grad():
+        for x, _ in BATCHES:
+            model(x)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with other:
+                assert other.workloads == (0.5, 0.5)
+                for x, _ in BATCHES:
+                    other(x)
+                assert is_near(workload_sizes(ROWS, other.workloads), IDEAL_TWO)
+
+
+def test_workloads_that_are_given_stay():
+    with phalanx.DataParallel(Net(), THREE, workloads=[1, 0, 2]) as model:
+        assert model.workloads == (1, 0, 2)
+        assert model.decisions == ()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: phalanx.DataParallel(Net(), TWO, workloads="even"),
+        lambda: phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="even"),
+    ],
+)
+def test_another_word_than_auto_is_refused(make):
+    with pytest.raises(ConfigError, match="one share per device or be 'auto', but is 'even'"):
+        make()
