@@ -12,6 +12,7 @@ from phalanx.errors import (
     StateError,
     UnsupportedError,
 )
+from phalanx.executor import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
 from phalanx.parallel import (
     AbstractParallel,
     DataParallel,
@@ -31,7 +32,10 @@ __all__ = [
     "AbstractParallel",
     "CheckpointError",
     "ConfigError",
+    "DataBatch",
+    "DataDesc",
     "DataParallel",
+    "DataParallelExecutorGroup",
     "EpochDone",
     "FormationChosen",
     "GroupAborted",
@@ -39,6 +43,7 @@ __all__ = [
     "Layout",
     "Merge",
     "ModelParallel",
+    "Monitor",
     "OnDevice",
     "PeerError",
     "PeerLost",

@@ -15,6 +15,7 @@ PROMISES = {
     "02_your_own_container.py": r"equal within rounding: True",
     "03_unequal_ranks_with_ddp.py": r"merge_hook: error of the gradient \d\.\de-0[678]",
     "04_model_parallel.py": r"the same weights: True",
+    "05_executor_group.py": r"equal to one device: True",
 }
 
 
@@ -35,7 +36,11 @@ def test_example(name: str, promise: str) -> None:
     assert re.search(promise, run.stdout), run.stdout
 
 
-PAGES = {"README.md": r"'loss'", "docs/containers.md": r"torch.Size\(\[5, 7, 6\]\)"}
+PAGES = {
+    "README.md": r"'loss'",
+    "docs/containers.md": r"torch.Size\(\[5, 7, 6\]\)",
+    "docs/executor_group.md": r"two devices: \[\(2, 3\), \(1, 3\)\]",
+}
 
 
 @pytest.mark.parametrize(("page", "promise"), PAGES.items())

@@ -175,7 +175,9 @@ class DataParallel(Container, Unwrapped):
         """
         return self._forward(Call(args, kwargs), sizes)
 
-    def forward_parts(self, parts: Sequence[Nested]) -> list[Nested]:
+    def forward_parts(
+        self, parts: Sequence[Nested], sizes: Sequence[int] | None = None
+    ) -> list[Nested]:
         """Run the module on inputs that are cut already, and return every replica's outputs.
 
         Nothing is merged, and outputs stay on their replica's device; gradients of the parameters
@@ -184,6 +186,7 @@ class DataParallel(Container, Unwrapped):
         Args:
             parts: One for each replica: a tuple is given as positions, a dict by name, anything
                 else as the one argument; None for a replica that takes no part.
+            sizes: How many rows each stands for; default: by the layout.
 
         Returns:
             Outputs by replica, None for those that took no part.
@@ -203,7 +206,10 @@ class DataParallel(Container, Unwrapped):
                 f"but holds {len(parts)}, {given} of them not None."
             )
         calls = [None if part is None else Call.with_inputs(part) for part in parts]
-        rows = [0 if call is None else _rows_of(call, self._layout_of(call)) for call in calls]
+        if sizes is None:
+            sizes = [0 if call is None else _rows_of(call, self._layout_of(call)) for call in calls]
+        check_sizes(sizes, sum(sizes), len(parts))
+        rows = [0 if call is None else size for call, size in zip(calls, sizes, strict=True)]
         # A part without rows runs, too, so its statistics must weigh something.
         weights = [0 if call is None else max(1, rows[i]) for i, call in enumerate(calls)]
 

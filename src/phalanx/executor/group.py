@@ -1,0 +1,560 @@
+"""A module on several devices behind named inputs: cut by layouts and workloads, merged by layouts.
+
+    batch ── binding: names, layouts ── shares ── DataParallel.forward_parts ── outputs, per device
+                                                        │                           │
+                     input gradients, per device ───────┴───── backward ────────────┘
+
+Shape legend: B rows of the batch; device i has rows_i of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.errors import ConfigError, StateError
+from phalanx.executor.binding import Binding, Share, is_batch
+from phalanx.executor.data import DataDesc, read_descs
+from phalanx.executor.gradients import GradientRequests
+from phalanx.executor.loop import Epoch, fit, predict, score
+from phalanx.executor.metrics import GroupMetrics
+from phalanx.executor.monitor import Monitor
+from phalanx.executor.outputs import measured, pick_gradients, read_outputs
+from phalanx.executor.parameters import check_tensors, read_tensors, share_tensors
+from phalanx.executor.passes import Pass, mode_of
+from phalanx.executor.states import States
+from phalanx.parallel import DataParallel
+from phalanx.plan import Decision, workload_sizes
+from phalanx.types import Device, Nested
+
+__all__ = ["DataParallelExecutorGroup"]
+
+
+class DataParallelExecutorGroup:
+    """Run ``module`` on several devices, with inputs, labels and outputs by name.
+
+    Args:
+        module: Its forward takes the named inputs. If it returns losses (a number per device, the
+            mean over its rows), :meth:`backward` needs no gradients. It is trained in place.
+        devices: One per replica; default as for `DataParallel`.
+        data: `DataDesc`s or (name, shape) of the inputs.
+        labels: Likewise. The module gets those that its forward names; metrics get all.
+        workloads: Relative share of each device, 0 switches one off; "auto" follows their speed.
+        for_training: Whether passes keep what a backward pass needs, unless told otherwise.
+        inputs_need_grad: Whether :meth:`backward` computes gradients of the data, too.
+        grad_req: "write" replaces a parameter's `grad` in each backward pass, "add" adds to it,
+            "null" computes none; or these by name or shell pattern.
+        fixed_parameters: Names or patterns of parameters that get no gradient.
+        states: Inputs that stay until they are set anew, such as those of a recurrent net.
+        shared_group: A group whose parameters and buffers this module has from now on, wherever
+            names are equal. Make optimizers after it.
+        outputs: `DataDesc`s of all outputs, for their names and layouts. Default: cut along the
+            data's batch axis.
+        buffers: What becomes of buffers that replicas write, as for `DataParallel`.
+
+    Shapes:
+        B: rows of the batch, 0 or more. Tensors with an N in their layout have B there.
+
+    Raises:
+        ConfigError: Something does not fit; the module is as it was.
+
+    Determinism: as for `DataParallel`; losses and gradients are those of the whole batch.
+
+    Example:
+        >>> net = nn.Linear(4, 2)
+        >>> with DataParallelExecutorGroup(net, 2, data=[("input", (3, 4))]) as group:
+        ...     group.forward(torch.ones(3, 4))
+        ...     group.backward([torch.ones(3, 2)])
+        ...     [tuple(part.shape) for part in group.outputs(merge=False)[0]]
+        [(2, 2), (1, 2)]
+        >>> net.bias.grad
+        tensor([3., 3.])
+
+    Source: MXNet's ``DataParallelExecutorGroup``; unlike it any batch size is cut, padded rows
+    count nowhere, and there is one set of parameters, not one per device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[Device] | int | None = None,
+        *,
+        data: Any,  # Any: descriptions in any of their forms
+        labels: Any = (),
+        workloads: Sequence[float] | str | None = None,
+        for_training: bool = True,
+        inputs_need_grad: bool = False,
+        grad_req: str | Mapping[str, str] = "write",
+        fixed_parameters: Sequence[str] = (),
+        states: Any = (),
+        shared_group: DataParallelExecutorGroup | None = None,
+        outputs: Any = None,
+        buffers: str | Mapping[str, str] = "mean",
+    ) -> None:
+        if inputs_need_grad and not for_training:
+            raise ConfigError(
+                "`inputs_need_grad` must be False for a group that does not train, but is True. "
+                "Give for_training=True."
+            )
+        self._model = DataParallel(module, devices, workloads=workloads, buffers=buffers)
+        self._declared = read_descs(outputs, "outputs")
+        self._binding = Binding.of(module, data, labels, states)
+        self._requests = GradientRequests(module, grad_req, fixed_parameters)
+        self.for_training = for_training
+        self.inputs_need_grad = inputs_need_grad
+        self._states = States(len(self._model.devices))
+        self._metrics = GroupMetrics()
+        self._pass: Pass | None = None
+        self._closed = False
+        if shared_group is not None:
+            self._share(shared_group)
+            self._requests = GradientRequests(module, grad_req, fixed_parameters)
+        if for_training:
+            self._requests.apply()
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{each.name} {each.shape}" for each in self._binding.data)
+        return f"DataParallelExecutorGroup({self._model.extra_repr()}, {inputs})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Dismiss the threads, and let fixed parameters need gradients again; idempotent."""
+        self._closed = True
+        self._model.close()
+        self._requests.close()
+
+    # -- what it is --------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, whose parameters are those of all devices."""
+        module: nn.Module = self._model.module
+        return module
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each replica."""
+        return self._model.devices
+
+    @property
+    def workloads(self) -> tuple[float, ...]:
+        """Each device's relative share of the next batch."""
+        return self._model.workloads
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What `workloads="auto"` has decided after each batch, and why."""
+        return self._model.decisions
+
+    @property
+    def batch_size(self) -> int:
+        """B, padded rows included."""
+        return self._binding.batch_size
+
+    @property
+    def slices(self) -> list[slice]:
+        """Each device's rows in the last batch, without padded ones; of the next one before it."""
+        sizes = self._next_sizes() if self._pass is None else self._pass.sizes
+        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+    @property
+    def data_shapes(self) -> tuple[DataDesc, ...]:
+        """The inputs, as bound now."""
+        return self._binding.data
+
+    @property
+    def label_shapes(self) -> tuple[DataDesc, ...]:
+        """The labels, as bound now."""
+        return self._binding.labels
+
+    @property
+    def output_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the outputs for ``batch_size`` rows.
+
+        Raises:
+            StateError: They are not declared, and there was no forward pass yet.
+        """
+        if self._pass is None and self._declared:
+            return [(each.name, each.shape) for each in self._declared]
+        return [(each.name, each.shape(self.batch_size)) for each in self._last().outputs]
+
+    # -- binding -----------------------------------------------------
+
+    def bind(
+        self,
+        data: Any,  # Any: descriptions in any of their forms
+        labels: Any = (),
+        shared_group: DataParallelExecutorGroup | None = None,
+        reshape: bool = False,
+    ) -> None:
+        """Bind to other shapes, dtypes, layouts or names; ``reshape`` says that this is meant.
+
+        Raises:
+            StateError: ``reshape`` is not True, or the group is closed.
+            ConfigError: They do not fit; the group stays bound as it was.
+        """
+        self._check_open()
+        binding = Binding.of(self.module, data, labels, self._binding.followed(data).states)
+        if not reshape:
+            raise StateError(
+                "`bind()` must be told reshape=True for a group that is bound, as it is from the "
+                "beginning, but is not."
+            )
+        if shared_group is not None:
+            self._share(shared_group)
+        self._binding, self._pass = binding, None
+
+    def reshape(self, data: Any, labels: Any = None) -> None:
+        """Bind to other shapes, dtypes or layouts; labels that are not given follow the batch size.
+
+        Nothing is allocated: shapes may alternate at no cost. A batch of another size needs no call
+        of it at all.
+        """
+        known = self._binding.followed(data).labels if labels is None else labels
+        self.bind(data, known, reshape=True)
+
+    # -- passes ------------------------------------------------------
+
+    # Any: a batch in any of its forms.
+    def forward(self, batch: Any, is_train: bool | None = None) -> None:
+        """Run the module on every device's share of ``batch``; :meth:`outputs` has the result.
+
+        Args:
+            batch: A `DataBatch`, inputs by name (labels may be among them), a tuple of inputs, or
+                the one input; or a list of `DataBatch`es, one per device, None for one that rests.
+                Another batch size or image size than bound is bound by itself.
+            is_train: Whether dropout and batch norm train, and gradients can follow; default:
+                ``for_training``.
+
+        Raises:
+            ConfigError: The batch does not fit; the group is as it was.
+        """
+        self._check_open()
+        trains = self.for_training if is_train is None else bool(is_train)
+        if isinstance(batch, list) and batch and all(b is None or is_batch(b) for b in batch):
+            binding, shares, pads = self._read_list(batch)
+        else:
+            binding, shares, pads = self._read_whole(batch)
+        graph = trains and self.for_training
+        leaves = [self._leaves_of(share, graph) for share in shares]
+        sizes = [share.rows for share in shares]
+        used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)
+        states = self._states.cut(binding.states, sizes)
+        parts = [
+            binding.call(share, own, state) if size else None
+            for share, own, state, size in zip(shares, leaves, states, used, strict=True)
+        ]
+        with mode_of(self.module, trains), torch.set_grad_enabled(graph):
+            found = self._model.forward_parts(parts, sizes)
+        weights = [_stands_for(share, binding) for share in shares]
+        axis = next((each.batch_axis for each in binding.data if each.batch_axis is not None), 0)
+        outputs = read_outputs(found, sizes, weights, self._declared, axis)
+        self._binding = binding
+        self._pass = Pass(shares, leaves, outputs, sum(sizes), pads, trains, graph)
+
+    def backward(self, out_grads: Nested = None) -> None:
+        """Compute gradients of the last forward pass: of the whole batch, as on one device.
+
+        Args:
+            out_grads: One for each output, in their order or by name, shaped like the merged
+                output; padded rows may be there or not. None for an output without one. Default:
+                losses are differentiated, other outputs have no gradient.
+
+        Raises:
+            StateError: There is no forward pass to go back through, or it was none of training.
+            ConfigError: ``out_grads`` does not fit; the pass can still be gone back through.
+        """
+        self._check_open()
+        if not self.for_training:
+            raise StateError(
+                "`backward()` needs a group that is for training, but for_training is False."
+            )
+        last = self._pass
+        if last is None or not last.graph:
+            told = "that was run to train, but it was not" if last and not last.trains else "before"
+            raise StateError(f"`backward()` needs a forward pass {told}. Call `forward()` first.")
+        given = pick_gradients(out_grads, last.outputs)
+        pairs = [
+            pair
+            for output, gradient in zip(last.outputs, given, strict=True)
+            if gradient is not None or out_grads is None
+            for pair in output.gradients(gradient, last.rows, sum(last.pads))
+        ]
+        with self._requests.writing():
+            if pairs:
+                tensors, gradients = zip(*pairs, strict=True)
+                torch.autograd.backward(tensors, gradients)
+        last.graph = False
+
+    def outputs(self, merge: bool = True, begin: int = 0, end: int | None = None) -> list[Any]:
+        """Return the outputs from ``begin`` to ``end``, without padded rows and without a graph.
+
+        Args:
+            merge: Whole ones, on the first device: joined along their batch axis; losses are the
+                mean over all rows. Otherwise a list per output, None for devices that rested.
+
+        Raises:
+            StateError: There was no forward pass.
+        """
+        chosen = self._last().outputs[begin:end]
+        return [output.merged() if merge else output.per_device() for output in chosen]
+
+    def input_grads(self, merge: bool = True) -> list[Any]:
+        """Return the gradients of the data in the order of their names, None for integers.
+
+        Args:
+            merge: Whole ones: joined along the batch axis, with zeros for padded rows; summed where
+                the input was given whole. Otherwise a list per input.
+
+        Raises:
+            StateError: They are not computed, or there was no backward pass.
+        """
+        if not self.inputs_need_grad:
+            raise StateError(
+                "`input_grads()` needs a group with inputs_need_grad=True, but it is False."
+            )
+        last = self._last()
+        if last.graph or not last.trains:
+            raise StateError("`input_grads()` needs a backward pass. Call `backward()` first.")
+        return [last.input_gradient(desc, merge) for desc in self._binding.data]
+
+    # -- states ------------------------------------------------------
+
+    def states(self) -> list[list[Tensor]]:
+        """Return each state's parts by device; zeros before they are set."""
+        sizes = self._next_sizes() if self._pass is None else self._pass.sizes
+        parts = self._states.cut(self._binding.states, sizes)
+        return [[part[desc.name] for part in parts] for desc in self._binding.states]
+
+    def set_states(self, states: Nested = None, value: float | None = None) -> None:
+        """Set all states: to tensors, each whole or a list by device, or to one ``value``.
+
+        Raises:
+            ConfigError: Neither or both are given, or they do not fit.
+        """
+        self._states.set(self._binding.states, states, value)
+
+    # -- parameters --------------------------------------------------
+
+    def get_params(
+        self,
+        into: tuple[MutableMapping[str, Tensor], MutableMapping[str, Tensor]] | None = None,
+    ) -> tuple[MutableMapping[str, Tensor], MutableMapping[str, Tensor]]:
+        """Return copies of parameters and buffers by name, or copy them into those given."""
+        params, buffers = ({}, {}) if into is None else into
+        read_tensors(self.module.named_parameters(), params)
+        read_tensors(self.module.named_buffers(), buffers)
+        return params, buffers
+
+    def set_params(
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor] | None = None,
+        allow_extra: bool = False,
+        allow_missing: bool = False,
+    ) -> None:
+        """Copy parameters, and buffers if given, into the module, which all devices follow.
+
+        Raises:
+            ConfigError: Names are missing or extra and that is not allowed, or a shape differs;
+                nothing is changed then.
+        """
+        known: dict[str, Tensor] = dict(self.module.named_parameters())
+        given = dict(params)
+        if buffers is not None:
+            known.update(self.module.named_buffers())
+            given.update(buffers)
+        targets = check_tensors(
+            known.items(), given, allow_extra=allow_extra, allow_missing=allow_missing
+        )
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.copy_(given[name])
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Step ``optimizer``. Gradients are the whole batch's, so nothing is to be rescaled."""
+        optimizer.step()
+
+    # -- around it ---------------------------------------------------
+
+    # Any: a metric, or what has an `update` like one; labels in any of their forms.
+    def update_metric(
+        self,
+        metric: Any,
+        labels: Any = None,
+        pre_sliced: bool = False,
+        output: str | None = None,
+    ) -> None:
+        """Count the last batch: exactly as one device would have, padded rows left out.
+
+        Args:
+            metric: A `torchmetrics.Metric`, a collection, or what has ``update(outputs, labels)``.
+            labels: Of the whole batch, or one per device if ``pre_sliced``; default: the batch's.
+            output: Which output is measured; default: all that are no losses; else the losses.
+
+        Raises:
+            StateError: There was no forward pass.
+            ConfigError: Labels do not fit, or no output has that name.
+        """
+        last = self._last()
+        outputs = measured(last.outputs, output)
+        own = self._labels_of(last, labels, pre_sliced)
+        parts: list[Any] = []
+        for place, share in enumerate(last.shares):
+            if outputs[0].parts[place] is None:
+                parts.append(None)
+                continue
+            values = [each.per_device()[place] for each in outputs]
+            weights = share.weights
+            if weights is None and outputs[0].kind == "loss" and own[place] is None:
+                weights = torch.ones(share.rows)
+            value = values[0] if len(values) == 1 else values
+            parts.append((value, own[place], weights))
+        label_axis = next((each.batch_axis or 0 for each in self._binding.labels), 0)
+        self._metrics.update_metric(metric, parts, (outputs[0].axis or 0, label_axis))
+
+    def install_monitor(self, monitor: Monitor) -> None:
+        """Let ``monitor`` watch the module on every device."""
+        monitor.install(self)
+
+    # Any: batches in any of their forms, as loaders yield them.
+    def fit(
+        self,
+        loader: Iterable[Any],
+        *,
+        optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer],
+        epochs: int = 1,
+        metrics: Mapping[str, Any] | None = None,
+        validate: Iterable[Any] | None = None,
+        monitor: Monitor | None = None,
+        on_epoch: Callable[[Epoch], object] | None = None,
+    ) -> list[Epoch]:
+        """Train a module that returns its loss: forward, backward, update for every batch.
+
+        Args:
+            loader: Yields batches as :meth:`forward` takes them, or (data, labels), or data and
+                labels in the order of their names; anew in each epoch.
+            optimizer: One, or a function that makes one from the parameters that need gradients.
+            epochs: How often.
+            metrics: By name; copies of them count, over training batches and over ``validate``.
+            validate: Yields batches to measure after each epoch.
+            monitor: Watches every batch, while this runs.
+            on_epoch: Called after each epoch.
+
+        Returns:
+            One entry per epoch.
+
+        Raises:
+            ConfigError: ``epochs`` is below 1, or a batch does not fit.
+        """
+        return fit(
+            self,
+            loader,
+            optimizer=optimizer,
+            epochs=epochs,
+            metrics=metrics,
+            validate=validate,
+            monitor=monitor,
+            on_epoch=on_epoch,
+        )
+
+    # Any: batches in any of their forms, metrics or functions, and their values.
+    def score(self, loader: Iterable[Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the metrics over all rows of ``loader``, padded ones left out.
+
+        Args:
+            loader: As for :meth:`fit`.
+            metrics: By name: torchmetrics, or functions of all (outputs, labels).
+        """
+        return score(self, loader, metrics)
+
+    # Any: batches in any of their forms.
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Return the outputs for all rows of ``loader``, padded ones left out: one, or a list."""
+        return predict(self, loader)
+
+    # -- inside ------------------------------------------------------
+
+    def _share(self, other: DataParallelExecutorGroup) -> None:
+        if not isinstance(other, DataParallelExecutorGroup):
+            raise ConfigError(
+                f"`shared_group` must be a `DataParallelExecutorGroup`, but is {other!r:.80}."
+            )
+        if other.module is not self.module:
+            share_tensors(self.module, other.module)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("A closed group must not be used, but is. Make a new one.")
+
+    def _last(self) -> Pass:
+        if self._pass is None:
+            raise StateError("The group must have run, but has not. Call `forward()` first.")
+        return self._pass
+
+    def _next_sizes(self) -> list[int]:
+        return workload_sizes(self.batch_size, self.workloads)
+
+    def _read_whole(self, batch: Nested) -> tuple[Binding, list[Share], list[int]]:
+        fed = self._binding.read(batch)
+        binding = self._binding.fed_with(fed)
+        sizes = workload_sizes(fed.rows - fed.pad, self.workloads)
+        return binding, binding.cut(fed, sizes), [fed.pad]
+
+    def _read_list(self, batches: Sequence[Any]) -> tuple[Binding, list[Share], list[int]]:
+        if len(batches) != len(self.devices) or all(each is None for each in batches):
+            raise ConfigError(
+                f"`batch` must hold one batch per device ({len(self.devices)}), not all None, but "
+                f"holds {len(batches)}."
+            )
+        shares, pads, rows = [], [], 0
+        for batch in batches:
+            if batch is None:
+                shares.append(Share({}, {}, None, 0))
+                pads.append(0)
+                continue
+            fed = self._binding.read(batch)
+            shares += self._binding.cut(fed, [fed.rows - fed.pad])
+            pads.append(fed.pad)
+            rows += fed.rows
+        return self._binding.of_rows(rows), shares, pads
+
+    def _leaves_of(self, share: Share, graph: bool) -> dict[str, Tensor]:
+        leaves = {name: value.detach() for name, value in share.data.items()}
+        if graph and self.inputs_need_grad:
+            for leaf in leaves.values():
+                leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+        return leaves
+
+    # Any: labels in any of their forms.
+    def _labels_of(self, last: Pass, labels: Any, pre_sliced: bool) -> list[Nested]:
+        if labels is None:
+            return [self._binding.joined(share.labels) for share in last.shares]
+        if pre_sliced:
+            if not isinstance(labels, (list, tuple)) or len(labels) != len(last.shares):
+                raise ConfigError(
+                    f"`labels` must hold one entry per device ({len(last.shares)}) if pre_sliced, "
+                    f"but is {labels!r:.80}."
+                )
+            return [
+                None if own is None else self._binding.joined(self._binding.read_labels(own))
+                for own in labels
+            ]
+        return self._binding.cut_labels(labels, last.sizes, sum(last.pads))
+
+
+def _stands_for(share: Share, binding: Binding) -> float:
+    """Return what a device's loss is the mean over."""
+    if share.weights is None or not binding.feeds_weights:
+        return share.rows
+    return float(share.weights.sum())

@@ -1,0 +1,181 @@
+"""Whole passes over a loader: what MXNet's Module did on top of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from phalanx.clock import now_s
+from phalanx.errors import ConfigError
+from phalanx.executor.binding import is_batch
+from phalanx.executor.data import DataBatch, DataDesc
+from phalanx.executor.metrics import Collected
+from phalanx.executor.monitor import Monitor
+from phalanx.executor.tally import fresh
+
+__all__ = ["Epoch", "Looping", "fit", "predict", "score"]
+
+# Any: a metric's own value.
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """What one epoch of :meth:`DataParallelExecutorGroup.fit` came to.
+
+    Attributes:
+        epoch: Which one, from 1.
+        batches: How many it had.
+        metrics: Their values over the epoch's training batches, as the model was at each.
+        validation: Their values over the validation data after it; empty without.
+        seconds: What the training took.
+    """
+
+    epoch: int
+    batches: int
+    metrics: Values
+    validation: Values
+    seconds: float
+
+
+class Looping(Protocol):
+    """What the loops need of a group."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def data_shapes(self) -> tuple[DataDesc, ...]: ...
+
+    @property
+    def label_shapes(self) -> tuple[DataDesc, ...]: ...
+
+    def forward(self, batch: Any, is_train: bool | None = None) -> None: ...
+
+    def backward(self, out_grads: Any = None) -> None: ...
+
+    def outputs(self, merge: bool = True, begin: int = 0, end: int | None = None) -> list[Any]: ...
+
+    def update(self, optimizer: Optimizer) -> None: ...
+
+    def update_metric(self, metric: Any) -> None: ...
+
+    def install_monitor(self, monitor: Monitor) -> None: ...
+
+
+def fit(
+    group: Looping,
+    loader: Iterable[Any],
+    *,
+    optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer],
+    epochs: int,
+    metrics: Mapping[str, Any] | None,
+    validate: Iterable[Any] | None,
+    monitor: Monitor | None,
+    on_epoch: Callable[[Epoch], object] | None,
+) -> list[Epoch]:
+    """Train; see :meth:`DataParallelExecutorGroup.fit`."""
+    if epochs < 1:
+        raise ConfigError(f"`epochs` must be at least 1, but is {epochs!r}.")
+    if not isinstance(optimizer, Optimizer):
+        optimizer = optimizer([p for p in group.module.parameters() if p.requires_grad])
+    if monitor is not None:
+        group.install_monitor(monitor)
+    history: list[Epoch] = []
+    try:
+        for number in range(1, epochs + 1):
+            counted, start_s, batches = _fresh(metrics), now_s(), 0
+            for batch in _batches(group, loader):
+                if monitor is not None:
+                    monitor.tic()
+                group.forward(batch, is_train=True)
+                group.backward()
+                group.update(optimizer)
+                for metric in counted.values():
+                    group.update_metric(metric)
+                if monitor is not None:
+                    monitor.toc()
+                batches += 1
+            seconds = now_s() - start_s
+            held = {} if validate is None else score(group, validate, metrics or {})
+            epoch = Epoch(
+                epoch=number,
+                batches=batches,
+                metrics=_values(counted),
+                validation=held,
+                seconds=seconds,
+            )
+            history.append(epoch)
+            if on_epoch is not None:
+                on_epoch(epoch)
+    finally:
+        if monitor is not None:
+            monitor.remove()
+    return history
+
+
+def score(group: Looping, loader: Iterable[Any], metrics: Mapping[str, Any]) -> Values:
+    """Measure; see :meth:`DataParallelExecutorGroup.score`."""
+    counted = _fresh(metrics)
+    for batch in _batches(group, loader):
+        group.forward(batch, is_train=False)
+        for metric in counted.values():
+            group.update_metric(metric)
+    return _values(counted)
+
+
+def predict(group: Looping, loader: Iterable[Any]) -> Any:  # Any: a tensor or several
+    """Collect outputs; see :meth:`DataParallelExecutorGroup.predict`."""
+    columns: list[list[Any]] = []
+    for batch in _batches(group, loader):
+        group.forward(batch, is_train=False)
+        outputs = group.outputs()
+        columns = columns or [[] for _ in outputs]
+        for column, output in zip(columns, outputs, strict=True):
+            column.append(output)
+    whole = [_joined(column) for column in columns]
+    return whole[0] if len(whole) == 1 else whole
+
+
+def _joined(column: list[Any]) -> Any:  # Any: a tensor, or a list of what cannot be joined
+    if not all(isinstance(each, Tensor) for each in column):
+        return column
+    return torch.stack(column) if column[0].dim() == 0 else torch.cat(column)
+
+
+# Any: metrics, functions, and batches in any of their forms.
+def _fresh(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return metrics that have counted nothing; those given are not touched."""
+    return {
+        name: fresh(metric) if isinstance(metric, Metric) else Collected(metric)
+        for name, metric in (metrics or {}).items()
+    }
+
+
+def _values(metrics: Mapping[str, Any]) -> Values:
+    found = {name: metric.compute() for name, metric in metrics.items() if metric.update_called}
+    return {
+        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in found.items()
+    }
+
+
+def _batches(group: Looping, loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches; a loader's (data, labels) become one."""
+    num_data, num_labels = len(group.data_shapes), len(group.label_shapes)
+    for item in loader:
+        plain = isinstance(item, (tuple, list)) and not is_batch(item)
+        if plain and num_labels and not any(is_batch(each) for each in item):
+            if len(item) == num_data + num_labels:
+                yield DataBatch(tuple(item[:num_data]), tuple(item[num_data:]))
+                continue
+            if len(item) == 2:
+                yield DataBatch(item[0], item[1])
+                continue
+        yield item

@@ -1,0 +1,101 @@
+"""Parameters and buffers by name: read out, written in, shared with another module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+
+__all__ = ["check_tensors", "read_tensors", "share_tensors"]
+
+
+def read_tensors(known: Iterable[tuple[str, Tensor]], into: MutableMapping[str, Tensor]) -> None:
+    """Copy every tensor into that of its name, or add a copy where there is none.
+
+    Raises:
+        ConfigError: ``into`` has other names, or another shape; nothing is written then.
+    """
+    tensors = dict(known)
+    _check(into, tensors)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name in into:
+                into[name].copy_(tensor)
+            else:
+                into[name] = tensor.detach().clone()
+
+
+def check_tensors(
+    known: Iterable[tuple[str, Tensor]],
+    given: Mapping[str, Tensor],
+    *,
+    allow_extra: bool,
+    allow_missing: bool,
+) -> dict[str, Tensor]:
+    """Return what is to be copied into, by name, after all checks.
+
+    Raises:
+        ConfigError: Names are missing or extra and that is not allowed; a shape differs.
+    """
+    tensors = dict(known)
+    missing = [name for name in tensors if name not in given]
+    extra = [name for name in given if name not in tensors]
+    for names, allowed, told, option in (
+        (missing, allow_missing, "hold all of the module's names", "allow_missing"),
+        (extra, allow_extra, "hold no other names than the module's", "allow_extra"),
+    ):
+        if names and not allowed:
+            raise ConfigError(
+                f"`params` and `buffers` must {told}, but {', '.join(map(repr, names))} "
+                f"{'is' if len(names) == 1 else 'are'} "
+                f"{'missing' if names is missing else 'extra'}. Give {option}=True to let it be."
+            )
+    _check({name: value for name, value in given.items() if name in tensors}, tensors)
+    return {name: tensors[name] for name in given if name in tensors}
+
+
+def share_tensors(module: nn.Module, other: nn.Module) -> None:
+    """Put the other module's parameters and buffers into ``module`` where it has the same names.
+
+    Raises:
+        ConfigError: One has another shape, dtype or device; nothing is shared then.
+    """
+    theirs: dict[str, Tensor] = dict(other.named_parameters(remove_duplicate=False))
+    theirs.update(other.named_buffers(remove_duplicate=False))
+    places: list[tuple[dict[str, Tensor], str, Tensor]] = []
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for own in (owner._parameters, owner._buffers):
+            for key, tensor in own.items():
+                name = f"{prefix}.{key}" if prefix else key
+                found = theirs.get(name)
+                if tensor is None or found is None:
+                    continue
+                mine = (tuple(tensor.shape), tensor.dtype, tensor.device)
+                if mine != (tuple(found.shape), found.dtype, found.device) or isinstance(
+                    tensor, nn.Parameter
+                ) != isinstance(found, nn.Parameter):
+                    raise ConfigError(
+                        f"`shared_group` must have `{name}` as the module has it, {mine}, but has "
+                        f"it as {(tuple(found.shape), found.dtype, found.device)}."
+                    )
+                places.append((own, key, found))
+    for own_tensors, key, found in places:
+        own_tensors[key] = found
+
+
+# Any: whatever the user gave.
+def _check(given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    for name, value in given.items():
+        if name not in tensors:
+            raise ConfigError(
+                f"`into` must name parameters and buffers of the module, but names {name!r}."
+            )
+        if not isinstance(value, Tensor) or value.shape != tensors[name].shape:
+            shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(
+                f"`{name}` must have shape {tuple(tensors[name].shape)}, but has {shown}."
+            )

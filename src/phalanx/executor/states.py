@@ -1,0 +1,97 @@
+"""Inputs that stay from batch to batch, by device, such as the states of a recurrent net."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.executor.data import DataDesc
+
+__all__ = ["States"]
+
+
+class States:
+    """One number for all of them, or tensors by device, which are cut anew when sizes change."""
+
+    def __init__(self, num_devices: int) -> None:
+        self._num_devices = num_devices
+        self._value = 0.0
+        self._parts: list[list[Tensor]] | None = None
+
+    # Any: what the user gave.
+    def set(self, descs: Sequence[DataDesc], states: Any, value: float | None) -> None:
+        """Take tensors, each whole or a list by device, or one value for all.
+
+        Raises:
+            ConfigError: Neither or both are given, or they are not as many, or of other dims.
+        """
+        if (states is None) == (value is None):
+            told = "both are" if states is not None else "neither is"
+            raise ConfigError(f"`states` or `value` must be given, one of them, but {told}.")
+        if value is not None:
+            self._value, self._parts = float(value), None
+            return
+        if not isinstance(states, (list, tuple)) or len(states) != len(descs):
+            raise ConfigError(
+                f"`states` must hold one entry for each of {[each.name for each in descs]}, but is "
+                f"{states!r:.80}."
+            )
+        self._parts = [self._read(desc, given) for desc, given in zip(descs, states, strict=True)]
+
+    def cut(self, descs: Sequence[DataDesc], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Return each device's states by name.
+
+        Raises:
+            ConfigError: Tensors were given that have other rows together.
+        """
+        parts: list[dict[str, Tensor]] = [{} for _ in sizes]
+        for place, desc in enumerate(descs):
+            own = None if self._parts is None else self._parts[place]
+            filled = own is None
+            pieces = self._filled(desc, sizes) if own is None else _fitted(desc, own, sizes)
+            for part, piece in zip(parts, pieces, strict=True):
+                part[desc.name] = piece if filled else piece.detach()
+        return parts
+
+    def _filled(self, desc: DataDesc, sizes: Sequence[int]) -> list[Tensor]:
+        shape, axis = list(desc.shape), desc.batch_axis
+        pieces = []
+        for size in sizes:
+            if axis is not None:
+                shape[axis] = size
+            pieces.append(torch.full(shape, self._value, dtype=desc.dtype))
+        return pieces
+
+    # Any: what the user gave.
+    def _read(self, desc: DataDesc, given: Any) -> list[Tensor]:
+        parts = [given] if isinstance(given, Tensor) else given
+        tensors = isinstance(parts, (list, tuple)) and all(
+            each is None or (isinstance(each, Tensor) and each.dim() == len(desc.shape))
+            for each in parts
+        )
+        if not tensors or len(parts) not in (1, self._num_devices) or all(p is None for p in parts):
+            raise ConfigError(
+                f"`states` must hold a tensor of {len(desc.shape)} dims for `{desc.name}`, or one "
+                f"for each of {self._num_devices} devices, but holds {given!r:.80}."
+            )
+        return [each for each in parts if each is not None]
+
+
+def _fitted(desc: DataDesc, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Return the parts as they are where their rows fit, or joined and cut anew."""
+    axis = desc.batch_axis
+    if axis is None:
+        return [parts[min(place, len(parts) - 1)] for place in range(len(sizes))]
+    if [part.shape[axis] for part in parts] == list(sizes):
+        return list(parts)
+    whole = torch.cat([part.to(parts[0].device) for part in parts], axis)
+    if whole.shape[axis] != sum(sizes):
+        raise ConfigError(
+            f"`states` must have {sum(sizes)} rows for `{desc.name}` like the batch, but have "
+            f"{whole.shape[axis]}. Call `set_states()` for this batch size."
+        )
+    return list(whole.split(list(sizes), axis))

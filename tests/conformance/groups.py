@@ -1,0 +1,150 @@
+"""Models and comparisons that the tests of executor groups have in common.
+
+A group is held against plain PyTorch on the whole batch, mostly in float64, where another order of
+the same sums shows in the sixteenth digit and a fault in the first.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.executor import DataDesc, DataParallelExecutorGroup
+from tests.conformance.containers import draw
+from tests.conformance.models import assert_close, gradients_of, state_of
+
+F64 = torch.float64
+TWO = ["cpu"] * 2
+THREE = ["cpu"] * 3
+WORKLOADS = [1, 5, 9]
+CLASSES = 4
+
+
+class Net(nn.Module):
+    """One named input, one output: logits."""
+
+    def __init__(self, features: int = 5, outputs: int = CLASSES) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(features, 7)
+        self.head = nn.Linear(7, outputs)
+        self.double()
+
+    def forward(self, data: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(data)))
+
+
+class Loss(Net):
+    """The same with its criterion inside, as MXNet's symbols had it."""
+
+    def forward(self, data: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(data), label)
+
+
+class Sum(nn.Module):
+    """MXNet's own case: a + 2b + 3c, without parameters."""
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return a + 2 * b + 3 * c
+
+
+class Cell(nn.Module):
+    """One step of an LSTM whose states are inputs that no loader feeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.LSTMCell(5, 3).double()
+
+    def forward(self, data: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h, c = self.cell(data, (h, c))
+        return h.tanh(), h, c
+
+
+def desc(name: str, *shape: int, layout: str | None = None, dtype: torch.dtype = F64) -> DataDesc:
+    return DataDesc(name, shape, dtype, layout)
+
+
+def labels_desc(rows: int, name: str = "label") -> DataDesc:
+    return DataDesc(name, (rows,), torch.int64)
+
+
+def group_of(
+    module: nn.Module, *data: DataDesc, devices: Sequence[Any] | int | None = None, **options: Any
+) -> DataParallelExecutorGroup:
+    """Return a group of three replicas with unequal workloads, unless told otherwise."""
+    if devices is None:
+        devices = THREE
+        options.setdefault("workloads", WORKLOADS)
+    return DataParallelExecutorGroup(module, devices, data=list(data), **options)
+
+
+def classes(rows: int, seed: int = 0, count: int = CLASSES) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rows)
+    return torch.randint(count, (rows,), generator=generator)
+
+
+def forget_gradients(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def check_against_plain(
+    group: DataParallelExecutorGroup,
+    module: nn.Module,
+    inputs: dict[str, Tensor],
+    out_grad: Tensor | None = None,
+) -> None:
+    """Run the group and a copy of ``module`` in plain PyTorch on the whole batch, and compare.
+
+    Outputs, the parameters' gradients (which the group writes) and, where the group computes them,
+    the inputs' gradients.
+    """
+    twin = copy.deepcopy(module)
+    forget_gradients(twin)
+    wants = group_wants_input_grads(group)
+    leaves = {
+        name: value.detach().clone().requires_grad_(wants and value.is_floating_point())
+        for name, value in inputs.items()
+    }
+    expected = twin(**leaves)
+    expected.backward(out_grad)
+    group.forward(inputs)
+    assert_close(group.outputs()[0], expected.detach(), F64)
+    group.backward(None if out_grad is None else [out_grad])
+    assert_close(gradients_of(module), gradients_of(twin), F64)
+    if wants:
+        floating = [leaf.grad for leaf in leaves.values() if leaf.requires_grad]
+        assert_close(list(group.input_grads()), floating, F64)
+
+
+def group_wants_input_grads(group: DataParallelExecutorGroup) -> bool:
+    return bool(getattr(group, "inputs_need_grad", False))
+
+
+def picture(group: DataParallelExecutorGroup, module: nn.Module) -> dict[str, Any]:
+    """Return all that a refused call must leave as it was, as values."""
+    return {
+        "state": state_of(module),
+        "gradients": gradients_of(module),
+        "requires_grad": [parameter.requires_grad for parameter in module.parameters()],
+        "training": [each.training for each in module.modules()],
+        "batch_size": group.batch_size,
+        "told": (group.slices, list(group.output_shapes), group.data_shapes, group.label_shapes),
+    }
+
+
+def check_picture(group: DataParallelExecutorGroup, module: nn.Module, before: Any) -> None:
+    """Check that nothing has changed since ``before``, to the bit."""
+    now, before = picture(group, module), dict(before)
+    assert now.pop("told") == before.pop("told")
+    torch.testing.assert_close(now, before, rtol=0, atol=0)
+
+
+def fresh_draw(*shape: int, seed: int = 0) -> Tensor:
+    return draw(*shape, seed=seed)

@@ -1,0 +1,170 @@
+"""Metrics over uneven and padded slices are those of the whole batch on one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import Tensor, nn
+from torchmetrics import classification, regression, text
+
+from phalanx.executor import DataBatch
+from tests.conformance.containers import draw
+from tests.conformance.groups import (
+    F64,
+    THREE,
+    WORKLOADS,
+    Loss,
+    classes,
+    desc,
+    group_of,
+    labels_desc,
+)
+from tests.conformance.models import assert_close, gradients_of
+
+ROWS, PAD = 18, 3  # so that 15 rows count, and are cut to 1, 5 and 9
+KINDS = 4
+
+# float64 rounding of sums over some tens of terms
+EXACT = 1e-12
+
+
+class Probabilities(nn.Module):
+    """Gives back what it gets: the metric sees just what the test wrote."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+def scores(seed: int, *shape: int) -> Tensor:
+    return draw(*shape, seed=seed).softmax(-1)
+
+
+METRICS = {
+    "accuracy": (
+        lambda: classification.MulticlassAccuracy(KINDS, average="micro"),
+        lambda seed: (scores(seed, ROWS, KINDS), classes(ROWS, seed)),
+    ),
+    "macro F1": (
+        lambda: classification.MulticlassF1Score(KINDS, average="macro"),
+        lambda seed: (scores(seed, ROWS, KINDS), classes(ROWS, seed)),
+    ),
+    "AUROC": (
+        lambda: classification.BinaryAUROC(),
+        lambda seed: (draw(ROWS, seed=seed).sigmoid(), classes(ROWS, seed, 2)),
+    ),
+    "MSE": (
+        lambda: regression.MeanSquaredError(),
+        lambda seed: (draw(ROWS, seed=seed), draw(ROWS, seed=seed + 50)),
+    ),
+    "perplexity": (
+        lambda: text.Perplexity(ignore_index=-100),
+        lambda seed: (
+            scores(seed, ROWS, 5, KINDS).log(),
+            with_ignored(classes(ROWS * 5, seed).view(ROWS, 5)),
+        ),
+    ),
+}
+
+
+def with_ignored(tokens: Tensor) -> Tensor:
+    """Ignore other tokens in every row, so that rows do not weigh the same."""
+    kept = torch.arange(tokens.shape[1]) < (1 + torch.arange(len(tokens)) % 5).unsqueeze(1)
+    return tokens.where(kept, -100)
+
+
+def made(name: str) -> torchmetrics.Metric:
+    return METRICS[name][0]().set_dtype(F64)
+
+
+def padded(values: Tensor) -> Tensor:
+    """Return the values with nonsense in the padded rows, which must count nowhere."""
+    spoilt = values.clone()
+    spoilt[-PAD:] = spoilt[:PAD].flip(-1) if spoilt.dim() > 1 else spoilt[:PAD]
+    return spoilt
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("batches", [1, 3])
+def test_padded_rows_on_uneven_slices_equal_the_single_device(name, batches):
+    metric, expected = made(name), made(name)
+    first, labels = METRICS[name][1](0)
+    data = desc("scores", *first.shape)
+    label = desc("label", *labels.shape, dtype=labels.dtype)
+    with group_of(Probabilities(), data, labels=[label]) as group:
+        for seed in range(batches):
+            x, y = METRICS[name][1](seed)
+            group.forward(DataBatch(padded(x), padded(y), pad=PAD), is_train=False)
+            assert [part.stop - part.start for part in group.slices] == WORKLOADS
+            group.update_metric(metric, DataBatch(padded(x), padded(y), pad=PAD).labels)
+            expected.update(x[:-PAD], y[:-PAD])
+    assert abs(float(metric.compute()) - float(expected.compute())) < EXACT
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_the_test_would_see_a_mean_of_means(name):
+    """A control: the value that per-slice metrics averaged would give is another one."""
+    x, y = (each[:-PAD] for each in METRICS[name][1](0))
+    whole, parts = made(name), []
+    whole.update(x, y)
+    for own_x, own_y in zip(x.split(WORKLOADS), y.split(WORKLOADS), strict=True):
+        if name == "AUROC" and len(set(own_y.tolist())) < 2:
+            continue  # a slice of one class has none
+        part = made(name)
+        part.update(own_x, own_y)
+        parts.append(float(part.compute()))
+    assert abs(sum(parts) / len(parts) - float(whole.compute())) > 1e-3
+
+
+def test_padded_rows_enter_no_gradient_and_no_statistic():
+    class Normed(Loss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(5).double()
+
+        def forward(self, data: Tensor, label: Tensor) -> Tensor:
+            self.norm(data)
+            return super().forward(data, label)
+
+    net, twin = Normed(), Loss()
+    x, y = draw(ROWS, 5), classes(ROWS)
+    spoilt = x.clone()
+    spoilt[-PAD:] = float("nan")
+    with group_of(
+        net, desc("data", ROWS, 5), labels=[labels_desc(ROWS)], workloads=[0, 0, 1], devices=THREE
+    ) as group:
+        group.forward(DataBatch(spoilt, y, pad=PAD))
+        group.backward()
+        expected = twin(x[:-PAD], y[:-PAD])
+        assert_close(group.outputs()[0], expected.detach(), F64)
+    expected.backward()
+    assert_close(gradients_of(net)[:4], gradients_of(twin), F64)
+    assert_close(net.norm.running_mean, 0.1 * x[:-PAD].mean(0), F64)
+
+
+def test_outputs_have_no_padded_rows():
+    x = draw(ROWS, 5)
+    with group_of(nn.Tanh(), desc("input", ROWS, 5), inputs_need_grad=True) as group:
+        group.forward(DataBatch(x, pad=PAD))
+        assert torch.equal(group.outputs()[0], x[:-PAD].tanh())
+        group.backward([torch.ones(ROWS - PAD, 5, dtype=F64)])
+        grad = group.input_grads()[0]
+        assert_close(grad[: ROWS - PAD], 1 - x[:-PAD].tanh().square(), F64)
+
+
+def test_score_is_that_of_all_rows_together():
+    """Last batch padded and smaller shares: neither a mean over batches nor over devices."""
+    net = nn.Linear(5, KINDS).double()
+    x, y = draw(29, 5), classes(29)
+    loader = [
+        DataBatch(x[:18], y[:18]),
+        DataBatch(torch.cat([x[18:], x[:7]]), torch.cat([y[18:], y[:7]]), pad=7),
+    ]
+    metrics = {"f1": made("macro F1"), "accuracy": made("accuracy")}
+    with group_of(net, desc("input", 18, 5), labels=[labels_desc(18)]) as group:
+        found = group.score(loader, metrics)
+    for name, metric in {"f1": made("macro F1"), "accuracy": made("accuracy")}.items():
+        metric.update(net(x).detach(), y)
+        assert abs(float(found[name]) - float(metric.compute())) < EXACT
+    assert F.cross_entropy is not None
