@@ -1,0 +1,213 @@
+"""Uses of a group that MXNet's tests did not ask for: weights, several outputs, lists, auto."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from phalanx.errors import ConfigError, StateError
+from phalanx.executor import DataBatch, DataDesc, Epoch, Monitor
+from tests.conformance.containers import draw
+from tests.conformance.groups import (
+    CLASSES,
+    F64,
+    THREE,
+    Cell,
+    Loss,
+    Net,
+    classes,
+    desc,
+    group_of,
+    labels_desc,
+)
+from tests.conformance.models import assert_close, gradients_of
+
+
+class Weighted(Net):
+    def forward(self, data: Tensor, label: Tensor, weights: Tensor) -> Tensor:
+        losses = F.cross_entropy(super().forward(data), label, reduction="none")
+        return (losses * weights).sum() / weights.sum()
+
+
+class Both(Net):
+    """Its loss and its scores, as many users' models return them."""
+
+    def forward(self, data: Tensor, label: Tensor | None = None) -> dict[str, Tensor]:
+        scores = super().forward(data)
+        loss = scores.sum() * 0 if label is None else F.cross_entropy(scores, label)
+        return {"loss": loss, "scores": scores}
+
+
+def test_weights_reach_the_module_and_its_loss_stands_for_their_sum():
+    net, twin = Weighted(), Weighted()
+    x, y, w = draw(15, 5), classes(15), draw(15, seed=3).exp()
+    with group_of(net, desc("data", 15, 5), labels=[labels_desc(15)]) as group:
+        group.forward(DataBatch(x, y, pad=2, weights=w))
+        group.backward()
+        expected = twin(x[:13], y[:13], w[:13])
+        expected.backward()
+        assert_close(group.outputs()[0], expected.detach(), F64)
+    assert_close(gradients_of(net), gradients_of(twin), F64)
+
+
+def test_weights_are_refused_or_needed_by_name():
+    net = Weighted()
+    with group_of(net, desc("data", 7, 5), labels=[labels_desc(7)]) as group:
+        for weights, match in [
+            (None, "weights"),
+            (-draw(7).abs(), "weights"),
+            (draw(6), "weights"),
+        ]:
+            with pytest.raises(ConfigError, match=match):
+                group.forward(DataBatch(draw(7, 5), classes(7), weights=weights))
+
+
+def test_a_loss_beside_scores_is_what_is_differentiated_and_scores_are_measured():
+    net, twin = Both(), Both()
+    x, y = draw(15, 5), classes(15)
+    accuracy = MulticlassAccuracy(CLASSES, average="micro")
+    mean = MeanMetric().set_dtype(F64)
+    with group_of(net, desc("data", 15, 5), labels=[labels_desc(15)]) as group:
+        group.forward({"data": x, "label": y})
+        group.backward()
+        expected = twin(x, y)
+        expected["loss"].backward()
+        assert [name for name, _ in group.output_shapes] == ["loss", "scores"]
+        group.update_metric(accuracy)
+        group.update_metric(mean, output="loss")
+        with pytest.raises(ConfigError, match="'loss', 'scores'"):
+            group.update_metric(mean, output="lost")
+    assert_close(gradients_of(net), gradients_of(twin), F64)
+    assert accuracy.compute() == (expected["scores"].argmax(1) == y).float().mean()
+    assert_close(mean.compute(), expected["loss"].detach(), F64)
+
+
+def test_out_grads_by_name_leave_others_without_gradient():
+    net, twin = Both(), Both()
+    x, g = draw(15, 5), draw(15, 4, seed=2)
+    with group_of(net, desc("data", 15, 5)) as group:
+        group.forward(x)
+        group.backward({"scores": g})
+    twin(x)["scores"].backward(g)
+    assert_close(gradients_of(net), gradients_of(twin), F64)
+
+
+def test_a_list_of_batches_has_devices_that_rest_and_pads_of_their_own():
+    net, twin = Loss(), Loss()
+    x, y = draw(8, 5), classes(8)
+    batches = [DataBatch(x[:3], y[:3], pad=1), None, DataBatch(x[3:], y[3:], pad=2)]
+    with group_of(net, desc("data", 7, 5), labels=[labels_desc(7)]) as group:
+        group.forward(batches)
+        group.backward()
+        assert group.batch_size == 8
+        assert [part.stop - part.start for part in group.slices] == [2, 0, 3]
+        for wrong in ([None] * 3, batches[:2]):
+            with pytest.raises(ConfigError, match=r"per device \(3\)"):
+                group.forward(wrong)
+    kept = torch.tensor([0, 1, 3, 4, 5])
+    twin(x[kept], y[kept]).backward()
+    assert_close(gradients_of(net), gradients_of(twin), F64)
+
+
+def test_auto_workloads_keep_the_whole_batchs_gradients_and_states():
+    cell, plain = Cell(), Cell()
+    states = [desc("h", 15, 3), desc("c", 15, 3)]
+    h, c = draw(15, 3, seed=1), draw(15, 3, seed=2)
+    with group_of(
+        cell, desc("data", 15, 5), devices=THREE, workloads="auto", states=states
+    ) as group:
+        group.set_states(states=[h, [c[:1], c[1:6], c[6:]]])
+        for seed in range(4):
+            x = draw(15, 5, seed=seed)
+            group.forward(x)
+            group.backward([torch.ones(15, 3, dtype=F64), None, None])
+            assert_close(list(group.outputs()), [e.detach() for e in plain(x, h, c)], F64)
+        assert len(group.decisions) == 4
+        group.forward(draw(15, 5), is_train=False)
+        with pytest.raises(ConfigError, match=r"`states` must have 4 rows for `h`"):
+            group.forward(draw(4, 5))
+        assert group.batch_size == 15
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_module_keeps_its_mode_and_that_of_its_parts(training):
+    net = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(5)).double().train(training)
+    net[1].eval()
+    before = [each.training for each in net.modules()]
+    with group_of(net, desc("input", 9, 5), devices=2) as group:
+        group.forward(draw(9, 5))
+        assert [each.training for each in net.modules()] == before
+        group.forward(draw(9, 5), is_train=False)
+        assert [each.training for each in net.modules()] == before
+
+
+def test_two_passes_back_need_two_forward_passes_also_after_a_failed_one():
+    net, twin = Net(), Net()
+    with group_of(net, desc("data", 7, 5)) as group:
+        with pytest.raises(StateError, match=r"`forward\(\)`"):
+            group.outputs()
+        group.forward(draw(7, 5))
+        group.backward([draw(7, 4)])
+        with pytest.raises(StateError, match="inputs_need_grad"):
+            group.input_grads()
+    with pytest.raises(StateError, match="closed"):
+        group.forward(draw(7, 5))
+    twin(draw(7, 5)).backward(draw(7, 4))
+    assert_close(gradients_of(net), gradients_of(twin), F64)
+
+
+def test_fit_takes_what_a_loader_yields_and_tells_every_epoch():
+    net, twin = Loss(), Loss()
+    data = torch.utils.data.TensorDataset(draw(29, 5), classes(29))
+    loader = torch.utils.data.DataLoader(data, batch_size=7)
+    told: list[Epoch] = []
+    monitor = Monitor(which="gradients")
+    with group_of(net, desc("data", 7, 5), labels=[labels_desc(7)]) as group:
+        history = group.fit(
+            loader,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            epochs=2,
+            metrics={"loss": MeanMetric()},
+            validate=loader,
+            monitor=monitor,
+            on_epoch=told.append,
+        )
+    assert told == history
+    assert [epoch.batches for epoch in history] == [5, 5]
+    assert len(monitor.records) == 4
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for x, y in [*loader, *loader]:
+        plain.zero_grad()
+        twin(x, y).backward()
+        plain.step()
+    assert_close(list(net.parameters()), list(twin.parameters()), F64)
+    whole = twin(*data.tensors).item()
+    assert history[-1].validation["loss"] == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"layout": "NNC"}, "layout"),
+        ({"layout": "N"}, "layout"),
+        ({"dtype": "float33"}, "dtype"),
+        ({"name": ""}, "name"),
+    ],
+)
+def test_descriptions_that_cannot_be_read_are_refused(given: dict[str, Any], match):
+    with pytest.raises(ConfigError, match=match):
+        DataDesc(**{"name": "x", "shape": (3, 4, 5), **given})
+
+
+def test_numbers_are_converted_as_bound_but_never_cut_off():
+    with group_of(nn.Identity(), desc("input", 7, dtype=torch.int64)) as group:
+        group.forward(torch.arange(7, dtype=torch.int32))
+        assert group.outputs()[0].dtype == torch.int64
+        with pytest.raises(ConfigError, match=r"`input` must be torch\.int64"):
+            group.forward(draw(7))
