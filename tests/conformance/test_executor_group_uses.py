@@ -211,3 +211,17 @@ def test_numbers_are_converted_as_bound_but_never_cut_off():
         assert group.outputs()[0].dtype == torch.int64
         with pytest.raises(ConfigError, match=r"`input` must be torch\.int64"):
             group.forward(draw(7))
+
+
+@pytest.mark.filterwarnings("error")
+def test_arrays_are_read_whatever_their_memory():
+    net = nn.Linear(4, 2)
+    array = draw(5, 4, dtype=torch.float32).numpy()
+    locked = array.copy()
+    locked.flags.writeable = False
+    with group_of(net, desc("input", 5, 4, dtype=torch.float32)) as group:
+        for form in (locked, array[::-1].copy()[::-1], array.T.copy().T, array.astype("f8")):
+            group.forward(form)
+            assert_close(group.outputs()[0], net(torch.tensor(array)).detach(), torch.float32)
+        with pytest.raises(ConfigError, match=r"2 dims like \(5, 4\).*shape \(\)"):
+            group.forward(5)

@@ -1,5 +1,5 @@
 """The names and call orders of earlier systems over the rooms below."""
 
-from phalanx.compat import torch7
+from phalanx.compat import mxnet, torch7
 
-__all__ = ["torch7"]
+__all__ = ["mxnet", "torch7"]

@@ -344,8 +344,11 @@ def _named(given: Nested, descs: Sequence[DataDesc], noun: str) -> dict[str, Ten
 # Any: whatever the user gave.
 def _tensor(value: Any, desc: DataDesc) -> Tensor:
     try:
+        # A copy of what torch cannot view: read-only memory, negative strides.
         tensor = (
-            value if isinstance(value, Tensor) else torch.as_tensor(np.ascontiguousarray(value))
+            value
+            if isinstance(value, Tensor)
+            else torch.as_tensor(np.require(value, requirements=["C", "W"]))
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(

@@ -1,0 +1,150 @@
+"""MXNet's names, Python's and Scala's, over :class:`phalanx.DataParallelExecutorGroup`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from phalanx import executor
+from phalanx.errors import ConfigError
+from phalanx.executor import DataBatch, DataDesc, Monitor
+from phalanx.plan import workload_sizes
+
+__all__ = ["DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor", "_split_input_slice"]
+
+
+def _split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[slice]:
+    """Return each device's rows; unlike MXNet's, no case is refused, and none gets the remainder.
+
+    Example:
+        >>> _split_input_slice(6, [1, 1, 1, 1])
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None), slice(5, 6, None)]
+
+    Raises:
+        ConfigError: A workload is negative or not finite, or all are zero.
+    """
+    sizes = workload_sizes(batch_size, work_load_list)
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
+    """The group under MXNet's names; whatever is not named here has the same name there and here.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Linear(4, 2)
+        >>> with DataParallelExecutorGroup(net, 2, data=[("input", (3, 4))]) as group:
+        ...     group.forward(torch.ones(3, 4))
+        ...     [tuple(part.shape) for part in group.getOutputs()[0]]
+        ...     [tuple(whole.shape) for whole in group.get_outputs()]
+        [(2, 2), (1, 2)]
+        [(3, 2)]
+
+    Source: MXNet's ``module/executor_group.py`` and ``DataParallelExecutorGroup.scala``.
+    """
+
+    # Any, here and below: tensors, or lists of them by device; descriptions in any of their forms.
+    def get_outputs(
+        self, merge_multi_context: bool = True, begin: int = 0, end: int | None = None
+    ) -> list[Any]:
+        """Return outputs; see ``outputs``."""
+        return self.outputs(merge_multi_context, begin, end)
+
+    def getOutputs(self) -> list[Any]:
+        """Return outputs by device; see ``outputs``."""
+        return self.outputs(merge=False)
+
+    def getOutputsMerged(self) -> list[Any]:
+        """Return whole outputs; see ``outputs``."""
+        return self.outputs()
+
+    def get_input_grads(self, merge_multi_context: bool = True) -> list[Any]:
+        """Return gradients of the data; see ``input_grads``."""
+        return self.input_grads(merge_multi_context)
+
+    def getInputGrads(self) -> list[Any]:
+        """Return gradients of the data by device; see ``input_grads``."""
+        return self.input_grads(merge=False)
+
+    def getInputGradsMerged(self) -> list[Any]:
+        """Return whole gradients of the data; see ``input_grads``."""
+        return self.input_grads()
+
+    def get_states(self, merge_multi_context: bool = False) -> list[Any]:
+        """Return states by device; whole ones were not there in MXNet either.
+
+        Raises:
+            ConfigError: Whole ones are asked for.
+        """
+        if merge_multi_context:
+            raise ConfigError(
+                "`merge_multi_context` must be False for states, but is True. Join the parts along "
+                "their batch axis."
+            )
+        return self.states()
+
+    def get_output_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return names and shapes; see ``output_shapes``."""
+        return self.output_shapes
+
+    def getOutputShapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return names and shapes; see ``output_shapes``."""
+        return self.output_shapes
+
+    def getBatchSize(self) -> int:
+        """Return B; see ``batch_size``."""
+        return self.batch_size
+
+    def decide_slices(self, data_shapes: Any) -> list[slice]:
+        """Return the rows that each device would get of a batch of these shapes."""
+        descs = [DataDesc.of(each) for each in data_shapes]
+        rows = next((each.rows for each in descs if each.rows is not None), self.batch_size)
+        return _split_input_slice(rows, self.workloads)
+
+    def bind_exec(
+        self,
+        data_shapes: Any,
+        label_shapes: Any = (),
+        shared_group: executor.DataParallelExecutorGroup | None = None,
+        reshape: bool = False,
+    ) -> None:
+        """Bind to other shapes; see ``bind``."""
+        self.bind(data_shapes, label_shapes or (), shared_group, reshape)
+
+    def bindExec(
+        self,
+        dataShapes: Any,
+        labelShapes: Any = (),
+        sharedGroup: executor.DataParallelExecutorGroup | None = None,
+        reshape: bool = False,
+    ) -> None:
+        """Bind to other shapes; see ``bind``."""
+        self.bind(dataShapes, labelShapes or (), sharedGroup, reshape)
+
+    def getParams(
+        self,
+        argParams: MutableMapping[str, Tensor],
+        auxParams: MutableMapping[str, Tensor],
+    ) -> None:
+        """Copy parameters and buffers into the mappings; see ``get_params``."""
+        self.get_params((argParams, auxParams))
+
+    def setParams(
+        self,
+        argParams: Mapping[str, Tensor],
+        auxParams: Mapping[str, Tensor] | None = None,
+        allowExtra: bool = False,
+    ) -> None:
+        """Copy parameters and buffers into the module; see ``set_params``."""
+        self.set_params(argParams, auxParams, allow_extra=allowExtra)
+
+    def installMonitor(self, monitor: Monitor) -> None:
+        """Let ``monitor`` watch; see ``install_monitor``."""
+        self.install_monitor(monitor)
+
+    def updateMetric(self, evalMetric: Any, labels: Any) -> None:
+        """Count the last batch; see ``update_metric``."""
+        self.update_metric(evalMetric, labels)

@@ -1,0 +1,92 @@
+"""MXNet's names, each once, against plain PyTorch on the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torchmetrics.classification import MulticlassAccuracy
+
+from phalanx.compat import mxnet
+from phalanx.errors import ConfigError
+from phalanx.executor import DataBatch
+from phalanx.plan import equal_sizes
+from tests.conformance.containers import draw
+from tests.conformance.groups import CLASSES, F64, THREE, WORKLOADS, Net, classes, desc, labels_desc
+from tests.conformance.models import assert_close, gradients_of
+
+
+def run_once(net: Net) -> tuple[mxnet.DataParallelExecutorGroup, Tensor, Tensor]:
+    """Return a group after one pass there and back, and plain outputs and input gradients."""
+    group = mxnet.DataParallelExecutorGroup(
+        net,
+        THREE,
+        data=[desc("data", 15, 5)],
+        labels=[labels_desc(15)],
+        workloads=WORKLOADS,
+        inputs_need_grad=True,
+    )
+    group.forward(DataBatch(draw(15, 5), classes(15)))
+    group.backward([draw(15, 4, seed=1)])
+    x = draw(15, 5).requires_grad_()
+    expected = Net()(x)
+    expected.backward(draw(15, 4, seed=1))
+    assert x.grad is not None
+    return group, expected.detach(), x.grad
+
+
+def test_results_under_both_languages_names():
+    net = Net()
+    group, expected, gradient = run_once(net)
+    with group:
+        for whole in (group.get_outputs(), group.getOutputsMerged()):
+            assert_close(whole[0], expected, F64)
+        for parts in (group.getOutputs()[0], group.get_outputs(merge_multi_context=False)[0]):
+            assert [len(part) for part in parts] == WORKLOADS
+            assert_close(torch.cat(parts), expected, F64)
+        assert group.get_outputs(begin=1) == []
+        for whole in (group.get_input_grads(), group.getInputGradsMerged()):
+            assert_close(whole[0], gradient, F64)
+        for parts in (group.getInputGrads()[0], group.get_input_grads(False)[0]):
+            assert_close(torch.cat(parts), gradient, F64)
+        assert group.get_output_shapes() == group.getOutputShapes() == [("output0", (15, 4))]
+        assert group.getBatchSize() == 15
+        metric = MulticlassAccuracy(CLASSES, average="micro")
+        group.updateMetric(metric, classes(15))
+        assert metric.compute() == (expected.argmax(1) == classes(15)).float().mean()
+
+
+def test_binding_slices_and_parameters_under_both_languages_names():
+    net, other = Net(), Net()
+    torch.nn.init.zeros_(other.head.bias)
+    group, _, _ = run_once(net)
+    with group:
+        assert group.decide_slices([("data", (15, 5))]) == [
+            slice(0, 1),
+            slice(1, 6),
+            slice(6, 15),
+        ]
+        group.bind_exec([desc("data", 7, 5)], [labels_desc(7)], reshape=True)
+        assert group.getBatchSize() == 7
+        group.bindExec([desc("data", 9, 5)], [labels_desc(9)], None, True)
+        assert group.getBatchSize() == 9
+        group.setParams({**dict(other.named_parameters()), "tail": torch.ones(1)}, allowExtra=True)
+        params: dict[str, Tensor] = {}
+        group.getParams(params, {})
+        assert_close(list(params.values()), [each.detach() for each in other.parameters()], F64)
+        assert group.get_states() == []
+        with pytest.raises(ConfigError, match="merge_multi_context"):
+            group.get_states(merge_multi_context=True)
+        monitor = mxnet.Monitor()
+        group.installMonitor(monitor)
+        monitor.tic()
+        group.forward(draw(9, 5))
+        assert {record.device for record in monitor.toc()} == {"cpu#0", "cpu#1", "cpu#2"}
+    assert all(gradient is not None for gradient in gradients_of(net))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 6, 8, 15, 20, 28, 100])
+@pytest.mark.parametrize("devices", [2, 4, 7, 8])
+def test_split_input_slice_gives_sizes_in_every_case(rows, devices):
+    slices = mxnet._split_input_slice(rows, [1] * devices)
+    assert [part.stop - part.start for part in slices] == equal_sizes(rows, devices)
