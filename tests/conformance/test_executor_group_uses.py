@@ -225,3 +225,68 @@ def test_arrays_are_read_whatever_their_memory():
             assert_close(group.outputs()[0], net(torch.tensor(array)).detach(), torch.float32)
         with pytest.raises(ConfigError, match=r"2 dims like \(5, 4\).*shape \(\)"):
             group.forward(5)
+
+
+class Breaking(torch.autograd.Function):
+    breaks = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if Breaking.breaks:
+            raise ZeroDivisionError("asked to")
+        return gradient
+
+
+def test_a_backward_pass_that_fails_leaves_the_gradients_as_they_were(monkeypatch):
+    class Fragile(Net):
+        def forward(self, data: Tensor) -> Tensor:
+            return Breaking.apply(super().forward(data))
+
+    net = Fragile()
+    with group_of(net, desc("data", 7, 5)) as group:
+        group.forward(draw(7, 5))
+        group.backward([draw(7, 4)])
+        before = [gradient.clone() for gradient in gradients_of(net)]
+        group.forward(draw(7, 5, seed=1))
+        monkeypatch.setattr(Breaking, "breaks", True)
+        with pytest.raises(ZeroDivisionError, match="asked to"):
+            group.backward([draw(7, 4)])
+        torch.testing.assert_close(gradients_of(net), before, rtol=0, atol=0)
+        monkeypatch.setattr(Breaking, "breaks", False)
+        group.forward(draw(7, 5))
+        group.backward([draw(7, 4)])
+        torch.testing.assert_close(gradients_of(net), before, rtol=0, atol=0)
+
+
+def test_statistics_weigh_by_rows_wherever_the_batch_axis_is():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(2, dtype=F64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = x.mean((0, 1)).detach()
+            return x
+
+    net, x = Counting(), draw(3, 15, 2)
+    with group_of(net, desc("x", 3, 15, 2, layout="TNC")) as group:
+        group.forward(x)
+    assert_close(net.mean, x.mean((0, 1)), F64)
+
+
+def test_the_gradient_of_an_output_without_rows_is_counted_once():
+    class Sums(Net):
+        def forward(self, data: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(data), self.body.weight.sum(1)
+
+    net, twin, g = Sums(), Sums(), draw(7, seed=4)
+    outputs = [desc("scores", 15, 4), desc("sums", 7, layout="C")]
+    with group_of(net, desc("data", 15, 5), outputs=outputs) as group:
+        group.forward(draw(15, 5))
+        group.backward({"sums": g})
+    twin(draw(15, 5))[1].backward(g)
+    assert_close(net.body.weight.grad, twin.body.weight.grad, F64)
