@@ -290,3 +290,83 @@ def test_the_gradient_of_an_output_without_rows_is_counted_once():
         group.backward({"sums": g})
     twin(draw(15, 5))[1].backward(g)
     assert_close(net.body.weight.grad, twin.body.weight.grad, F64)
+
+
+def test_binding_to_a_shared_group_keeps_the_gradient_requests():
+    net, other = Net(), Net()
+    data = [desc("data", 15, 5)]
+    with (
+        group_of(other, *data) as first,
+        group_of(net, *data, fixed_parameters=["head.bias"]) as second,
+    ):
+        second.bind(data, shared_group=first, reshape=True)
+        for _ in range(2):
+            second.forward(draw(15, 5))
+            second.backward([draw(15, 4, seed=1)])
+        twin = Net()
+        twin(draw(15, 5)).backward(draw(15, 4, seed=1))
+        assert_close(net.body.weight.grad, twin.body.weight.grad, F64)
+        assert net.head.bias.grad is None
+    assert net.head.bias.requires_grad
+
+
+def test_rows_that_pad_a_device_of_a_list_are_not_taken_for_the_batchs_end():
+    x = draw(8, 5)
+    batches = [DataBatch(x[:3], pad=1), None, DataBatch(x[3:], pad=2)]
+    with group_of(Net(), desc("data", 8, 5), inputs_need_grad=True) as group:
+        group.forward(batches)
+        with pytest.raises(ConfigError, match=r"shape \(5, 4\)"):
+            group.backward([draw(8, 4)])
+        group.backward([draw(5, 4)])
+        grad = group.input_grads()[0]
+        assert [bool(row.any()) for row in grad] == [True] * 2 + [False] + [True] * 3 + [False] * 2
+
+
+def test_outputs_that_are_refused_leave_statistics_alone():
+    net = nn.BatchNorm1d(2).double()
+    with (
+        group_of(
+            net, desc("input", 9, 2), devices=2, outputs=[("a", (9, 2)), ("b", (9,))]
+        ) as group,
+        pytest.raises(ConfigError, match="declare all 1 outputs"),
+    ):
+        group.forward(draw(9, 2))
+    assert net.num_batches_tracked == 0
+    assert not net.running_mean.any()
+
+
+def test_get_params_that_is_refused_writes_nothing():
+    net = nn.BatchNorm1d(2).double()
+    own = {"weight": torch.zeros(2, dtype=F64)}
+    with group_of(net, desc("input", 9, 2)) as group, pytest.raises(ConfigError, match="'bad'"):
+        group.get_params((own, {"bad": torch.zeros(1)}))
+    assert own.keys() == {"weight"}
+    assert not own["weight"].any()
+
+
+def test_an_output_that_is_none_is_none():
+    class Pair(Net):
+        def forward(self, data: Tensor) -> tuple[Tensor, None]:
+            return super().forward(data), None
+
+    net = Pair()
+    with group_of(net, desc("data", 15, 5)) as group:
+        group.forward(draw(15, 5))
+        assert group.outputs()[1] is None
+        group.backward([draw(15, 4), None])
+
+
+def test_predict_joins_along_the_batch_axis():
+    x = draw(3, 9, 5)
+    with group_of(nn.Tanh(), desc("input", 3, 7, 5, layout="TNC")) as group:
+        found = group.predict([x[:, :7], x[:, 7:]])
+    assert torch.equal(found, x.tanh())
+
+
+def test_states_may_have_the_padded_rows_too():
+    states = [desc("h", 15, 3), desc("c", 15, 3)]
+    h, c, x = draw(15, 3), draw(15, 3, seed=1), draw(15, 5)
+    with group_of(Cell(), desc("data", 15, 5), states=states) as group:
+        group.set_states([h, c])
+        group.forward(DataBatch(x, pad=4))
+        assert_close(group.outputs()[0], Cell()(x[:11], h[:11], c[:11])[0].detach(), F64)

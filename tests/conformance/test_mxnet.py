@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -90,3 +93,12 @@ def test_binding_slices_and_parameters_under_both_languages_names():
 def test_split_input_slice_gives_sizes_in_every_case(rows, devices):
     slices = mxnet._split_input_slice(rows, [1] * devices)
     assert [part.stop - part.start for part in slices] == equal_sizes(rows, devices)
+
+
+def test_every_bug_of_the_page_has_a_test_that_exists():
+    here = Path(__file__).parent
+    page = (here.parents[1] / "docs/migrating_mxnet.md").read_text()
+    named = re.findall(r"`(test_\w+)` \|$", page, re.MULTILINE)
+    texts = "".join(each.read_text() for each in here.glob("test_executor_group*.py"))
+    assert len(named) > 10
+    assert [name for name in named if f"def {name}(" not in texts] == []

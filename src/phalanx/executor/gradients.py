@@ -49,6 +49,7 @@ class GradientRequests:
                     )
         self._written: list[nn.Parameter] = []
         self._silenced: list[nn.Parameter] = []
+        self._applied = False
         for name, parameter in module.named_parameters():
             word = "null" if _first(name, fixed) is not None else _request_of(name, rules)
             if word == "write":
@@ -60,10 +61,11 @@ class GradientRequests:
         """Let parameters of "null" need no gradient."""
         for parameter in self._silenced:
             parameter.requires_grad_(False)
+        self._applied = True
 
     def close(self) -> None:
         """Let them need gradients again; idempotent."""
-        for parameter in self._silenced:
+        for parameter in self._silenced if self._applied else ():
             parameter.requires_grad_(True)
         self._silenced = []
 

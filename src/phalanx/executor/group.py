@@ -23,7 +23,7 @@ from phalanx.executor.gradients import GradientRequests
 from phalanx.executor.loop import Epoch, fit, predict, score
 from phalanx.executor.metrics import GroupMetrics
 from phalanx.executor.monitor import Monitor
-from phalanx.executor.outputs import measured, pick_gradients, read_outputs
+from phalanx.executor.outputs import Output, measured, pick_gradients, read_outputs
 from phalanx.executor.parameters import check_tensors, read_tensors, share_tensors
 from phalanx.executor.passes import Pass, mode_of
 from phalanx.executor.states import States
@@ -103,7 +103,8 @@ class DataParallelExecutorGroup:
         self._model = DataParallel(module, devices, workloads=workloads, buffers=buffers)
         self._declared = read_descs(outputs, "outputs")
         self._binding = Binding.of(module, data, labels, states)
-        self._requests = GradientRequests(module, grad_req, fixed_parameters)
+        self._asked = grad_req, fixed_parameters
+        self._requests = GradientRequests(module, *self._asked)
         self.for_training = for_training
         self.inputs_need_grad = inputs_need_grad
         self._states = States(len(self._model.devices))
@@ -112,7 +113,7 @@ class DataParallelExecutorGroup:
         self._closed = False
         if shared_group is not None:
             self._share(shared_group)
-            self._requests = GradientRequests(module, grad_req, fixed_parameters)
+            self._requests = GradientRequests(module, *self._asked)
         if for_training:
             self._requests.apply()
 
@@ -188,6 +189,11 @@ class DataParallelExecutorGroup:
             return [(each.name, each.shape) for each in self._declared]
         return [(each.name, each.shape(self.batch_size)) for each in self._last().outputs]
 
+    @property
+    def output_axes(self) -> list[int | None]:
+        """The batch axis of each output of the last batch; None for one without rows."""
+        return [each.axis if each.kind == "rows" else None for each in self._last().outputs]
+
     # -- binding -----------------------------------------------------
 
     def bind(
@@ -211,7 +217,13 @@ class DataParallelExecutorGroup:
                 "beginning, but is not."
             )
         if shared_group is not None:
-            self._share(shared_group)
+            self._requests.close()
+            try:
+                self._share(shared_group)
+            finally:
+                self._requests = GradientRequests(self.module, *self._asked)
+                if self.for_training:
+                    self._requests.apply()
         self._binding, self._pass = binding, None
 
     def reshape(self, data: Any, labels: Any = None) -> None:
@@ -249,16 +261,19 @@ class DataParallelExecutorGroup:
         leaves = [self._leaves_of(share, graph) for share in shares]
         sizes = [share.rows for share in shares]
         used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)
-        states = self._states.cut(binding.states, sizes)
+        states = self._states.cut(binding.states, sizes, pads[0] if len(pads) == 1 else 0)
         parts = [
             binding.call(share, own, state) if size else None
             for share, own, state, size in zip(shares, leaves, states, used, strict=True)
         ]
-        with mode_of(self.module, trains), torch.set_grad_enabled(graph):
-            found = self._model.forward_parts(parts, sizes)
         weights = [_stands_for(share, binding) for share in shares]
         axis = next((each.batch_axis for each in binding.data if each.batch_axis is not None), 0)
-        outputs = read_outputs(found, sizes, weights, self._declared, axis)
+
+        def read(found: Sequence[Nested]) -> list[Output]:
+            return read_outputs(found, sizes, weights, self._declared, axis)
+
+        with mode_of(self.module, trains), torch.set_grad_enabled(graph):
+            outputs = read(self._model.forward_parts(parts, sizes, check=read))
         self._binding = binding
         self._pass = Pass(shares, leaves, outputs, sum(sizes), pads, trains, graph)
 
@@ -288,13 +303,13 @@ class DataParallelExecutorGroup:
             pair
             for output, gradient in zip(last.outputs, given, strict=True)
             if gradient is not None or out_grads is None
-            for pair in output.gradients(gradient, last.rows, sum(last.pads))
+            for pair in output.gradients(gradient, last.rows, last.pad)
         ]
+        last.graph = False  # whatever becomes of it: torch frees a graph on the way back
         with self._requests.writing():
             if pairs:
                 tensors, gradients = zip(*pairs, strict=True)
                 torch.autograd.backward(tensors, gradients)
-        last.graph = False
 
     def outputs(self, merge: bool = True, begin: int = 0, end: int | None = None) -> list[Any]:
         """Return the outputs from ``begin`` to ``end``, without padded rows and without a graph.
@@ -352,8 +367,9 @@ class DataParallelExecutorGroup:
     ) -> tuple[MutableMapping[str, Tensor], MutableMapping[str, Tensor]]:
         """Return copies of parameters and buffers by name, or copy them into those given."""
         params, buffers = ({}, {}) if into is None else into
-        read_tensors(self.module.named_parameters(), params)
-        read_tensors(self.module.named_buffers(), buffers)
+        read_tensors(
+            (self.module.named_parameters(), params), (self.module.named_buffers(), buffers)
+        )
         return params, buffers
 
     def set_params(
@@ -411,15 +427,15 @@ class DataParallelExecutorGroup:
         own = self._labels_of(last, labels, pre_sliced)
         parts: list[Any] = []
         for place, share in enumerate(last.shares):
-            if outputs[0].parts[place] is None:
+            if place not in outputs[0].used:
                 parts.append(None)
                 continue
-            values = [each.per_device()[place] for each in outputs]
+            values = [_contiguous(each.per_device()[place]) for each in outputs]
             weights = share.weights
-            if weights is None and outputs[0].kind == "loss" and own[place] is None:
-                weights = torch.ones(share.rows)
+            if outputs[0].kind == "loss" and (weights is not None or own[place] is None):
+                weights = torch.tensor([float(outputs[0].shares[place])])
             value = values[0] if len(values) == 1 else values
-            parts.append((value, own[place], weights))
+            parts.append((value, _contiguous(own[place]), weights))
         label_axis = next((each.batch_axis or 0 for each in self._binding.labels), 0)
         self._metrics.update_metric(metric, parts, (outputs[0].axis or 0, label_axis))
 
@@ -480,7 +496,10 @@ class DataParallelExecutorGroup:
 
     # Any: batches in any of their forms.
     def predict(self, loader: Iterable[Any]) -> Any:
-        """Return the outputs for all rows of ``loader``, padded ones left out: one, or a list."""
+        """Return the outputs for all rows of ``loader``, padded ones left out: one, or a list.
+
+        An output without rows, such as a loss, is a list with each batch's.
+        """
         return predict(self, loader)
 
     # -- inside ------------------------------------------------------
@@ -530,7 +549,10 @@ class DataParallelExecutorGroup:
         return self._binding.of_rows(rows), shares, pads
 
     def _leaves_of(self, share: Share, graph: bool) -> dict[str, Tensor]:
-        leaves = {name: value.detach() for name, value in share.data.items()}
+        leaves = {
+            name: value.clone() if graph and value.is_inference() else value.detach()
+            for name, value in share.data.items()
+        }
         if graph and self.inputs_need_grad:
             for leaf in leaves.values():
                 leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
@@ -550,7 +572,14 @@ class DataParallelExecutorGroup:
                 None if own is None else self._binding.joined(self._binding.read_labels(own))
                 for own in labels
             ]
-        return self._binding.cut_labels(labels, last.sizes, sum(last.pads))
+        return self._binding.cut_labels(labels, last.sizes, last.pad)
+
+
+def _contiguous(value: Nested) -> Nested:
+    """Lay tensors out for metrics, many of which call `view`."""
+    if isinstance(value, list):
+        return [_contiguous(each) for each in value]
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _stands_for(share: Share, binding: Binding) -> float:

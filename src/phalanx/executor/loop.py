@@ -56,6 +56,9 @@ class Looping(Protocol):
     @property
     def label_shapes(self) -> tuple[DataDesc, ...]: ...
 
+    @property
+    def output_axes(self) -> list[int | None]: ...
+
     def forward(self, batch: Any, is_train: bool | None = None) -> None: ...
 
     def backward(self, out_grads: Any = None) -> None: ...
@@ -133,20 +136,20 @@ def score(group: Looping, loader: Iterable[Any], metrics: Mapping[str, Any]) -> 
 def predict(group: Looping, loader: Iterable[Any]) -> Any:  # Any: a tensor or several
     """Collect outputs; see :meth:`DataParallelExecutorGroup.predict`."""
     columns: list[list[Any]] = []
+    axes: list[int | None] = []
     for batch in _batches(group, loader):
         group.forward(batch, is_train=False)
         outputs = group.outputs()
-        columns = columns or [[] for _ in outputs]
+        columns, axes = columns or [[] for _ in outputs], group.output_axes
         for column, output in zip(columns, outputs, strict=True):
             column.append(output)
-    whole = [_joined(column) for column in columns]
+    whole = [_joined(column, axis) for column, axis in zip(columns, axes, strict=True)]
     return whole[0] if len(whole) == 1 else whole
 
 
-def _joined(column: list[Any]) -> Any:  # Any: a tensor, or a list of what cannot be joined
-    if not all(isinstance(each, Tensor) for each in column):
-        return column
-    return torch.stack(column) if column[0].dim() == 0 else torch.cat(column)
+# Any: a tensor, or a list with what each batch gave.
+def _joined(column: list[Any], axis: int | None) -> Any:
+    return column if axis is None else torch.cat(column, axis)
 
 
 # Any: metrics, functions, and batches in any of their forms.

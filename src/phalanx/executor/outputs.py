@@ -26,6 +26,7 @@ class Output:
 
     Attributes:
         parts: By device; None for those that took no part.
+        used: The devices that took part.
         shares: What each part stands for: rows, or the sum of their weights; for losses.
         axis: The batch axis; None: the first device's is everybody's.
         kind: "rows", "whole", "loss" (a number per device, a mean over its rows), "numbers" (a
@@ -34,14 +35,10 @@ class Output:
 
     name: str
     parts: tuple[Any, ...]  # Any: tensors, or whatever else the module returns
+    used: tuple[int, ...]
     shares: tuple[float, ...]
     axis: int | None
     kind: str
-
-    @property
-    def used(self) -> list[int]:
-        """The devices that took part."""
-        return [place for place, part in enumerate(self.parts) if part is not None]
 
     def merged(self) -> Any:
         """Return the whole batch's: on the first device's, and without its graph."""
@@ -129,7 +126,7 @@ def read_outputs(
         ConfigError: Devices return different structures; there are more or fewer outputs than are
             declared; an output has not its device's rows where it should.
     """
-    used = [place for place, each in enumerate(found) if each is not None]
+    used = tuple(place for place, size in enumerate(sizes) if size) or (0,)
     flat = {place: flatten(found[place]) for place in used}
     spec = flat[used[0]][1]
     if any(flat[place][1] != spec for place in used):
@@ -145,6 +142,11 @@ def read_outputs(
             f"`outputs` must declare all {len(names)} outputs of the module, but declares "
             f"{len(declared)}."
         )
+    told = [desc.name for desc in declared] or names
+    if len(set(told)) < len(told):
+        raise ConfigError(
+            f"`outputs` must have a name each, but are named {told}. Declare them with other names."
+        )
     outputs = []
     for index, name in enumerate(names):
         desc = declared[index] if declared else None
@@ -156,7 +158,7 @@ def read_outputs(
         kind = _kind(parts[used[0]], axis)
         if kind == "rows":
             axis = _checked_axis(name, parts, sizes, axis, desc)
-        outputs.append(Output(name, tuple(parts), tuple(shares), axis, kind))
+        outputs.append(Output(name, tuple(parts), used, tuple(shares), axis, kind))
     return outputs
 
 

@@ -13,20 +13,22 @@ from phalanx.errors import ConfigError
 __all__ = ["check_tensors", "read_tensors", "share_tensors"]
 
 
-def read_tensors(known: Iterable[tuple[str, Tensor]], into: MutableMapping[str, Tensor]) -> None:
-    """Copy every tensor into that of its name, or add a copy where there is none.
+def read_tensors(*pairs: tuple[Iterable[tuple[str, Tensor]], MutableMapping[str, Tensor]]) -> None:
+    """Copy every tensor (the first of a pair) into that of its name (the second), or add a copy.
 
     Raises:
         ConfigError: ``into`` has other names, or another shape; nothing is written then.
     """
-    tensors = dict(known)
-    _check(into, tensors)
+    checked = [(dict(known), into) for known, into in pairs]
+    for tensors, into in checked:
+        _check(into, tensors)
     with torch.no_grad():
-        for name, tensor in tensors.items():
-            if name in into:
-                into[name].copy_(tensor)
-            else:
-                into[name] = tensor.detach().clone()
+        for tensors, into in checked:
+            for name, tensor in tensors.items():
+                if name in into:
+                    into[name].copy_(tensor)
+                else:
+                    into[name] = tensor.detach().clone()
 
 
 def check_tensors(

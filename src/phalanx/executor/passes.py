@@ -43,6 +43,11 @@ class Pass:
     graph: bool
 
     @property
+    def pad(self) -> int:
+        """Padded rows at the end of the whole batch; 0 if every device has its own."""
+        return self.pads[0] if len(self.pads) == 1 else 0
+
+    @property
     def sizes(self) -> list[int]:
         """Each device's rows."""
         return [share.rows for share in self.shares]
@@ -60,11 +65,19 @@ class Pass:
         axis = desc.batch_axis
         if axis is None:
             return torch.stack(moved).sum(0)
-        if not sum(self.pads):
-            return torch.cat(moved, axis)
-        shape = list(moved[0].shape)
-        shape[axis] = sum(self.pads)
-        return torch.cat([*moved, moved[0].new_zeros(shape)], axis)
+        if len(self.pads) == 1:
+            return torch.cat([*moved, _zeros(moved[0], axis, self.pads[0])], axis)
+        pads = [pad for pad, grad in zip(self.pads, grads, strict=True) if grad is not None]
+        pairs = zip(moved, pads, strict=True)
+        return torch.cat(
+            [each for grad, pad in pairs for each in (grad, _zeros(grad, axis, pad))], axis
+        )
+
+
+def _zeros(like: Tensor, axis: int, rows: int) -> Tensor:
+    shape = list(like.shape)
+    shape[axis] = rows
+    return like.new_zeros(shape)
 
 
 def _gradient(leaf: Tensor | None) -> Tensor | None:

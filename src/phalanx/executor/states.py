@@ -42,8 +42,10 @@ class States:
             )
         self._parts = [self._read(desc, given) for desc, given in zip(descs, states, strict=True)]
 
-    def cut(self, descs: Sequence[DataDesc], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Return each device's states by name.
+    def cut(
+        self, descs: Sequence[DataDesc], sizes: Sequence[int], pad: int = 0
+    ) -> list[dict[str, Tensor]]:
+        """Return each device's states by name; rows for ``pad`` padded ones may be there or not.
 
         Raises:
             ConfigError: Tensors were given that have other rows together.
@@ -52,7 +54,7 @@ class States:
         for place, desc in enumerate(descs):
             own = None if self._parts is None else self._parts[place]
             filled = own is None
-            pieces = self._filled(desc, sizes) if own is None else _fitted(desc, own, sizes)
+            pieces = self._filled(desc, sizes) if own is None else _fitted(desc, own, sizes, pad)
             for part, piece in zip(parts, pieces, strict=True):
                 part[desc.name] = piece if filled else piece.detach()
         return parts
@@ -81,7 +83,9 @@ class States:
         return [each for each in parts if each is not None]
 
 
-def _fitted(desc: DataDesc, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+def _fitted(
+    desc: DataDesc, parts: Sequence[Tensor], sizes: Sequence[int], pad: int
+) -> list[Tensor]:
     """Return the parts as they are where their rows fit, or joined and cut anew."""
     axis = desc.batch_axis
     if axis is None:
@@ -89,9 +93,9 @@ def _fitted(desc: DataDesc, parts: Sequence[Tensor], sizes: Sequence[int]) -> li
     if [part.shape[axis] for part in parts] == list(sizes):
         return list(parts)
     whole = torch.cat([part.to(parts[0].device) for part in parts], axis)
-    if whole.shape[axis] != sum(sizes):
+    if whole.shape[axis] not in (sum(sizes), sum(sizes) + pad):
         raise ConfigError(
             f"`states` must have {sum(sizes)} rows for `{desc.name}` like the batch, but have "
             f"{whole.shape[axis]}. Call `set_states()` for this batch size."
         )
-    return list(whole.split(list(sizes), axis))
+    return list(whole.narrow(axis, 0, sum(sizes)).split(list(sizes), axis))

@@ -176,7 +176,10 @@ class DataParallel(Container, Unwrapped):
         return self._forward(Call(args, kwargs), sizes)
 
     def forward_parts(
-        self, parts: Sequence[Nested], sizes: Sequence[int] | None = None
+        self,
+        parts: Sequence[Nested],
+        sizes: Sequence[int] | None = None,
+        check: Callable[[list[Nested]], object] | None = None,
     ) -> list[Nested]:
         """Run the module on inputs that are cut already, and return every replica's outputs.
 
@@ -187,6 +190,7 @@ class DataParallel(Container, Unwrapped):
             parts: One for each replica: a tuple is given as positions, a dict by name, anything
                 else as the one argument; None for a replica that takes no part.
             sizes: How many rows each stands for; default: by the layout.
+            check: Called with what will be returned, before buffers change; it may refuse.
 
         Returns:
             Outputs by replica, None for those that took no part.
@@ -221,8 +225,15 @@ class DataParallel(Container, Unwrapped):
 
         leaves = [None if call is None else call.leaves for call in calls]
         observe = self._observer(rows)
-        outputs = iter(self._as_tried(lambda: self._run(leaves, weights, run, list, observe)))
-        return [None if call is None else next(outputs) for call in calls]
+
+        def place(found: list[Nested]) -> list[Nested]:
+            outputs = iter(found)
+            placed = [None if call is None else next(outputs) for call in calls]
+            if check is not None:
+                check(placed)
+            return placed
+
+        return self._as_tried(lambda: self._run(leaves, weights, run, place, observe))
 
     def forward_loss(
         self,
