@@ -69,6 +69,8 @@ def test_binding_slices_and_parameters_under_both_languages_names():
             slice(1, 6),
             slice(6, 15),
         ]
+        with pytest.raises(ConfigError, match="`mask` must have 15 rows like `data`, but has 5"):
+            group.decide_slices([("data", (15, 5)), ("mask", (5, 5))])
         group.bind_exec([desc("data", 7, 5)], [labels_desc(7)], reshape=True)
         assert group.getBatchSize() == 7
         group.bindExec([desc("data", 9, 5)], [labels_desc(9)], None, True)
@@ -77,6 +79,12 @@ def test_binding_slices_and_parameters_under_both_languages_names():
         params: dict[str, Tensor] = {}
         group.getParams(params, {})
         assert_close(list(params.values()), [each.detach() for each in other.parameters()], F64)
+        by_python: dict[str, Tensor] = {}
+        group.get_params(by_python, {})
+        assert_close(list(by_python.values()), list(params.values()), F64)
+        assert group.get_params()[0].keys() == params.keys()
+        with pytest.raises(ConfigError, match="aux_params"):
+            group.get_params(by_python)
         assert group.get_states() == []
         with pytest.raises(ConfigError, match="merge_multi_context"):
             group.get_states(merge_multi_context=True)
@@ -93,6 +101,53 @@ def test_binding_slices_and_parameters_under_both_languages_names():
 def test_split_input_slice_gives_sizes_in_every_case(rows, devices):
     slices = mxnet._split_input_slice(rows, [1] * devices)
     assert [part.stop - part.start for part in slices] == equal_sizes(rows, devices)
+
+
+def sizes_of(slices: list[slice]) -> list[int]:
+    return [part.stop - part.start for part in slices]
+
+
+# MXNet gave the last device what rounding left, or refused; sizes never differ by two rows here.
+@pytest.mark.parametrize(
+    ("rows", "devices", "sizes"),
+    [
+        (5, 2, [3, 2]),
+        (6, 4, [2, 2, 1, 1]),
+        (10, 4, [3, 3, 2, 2]),
+        (20, 8, [3] * 4 + [2] * 4),
+        (15, 8, [2] * 7 + [1]),
+        (36, 7, [6] + [5] * 6),
+        (100, 8, [13] * 4 + [12] * 4),
+        (2, 3, [1, 1, 0]),
+        (0, 3, [0, 0, 0]),
+    ],
+)
+def test_split_input_slice_where_mxnet_was_uneven_or_refused(rows, devices, sizes):
+    slices = mxnet._split_input_slice(rows, [1] * devices)
+    assert sizes_of(slices) == sizes
+    assert [part.start for part in slices] == [sum(sizes[:place]) for place in range(devices)]
+
+
+REFUSED = [
+    *[(6, 4), (8, 5), (9, 6), (10, 6), (11, 7), (12, 7), (18, 7)],
+    *[(12, 8), (13, 8), (14, 8), (21, 8), (28, 8), (15, 6), (20, 8)],
+]
+
+
+@pytest.mark.parametrize(("rows", "devices"), REFUSED)
+def test_split_input_slice_gives_rows_to_all_where_mxnet_raised(rows, devices):
+    sizes = sizes_of(mxnet._split_input_slice(rows, [1] * devices))
+    assert sum(sizes) == rows
+    assert min(sizes) >= 1
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "workloads", "sizes"),
+    [(23, [10, 10, 3], [10, 10, 3]), (5, [1, 0, 1], [3, 0, 2]), (15, [1, 5, 9], [1, 5, 9])],
+)
+def test_split_input_slice_follows_workloads(rows, workloads, sizes):
+    assert sizes_of(mxnet._split_input_slice(rows, workloads)) == sizes
 
 
 def test_every_bug_of_the_page_has_a_test_that_exists():

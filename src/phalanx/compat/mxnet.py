@@ -33,6 +33,8 @@ def _split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list
 class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
     """The group under MXNet's names; whatever is not named here has the same name there and here.
 
+    Arguments go by position as in MXNet; where a method is the group's own, keywords are too.
+
     Example:
         >>> import torch
         >>> net = torch.nn.Linear(4, 2)
@@ -99,10 +101,22 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
         return self.batch_size
 
     def decide_slices(self, data_shapes: Any) -> list[slice]:
-        """Return the rows that each device would get of a batch of these shapes."""
+        """Return the rows that each device would get of a batch of these shapes.
+
+        MXNet's kept them and returned batch axes; this one changes nothing.
+
+        Raises:
+            ConfigError: Two shapes have different numbers of rows.
+        """
         descs = [DataDesc.of(each) for each in data_shapes]
-        rows = next((each.rows for each in descs if each.rows is not None), self.batch_size)
-        return _split_input_slice(rows, self.workloads)
+        rows = [(each.name, each.rows) for each in descs if each.rows is not None]
+        for name, num_rows in rows:
+            if num_rows != rows[0][1]:
+                raise ConfigError(
+                    f"`{name}` must have {rows[0][1]} rows like `{rows[0][0]}`, but has "
+                    f"{num_rows}. Give a layout without N to what is not per sample."
+                )
+        return _split_input_slice(rows[0][1] if rows else self.batch_size, self.workloads)
 
     def bind_exec(
         self,
@@ -124,13 +138,29 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
         """Bind to other shapes; see ``bind``."""
         self.bind(dataShapes, labelShapes or (), sharedGroup, reshape)
 
+    def get_params(
+        self,
+        into: Any = None,
+        aux_params: MutableMapping[str, Tensor] | None = None,
+    ) -> tuple[MutableMapping[str, Tensor], MutableMapping[str, Tensor]]:
+        """Copy into MXNet's two mappings; or, given one argument or none, as the group does.
+
+        Raises:
+            ConfigError: The second mapping is missing.
+        """
+        if aux_params is not None:
+            return super().get_params(({} if into is None else into, aux_params))
+        if isinstance(into, Mapping):
+            raise ConfigError("`aux_params` must be a mapping, but is None. Give {} for buffers.")
+        return super().get_params(into)
+
     def getParams(
         self,
         argParams: MutableMapping[str, Tensor],
         auxParams: MutableMapping[str, Tensor],
     ) -> None:
         """Copy parameters and buffers into the mappings; see ``get_params``."""
-        self.get_params((argParams, auxParams))
+        self.get_params(argParams, auxParams)
 
     def setParams(
         self,
