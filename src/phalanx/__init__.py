@@ -23,7 +23,17 @@ from phalanx.parallel import (
     unsplit,
 )
 from phalanx.plan import Layout, Merge
-from phalanx.train import EpochDone, FormationChosen, Span, StepDone, Trainer
+from phalanx.train import (
+    EpochDone,
+    FormationChosen,
+    Span,
+    StepDone,
+    Trainer,
+    Update,
+    WorkerLost,
+    merge_updates,
+    split_batch,
+)
 from phalanx.world import codec_hook, merge_hook
 
 __version__ = "0.1.0"
@@ -54,9 +64,13 @@ __all__ = [
     "StepDone",
     "Trainer",
     "UnsupportedError",
+    "Update",
+    "WorkerLost",
     "__version__",
     "codec_hook",
     "merge_hook",
+    "merge_updates",
+    "split_batch",
     "split_conv",
     "split_linear",
     "unsplit",

@@ -11,6 +11,7 @@ __all__ = [
     "ConfigError",
     "GroupAborted",
     "InternalError",
+    "OutOfSpace",
     "PeerError",
     "PeerLost",
     "PeerTimeout",
@@ -62,6 +63,26 @@ class PeerLost(PeerError, ConnectionError):
 
 class GroupAborted(PeerError):
     """An echo: somebody else failed first."""
+
+
+class OutOfSpace(PhalanxError, OSError):
+    """There is not enough memory, or room in a folder, for what was asked.
+
+    Args:
+        message: What did not fit, as a sentence.
+        needed_bytes: How much was asked for.
+        available_bytes: How much there is, or None when it is not known.
+    """
+
+    def __init__(
+        self, message: str, needed_bytes: int | None = None, available_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.needed_bytes, self.available_bytes), self.__dict__
 
 
 class CheckpointError(PhalanxError):

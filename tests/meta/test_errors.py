@@ -20,12 +20,14 @@ TREE = {
     "PeerTimeout": ("PeerError", "TimeoutError"),
     "PeerLost": ("PeerError", "ConnectionError"),
     "GroupAborted": ("PeerError",),
+    "OutOfSpace": ("PhalanxError", "OSError"),
     "CheckpointError": ("PhalanxError",),
     "InternalError": ("PhalanxError",),
 }
 ATTRIBUTES = {
     name: {"rank": 3} for name in ("PeerError", "PeerTimeout", "PeerLost", "GroupAborted")
 }
+ATTRIBUTES["OutOfSpace"] = {"needed_bytes": 4096, "available_bytes": 512}
 
 
 def build(cls: type[BaseException], **attributes: object) -> BaseException:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.errors import CheckpointError, ConfigError, PhalanxError, StateError, UnsupportedError
+from phalanx.errors import CheckpointError, ConfigError, PhalanxError, StateError
 from tests.conformance.models import (
     CNN_NORM,
     GPT,
@@ -155,8 +155,8 @@ def test_options_that_cannot_work(options: dict[str, Any], match: str) -> None:
         make_trainer(**options)
 
 
-def test_a_crew_that_is_not_built() -> None:
-    with pytest.raises(UnsupportedError, match=r"`crew` must be 'threads', but is 'gremlins'"):
+def test_a_crew_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"`crew` must be one of .*, but is 'gremlins'"):
         make_trainer(crew="gremlins")
 
 

@@ -13,7 +13,7 @@ elementwise optimizer. A parameter keeps the order in which its elements lay in 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,16 +26,26 @@ from phalanx.plan import Overlap, overlaps, part_bounds
 __all__ = [
     "ALIGN_BYTES",
     "BLOCK_BYTES",
+    "Allocate",
     "FlatParameters",
     "Part",
     "Range",
     "Segment",
     "dense_strides",
     "in_memory_order",
+    "zeros",
 ]
 
 ALIGN_BYTES = 64
 BLOCK_BYTES = 256  # no vector loop of torch's kernels is wider, so whole blocks leave no tail
+
+
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+def zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros in memory of this process: what an `Allocate` is by default."""
+    return torch.zeros(num_elements, dtype=dtype, device=device)
 
 
 def in_memory_order(gradient: Tensor, like: Tensor) -> Tensor:
@@ -80,6 +90,7 @@ class FlatParameters:
     Args:
         groups: The parameters, by optimizer group; each at most once.
         tight: Leave the padding out; then parameters begin anywhere.
+        allocate: Makes zeros for the buffers: (elements, dtype, device) -> tensor.
 
     Raises:
         ConfigError: A parameter stands twice, or two parameters lie over each other in memory.
@@ -95,8 +106,15 @@ class FlatParameters:
     Source: Torch7's ``getParameters()``.
     """
 
-    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], *, tight: bool = False) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        *,
+        tight: bool = False,
+        allocate: Allocate = zeros,
+    ) -> None:
         self._tight = tight
+        self._allocate = allocate
         self._keeps_gradients = False
         self.parameters = [parameter for group in groups for parameter in group]
         _refuse_overlap(self.parameters)
@@ -130,8 +148,8 @@ class FlatParameters:
             members=tuple(members),
             starts=tuple(starts),
             sizes=tuple(self.parameters[index].numel() for index in members),
-            values=torch.zeros(total, dtype=dtype, device=device),
-            gradients=torch.zeros(total, dtype=dtype, device=device),
+            values=self._allocate(total, dtype, device),
+            gradients=self._allocate(total, dtype, device),
         )
         self.segments.append(segment)
         for place, index in enumerate(members):

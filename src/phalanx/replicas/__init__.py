@@ -1,6 +1,7 @@
 """One model many times: the threads, copies and sums behind every container."""
 
 from phalanx.replicas.batch_norm import batch_norm_names
+from phalanx.replicas.crew import Crew, Report, Span, Turn, blame, default_intra_op
 from phalanx.replicas.devices import (
     known_devices,
     present_devices,
@@ -13,6 +14,7 @@ from phalanx.replicas.draws import (
     derive_seed,
     seed_of_process,
 )
+from phalanx.replicas.faults import reach
 from phalanx.replicas.intra_op import caller_intra_op, hold_caller_at_one_thread, num_cores
 from phalanx.replicas.memory_format import (
     restore_memory_format,
@@ -20,7 +22,9 @@ from phalanx.replicas.memory_format import (
     wants_channels_last,
 )
 from phalanx.replicas.modes import CallerModes
+from phalanx.replicas.process_crew import ProcessCrew, WorkerFailure
 from phalanx.replicas.replica import Replica, add_gradients
+from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.statistics import (
     Statistic,
     check_statistics,
@@ -29,20 +33,27 @@ from phalanx.replicas.statistics import (
 )
 from phalanx.replicas.sums import Partial, PartialSums
 from phalanx.replicas.team import Team
-from phalanx.replicas.thread_crew import Report, Span, ThreadCrew, Turn, blame, default_intra_op
+from phalanx.replicas.thread_crew import ThreadCrew
+from phalanx.replicas.worker import Worker
 
 __all__ = [
     "CallerModes",
+    "Crew",
     "Draws",
     "Partial",
     "PartialSums",
+    "Place",
+    "ProcessCrew",
     "Replica",
     "Report",
+    "Shelf",
     "Span",
     "Statistic",
     "Team",
     "ThreadCrew",
     "Turn",
+    "Worker",
+    "WorkerFailure",
     "add_gradients",
     "advance_process_generator",
     "batch_norm_names",
@@ -56,6 +67,7 @@ __all__ = [
     "merge_statistics",
     "num_cores",
     "present_devices",
+    "reach",
     "resolve_device",
     "resolve_devices",
     "restore_memory_format",

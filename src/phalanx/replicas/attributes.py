@@ -28,6 +28,12 @@ class Attributes:
         """Tell whether everything that has changed can be taken over."""
         return all(member.can_follow() for member in self._members)
 
+    # Any: plain values of the user's own modules.
+    def take_changes(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return what has changed since the last time, by index of the module."""
+        changed = [(i, member) for i, member in enumerate(self._members) if member.has_changed()]
+        return [(index, member.take_changes()) for index, member in changed]
+
     def refresh(self, device: torch.device) -> None:
         """Take over what has changed."""
         for member in self._members:
@@ -62,10 +68,13 @@ class _Member:
         return not self.has_changed() or all(_is_plain(value) for value in self._changes().values())
 
     def refresh(self, device: torch.device) -> None:
-        for key, value in self._changes().items():
-            if _is_plain(value):
-                self._own.__dict__[key] = value.to(device) if isinstance(value, Tensor) else value
+        for key, value in self.take_changes().items():
+            self._own.__dict__[key] = value.to(device) if isinstance(value, Tensor) else value
+
+    def take_changes(self) -> dict[str, Any]:
+        changes = {key: value for key, value in self._changes().items() if _is_plain(value)}
         self._seen = dict(self._source.__dict__)
+        return changes
 
     # Any: attributes of the user's own modules.
     def _changes(self) -> dict[str, Any]:

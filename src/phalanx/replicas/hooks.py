@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Hooks", "shared_hooks"]
+__all__ = ["Hooks", "registered", "shared_hooks"]
 
 _KINDS = (
     "_backward_pre_hooks",
@@ -77,6 +77,11 @@ class Hooks:
             return False
         self._num_registered = RemovableHandle.next_id
         return True
+
+
+def registered(source: nn.Module) -> list[tuple[int, ...]]:
+    """Return the numbers of all hooks of ``source``; torch gives each number once."""
+    return [tuple(hooks) for hooks in _dicts(source)]
 
 
 # Any: hooks are whatever the user registers.

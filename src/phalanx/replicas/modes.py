@@ -22,7 +22,6 @@ class CallerModes:
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
-    autocast_cache: bool
     streams: tuple[torch.Stream, ...]
 
     @staticmethod
@@ -37,7 +36,6 @@ class CallerModes:
                 for kind in sorted(kinds)
                 if torch.is_autocast_enabled(kind)
             ),
-            autocast_cache=torch.is_autocast_cache_enabled(),
             streams=_current_streams() if kinds - {"cpu", "meta"} else (),
         )
 
@@ -54,7 +52,9 @@ class CallerModes:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocast:
                 stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
+                    # Torch's cache of cast weights is one for all threads: whoever leaves clears
+                    # it for the others, and the bits of a layer used twice depend on that.
+                    torch.autocast(kind, dtype=dtype, cache_enabled=False)
                 )
             yield
 

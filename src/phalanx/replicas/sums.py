@@ -16,10 +16,14 @@ __all__ = ["Partial", "PartialSums"]
 
 @dataclass
 class Partial:
-    """What one microbatch, or several already added, contribute to the step."""
+    """What one microbatch, or several already added, contribute to the step.
+
+    ``owners`` are kept alive as long as their memory is in use here.
+    """
 
     gradients: list[Tensor | None]
     statistics: dict[str, Statistic]
+    owners: tuple[object, ...] = ()
 
 
 class PartialSums:
@@ -60,7 +64,9 @@ class PartialSums:
 def _add(left: Partial | None, right: Partial | None) -> Partial | None:
     if left is None or right is None:
         return right if left is None else left
+    taken_over = any(a is None for a in left.gradients)  # some of the right one's stay in use
     return Partial(
         add_gradients(left.gradients, right.gradients),
         merge_statistics(left.statistics, right.statistics),
+        left.owners + right.owners if taken_over else left.owners,
     )

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from phalanx.errors import GroupAborted, StateError
 from phalanx.replicas.intra_op import num_threads, set_intra_op
 
-__all__ = ["Team"]
+__all__ = ["Inline", "Team"]
 
 T = TypeVar("T")
 _SIGNALS_HEARD_S = 1.0  # Python runs signal handlers between waits, not inside them
@@ -139,6 +139,27 @@ class Team:
             for thread in self._threads:
                 if thread is not threading.current_thread():
                     thread.join()
+
+
+class Inline:
+    """A team of one without a thread: tasks run in the caller's, where a debugger finds them."""
+
+    def __init__(self, *, intra_op: int) -> None:
+        self._intra_op = intra_op
+        self.closed = False
+
+    def each(self, task: Callable[[int], T]) -> list[T]:
+        """Run ``task(0)`` here and now; a Ctrl-C arrives inside of it."""
+        before = num_threads()
+        set_intra_op(self._intra_op)
+        try:
+            return [task(0)]
+        finally:
+            set_intra_op(before)
+
+    def close(self) -> None:
+        """Do nothing more; closing twice does nothing."""
+        self.closed = True
 
 
 def _bind(task: Callable[[int], T], index: int) -> Callable[[], T]:

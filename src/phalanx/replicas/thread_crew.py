@@ -3,95 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.clock import now_s
-from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError
 from phalanx.memory import keep_freed_memory
-from phalanx.plan import BufferRules, Shares, check_workloads, workload_sizes
+from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas.batch_norm import batch_norm_names, synchronise_batch_norm
-from phalanx.replicas.draws import Draws, derive_seed
-from phalanx.replicas.intra_op import num_cores
+from phalanx.replicas.crew import Crew, Job, Span, blame, default_intra_op
 from phalanx.replicas.meeting import Meeting
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.replica import Replica
 from phalanx.replicas.stopwatch import Stopwatch
-from phalanx.replicas.sums import Partial, PartialSums
-from phalanx.replicas.team import Team
-from phalanx.types import Nested
+from phalanx.replicas.sums import Partial
+from phalanx.replicas.team import Inline, Team
 
-__all__ = ["Report", "Span", "ThreadCrew", "Turn", "blame", "default_intra_op"]
-
-T = TypeVar("T")
+__all__ = ["ThreadCrew"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """What one replica did when; ``microbatch`` None stands for merging and the optimizer."""
-
-    replica: int
-    microbatch: int | None
-    start_s: float
-    stop_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """One microbatch in the hands of one replica.
-
-    Attributes:
-        replica: Who computes it.
-        index: Which microbatch it is.
-        batch: Its rows.
-        seed: Where its random numbers start, or None when the model draws none.
-    """
-
-    replica: Replica
-    index: int
-    batch: Nested
-    seed: int | None
-
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[Draws | None]:
-        """Give the model its random numbers; to be entered around the forward pass alone."""
-        if self.seed is None:
-            yield None
-        else:
-            with Draws(self.seed) as draws:
-                yield draws
-                if draws.used:
-                    self.drew.set()
-
-    drew: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass(kw_only=True)
-class Report:
-    """What a run over microbatches gave.
-
-    Attributes:
-        results: What `run` returned, by microbatch; None for microbatches of weight 0.
-        operands: The last one or two partial sums of gradients and statistics, left one first.
-        replica_of: Who computed each microbatch; -1 for those left out.
-        seconds: What each pinned microbatch took until its gradients were there: without waiting
-            for other replicas, and before any merging; 0 for those left out.
-    """
-
-    results: list[Any]  # Any: whatever the caller's `run` returns
-    operands: list[Partial] = field(default_factory=list)
-    replica_of: list[int] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-
-class ThreadCrew:
+class ThreadCrew(Crew):
     """Replicas of one module, or of one module each, on threads of this process.
 
     Replicas on a module's own device share its parameter memory. Microbatches are handed out in
@@ -106,6 +39,7 @@ class ThreadCrew:
         intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
         rules: What becomes of buffers that replicas write.
         timed: Wait for devices that work behind their thread's back, so that seconds are theirs.
+        inline: Run the only replica in the caller's thread.
 
     Attributes:
         sources: Each replica's module.
@@ -127,6 +61,7 @@ class ThreadCrew:
         intra_op: int | None = None,
         rules: BufferRules | None = None,
         timed: bool = False,
+        inline: bool = False,
     ) -> None:
         self.workloads = list(workloads) if workloads is not None else [1.0] * len(devices)
         check_workloads(self.workloads, len(devices))
@@ -137,7 +72,7 @@ class ThreadCrew:
         self.sources = tuple(sources)
         self.parameters = _all_parameters(sources)
         self.devices = tuple(devices)
-        self.intra_op = intra_op or default_intra_op(devices)
+        self._intra_op = intra_op or default_intra_op(devices)
         self._timed = timed
         keep_freed_memory()
         self.replicas = [
@@ -161,10 +96,11 @@ class ThreadCrew:
             if parameter is not None
         ]
         self._meeting = self._synchronise(sources[0], rules) if alone and rules else None
-        self._team = Team(len(devices), intra_op=self.intra_op)
-        self._draws: bool | None = (
-            None  # None: not known yet whether the model draws random numbers
-        )
+        self._team: Team | Inline
+        if inline:
+            self._team = Inline(intra_op=self.intra_op)
+        else:
+            self._team = Team(len(devices), intra_op=self.intra_op)
 
     def _synchronise(self, source: nn.Module, rules: BufferRules) -> Meeting | None:
         """Let the replicas' batch norms meet where statistics are to be the whole batch's."""
@@ -210,11 +146,6 @@ class ThreadCrew:
             settles=self._timed,
         )
 
-    @property
-    def draws(self) -> bool | None:
-        """Whether the model has drawn random numbers so far; None before the first run."""
-        return self._draws
-
     def matches_source(self) -> bool:
         """Tell whether the replicas can follow all that was done to the module since."""
         return all(
@@ -227,73 +158,25 @@ class ThreadCrew:
         for replica in self.replicas:
             replica.outdate()
 
+    @property
+    def intra_op(self) -> int:
+        """Threads inside operators, per replica."""
+        return self._intra_op
+
     def __len__(self) -> int:
         return len(self.replicas)
-
-    def each(self, task: Callable[[int], T]) -> list[T]:
-        """Run ``task(replica index)`` in every replica's thread at once.
-
-        After :meth:`close`, for a backward pass that is still to come, on threads of its own.
-        """
-        if not self._team.closed:
-            return self._team.each(task)
-        with contextlib.closing(Team(len(self.replicas), intra_op=self.intra_op)) as team:
-            return team.each(task)
 
     def close(self) -> None:
         """Dismiss the threads; closing twice does nothing."""
         self._team.close()
 
-    def run(
-        self,
-        microbatches: Sequence[Nested],
-        run: Callable[[Turn], Any],  # Any: the caller's own result type
-        *,
-        weights: Sequence[float],
-        seed: tuple[int, ...],
-        pinned: bool = False,
-        feedback: Feedback | None = None,
-    ) -> Report:
-        """Run every microbatch of weight above 0 on some replica.
+    def _drew_aside(self, job: Job, before: Tensor) -> bool:  # noqa: ARG002
+        if torch.equal(before, torch.get_rng_state()):
+            return False
+        torch.set_rng_state(before)
+        return True
 
-        Args:
-            run: Called in a replica's thread, under the caller's grad, inference and autocast
-            modes. weights: What each microbatch stands for; one of weight 0 is left out.
-            seed: Where the random numbers of this run start; each microbatch appends its index.
-            pinned: Microbatch i goes to replica i and nowhere else.
-            feedback: Each microbatch's gradient passes through its codec, in the slot of the
-                microbatch's index; new errors are pending when this returns.
-
-        Returns:
-            The results by microbatch, and the sums along the tree of the gradients that ``run``
-            left in the replicas' parameters and of the statistics that it left in their buffers.
-
-        Raises:
-            Exception: What ``run`` raised, with a note that names replica and microbatch. Nothing
-                that the caller can see has changed then.
-        """
-        draws = self._draws is not False
-        job = _Job(microbatches, run, weights, seed, pinned, draws=draws, feedback=feedback)
-        before = torch.get_rng_state()
-        self._work_on(job)
-        if not job.draws and not torch.equal(before, torch.get_rng_state()):
-            # Somebody drew from the process's own generator, though this model had drawn nothing
-            # before: forget this run, and do it again with a generator for each microbatch.
-            torch.set_rng_state(before)
-            if feedback is not None:
-                feedback.rollback()
-            job = _Job(microbatches, run, weights, seed, pinned, draws=True, feedback=feedback)
-            self._work_on(job)
-            self._draws = True
-        elif self._draws is None:
-            self._draws = job.drew.is_set()
-        return job.report()
-
-    def _work_on(self, job: _Job) -> None:
-        if job.pinned:
-            job.shares = Shares([int(weight > 0) for weight in job.weights], stealing=False)
-        else:
-            job.shares = Shares(workload_sizes(len(job.queue), self.workloads))
+    def _work_on(self, job: Job) -> None:
         modes = CallerModes.capture(self.devices)
         shapes = [parameter.shape for parameter in self.parameters] if job.feedback else []
         members = [index for index, weight in enumerate(job.weights) if weight > 0]
@@ -306,81 +189,12 @@ class ThreadCrew:
             self._team.each(serve)
 
 
-class _Job:
-    """The state of one run, shared by the threads of the crew."""
-
-    def __init__(
-        self,
-        microbatches: Sequence[Nested],
-        run: Callable[[Turn], Any],
-        weights: Sequence[float],
-        seed: tuple[int, ...],
-        pinned: bool,
-        draws: bool,
-        feedback: Feedback | None,
-    ) -> None:
-        self.microbatches = microbatches
-        self.run = run
-        self.weights = weights
-        self.seed = seed
-        self.pinned = pinned
-        self.draws = draws
-        self.feedback = feedback
-        self.drew = threading.Event()
-        self.sums = PartialSums(len(microbatches))
-        self.queue = [index for index, weight in enumerate(weights) if weight > 0]
-        for index, weight in enumerate(weights):
-            if not weight > 0:
-                self.sums.put(index, None)
-        self.shares = Shares([])
-        self.failed = False
-        self.lock = threading.Lock()
-        self.results: list[Any] = [None] * len(microbatches)
-        self.replica_of = [-1] * len(microbatches)
-        self.spans: list[Span] = []
-        self.seconds = [0.0] * len(microbatches)
-
-    def take(self, replica: int) -> int | None:
-        """Return the next microbatch for ``replica``; None when none is left or one failed."""
-        with self.lock:
-            place = None if self.failed else self.shares.take(replica)
-        return None if place is None else self.queue[place]
-
-    def turn(self, replica: Replica, index: int) -> Turn:
-        seed = derive_seed(*self.seed, index) if self.draws else None
-        return Turn(
-            replica=replica, index=index, batch=self.microbatches[index], seed=seed, drew=self.drew
-        )
-
-    def report(self) -> Report:
-        return Report(
-            results=self.results,
-            operands=self.sums.operands(),
-            replica_of=self.replica_of,
-            spans=sorted(self.spans, key=lambda span: span.start_s),
-            seconds=self.seconds,
-        )
-
-
 def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
     found = {id(p): p for source in dict.fromkeys(sources) for p in source.parameters()}
     return list(found.values())
 
 
-def default_intra_op(devices: Sequence[torch.device]) -> int:
-    """Return the threads inside operators that give every CPU replica its share of the cores."""
-    on_cpu = sum(device.type == "cpu" for device in devices)
-    return max(1, num_cores() // max(1, on_cpu))
-
-
-def blame(error: BaseException, replica: Replica, microbatch: int) -> None:
-    """Note on ``error`` where it was raised."""
-    error.add_note(
-        f"Raised by replica {replica.index} on {replica.device}, microbatch {microbatch}."
-    )
-
-
-def _serve(replica: Replica, job: _Job, shapes: Sequence[torch.Size], watch: Stopwatch) -> None:
+def _serve(replica: Replica, job: Job, shapes: Sequence[torch.Size], watch: Stopwatch) -> None:
     replica.refresh()
     while (index := job.take(replica.index)) is not None:
         start_s = now_s()

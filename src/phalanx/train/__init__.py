@@ -1,6 +1,28 @@
 """Training: the loop, the optimizer's step, metrics, checkpoints."""
 
-from phalanx.train.events import Callback, EpochDone, Event, FormationChosen, Span, StepDone
+from phalanx.train.events import (
+    Callback,
+    EpochDone,
+    Event,
+    FormationChosen,
+    Span,
+    StepDone,
+    WorkerLost,
+)
+from phalanx.train.merge import Update, merge_updates
+from phalanx.train.split import split_batch
 from phalanx.train.trainer import Trainer
 
-__all__ = ["Callback", "EpochDone", "Event", "FormationChosen", "Span", "StepDone", "Trainer"]
+__all__ = [
+    "Callback",
+    "EpochDone",
+    "Event",
+    "FormationChosen",
+    "Span",
+    "StepDone",
+    "Trainer",
+    "Update",
+    "WorkerLost",
+    "merge_updates",
+    "split_batch",
+]

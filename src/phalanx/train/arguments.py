@@ -9,9 +9,10 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.train.crews import CREWS
 from phalanx.types import Device
 
-__all__ = ["check_counts", "check_options", "make_optimizer", "make_scheduler"]
+__all__ = ["check_counts", "check_options", "check_replicas", "make_optimizer", "make_scheduler"]
 
 
 def check_options(
@@ -21,15 +22,12 @@ def check_options(
     intra_op: int | None,
     crew: str,
     clip_norm: float | None,
+    timeout_s: float,
+    max_failures: int | None,
 ) -> None:
     """Refuse options that cannot work."""
     if not isinstance(module, nn.Module):
         raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
-    if isinstance(replicas, str) and replicas != "auto":
-        raise ConfigError(
-            f"`replicas` must be a number, a sequence of devices or 'auto', but is {replicas!r}. "
-            f"Give [{replicas!r}] for one replica there."
-        )
     if microbatches is not None and microbatches < 1:
         raise ConfigError(
             f"`microbatches` must be at least 1, but is {microbatches!r}. Give None for one slice "
@@ -41,9 +39,29 @@ def check_options(
         raise ConfigError(
             f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
         )
-    if crew != "threads":
-        raise UnsupportedError(
-            f"`crew` must be 'threads', but is {crew!r}: no other crew is built yet."
+    if crew not in CREWS:
+        raise ConfigError(f"`crew` must be one of {', '.join(map(repr, CREWS))}, but is {crew!r}.")
+    check_replicas(replicas, crew)
+    if not timeout_s > 0:
+        raise ConfigError(f"`timeout_s` must be above 0 seconds, but is {timeout_s!r}.")
+    if max_failures is not None and max_failures < 0:
+        raise ConfigError(
+            f"`max_failures` must be at least 0, but is {max_failures!r}. Give None for any number."
+        )
+
+
+def check_replicas(replicas: int | str | Sequence[Device], crew: str) -> None:
+    """Refuse replicas that are neither a number nor devices, or too many for the crew."""
+    if isinstance(replicas, str) and replicas != "auto":
+        raise ConfigError(
+            f"`replicas` must be a number, a sequence of devices or 'auto', but is {replicas!r}. "
+            f"Give [{replicas!r}] for one replica there."
+        )
+    count = len(replicas) if isinstance(replicas, (tuple, list)) else replicas
+    if crew == "inline" and count not in ("auto", 1):
+        raise ConfigError(
+            f"`replicas` must be 1 for crew='inline', which is the caller's own thread, but is "
+            f"{count!r}. Use crew='threads' for more."
         )
 
 

@@ -6,6 +6,8 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,9 @@ from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import FlatParameters
 from phalanx.replicas import (
+    Crew,
     Partial,
+    ProcessCrew,
     Report,
     Span,
     Statistic,
@@ -26,9 +30,11 @@ from phalanx.replicas import (
     merge_statistics,
     write_statistics,
 )
+from phalanx.train.crews import CrewMaker
 from phalanx.train.cutting import Cut, Cutter
 from phalanx.train.formation import Formation
 from phalanx.train.position import Loss
+from phalanx.train.shared_stepping import SharedStepper
 from phalanx.train.stepping import (
     FlatStepper,
     Stepper,
@@ -39,7 +45,7 @@ from phalanx.train.stepping import (
 from phalanx.train.work import Outcome
 from phalanx.types import Nested
 
-__all__ = ["Engine", "Update", "check_members", "compute", "loss_of"]
+__all__ = ["Engine", "Update", "check_members", "compute", "counted", "loss_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +77,7 @@ class Engine:
         workloads: Sequence[float] | None,
         clip_norm: float | None,
         feedback: Feedback | None,
-        timed: bool = False,
+        open_crew: CrewMaker,
     ) -> None:
         self._feedback = feedback
         self._module = module
@@ -80,19 +86,22 @@ class Engine:
         self._clip_norm = clip_norm
         check_members(module, optimizer)
         self._groups = _trainable(optimizer)
-        self._flat = FlatParameters(self._groups)
+        self._flat = FlatParameters(self._groups, allocate=open_crew.allocate)
         place_of = {id(parameter): place for place, parameter in enumerate(module.parameters())}
         self._places = [place_of.get(id(parameter), -1) for parameter in self._flat.parameters]
-        self.crew = ThreadCrew(
-            module,
-            formation.devices,
-            workloads=workloads,
-            intra_op=formation.intra_op,
-            timed=timed,
-        )
+        try:
+            self.crew = open_crew(module, formation, workloads)
+        except BaseException:
+            self._flat.release()
+            raise
         self._parts = self._flat.parts(len(self.crew))
         # One replica with one slice, and nothing to clip: there is nothing to add or to share.
-        self._alone = len(self.crew) == 1 and cutter.microbatches is None and clip_norm is None
+        self._alone = (
+            isinstance(self.crew, ThreadCrew)
+            and len(self.crew) == 1
+            and cutter.microbatches is None
+            and clip_norm is None
+        )
         self._stepper = self._open_stepper()
         self._show_gradients()
 
@@ -116,13 +125,15 @@ class Engine:
     def reload_state(self) -> None:
         """Take over a state that was loaded into the optimizer."""
         self._stepper = self._open_stepper()
-        for replica in self.crew.replicas:
-            replica.outdate()
+        self.crew.outdate()
 
     def _open_stepper(self) -> Stepper:
         if self._alone:
             return WholeStepper(self._optimizer, self._flat)
-        return open_stepper(self._optimizer, self._flat, len(self.crew))
+        crew = self.crew
+        if isinstance(crew, ProcessCrew):
+            return open_stepper(self._optimizer, self._flat, partial(SharedStepper, crew=crew))
+        return open_stepper(self._optimizer, self._flat, partial(FlatStepper, num_parts=len(crew)))
 
     def cut(self, batch: Nested, workloads: Sequence[float]) -> Cut:
         """Cut ``batch`` as this formation computes it, for replicas with ``workloads``."""
@@ -209,8 +220,7 @@ class Engine:
             self._feedback.commit()
         if statistics:
             write_statistics(self._buffers(), statistics)
-        for replica in self.crew.replicas:
-            replica.outdate()
+        self.crew.outdate()
 
     def _clip(self, clip_norm: float) -> None:
         """Scale the gradients so that their norm is at most ``clip_norm``."""
@@ -300,7 +310,7 @@ def _trainable(optimizer: Optimizer) -> list[list[nn.Parameter]]:
 
 
 def compute(
-    crew: ThreadCrew,
+    crew: Crew,
     pieces: Cut,
     run: Callable[[Turn], Outcome],
     seed: tuple[int, ...],
@@ -324,3 +334,12 @@ def loss_of(pieces: Cut, report: Report) -> float:
         for scale, outcome in zip(pieces.scales, report.results, strict=True)
         if outcome is not None
     )
+
+
+# Any: outputs and targets are whatever the user's code makes.
+def counted(report: Report) -> list[tuple[Any, Any, None] | None]:
+    """Return what metrics count of each microbatch."""
+    return [
+        None if outcome is None else (outcome.outputs, outcome.targets, None)
+        for outcome in report.results
+    ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.replicas import Span
 
-__all__ = ["Callback", "EpochDone", "Event", "FormationChosen", "Span", "StepDone"]
+__all__ = ["Callback", "EpochDone", "Event", "FormationChosen", "Span", "StepDone", "WorkerLost"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,5 +68,28 @@ class EpochDone:
     validation: Mapping[str, float] | None
 
 
-Event = FormationChosen | StepDone | EpochDone
+@dataclass(frozen=True, kw_only=True)
+class WorkerLost:
+    """A worker process was lost in an update, which was completed without it.
+
+    Attributes:
+        step: Number of the update, from 1.
+        worker: Number of the worker.
+        pid: Its process.
+        reason: What became of it.
+        microbatch: What it had in hands, which another worker has computed; None for nothing.
+        dump: Where its threads stood, if it hung; else empty.
+        seconds: From the moment it was noticed until the update was done.
+    """
+
+    step: int
+    worker: int
+    pid: int
+    reason: str
+    microbatch: int | None
+    dump: str
+    seconds: float
+
+
+Event = FormationChosen | StepDone | EpochDone | WorkerLost
 Callback = Callable[[Event], None]

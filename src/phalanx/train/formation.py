@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.clock import now_s
-from phalanx.replicas import default_intra_op, num_cores
+from phalanx.replicas import default_intra_op, num_cores, resolve_devices
+from phalanx.types import Device
 
 __all__ = ["Formation", "candidates", "try_out"]
 
@@ -56,8 +57,13 @@ def candidates(
     return [Formation((home,) * count, intra_op or max(1, cores // count)) for count in counts]
 
 
-def fixed(devices: tuple[torch.device, ...], intra_op: int | None) -> Formation:
-    """Return the formation that the user asked for."""
+def given(
+    replicas: int | str | Sequence[Device], home: torch.device, intra_op: int | None
+) -> Formation | None:
+    """Return the formation that the user asked for; None for "auto"."""
+    if isinstance(replicas, str):
+        return None
+    devices = resolve_devices(replicas, home)
     return Formation(devices, intra_op or default_intra_op(devices))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.types import Nested
 
-__all__ = ["Order", "batches_from"]
+__all__ = ["Order", "Reader"]
 
 _MT19937_WORDS = 624
 
@@ -65,7 +65,44 @@ class Order:
                 generator.set_state(self.tensors[f"loader.{place}"])
 
 
-def batches_from(loader: Iterable[Nested], first: int, epoch: int) -> Iterator[Nested]:
+class Reader:
+    """Read loaders so that an epoch can be left in the middle and gone on with, here or elsewhere.
+
+    For an epoch that was left, the order is the one it began with, not the one there is now.
+    """
+
+    def __init__(self) -> None:
+        self._order: Order | None = None
+        self._is_stored = False  # the order came from a checkpoint and is to be put back
+        self._loader: object = None
+        self._iterator: object = None  # the last one, to know a generator again
+
+    def batches(self, loader: Iterable[Nested], first: int, epoch: int) -> Iterator[Nested]:
+        """Iterate over what is left of ``epoch`` after ``first`` batches."""
+        self._loader = loader
+        if loader is self._iterator and first > 0:
+            return iter(loader)  # a generator that was left in the middle goes on by itself
+        if self._order is not None and (self._is_stored or first > 0):
+            self._order.restore(loader)
+        else:
+            self._order = Order.capture(loader)
+        self._is_stored = False
+        batches = _batches_from(loader, first, epoch)
+        self._iterator = batches
+        return batches
+
+    def order(self, done: int) -> Order | None:
+        """Return what a checkpoint needs after ``done`` batches of the epoch; None for nothing."""
+        if done == 0 and self._loader is not None and not self._is_stored:
+            self._order = Order.capture(self._loader)  # what the next epoch will start from
+        return self._order
+
+    def put_back(self, order: Order | None) -> None:
+        """Go on from what a checkpoint holds."""
+        self._order, self._is_stored, self._iterator = order, order is not None, None
+
+
+def _batches_from(loader: Iterable[Nested], first: int, epoch: int) -> Iterator[Nested]:
     """Iterate over ``loader`` from batch ``first`` on, and tell its sampler the epoch."""
     sampler = getattr(loader, "sampler", None)
     if sampler is not None and hasattr(sampler, "set_epoch"):

@@ -21,7 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from phalanx.memory import FlatParameters, Part, Range, Segment, dense_strides
+from phalanx.memory import (
+    Allocate,
+    FlatParameters,
+    Part,
+    Range,
+    Segment,
+    dense_strides,
+    zeros,
+)
 
 __all__ = ["FlatStepper", "Stepper", "WholeStepper", "open_stepper"]
 
@@ -47,10 +55,14 @@ class Stepper(Protocol):
         """Finish in the caller's thread."""
 
 
-def open_stepper(optimizer: Optimizer, flat: FlatParameters, num_parts: int) -> Stepper:
+def open_stepper(
+    optimizer: Optimizer,
+    flat: FlatParameters,
+    sharing: Callable[[Optimizer, FlatParameters], FlatStepper],
+) -> Stepper:
     """Return the stepper that shares the work, or else the one that leaves it whole."""
     if _is_elementwise(optimizer) and _state_is_uniform(optimizer, flat):
-        return FlatStepper(optimizer, flat, num_parts)
+        return sharing(optimizer, flat)
     return WholeStepper(optimizer, flat)
 
 
@@ -99,9 +111,18 @@ class FlatStepper:
         optimizer: The user's; its options and state stay the truth.
         flat: The parameters, grouped as the optimizer groups them.
         num_parts: Number of threads.
+        allocate: Makes zeros for the state, beside the parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, flat: FlatParameters, num_parts: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        flat: FlatParameters,
+        num_parts: int,
+        *,
+        allocate: Allocate = zeros,
+    ) -> None:
+        self._allocate = allocate
         self._optimizer = optimizer
         self._flat = flat
         self._pieces = [_PieceOptimizer(optimizer, part) for part in flat.parts(num_parts)]
@@ -171,9 +192,7 @@ class FlatStepper:
             for key in list(parts[0][1]) if parts else ():
                 value = parts[0][1][key]
                 if isinstance(value, Tensor) and key != _SCALAR:
-                    whole = torch.zeros(
-                        segment.values.numel(), dtype=value.dtype, device=value.device
-                    )
+                    whole = self._allocate(segment.values.numel(), value.dtype, value.device)
                     for where, state in parts:
                         whole[where.start : where.stop] = state[key]
                     value = whole
@@ -182,9 +201,7 @@ class FlatStepper:
     def _whole(self, segment: Segment, key: str, values: Sequence[Any]) -> Any:
         if not isinstance(values[0], Tensor) or key == _SCALAR:
             return values[0]
-        whole = torch.zeros(
-            segment.values.numel(), dtype=values[0].dtype, device=segment.values.device
-        )
+        whole = self._allocate(segment.values.numel(), values[0].dtype, segment.values.device)
         for place, value in enumerate(values):
             like = self._flat.parameters[segment.members[place]]
             segment.view(whole, place, like).copy_(value)
@@ -257,6 +274,21 @@ class _PieceOptimizer:
     def step(self) -> None:
         if self._optimizer is not None:
             self._optimizer.step()
+
+    def options(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the options of every optimizer group that this part has something of."""
+        if self._optimizer is None:
+            return []
+        return [
+            (each.segment.group, {k: v for k, v in group.items() if k != "params"})
+            for (each, _), group in zip(self._ranges, self._optimizer.param_groups, strict=True)
+        ]
+
+    def everything(self) -> list[tuple[Range, dict[str, Any]]]:
+        """Return all ranges with their state."""
+        if self._optimizer is None:
+            return []
+        return [(each, self._optimizer.state[parameter]) for each, parameter in self._ranges]
 
     def owned(self, segment: Segment) -> tuple[Range, dict[str, Any]] | None:
         """Return this part's range of ``segment`` and the state there, or None."""

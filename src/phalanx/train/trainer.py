@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +19,27 @@ from phalanx.codecs import Codec, Feedback
 from phalanx.errors import ConfigError, StateError
 from phalanx.executor import ReplicaMetrics
 from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_workloads
-from phalanx.replicas import Report, caller_intra_op, resolve_devices
-from phalanx.train.arguments import check_counts, check_options, make_optimizer, make_scheduler
+from phalanx.replicas import Report, caller_intra_op
+from phalanx.train.arguments import (
+    check_counts,
+    check_options,
+    check_replicas,
+    make_optimizer,
+    make_scheduler,
+)
+from phalanx.train.crews import CrewMaker, FailureLog
 from phalanx.train.cutting import Cutter
-from phalanx.train.engine import Engine, check_members, loss_of
-from phalanx.train.events import Callback, EpochDone, Event, FormationChosen, StepDone
-from phalanx.train.formation import Formation, candidates, fixed
-from phalanx.train.order import Order, batches_from
+from phalanx.train.engine import Engine, check_members, counted, loss_of
+from phalanx.train.events import (
+    Callback,
+    EpochDone,
+    Event,
+    FormationChosen,
+    StepDone,
+    WorkerLost,
+)
+from phalanx.train.formation import Formation, candidates, given
+from phalanx.train.order import Reader
 from phalanx.train.position import Loss, Position
 from phalanx.train.state import TrainerState, capture_state, restore_state
 from phalanx.train.trial import Trial
@@ -59,7 +73,12 @@ class Trainer:
         intra_op: Threads inside operators, per replica. Part of what fixes the bits: 1 when
             ``microbatches`` is given, else cores divided by replicas.
         seed: Where dropout and its like start; each microbatch of each step has numbers of its own.
-        crew: "threads": replicas are threads of this process.
+        crew: "threads": replicas are threads of this process. "processes": they are worker
+            processes of this host, which take nothing with them when they die. "inline": the one
+            replica runs in the caller's thread, where a debugger finds it.
+        timeout_s: How long a microbatch may take before its worker process counts as hung.
+        max_failures: How many worker processes may be lost in all; None for any number.
+        on_failure: Called with every `WorkerLost`, after the update that it was lost in.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
             default its rows.
         forward: (module, microbatch) -> loss or (loss, outputs), for batches or models of another
@@ -104,6 +123,9 @@ class Trainer:
         intra_op: int | None = None,
         seed: int = 0,
         crew: str = "threads",
+        timeout_s: float = 300.0,
+        max_failures: int | None = 20,
+        on_failure: Callable[[WorkerLost], None] | None = None,
         weight: WeightFn | None = None,
         forward: ForwardFn | None = None,
         layout: Layout | None = None,
@@ -114,11 +136,14 @@ class Trainer:
         channels_last: bool | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        check_options(module, replicas, microbatches, intra_op, crew, clip_norm)
+        check_options(
+            module, replicas, microbatches, intra_op, crew, clip_norm, timeout_s, max_failures
+        )
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
-        self._formation = self._given_formation(replicas, microbatches, intra_op)
+        self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
+        self._formation = given(replicas, self._home, self._intra_op)
         self._workloads = fixed_workloads(workloads)
         if self._workloads is not None:
             num_replicas = len(self._formation.devices) if self._formation else None
@@ -132,30 +157,28 @@ class Trainer:
         check_members(module, self.optimizer)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
         self._microbatches = microbatches
-        self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
         self._seed = seed
         self._clip_norm = clip_norm
         self._feedback = None if codec is None else Feedback(codec)
         self._channels_last = channels_last
         self._callbacks = tuple(callbacks)
+        self._next_formation: Formation | None = None  # what `resize()` asked for
+        self._crew = crew
+        self._failures = FailureLog(max_failures)
+        self._on_failure = on_failure
+        self._open_crew = partial(
+            CrewMaker,
+            crew,
+            self._work,
+            timed=self._balances,
+            timeout_s=timeout_s,
+            failures=self._failures,
+        )
         self._engine: Engine | None = None
         self._closed = False
         self._position = Position()
-        self._order: Order | None = None
-        self._order_is_stored = False  # the order came from a checkpoint and is to be put back
-        self._loader: object = None
-        self._iterator: object = None  # the last one, to know a generator again
+        self._reader = Reader()
         self._stopped = False
-
-    def _given_formation(
-        self, replicas: int | str | Sequence[Device], microbatches: int | None, intra_op: int | None
-    ) -> Formation | None:
-        if replicas == "auto":
-            return None
-        assert not isinstance(replicas, str)
-        if microbatches is not None and intra_op is None:
-            intra_op = 1
-        return fixed(resolve_devices(replicas, self._home), intra_op)
 
     # -- what is known -----------------------------------------------
 
@@ -271,6 +294,29 @@ class Trainer:
             self.module.train()
             return self._step(batch, Position.next_step)
 
+    def resize(self, replicas: int | Sequence[Device]) -> None:
+        """Go on with other replicas from the next update on; callable from anywhere.
+
+        With ``microbatches`` the trained weights stay the same bits; without, a batch is cut into
+        as many slices as there are replicas.
+
+        Args:
+            replicas: How many, or a device for each.
+
+        Raises:
+            ConfigError: They cannot be, or do not fit the workloads given; nothing changes then.
+        """
+        self._check_open()
+        check_replicas(replicas, self._crew)
+        formation = given(replicas, self._home, self._intra_op)
+        if formation is None:
+            raise ConfigError(
+                "`replicas` must be a number or devices to resize to, but is 'auto'. Give a number."
+            )
+        if self._workloads is not None:
+            check_workloads(self._workloads, len(formation.devices))
+        self._next_formation = formation
+
     def stop(self) -> None:
         """Make the running :meth:`fit` return after the step it is in; callable from anywhere."""
         self._stopped = True
@@ -290,7 +336,7 @@ class Trainer:
         """Run what is left of the current epoch; None when it was left in the middle."""
         begin_s = now_s()
         self.module.train()
-        batches = self._batches(loader)
+        batches = self._reader.batches(loader, self._position.batch, self.epochs)
         while not self._epoch_is_complete(loader):
             if self._shall_end(None, last_step):
                 return None
@@ -320,19 +366,6 @@ class Trainer:
         except TypeError:  # a generator, or a DataLoader over an IterableDataset
             return False
         return 0 < length <= self._position.batch
-
-    def _batches(self, loader: Iterable[Nested]) -> Iterator[Nested]:
-        self._loader = loader
-        if loader is self._iterator and self._position.batch > 0:
-            return iter(loader)  # a generator that was left in the middle goes on by itself
-        if self._order is not None and (self._order_is_stored or self._position.batch > 0):
-            self._order.restore(loader)
-        else:
-            self._order = Order.capture(loader)
-        self._order_is_stored = False
-        batches = batches_from(loader, self._position.batch, self.epochs)
-        self._iterator = batches
-        return batches
 
     def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
         train = {"loss": self._position.mean_loss, **self._metrics.compute()}
@@ -364,7 +397,7 @@ class Trainer:
 
         def count(report: Report) -> None:
             self._metrics.count(
-                _counted(report), replica_of=report.replica_of, each=engine.crew.each
+                counted(report), replica_of=report.replica_of, each=engine.crew.each
             )
 
         update = engine.update(
@@ -376,6 +409,7 @@ class Trainer:
         )
         if self._balancer is not None:
             self._balancer.observe(update.shares, update.slice_s)
+        self._tell_of_failures(before.steps + 1)
         done = StepDone(
             step=before.steps + 1,
             epoch=before.epochs,
@@ -405,7 +439,7 @@ class Trainer:
                 pieces = engine.cut(batch, self.workloads)
                 with torch.no_grad():
                     report = engine.compute(pieces, run, (self._seed, self.steps))
-                metrics.update(_counted(report))
+                metrics.update(counted(report))
                 total += loss_of(pieces, report) * pieces.weight
                 weight += pieces.weight
         finally:
@@ -436,8 +470,8 @@ class Trainer:
         state = self._state()
         metrics = self._metrics.copy()
         restored = restore_state(state, Path(folder), lambda rest: metrics.restore(rest.counted))
-        self._position, self._order = restored.position, restored.order
-        self._order_is_stored, self._iterator = restored.order is not None, None
+        self._position = restored.position
+        self._reader.put_back(restored.order)
         self._metrics = metrics
         if self._formation is None and restored.formation is not None:
             count, intra_op = restored.formation
@@ -468,14 +502,12 @@ class Trainer:
         self.close()
 
     def _state(self) -> TrainerState:
-        if self._position.batch == 0 and self._loader is not None and not self._order_is_stored:
-            self._order = Order.capture(self._loader)  # what the next epoch will start from
         return TrainerState(
             module=self.module,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             position=self._position,
-            order=self._order,
+            order=self._reader.order(self._position.batch),
             counted=self._metrics.capture() if self._position.batch > 0 else {},
             seed=self._seed,
             microbatches=self._microbatches,
@@ -489,6 +521,10 @@ class Trainer:
     # -- the engine --------------------------------------------------
 
     def _open_engine(self, batch: Nested) -> Engine:
+        resized, self._next_formation = self._next_formation, None
+        if resized is not None and resized != self._formation:
+            self._close_engine()
+            self._formation, self._balancer = resized, None
         if self._engine is not None and not self._engine.fits():
             self._close_engine()
         if self._engine is None:
@@ -519,7 +555,7 @@ class Trainer:
             workloads=self._workloads,
             clip_norm=self._clip_norm,
             feedback=self._feedback,
-            timed=self._balances,
+            open_crew=self._open_crew(),
         )
 
     def _close_engine(self) -> None:
@@ -544,15 +580,12 @@ class Trainer:
                 "The trainer must be open, but was closed. Make a new one and `resume()`."
             )
 
+    def _tell_of_failures(self, step: int) -> None:
+        for lost in self._failures.take(step):
+            if self._on_failure is not None:
+                self._on_failure(lost)
+            self._tell(lost)
+
     def _tell(self, event: Event) -> None:
         for callback in self._callbacks:
             callback(event)
-
-
-# Any: outputs and targets are whatever the user's code makes.
-def _counted(report: Report) -> list[tuple[Any, Any, None] | None]:
-    """Return what metrics count of each microbatch."""
-    return [
-        None if outcome is None else (outcome.outputs, outcome.targets, None)
-        for outcome in report.results
-    ]

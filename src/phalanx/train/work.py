@@ -52,39 +52,20 @@ class Work:
         self._forward = forward
 
     def training(self, scales: Sequence[float], keep_outputs: bool) -> Callable[[Turn], Outcome]:
-        """Return the function that runs a microbatch forward and backward.
+        """Return what runs a microbatch forward and backward.
 
         Args:
             scales: Each microbatch's share in the whole batch's loss.
             keep_outputs: Whether metrics will want them.
         """
-
-        def run(turn: Turn) -> Outcome:
-            _refuse_graphs(turn.batch)
-            loss, outcome = self._evaluate(turn, keep_outputs)
-            if not math.isfinite(outcome.loss):
-                raise ConfigError(
-                    f"`loss` must be finite, but is {outcome.loss!r} in microbatch {turn.index}; "
-                    "the step was refused and nothing has changed. Lower the learning rate, clip "
-                    "gradients by `clip_norm`, or look at this microbatch's data."
-                )
-            if not loss.requires_grad:
-                raise ConfigError(
-                    "`loss` must depend on a parameter that requires a gradient, but does not. "
-                    "Unfreeze parameters, and compute the loss from the module's outputs."
-                )
-            loss.reshape(()).backward(
-                torch.as_tensor(scales[turn.index], dtype=loss.dtype, device=loss.device)
-            )
-            return outcome
-
-        return run
+        return _Training(self, tuple(scales), keep_outputs)
 
     def evaluation(self) -> Callable[[Turn], Outcome]:
-        """Return the function that runs a microbatch forward only."""
-        return lambda turn: self._evaluate(turn, keep_outputs=True)[1]
+        """Return what runs a microbatch forward only."""
+        return _Evaluation(self)
 
-    def _evaluate(self, turn: Turn, keep_outputs: bool) -> tuple[Tensor, Outcome]:
+    def evaluate(self, turn: Turn, keep_outputs: bool) -> tuple[Tensor, Outcome]:
+        """Run one microbatch forward."""
         batch = _to_device(turn.batch, turn.replica.device)
         with turn.drawing():
             loss, outputs = self._call(turn.replica.module, batch)
@@ -118,6 +99,44 @@ class Work:
         else:
             outputs = module(inputs)
         return self._loss(outputs, targets), outputs
+
+
+@dataclass(frozen=True)
+class _Training:
+    """Forward and backward; an object, so that it can be sent to other processes."""
+
+    work: Work
+    scales: tuple[float, ...]
+    keep_outputs: bool
+
+    def __call__(self, turn: Turn) -> Outcome:
+        _refuse_graphs(turn.batch)
+        loss, outcome = self.work.evaluate(turn, self.keep_outputs)
+        if not math.isfinite(outcome.loss):
+            raise ConfigError(
+                f"`loss` must be finite, but is {outcome.loss!r} in microbatch {turn.index}; "
+                "the step was refused and nothing has changed. Lower the learning rate, clip "
+                "gradients by `clip_norm`, or look at this microbatch's data."
+            )
+        if not loss.requires_grad:
+            raise ConfigError(
+                "`loss` must depend on a parameter that requires a gradient, but does not. "
+                "Unfreeze parameters, and compute the loss from the module's outputs."
+            )
+        loss.reshape(()).backward(
+            torch.as_tensor(self.scales[turn.index], dtype=loss.dtype, device=loss.device)
+        )
+        return outcome
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """Forward only."""
+
+    work: Work
+
+    def __call__(self, turn: Turn) -> Outcome:
+        return self.work.evaluate(turn, keep_outputs=True)[1]
 
 
 def _refuse_graphs(batch: Nested) -> None:

@@ -77,7 +77,8 @@ def test_another_thread_enters_the_callers_modes_and_leaves_them(enter: Any) -> 
         return before, inside, modes()
 
     before, inside, after = in_another_thread(work)
-    assert inside == expected
+    assert inside[:4] == expected[:4]
+    assert inside[4] is (not expected[2])  # the cache is one for all threads: see `entered`
     assert after == before
 
 

@@ -1,0 +1,373 @@
+"""Bytes that several processes share.
+
+A region is a file without a name, mapped by everybody who holds its descriptor. The kernel counts
+the holders: the last one to go, however it goes, frees the memory. So there is nothing to unlink,
+nothing to sweep up after a crash, and nobody without the descriptor can find it.
+
+                    spawn: the descriptor travels with the child's first pickle
+    Region.create ──┤
+                    └ send / receive: it travels over a Pipe(duplex=True), later
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import socket
+import stat
+import struct
+import sys
+import tempfile
+import weakref
+from multiprocessing.connection import Connection
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.errors import ConfigError, OutOfSpace, PeerLost, PeerTimeout, StateError
+from phalanx.memory.flat import ALIGN_BYTES
+from phalanx.memory.room import available_memory_bytes
+
+__all__ = ["Region", "reserve"]
+
+# What precedes a descriptor on a connection: a word that multiprocessing never sends (it would be
+# the prefix of a message of negative length, at which its `recv` gives up), and the size.
+_PARCEL = struct.Struct("<8sQ")
+_PARCEL_MAGIC = b"\xffphlxRgn"
+_NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
+
+
+class Region:
+    """Bytes shared between processes; made by :meth:`create`, :meth:`attach` or :meth:`receive`.
+
+    It pickles only while :mod:`multiprocessing` starts a child by ``spawn`` or ``forkserver``;
+    later use :meth:`send`. A forked child simply has it. Until Python 3.13 a region holds two file
+    descriptors, one of them as long as the mapping lives.
+
+    Attributes:
+        nbytes: Its size.
+        label: What it is called in messages.
+
+    Example:
+        >>> with Region.create(1 << 16, label="weights") as region:
+        ...     weights = region.tensor(torch.float32, 3)
+        ...     twin = region.tensor(torch.float32, 3)
+        >>> weights.fill_(2.0).tolist(), twin.tolist()
+        ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0])
+    """
+
+    def __init__(self, fd: int, nbytes: int, label: str) -> None:
+        """Take over ``fd``; not for callers, who have :meth:`create` and :meth:`attach`."""
+        self._closing = weakref.finalize(self, os.close, fd)
+        self._fd = fd
+        self.nbytes = nbytes
+        self.label = label
+        self._mapping: mmap.mmap | None = _map(fd, nbytes)
+
+    @classmethod
+    def create(
+        cls, nbytes: int, *, label: str = "region", directory: Path | str | None = None
+    ) -> Region:
+        """Make a region of ``nbytes`` zeros and reserve its memory now.
+
+        Without a reservation the lack of memory would show later, as a SIGBUS in whoever touches
+        a page first.
+
+        Args:
+            nbytes: Its size, at least 1.
+            label: What it is called in messages.
+            directory: None for anonymous memory, which the size of ``/dev/shm`` does not limit. A
+                folder for a nameless file in it: paged to that disk where memory is short.
+
+        Raises:
+            ConfigError: The size is no positive integer, or the folder cannot hold a file.
+            OutOfSpace: There is not so much memory, or room in the folder.
+        """
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+            raise ConfigError(f"`nbytes` must be a positive integer, but is {nbytes!r}.")
+        fd = _anonymous(nbytes, label) if directory is None else _nameless(Path(directory))
+        try:
+            reserve(fd, nbytes, label, directory)
+            if directory is None:  # from now on nobody can pull the memory away from a reader
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, nbytes, label)
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int | None = None, *, label: str = "region") -> Region:
+        """Map the region behind a descriptor, and take the descriptor over (even on failure).
+
+        Args:
+            fd: A descriptor of a region's file.
+            nbytes: How much of it to map; None for all.
+            label: What it is called in messages.
+
+        Raises:
+            ConfigError: It is no file of ours, or smaller than ``nbytes``.
+        """
+        try:
+            os.set_inheritable(fd, False)
+            size = _checked_size(fd, nbytes, label)
+        except BaseException:
+            _close_quietly(fd)
+            raise
+        return cls(fd, size, label)
+
+    @property
+    def fd(self) -> int:
+        """The region's file descriptor, which stays the region's."""
+        self._open_mapping()
+        return self._fd
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._mapping is None
+
+    @property
+    def buffer(self) -> memoryview:
+        """All bytes, writable."""
+        return memoryview(self._open_mapping())
+
+    def tensor(self, dtype: torch.dtype, num_elements: int, offset_bytes: int = 0) -> torch.Tensor:
+        """Return a 1-D tensor over the region's memory; it keeps the memory alive.
+
+        Args:
+            dtype: Of the tensor.
+            num_elements: Its length; 0 is allowed.
+            offset_bytes: Where it begins, a multiple of 64.
+
+        Raises:
+            ConfigError: It begins elsewhere or reaches beyond the region's end.
+            StateError: The region is closed.
+        """
+        mapping = self._open_mapping()
+        if offset_bytes % ALIGN_BYTES or offset_bytes < 0:
+            raise ConfigError(
+                f"`offset_bytes` must be a multiple of {ALIGN_BYTES}, but is {offset_bytes!r}."
+            )
+        needed = offset_bytes + num_elements * dtype.itemsize
+        if num_elements < 0 or needed > self.nbytes:
+            raise ConfigError(
+                f"`num_elements` must fit into the {self.nbytes} bytes of region {self.label!r}, "
+                f"but {num_elements} elements of {dtype} from byte {offset_bytes} on "
+                f"end at byte {needed}."
+            )
+        if num_elements == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(mapping, dtype=dtype, count=num_elements, offset=offset_bytes)
+
+    def close(self) -> None:
+        """Close the descriptor and forget the mapping; tensors handed out stay valid."""
+        self._mapping = None
+        self._closing()
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"Region({self.label!r}, {self.nbytes} bytes{state})"
+
+    def _open_mapping(self) -> mmap.mmap:
+        mapping = self._mapping
+        if mapping is None:
+            raise StateError(f"Region {self.label!r} must be open, but is closed.")
+        return mapping
+
+    # --- on the way to another process ------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if get_spawning_popen() is None:
+            raise StateError(
+                f"Region {self.label!r} must be pickled only while a process is started, but none "
+                "is. Give it to `Process(args=…)`, or pass it on with `region.send(connection)`."
+            )
+        return _from_parent, (DupFd(self.fd), self.nbytes, self.label)  # type: ignore[no-untyped-call]
+
+    def send(self, connection: Connection) -> None:
+        """Pass the region over ``multiprocessing.Pipe(duplex=True)`` to who calls :meth:`receive`.
+
+        Blocks: not, unless the pipe is full. Moves: 16 bytes and a file descriptor.
+
+        Raises:
+            PeerLost: The other end is closed.
+        """
+        parcel = _PARCEL.pack(_PARCEL_MAGIC, self.nbytes)
+        with _as_socket(connection) as end:
+            try:
+                socket.send_fds(end, [parcel], [self.fd])
+            except (BrokenPipeError, ConnectionResetError) as exc:
+                raise _lost(f"could not be given region {self.label!r}") from exc
+
+    @classmethod
+    def receive(
+        cls, connection: Connection, *, timeout_s: float = 30.0, label: str = "region"
+    ) -> Region:
+        """Take the region that the other end of ``connection`` sends.
+
+        Raises:
+            PeerTimeout: Nothing came in ``timeout_s`` seconds.
+            PeerLost: The other end is closed.
+            StateError: Something else was sent; it can still be received.
+
+        Blocks: Until a region comes.
+        """
+        if not connection.poll(timeout_s):
+            raise PeerTimeout(
+                f"The other end of the connection must send region {label!r}, but sent nothing "
+                f"within {timeout_s:g} s."
+            )
+        with _as_socket(connection) as end:
+            fd, nbytes = _receive_parcel(end, label)
+        return cls.attach(fd, nbytes, label=label)
+
+
+def _from_parent(parcel: Any, nbytes: int, label: str) -> Region:  # Any: DupFd's class has no name
+    return Region.attach(parcel.detach(), nbytes, label=label)
+
+
+def _as_socket(connection: Connection) -> socket.socket:
+    duplicate = os.dup(connection.fileno())
+    end = socket.socket(fileno=duplicate)
+    if end.family != socket.AF_UNIX:
+        end.close()
+        raise ConfigError(
+            "`connection` must be one end of `multiprocessing.Pipe(duplex=True)`, "
+            f"but is of family {end.family!r}."
+        )
+    end.setblocking(True)
+    return end
+
+
+def _receive_parcel(end: socket.socket, label: str) -> tuple[int, int]:
+    """Read one parcel; leave anything else where it is."""
+    try:
+        head = end.recv(_PARCEL.size, socket.MSG_PEEK)
+        if head and not _PARCEL_MAGIC.startswith(head[:8]):
+            raise StateError(
+                f"The other end of the connection must send region {label!r} now, but sent "
+                "something else. Let `send` and `receive` stand in the same order on both ends."
+            )
+        parcel, fds, _, _ = socket.recv_fds(end, _PARCEL.size, 1, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError as exc:
+        raise _lost(f"did not send region {label!r}") from exc
+    if len(parcel) == _PARCEL.size and len(fds) == 1:
+        return fds[0], _PARCEL.unpack(parcel)[1]
+    for fd in fds:
+        os.close(fd)
+    raise _lost(f"did not send all of region {label!r}")
+
+
+def _lost(what: str) -> PeerLost:
+    return PeerLost(f"The other end of the connection must be open, but is closed and {what}.")
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(fd, nbytes, trackfd=False)
+    return mmap.mmap(fd, nbytes)
+
+
+def _anonymous(nbytes: int, label: str) -> int:
+    """Return a descriptor of an anonymous file, once there seems to be memory for it.
+
+    The kernel grants a reservation page by page and would rather kill a process than refuse one,
+    so the size is compared with what is left first.
+    """
+    available = available_memory_bytes()
+    if available is not None and nbytes > available:
+        raise _out_of_space(nbytes, available, label, None)
+    return os.memfd_create("phalanx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def _nameless(directory: Path) -> int:
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            return os.dup(file.fileno())
+    except OSError as exc:
+        if exc.errno in _NO_SPACE:
+            raise _out_of_space(None, 0, "region", directory) from exc
+        raise ConfigError(
+            f"`directory` must be a folder that we may write to, but is {str(directory)!r} "
+            f"({exc.strerror})."
+        ) from exc
+
+
+def reserve(fd: int, nbytes: int, label: str, directory: Path | str | None) -> None:
+    """Give a file the size ``nbytes``, all of it backed by memory or disk from now on.
+
+    Args:
+        fd: The file.
+        nbytes: Its size.
+        label: What is in it, for the error.
+        directory: Where it lies, for the error; None for memory.
+
+    Raises:
+        OutOfSpace: There is not so much.
+    """
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as exc:
+        if exc.errno not in _NO_SPACE:
+            raise
+        if directory is None:
+            available = available_memory_bytes()
+        else:
+            found = os.statvfs(directory)
+            available = found.f_bavail * found.f_frsize
+        raise _out_of_space(nbytes, available, label, directory) from exc
+
+
+def _out_of_space(
+    needed: int | None, available: int | None, label: str, directory: Path | str | None
+) -> OutOfSpace:
+    where = "memory" if directory is None else f"{str(directory)!r}"
+    amount = "a file" if needed is None else f"{needed} bytes"
+    left = "less" if available is None else f"only {available} bytes"
+    if directory is None:
+        way_out = "Share less, or give `directory` a folder on a disk with room."
+    else:
+        way_out = "Make room there, or name a folder on another disk."
+    return OutOfSpace(
+        f"There must be {amount} free in {where} for region {label!r}, but there is {left}. "
+        + way_out,
+        needed,
+        available,
+    )
+
+
+def _checked_size(fd: int, nbytes: int | None, label: str) -> int:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"`fd` must be a file of this user for region {label!r}, but {fd} is not."
+        )
+    size = found.st_size if nbytes is None else nbytes
+    if not 0 < size <= found.st_size:
+        raise ConfigError(
+            f"`nbytes` must be within the file of region {label!r}, which has "
+            f"{found.st_size} bytes, but is {size!r}."
+        )
+    return size
+
+
+def _close_quietly(fd: int) -> None:
+    try:
+        os.close(fd)
+    except OSError:
+        return  # it was no descriptor at all, which is the error on its way to the caller

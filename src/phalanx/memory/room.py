@@ -1,0 +1,71 @@
+"""How much memory this process may still take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["available_memory_bytes"]
+
+_CGROUPS = Path("sys/fs/cgroup")
+# Version 2 of the hierarchy names no controller, version 1 does: files with the limit, with what is
+# used, and the line of `memory.stat` that holds how much of that is files which can be dropped.
+_NAMES_BY_CONTROLLER = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Return how much memory can be had without killing anybody, or None where nobody knows.
+
+    It is what the machine has left, swap included, or what the control groups (containers) that
+    this process is in still allow, if that is less. An estimate: others take memory meanwhile.
+
+    Args:
+        root: Where `proc` and `sys` lie.
+
+    Example:
+        >>> (available_memory_bytes() or 1) > 0
+        True
+    """
+    bounds = [_machine_bytes(root), *_control_group_bytes(root)]
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _machine_bytes(root: Path) -> int | None:
+    amounts = _amounts(root / "proc/meminfo")
+    if "MemAvailable" not in amounts:
+        return None
+    return 1024 * (amounts["MemAvailable"] + amounts.get("SwapFree", 0))
+
+
+def _control_group_bytes(root: Path) -> list[int]:
+    """Return what each of the control groups that we are in still allows."""
+    rooms = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        names = _NAMES_BY_CONTROLLER.get(controllers)
+        if names is None:
+            continue
+        top = root / _CGROUPS / controllers
+        group = top / path.lstrip("/")
+        for folder in [group, *group.parents]:
+            limit, used = (_read(folder / name).strip() for name in names[:2])
+            if limit.isdigit() and used.isdigit():
+                cached = _amounts(folder / "memory.stat").get(names[2], 0)
+                rooms.append(max(0, int(limit) - int(used) + cached))
+            if folder == top:
+                break
+    return rooms
+
+
+def _amounts(path: Path) -> dict[str, int]:
+    lines = (line.replace(":", " ").split() for line in _read(path).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

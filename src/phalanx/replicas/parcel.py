@@ -1,0 +1,161 @@
+"""What travels between a crew and its worker processes: pickled, with the tensors set aside.
+
+This is the pickle of `multiprocessing`, between a process and the children that it has started
+itself; it crosses no host and reads no file (SECURITY.md). Tensors go as bytes, or as a place in
+memory that both sides see; never through torch's own sharing, which would move their storage.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+
+__all__ = ["load", "pack", "picklable_or_named", "raw", "restored"]
+
+_ALIGN_BYTES = 64  # kernels may choose by alignment, so a copy lies as its original lay
+
+# Any: whatever the user's code makes; tokens are tuples that the two sides agree on.
+Aside = Callable[[Any], Any]
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, aside: Aside) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._aside = aside
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)):
+            _refuse_interactive(obj)
+            return None
+        token = self._aside(obj)
+        if token is None and type(obj) is Tensor and _is_plain(obj):
+            token = ("raw", *raw(obj))
+        return token
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, data: bytes, find: Aside) -> None:
+        super().__init__(io.BytesIO(data))
+        self._find = find
+
+    def persistent_load(self, pid: Any) -> Any:
+        return restored(*pid[1:]) if pid[0] == "raw" else self._find(pid)
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+def pack(value: Any, aside: Aside = _nothing) -> bytes:
+    """Pickle ``value``; what ``aside`` returns for an object stands for it, unless it is None."""
+    file = io.BytesIO()
+    _Packer(file, aside).dump(value)
+    return file.getvalue()
+
+
+def load(data: bytes, find: Aside = _nothing) -> Any:
+    """Undo :func:`pack`; ``find`` returns the object for a token that ``aside`` gave."""
+    return _Unpacker(data, find).load()
+
+
+# -- tensors as bytes ------------------------------------------------
+
+
+def raw(tensor: Tensor) -> tuple[Any, ...]:
+    """Return ``tensor`` as (bytes of the memory it spans, dtype, shape, strides, alignment)."""
+    tensor = tensor.detach()
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.as_strided((span if tensor.numel() else 0,), (1,))
+    content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return (
+        content,
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.data_ptr() % _ALIGN_BYTES if flat.numel() else 0,
+    )
+
+
+def restored(
+    content: bytes,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    alignment: int,
+) -> Tensor:
+    """Return the tensor that :func:`raw` was given, in memory of its own."""
+    if not content:
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype)
+    room = torch.empty(len(content) + _ALIGN_BYTES, dtype=torch.uint8)
+    start = (alignment - room.data_ptr()) % _ALIGN_BYTES
+    own = room[start : start + len(content)]
+    own.numpy()[:] = np.frombuffer(content, dtype=np.uint8)
+    return own.view(dtype).as_strided(
+        tuple(shape), tuple(strides), own.storage_offset() // dtype.itemsize
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+        and not tensor.requires_grad
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_inference()
+    )
+
+
+# -- what cannot be sent ---------------------------------------------
+
+
+def _refuse_interactive(obj: type | types.FunctionType) -> None:
+    main = sys.modules.get("__main__")
+    if obj.__module__ != "__main__" or main is None or _can_be_imported_again(main):
+        return
+    raise ConfigError(
+        f"`{obj.__qualname__}` must be importable by worker processes, but is defined in a "
+        "notebook or at a prompt. Move it to a file of its own, such as `model.py`, and import it "
+        "from there, or use crew='threads'."
+    )
+
+
+def _can_be_imported_again(main: types.ModuleType) -> bool:
+    return (
+        getattr(main, "__spec__", None) is not None or getattr(main, "__file__", None) is not None
+    )
+
+
+def picklable_or_named(module: nn.Module, error: Exception) -> ConfigError:
+    """Return the error that names which attribute of ``module`` cannot be pickled."""
+    if isinstance(error, ConfigError):
+        return error
+    for path, child in module.named_modules():
+        for key, value in vars(child).items():
+            if key in ("_parameters", "_modules"):
+                continue
+            try:
+                pack(value, lambda obj: ("parameter",) if isinstance(obj, nn.Module) else None)
+            except Exception as cause:  # whatever the user's objects raise
+                name = f"{path}.{key}" if path else key
+                return ConfigError(
+                    f"Attribute `{name}` of `module` must be picklable to be sent to worker "
+                    f"processes, but is {type(value).__name__!r}: {cause}. Define functions at the "
+                    "top of a module, make other objects in `forward`, or use crew='threads'."
+                )
+    return ConfigError(
+        f"`module`, `loss` and `forward` must be picklable to be sent to worker processes, but are "
+        f"not: {error}. Define functions at the top of a module (no lambda, no inner function), or "
+        "use crew='threads'."
+    )

@@ -1,0 +1,481 @@
+"""A crew of worker processes that runs microbatches and outlives each of its workers.
+
+    this process                                 worker processes
+    module ──── parameters on the shelf ───────► the same memory
+    thread i ── microbatch i ─────────────────►  forward, backward
+             ◄─ loss, outputs, statistics ─────
+             ◄─ gradients, in a slot on the shelf
+
+Each worker has a thread here that hands it one microbatch after another, adds what comes back
+along the tree, and notices at once when the worker is gone. Everything that has come back lies
+here, so a death costs the microbatch in the worker's hands and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import PeerLost, StateError, UnsupportedError
+from phalanx.plan import check_workloads
+from phalanx.replicas.crew import Crew, Job, Span, default_intra_op
+from phalanx.replicas.intra_op import num_cores
+from phalanx.replicas.mirror import Mirrored
+from phalanx.replicas.modes import CallerModes
+from phalanx.replicas.parcel import load, pack, picklable_or_named
+from phalanx.replicas.shelf import Place, Shelf
+from phalanx.replicas.sums import Partial
+from phalanx.replicas.team import Team
+from phalanx.replicas.worker import Birth, Done, Errand, Failed, Task
+from phalanx.replicas.worker_process import Lost, WorkerProcess, dismiss_all, rebuilt
+
+__all__ = ["ProcessCrew", "WorkerFailure"]
+
+_START_S = 120.0
+_LOOK_S = 0.02  # how often a thread without a worker looks whether the run is over
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailure:
+    """A worker that was lost and is being replaced.
+
+    Attributes:
+        worker: Its number.
+        pid: Its process.
+        reason: What became of it.
+        microbatch: What it had in hands, which another one computes; None for nothing.
+        dump: Where its threads stood, if it hung.
+        noticed_s: When, on the clock of `StepDone` spans.
+    """
+
+    worker: int
+    pid: int
+    reason: str
+    microbatch: int | None
+    dump: str
+    noticed_s: float
+
+
+class ProcessCrew(Crew):
+    """Replicas of one module in worker processes of this host.
+
+    Args:
+        source: The module that the user trains; all its parameters lie on the CPU.
+        num_workers: Number of processes.
+        shelf: Where its parameters lie, or will: those that do not yet are moved there. Kept as
+            an attribute.
+        shared: Objects that the run refers to, such as the loss; sent once, with the module.
+        workloads: Relative shares; equal by default; 0 switches a worker off.
+        intra_op: Threads inside operators, per worker.
+        timeout_s: How long one microbatch may take before its worker counts as hung.
+        on_failure: Called for every lost worker, in any thread; what it raises ends the run.
+
+    Raises:
+        ConfigError: The module cannot be sent, or options do not fit.
+        UnsupportedError: It has parameters on another device.
+
+    Determinism: as `ThreadCrew`, with the same bits, whoever dies.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module,
+        num_workers: int,
+        *,
+        shelf: Shelf,
+        shared: Sequence[object] = (),
+        workloads: Sequence[float] | None = None,
+        intra_op: int | None = None,
+        timeout_s: float = 300.0,
+        on_failure: Callable[[WorkerFailure], None] = lambda _: None,
+    ) -> None:
+        self.workloads = list(workloads) if workloads is not None else [1.0] * num_workers
+        check_workloads(self.workloads, num_workers)
+        self.devices = (_CPU,) * num_workers
+        self._intra_op = intra_op or default_intra_op(self.devices)
+        _warn_of_crowd(num_workers, self._intra_op)
+        self.parameters = list(source.parameters())
+        _refuse_other_devices(source)
+        self._source = source
+        self.shelf = shelf
+        self._shared = list(shared)
+        self._timeout_s = timeout_s
+        self._on_failure = on_failure
+        self._pid = os.getpid()
+        self._deferred: PeerLost | None = None
+        elsewhere = [p for p in self.parameters if p.numel() and shelf.place_of(p) is None]
+        self._moved = _move(elsewhere, shelf)
+        self._pointers = [parameter.data_ptr() for parameter in self.parameters]
+        self._mirrored = Mirrored(source, shelf)
+        self._slots = _Slots(self.parameters, shelf)
+        self._birth = Birth(self._packed_module(), self._mirrored.places, self._slots.layout)
+        self._team = Team(num_workers, intra_op=self._intra_op, name="phalanx-crew")
+        self._workers: list[WorkerProcess] = []
+        self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
+        try:
+            self._workers.extend(self._team.each(self._launch))
+            self._team.each(self._await_first)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- what crews have ---------------------------------------------
+
+    @property
+    def intra_op(self) -> int:
+        """Threads inside operators, per worker."""
+        return self._intra_op
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process numbers."""
+        return [worker.pid for worker in self._workers]
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def matches_source(self) -> bool:
+        """Tell whether the workers can follow all that was done to the module since."""
+        now = list(self._source.parameters())
+        return (
+            len(now) == len(self.parameters)
+            and all(a is b for a, b in zip(now, self.parameters, strict=True))
+            and [parameter.data_ptr() for parameter in now] == self._pointers
+            and self._mirrored.can_follow()
+        )
+
+    def outdate(self) -> None:
+        """Make the next run take over all buffers, whatever their versions say."""
+        self._mirrored.outdate()
+
+    def close(self) -> None:
+        """Dismiss threads and workers, and give moved parameters memory of their own."""
+        self._dismiss()
+        self._team.close()
+        for parameter in self._moved:
+            parameter.data = parameter.data.clone()
+        self._moved = []
+
+    # -- workers -----------------------------------------------------
+
+    def _packed_module(self) -> bytes:
+        numbers = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+
+        def aside(obj: Any) -> Any:
+            if not isinstance(obj, nn.Parameter) or id(obj) not in numbers:
+                return None
+            place = self.shelf.place_of(obj)
+            value = None if place is not None else pack(obj.detach())
+            kind, others = type(obj), dict(obj.__dict__)
+            return ("parameter", numbers[id(obj)], kind, place, value, obj.requires_grad, others)
+
+        try:
+            return pack((self._source, self._shared), aside)
+        except Exception as error:  # whatever the user's objects raise when pickled
+            raise picklable_or_named(self._source, error) from error
+
+    def _launch(self, index: int) -> WorkerProcess:
+        return WorkerProcess(index, intra_op=self._intra_op, birth=self._birth, shelf=self.shelf)
+
+    def _await_first(self, index: int) -> None:
+        worker = self._workers[index]
+        try:
+            if not worker.poll_ready(_START_S):
+                raise PeerLost(
+                    f"Worker {index} must be ready within {_START_S:g} s, but is not. Importing "
+                    "what the module needs takes too long here; use crew='threads'.",
+                    index,
+                )
+        except Lost as lost:
+            raise PeerLost(
+                f"Worker {index} must start, but {lost.reason} before it was ready; its own output "
+                "says why. A script must start its work under `if __name__ == '__main__':`.",
+                index,
+            ) from None
+
+    def _replace(self, index: int, lost: Lost, microbatch: int | None) -> None:
+        failure = WorkerFailure(
+            worker=index,
+            pid=self._workers[index].pid,
+            reason=lost.reason,
+            microbatch=microbatch,
+            dump=lost.dump,
+            noticed_s=lost.at_s,
+        )
+        self._workers[index] = self._launch(index)
+        self._on_failure(failure)
+
+    def errand(self, index: int, make: Callable[[dict[str, int]], object]) -> bool:
+        """Send worker ``index`` on an errand; return False if it is not there to complete it.
+
+        To be called in the worker's thread (see :meth:`each`). A loss on the way is told by the
+        next run: in the middle of an optimizer step nothing may be raised.
+
+        Args:
+            make: Returns what is called with the `Worker`, over there, from notes on what earlier
+                errands have left there; it may write to them.
+        """
+        worker = self._workers[index]
+        try:
+            if not worker.poll_ready(0.0):
+                return False
+            answer = worker.ask(Errand(pack(make(worker.kept))), self._timeout_s)
+        except Lost as lost:
+            try:
+                self._replace(index, lost, None)
+            except PeerLost as error:
+                self._deferred = error
+            return False
+        return not isinstance(answer, Failed)
+
+    def _drew_aside(self, job: Job, before: Tensor) -> bool:  # noqa: ARG002
+        return job.drew_aside.is_set()
+
+    # -- a run -------------------------------------------------------
+
+    def _work_on(self, job: Job) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                "A process crew must be used by the process that made it, but this is a fork of "
+                "it. Make a trainer in the child."
+            )
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            raise deferred
+        run = _Run(
+            job=job,
+            task=Task(
+                index=-1,
+                run=self._packed_run(job),
+                batch=b"",
+                weight=0.0,
+                seed=job.seed if job.draws else None,
+                slot=-1,
+                changes=self._mirrored.changes(),
+                modes=CallerModes.capture(self.devices),
+            ),
+            desk=_Desk(job, [workload > 0 for workload in self.workloads]),
+            shapes=[parameter.shape for parameter in self.parameters] if job.feedback else [],
+        )
+        self._team.each(lambda index: self._look_after(index, run))
+
+    def _packed_run(self, job: Job) -> bytes:
+        numbers = {id(each): index for index, each in enumerate(self._shared)}
+        return pack(
+            job.run, lambda obj: ("shared", numbers[id(obj)]) if id(obj) in numbers else None
+        )
+
+    def _look_after(self, index: int, run: _Run) -> None:
+        """Keep worker ``index`` busy until the run is over."""
+        try:
+            while not run.desk.over:
+                if not self._is_ready(index, run):
+                    continue
+                microbatch = run.desk.take(index)
+                if microbatch is None:
+                    return
+                try:
+                    self._compute(index, microbatch, run)
+                except Lost as lost:
+                    run.desk.give_back(microbatch)
+                    self._replace(index, lost, microbatch)
+        except BaseException:
+            run.desk.fail()
+            raise
+
+    def _is_ready(self, index: int, run: _Run) -> bool:
+        worker = self._workers[index]
+        try:
+            if worker.poll_ready(0.0):
+                return True
+            run.desk.leave_to_others(index)
+            return worker.poll_ready(_LOOK_S)
+        except Lost as lost:
+            self._replace(index, lost, None)
+            return False
+
+    def _compute(self, index: int, microbatch: int, run: _Run) -> None:
+        worker, job = self._workers[index], run.job
+        slot = self._slots.take() if run.task.modes.grad else None
+        task = replace(
+            run.task,
+            index=microbatch,
+            batch=pack(job.microbatches[microbatch]),
+            weight=job.weights[microbatch],
+            slot=-1 if slot is None else slot.region,
+            changes=run.task.changes.since(worker.knows),
+        )
+        answer = worker.ask(task, self._timeout_s)
+        if isinstance(answer, Failed):
+            raise rebuilt(
+                answer,
+                f"Raised by replica {index} in process {worker.pid}, microbatch {microbatch}.",
+            )
+        worker.knows = run.task.changes.version
+        self._count(index, microbatch, answer, slot, run)
+
+    def _count(
+        self, index: int, microbatch: int, done: Done, slot: _Slot | None, run: _Run
+    ) -> None:
+        job = run.job
+        gradients: list[Tensor | None] = [None] * len(self.parameters)
+        if slot is not None:
+            gradients = [
+                g if there else None for g, there in zip(slot.gradients, done.present, strict=True)
+            ]
+        if job.feedback is not None:
+            gradients = job.feedback.compress(microbatch, gradients, run.shapes)
+        if done.drew:
+            job.drew.set()
+        if done.drew_aside:
+            job.drew_aside.set()
+        job.results[microbatch] = load(done.result)
+        job.seconds[microbatch] = done.busy_s
+        job.replica_of[microbatch] = index
+        job.spans.append(
+            Span(
+                replica=index,
+                microbatch=microbatch,
+                start_s=done.start_s,
+                stop_s=done.stop_s,
+            )
+        )
+        job.sums.put(microbatch, Partial(gradients, done.statistics, owners=(slot,)))
+        run.desk.count()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the threads of one run share."""
+
+    job: Job
+    task: Task  # what all tasks of the run have in common
+    desk: _Desk
+    shapes: list[torch.Size]
+
+
+class _Desk:
+    """Where threads fetch microbatches, and bring back those of workers that were lost.
+
+    Args:
+        active: Who may take what was brought back; not those that are switched off.
+    """
+
+    def __init__(self, job: Job, active: Sequence[bool]) -> None:
+        self._job = job
+        self._active = active
+        self._changed = threading.Condition()
+        self._returned: list[int] = []
+        self._left = len(job.queue)
+
+    @property
+    def over(self) -> bool:
+        """Whether everything is done, or something failed."""
+        return self._left == 0 or self._job.failed
+
+    def take(self, replica: int) -> int | None:
+        """Return the next microbatch; wait while others might still bring one back."""
+        with self._changed:
+            while not self.over:
+                microbatch = self._job.take(replica)
+                if microbatch is None and self._returned and self._active[replica]:
+                    microbatch = self._returned.pop(0)
+                if microbatch is not None:
+                    return microbatch
+                self._changed.wait()
+        return None
+
+    def give_back(self, microbatch: int) -> None:
+        """Let another one compute it."""
+        with self._changed:
+            self._returned.append(microbatch)
+            self._changed.notify_all()
+
+    def leave_to_others(self, replica: int) -> None:
+        """Give what only ``replica`` would take to whoever is free."""
+        if self._job.pinned:
+            while (microbatch := self._job.take(replica)) is not None:
+                self.give_back(microbatch)
+
+    def count(self) -> None:
+        """One more is done."""
+        with self._changed:
+            self._left -= 1
+            if self._left == 0:
+                self._changed.notify_all()
+
+    def fail(self) -> None:
+        """End the run."""
+        with self._changed:
+            self._job.failed = True
+            self._changed.notify_all()
+
+
+class _Slot:
+    """Shared memory for the gradients of one microbatch; free again when nobody holds it."""
+
+    def __init__(self, region: int, gradients: list[Tensor | None]) -> None:
+        self.region = region
+        self.gradients = gradients
+
+
+class _Slots:
+    """Slots, made when there are none free."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], shelf: Shelf) -> None:
+        self._flat = [torch.empty(p.numel(), dtype=p.dtype, device="meta") for p in parameters]
+        self.shelf = shelf
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, list[Tensor | None]]] = []
+        self.layout: list[Place | None] = []
+        region, gradients = self._make()
+        self.layout = [None if g is None else shelf.place_of(g) for g in gradients]
+        self._free.append((region, gradients))
+
+    def take(self) -> _Slot:
+        """Return a free slot; it is free again when it is collected."""
+        with self._lock:
+            region, gradients = self._free.pop() if self._free else self._make()
+        slot = _Slot(region, gradients)
+        weakref.finalize(slot, self._free.append, (region, gradients)).atexit = False
+        return slot
+
+    def _make(self) -> tuple[int, list[Tensor | None]]:
+        tensors = self.shelf.allocate_like(self._flat)
+        places = [self.shelf.place_of(tensor) for tensor in tensors]
+        region = next((place.region for place in places if place is not None), -1)
+        return region, [t if t.numel() else None for t in tensors]
+
+
+def _move(parameters: list[nn.Parameter], shelf: Shelf) -> list[nn.Parameter]:
+    """Move parameters that the optimizer does not hold, such as frozen ones, to the shelf."""
+    for parameter, place in zip(parameters, shelf.allocate_like(parameters), strict=True):
+        parameter.data = place.copy_(parameter.detach())
+    return parameters
+
+
+def _warn_of_crowd(num_workers: int, intra_op: int) -> None:
+    if num_workers * intra_op > num_cores():
+        warnings.warn(
+            f"`replicas` should be at most the {num_cores()} cores of this machine, but is "
+            f"{num_workers} processes × {intra_op} threads: they will wait for each other.",
+            stacklevel=2,
+        )
+
+
+def _refuse_other_devices(source: nn.Module) -> None:
+    for name, tensor in [*source.named_parameters(), *source.named_buffers()]:
+        if tensor.device.type != "cpu":
+            raise UnsupportedError(
+                f"`{name}` must lie on the CPU for crew='processes', but is on {tensor.device}. "
+                "Use crew='threads', which serves several devices from one process."
+            )

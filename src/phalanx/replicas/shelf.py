@@ -1,0 +1,118 @@
+"""Regions that a crew and its worker processes see at the same time, and what lies in them."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor
+
+from phalanx.memory import Region
+
+__all__ = ["Place", "Shelf"]
+
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: in which region, from which byte on, and how."""
+
+    region: int
+    offset_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Shelf:
+    """Regions by number; the same numbers in the crew's process and in its workers.
+
+    Regions are anonymous: the kernel frees them with the last process that holds them, however it
+    ends, so nothing can be left behind.
+    """
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+        self._whole: list[Tensor] = []  # each region as bytes
+        self._starts: list[tuple[int, int]] = []  # (address, number), by address
+        self._lock = threading.Lock()  # every worker's thread may need memory
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros in a new region; memory of other devices is nobody else's to see."""
+        if device.type != "cpu" or num_elements == 0:
+            return torch.zeros(num_elements, dtype=dtype, device=device)
+        whole = self._add(Region.create(num_elements * dtype.itemsize))
+        return whole[: num_elements * dtype.itemsize].view(dtype)
+
+    def allocate_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return memory in one new region for tensors like these, in the order of theirs."""
+        offsets, total = [], 0
+        for tensor in tensors:
+            offsets.append(total)
+            total += -(-tensor.numel() * tensor.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+        whole = self.allocate(total, torch.uint8, torch.device("cpu"))
+        return [
+            whole[start : start + tensor.numel() * tensor.itemsize]
+            .view(tensor.dtype)
+            .as_strided(
+                tensor.shape,
+                torch.empty_like(tensor, device="meta").stride(),
+                start // tensor.itemsize,
+            )
+            for tensor, start in zip(tensors, offsets, strict=True)
+        ]
+
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """Return where ``tensor`` lies, or None when it is not in one of the regions."""
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return None
+        address = tensor.data_ptr()
+        starts = self._starts
+        index = bisect.bisect_right(starts, (address, len(starts))) - 1
+        if index < 0 or not tensor.numel():
+            return None
+        start, number = starts[index]
+        if address >= start + self._regions[number].nbytes:
+            return None
+        return Place(number, address - start, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    def at(self, place: Place) -> Tensor:
+        """Return the tensor at ``place``."""
+        whole = self._whole[place.region]
+        last = sum((n - 1) * s for n, s in zip(place.shape, place.strides, strict=True))
+        stop = place.offset_bytes + (last + 1) * place.dtype.itemsize
+        flat = whole[place.offset_bytes : stop].view(place.dtype)
+        return flat.as_strided(place.shape, place.strides, flat.storage_offset())
+
+    def send(self, connection: Connection, numbers: range) -> None:
+        """Let the other side of ``connection`` see the regions of these numbers."""
+        for number in numbers:
+            self._regions[number].send(connection)
+
+    def receive(self, connection: Connection, count: int) -> None:
+        """Take over the next ``count`` regions that the other side sends."""
+        for _ in range(count):
+            self._add(Region.receive(connection))
+
+    def _add(self, region: Region) -> Tensor:
+        whole = region.tensor(torch.uint8, region.nbytes)
+        with self._lock:
+            self._regions.append(region)
+            self._whole.append(whole)
+            starts = [*self._starts, (whole.data_ptr(), len(self._regions) - 1)]
+            self._starts = sorted(starts)  # a new list: somebody may be reading the old one
+        return whole
+
+    def close(self) -> None:
+        """Forget all regions; tensors that still lie in them stay valid."""
+        for region in self._regions:
+            region.close()
+        self._regions, self._whole, self._starts = [], [], []

@@ -1,0 +1,301 @@
+"""What a worker process does: one replica, one microbatch or one slice of the step after another.
+
+Whatever the worker has to keep lies in shared memory or comes with the message, so that losing it
+at any instruction loses nothing but what it was about to do.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import traceback
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.clock import now_s
+from phalanx.memory import die_with_parent, keep_freed_memory
+from phalanx.replicas import faults
+from phalanx.replicas.crew import Turn
+from phalanx.replicas.draws import derive_seed
+from phalanx.replicas.intra_op import set_intra_op
+from phalanx.replicas.mirror import Changes, place_buffers, take_over
+from phalanx.replicas.modes import CallerModes
+from phalanx.replicas.parcel import load, pack
+from phalanx.replicas.replica import Replica
+from phalanx.replicas.shelf import Place, Shelf
+from phalanx.replicas.statistics import Statistic
+from phalanx.replicas.stopwatch import Stopwatch
+
+__all__ = ["Birth", "Done", "Errand", "Failed", "NewRegions", "Start", "Task", "Worker", "serve"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a process is started with; everything else comes through its connection."""
+
+    worker: int
+    parent_pid: int
+    intra_op: int
+    fault: Any  # Any: a planted fault of the chaos tests, or None
+
+
+@dataclass(frozen=True)
+class NewRegions:
+    """The next ``count`` regions of the shelf follow."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Birth:
+    """The model.
+
+    Attributes:
+        blob: The module and what goes with it, packed; parameters are places on the shelf.
+        buffers: Where the module's buffers lie.
+        slot: Where the gradients of one microbatch lie, in memory order, by parameter; the region
+            comes with each task.
+    """
+
+    blob: bytes
+    buffers: list[Place | None]
+    slot: list[Place | None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One microbatch.
+
+    Attributes:
+        run: What is to be called with the `Turn`, packed.
+        batch: Its rows, packed.
+        slot: The region that takes the gradients.
+    """
+
+    index: int
+    run: bytes
+    batch: bytes
+    weight: float
+    seed: tuple[int, ...] | None
+    slot: int
+    changes: Changes
+    modes: CallerModes
+
+
+@dataclass(frozen=True)
+class Errand:
+    """Something else to do: what is to be called with the `Worker`, packed."""
+
+    call: bytes
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a microbatch gave, its gradients aside.
+
+    Attributes:
+        result: What the run returned, packed.
+        present: By parameter, whether it has got a gradient.
+        drew: Whether the model drew random numbers from the microbatch's own generator.
+        drew_aside: Whether it drew from the process's.
+        busy_s: Seconds of work.
+    """
+
+    result: bytes
+    statistics: dict[str, Statistic]
+    present: tuple[bool, ...]
+    drew: bool
+    drew_aside: bool
+    start_s: float
+    stop_s: float
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What the worker raised: packed where it can be, and as text."""
+
+    error: bytes | None
+    kind: str
+    text: str
+
+
+def serve(start: Start, connection: Connection, dump: Connection) -> None:
+    """Work until the parent closes the connection or is gone."""
+    die_with_parent(start.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    faulthandler.register(signal.SIGUSR1, file=dump.fileno(), all_threads=True)
+    faults.plant(start.fault, start.worker)
+    torch.set_num_interop_threads(1)
+    set_intra_op(start.intra_op)
+    keep_freed_memory()
+    shelf = Shelf()
+    worker: Worker | None = None
+    while True:
+        try:
+            message = load(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            match message:
+                case NewRegions(count):
+                    shelf.receive(connection, count)
+                    continue
+                case Birth():
+                    worker = Worker(start.worker, message, shelf)
+                    _warm_up()
+                    faults.reach("born")
+                    answer: Any = None
+                case _:
+                    assert worker is not None
+                    answer = worker.work(message)
+        except BaseException as error:
+            answer = _failed(error)
+        try:
+            connection.send_bytes(pack(answer))
+        except OSError:  # the parent is gone
+            os._exit(0)
+
+
+class Worker:
+    """One replica in a process of its own.
+
+    Attributes:
+        shelf: The memory that it shares with its crew.
+        kept: What errands have left for later ones, by name.
+    """
+
+    def __init__(self, index: int, birth: Birth, shelf: Shelf) -> None:
+        self.shelf = shelf
+        self.kept: dict[str, Any] = {}
+        self._layout = birth.slot
+        self._slots: dict[int, list[Tensor | None]] = {}
+        self._module, self._shared = _born(birth, shelf)
+        self._replica = Replica(self._module, _CPU, index)
+        self._buffers_seen = -1
+
+    def work(self, message: Any) -> Any:  # Any: the messages above
+        """Answer one message."""
+        if isinstance(message, Errand):
+            return load(message.call)(self)
+        assert isinstance(message, Task)
+        faults.reach("microbatch taken")
+        return self._compute(message)
+
+    def _compute(self, task: Task) -> Done:
+        start_s = now_s()
+        self._follow(task.changes)
+        before = torch.get_rng_state()
+        run = load(task.run, lambda pid: self._shared[pid[1]])
+        turn = Turn(
+            replica=self._replica,
+            index=task.index,
+            batch=load(task.batch),
+            seed=None if task.seed is None else derive_seed(*task.seed, task.index),
+        )
+        watch = Stopwatch(_CPU, waited_s=lambda: 0.0, settles=False)
+        replica = self._replica
+        try:
+            with task.modes.entered(_CPU):
+                faults.reach("before forward")
+                result = run(turn)
+                faults.reach("after backward")
+                written = replica.statistics.collect(task.weight)
+                present = self._write(task.slot, replica.take_gradients())
+        except BaseException:
+            replica.drop_gradients()
+            replica.statistics.collect(0.0)
+            torch.set_rng_state(before)
+            raise
+        drew_aside = not torch.equal(before, torch.get_rng_state())
+        if drew_aside:
+            torch.set_rng_state(before)
+        busy_s = watch.lap()
+        faults.reach("before reply")
+        return Done(
+            result=pack(result),
+            statistics=written,
+            present=present,
+            drew=turn.drew.is_set(),
+            drew_aside=drew_aside,
+            start_s=start_s,
+            stop_s=now_s(),
+            busy_s=busy_s,
+        )
+
+    def _follow(self, changes: Changes) -> None:
+        take_over(self._module, changes)
+        if changes.buffers != self._buffers_seen:
+            self._replica.statistics.outdate()
+            self._buffers_seen = changes.buffers
+        self._replica.refresh()
+
+    def _write(self, slot: int, gradients: list[Tensor | None]) -> tuple[bool, ...]:
+        """Write the gradients to where the parent finds them; return which there are."""
+        present = tuple(gradient is not None for gradient in gradients)
+        if slot < 0 or not any(present):  # nobody asked for gradients: an evaluation
+            return present
+        if slot not in self._slots:
+            self._slots[slot] = [
+                None if place is None else self.shelf.at(replace(place, region=slot))
+                for place in self._layout
+            ]
+        pairs = [
+            (own, gradient)
+            for own, gradient in zip(self._slots[slot], gradients, strict=True)
+            if own is not None and gradient is not None
+        ]
+        half = len(pairs) // 2
+        _copy(pairs[:half])
+        faults.reach("gradients half written")
+        _copy(pairs[half:])
+        faults.reach("gradients written")
+        return present
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch._foreach_copy_([own for own, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _born(birth: Birth, shelf: Shelf) -> tuple[nn.Module, list[Any]]:
+    """Unpack the module, its parameters in the memory that all workers share."""
+    made: dict[int, nn.Parameter] = {}
+
+    def find(pid: Any) -> nn.Parameter:
+        _, index, kind, place, value, trained, attributes = pid
+        if index not in made:
+            tensor = shelf.at(place) if value is None else load(value)
+            made[index] = torch.Tensor._make_subclass(kind, tensor, trained)
+            made[index].__dict__.update(attributes)
+        return made[index]
+
+    module, shared = load(birth.blob, find)
+    place_buffers(module, birth.buffers, shelf)
+    return module, shared
+
+
+def _warm_up() -> None:
+    """Let torch import what it imports at a first forward and backward pass (a second's work)."""
+    layer = nn.Linear(1, 1)
+    layer(torch.zeros(1, 1)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.0).step()
+
+
+def _failed(error: BaseException) -> Failed:
+    text = "".join(traceback.format_exception(error))
+    notes = list(getattr(error, "__notes__", []))
+    packed: bytes | None
+    try:
+        packed = pack((error, notes))
+        load(packed)
+    except Exception:  # the user's exceptions may hold anything
+        packed = None
+    return Failed(packed, f"{type(error).__module__}.{type(error).__qualname__}", text)

@@ -1,0 +1,204 @@
+"""One worker process, seen from the process that started it: the only place that starts any."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any
+
+from phalanx.clock import now_s
+from phalanx.errors import ConfigError
+from phalanx.replicas.faults import planted
+from phalanx.replicas.parcel import load, pack
+from phalanx.replicas.shelf import Shelf
+from phalanx.replicas.worker import Birth, Failed, NewRegions, Start, serve
+
+__all__ = ["Lost", "WorkerProcess"]
+
+_SPAWN = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+_DUMP_S = 1.0
+_GOODBYE_S = 1.0
+_EXIT_S = 0.03
+_LARGEST_DUMP = 64 << 10
+
+
+@dataclass
+class Lost(Exception):
+    """A worker is gone, or was killed because it did not answer.
+
+    Attributes:
+        reason: What became of it, for people.
+        dump: Where its threads stood, if it hung.
+        at_s: When it was noticed.
+    """
+
+    reason: str
+    dump: str
+    at_s: float
+
+
+class WorkerProcess:
+    """Start a worker; to be called in a thread that lives as long as it shall.
+
+    The kernel kills a worker when the thread that started it ends (see `die_with_parent`).
+
+    Attributes:
+        knows: The version of the module's attributes that it has (see `mirror`); -1 for none.
+        ready: Whether it has got the model and has said so.
+        kept: What errands have left there, by name; the numbers are theirs.
+    """
+
+    def __init__(self, index: int, *, intra_op: int, birth: Birth, shelf: Shelf) -> None:
+        self.index = index
+        self.knows = -1
+        self.ready = False
+        self.kept: dict[str, int] = {}
+        self._shelf = shelf
+        self._regions = 0
+        self._connection, theirs = _SPAWN.Pipe(duplex=True)
+        self._dump, their_dump = _SPAWN.Pipe(duplex=False)
+        start = Start(worker=index, parent_pid=os.getpid(), intra_op=intra_op, fault=planted())
+        self._process = _SPAWN.Process(
+            target=serve,
+            args=(start, theirs, their_dump),
+            name=f"phalanx-worker-{index}",
+            daemon=True,
+        )
+        try:
+            self._process.start()
+        except RuntimeError as error:  # a script without a guard starts itself again and again
+            raise ConfigError(
+                "A script that uses crew='processes' must start its work under `if __name__ == "
+                f"'__main__':`, but does not: {error}"
+            ) from error
+        finally:
+            theirs.close()
+            their_dump.close()
+        with contextlib.suppress(OSError):  # it may be dead already; `poll_ready` finds out
+            self._send(birth)
+
+    @property
+    def pid(self) -> int:
+        """Its process number."""
+        return self._process.pid or -1
+
+    def poll_ready(self, timeout_s: float) -> bool:
+        """Wait at most ``timeout_s`` until it is ready.
+
+        Raises:
+            Lost: It ended before.
+            Exception: What it raised, when it could not take the model over.
+        """
+        if not self.ready and self._wait(timeout_s):
+            answer = self._receive()
+            if isinstance(answer, Failed):
+                raise rebuilt(answer, f"Raised by worker {self.index} when it was started.")
+            self.ready = True
+        return self.ready
+
+    def ask(self, message: Any, timeout_s: float) -> Any:  # Any: the messages of `worker`
+        """Send a message and return the answer.
+
+        Raises:
+            Lost: It ended, or did not answer in time and was killed.
+        """
+        try:
+            self._send(message)
+        except OSError:
+            raise self._gone() from None
+        if not self._wait(timeout_s):
+            raise self._hung(timeout_s)
+        return self._receive()
+
+    def _send(self, message: Any) -> None:
+        missing = len(self._shelf) - self._regions
+        if missing:
+            self._connection.send_bytes(pack(NewRegions(missing)))
+            self._shelf.send(self._connection, range(self._regions, self._regions + missing))
+            self._regions += missing
+        self._connection.send_bytes(pack(message))
+
+    def _wait(self, timeout_s: float) -> bool:
+        return bool(wait([self._connection, self._process.sentinel], timeout_s))
+
+    def _receive(self) -> Any:
+        try:
+            if not self._connection.poll():  # only the sentinel has spoken
+                raise EOFError
+            return load(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._gone() from None
+
+    def _gone(self) -> Lost:
+        at_s = now_s()
+        self.kill(_EXIT_S)  # its connection may end before it does, and the exit code is the reason
+        return Lost(_described(self._process.exitcode), "", at_s)
+
+    def _hung(self, timeout_s: float) -> Lost:
+        at_s = now_s()
+        dump = self._ask_for_dump()
+        self.kill()
+        return Lost(f"gave no answer for {timeout_s:g} s and was killed", dump, at_s)
+
+    def _ask_for_dump(self) -> str:
+        """Let the worker's fault handler write where its threads are, if it still can."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGCONT)  # one that was stopped could not write it
+        pieces: list[bytes] = []
+        while self._dump.poll(_DUMP_S if not pieces else _DUMP_S / 10):
+            piece = os.read(self._dump.fileno(), _LARGEST_DUMP)
+            pieces.append(piece)
+            if not piece or sum(map(len, pieces)) > _LARGEST_DUMP:
+                break
+        return b"".join(pieces).decode(errors="replace")
+
+    def dismiss(self) -> None:
+        """Ask it to go; :meth:`kill` waits until it has."""
+        self._connection.close()
+
+    def kill(self, after_s: float = 0.0) -> None:
+        """See that it is gone, by force if it does not go within ``after_s``."""
+        self._connection.close()
+        if after_s:
+            self._process.join(after_s)
+        if self._process.exitcode is None:
+            self._process.kill()
+        self._process.join()
+        self._dump.close()
+
+
+def dismiss_all(workers: list[WorkerProcess]) -> None:
+    """End all of them; they go at the same time."""
+    for worker in workers:
+        worker.dismiss()
+    deadline_s = now_s() + _GOODBYE_S
+    for worker in workers:  # one that is still importing would take seconds to notice
+        worker.kill(max(0.01, deadline_s - now_s()) if worker.ready else 0.0)
+
+
+def rebuilt(failed: Failed, note: str) -> BaseException:
+    """Return the worker's exception as it was raised, with its traceback as a note."""
+    error: BaseException
+    if failed.error is not None:
+        error, notes = load(failed.error)
+        for each in notes:
+            error.add_note(each)
+    else:
+        error = RuntimeError(f"{failed.kind}, which cannot be pickled; see the notes.")
+    error.add_note(f"{note} There:\n{failed.text.rstrip()}")
+    return error
+
+
+def _described(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "closed its connection"
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    hint = " (by somebody, or by the kernel for lack of memory)" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint}"

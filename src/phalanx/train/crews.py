@@ -1,0 +1,125 @@
+"""Which crew a trainer opens, and where its memory lies."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from phalanx.clock import now_s
+from phalanx.errors import PeerLost
+from phalanx.memory import Allocate, zeros
+from phalanx.replicas import Crew, ProcessCrew, Shelf, ThreadCrew, WorkerFailure
+from phalanx.train.events import WorkerLost
+from phalanx.train.formation import Formation
+from phalanx.train.work import Work
+
+__all__ = ["CREWS", "CrewMaker", "FailureLog"]
+
+CREWS = ("threads", "processes", "inline")
+
+
+class FailureLog:
+    """Workers that were lost, until somebody tells of them.
+
+    Args:
+        most: How many may be lost in all; None for any number.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._count = 0
+        self._untold: deque[WorkerFailure] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, failure: WorkerFailure) -> None:
+        """Note a loss; called in any thread.
+
+        Raises:
+            PeerLost: It is one too many.
+        """
+        with self._lock:
+            self._count += 1
+            self._untold.append(failure)
+            if self._most is None or self._count <= self._most:
+                return
+        held = (
+            "" if failure.microbatch is None else f" while it held microbatch {failure.microbatch}"
+        )
+        raise PeerLost(
+            f"At most {self._most} workers may be lost (`max_failures`), but worker "
+            f"{failure.worker} {failure.reason}{held}, and it is number {self._count}. If they "
+            "all fall over the same data, look at it with crew='threads'.",
+            failure.worker,
+        )
+
+    def take(self, step: int) -> list[WorkerLost]:
+        """Return the losses that nobody was told of yet; all happened in update ``step``."""
+        with self._lock:
+            untold = list(self._untold)
+            self._untold.clear()
+        return [
+            WorkerLost(
+                step=step,
+                worker=failure.worker,
+                pid=failure.pid,
+                reason=failure.reason,
+                microbatch=failure.microbatch,
+                dump=failure.dump,
+                seconds=now_s() - failure.noticed_s,
+            )
+            for failure in untold
+        ]
+
+
+class CrewMaker:
+    """Open crews of one kind.
+
+    Args:
+        kind: One of `CREWS`.
+        work: What is computed; worker processes get it with the module.
+        timed: Measure replicas on devices that work behind their thread's back.
+        timeout_s: How long a microbatch may take before its worker process counts as hung.
+        failures: Takes note of worker processes that were lost.
+    """
+
+    def __init__(
+        self, kind: str, work: Work, *, timed: bool, timeout_s: float, failures: FailureLog
+    ) -> None:
+        self._work = work
+        self._timed = timed
+        self._timeout_s = timeout_s
+        self._on_failure: Callable[[WorkerFailure], None] = failures.add
+        self._inline = kind == "inline"
+        self._shelf = Shelf() if kind == "processes" else None
+
+    @property
+    def allocate(self) -> Allocate:
+        """Makes memory where the crew wants parameters and gradients to lie."""
+        return zeros if self._shelf is None else self._shelf.allocate
+
+    def __call__(
+        self, module: nn.Module, formation: Formation, workloads: Sequence[float] | None
+    ) -> Crew:
+        """Open a crew over ``module``."""
+        if self._shelf is None:
+            return ThreadCrew(
+                module,
+                formation.devices,
+                workloads=workloads,
+                intra_op=formation.intra_op,
+                timed=self._timed,
+                inline=self._inline,
+            )
+        return ProcessCrew(
+            module,
+            len(formation.devices),
+            shelf=self._shelf,
+            shared=[self._work],
+            workloads=workloads,
+            intra_op=formation.intra_op,
+            timeout_s=self._timeout_s,
+            on_failure=self._on_failure,
+        )

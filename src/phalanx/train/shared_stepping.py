@@ -1,0 +1,94 @@
+"""The optimizer's step, every worker process its slice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from phalanx.memory import FlatParameters
+from phalanx.replicas import ProcessCrew
+from phalanx.train.slices import Slice, SlicePlan, SliceStep, plan_slice
+from phalanx.train.stepping import FlatStepper
+
+__all__ = ["SharedStepper"]
+
+_numbers = itertools.count()  # one for each plan ever made, so that workers cannot mix them up
+
+
+class SharedStepper(FlatStepper):
+    """An elementwise optimizer on shared memory, each worker process at a part of it.
+
+    The first step, which makes the optimizer's state, is done by this process. A slice whose
+    worker is lost is completed here at once (see `slices`); nothing is left for a later moment.
+
+    Args:
+        optimizer: The user's; its options and state stay the truth.
+        flat: The parameters, on the crew's shelf.
+        crew: Whose workers step.
+    """
+
+    def __init__(self, optimizer: Optimizer, flat: FlatParameters, crew: ProcessCrew) -> None:
+        self._crew = crew
+        self._slices: list[_Planned] = []
+        super().__init__(optimizer, flat, len(crew), allocate=crew.shelf.allocate)
+        self._has_state = bool(optimizer.state)
+
+    def prepare(self, missing: Sequence[int]) -> None:
+        super().prepare(missing)
+        self._options: Mapping[int, Mapping[str, Any]] = {
+            group: options for piece in self._pieces for group, options in piece.options()
+        }
+        if self._has_state and not self._slices:
+            self._slices = [self._plan(part) for part in range(len(self._pieces))]
+
+    def step_part(self, part: int) -> None:
+        if not self._slices:
+            super().step_part(part)
+            return
+        planned = self._slices[part]
+        owned = self._pieces[part].everything()
+        counts = [float(state.get("step", 0.0)) for _, state in owned]
+        steps = tuple(counts[place] for place in planned.ranges)
+        planned.slice.begin()
+
+        def errand(kept: dict[str, int]) -> SliceStep:
+            known = kept.get("slice") == planned.number
+            kept["slice"] = planned.number
+            plan = None if known else planned.plan
+            return SliceStep(planned.number, plan, self._options, steps)
+
+        if not self._crew.errand(part, errand):
+            planned.slice.step(self._options, steps)
+        for _, state in owned:
+            if isinstance(state.get("step"), Tensor):
+                state["step"] += 1
+
+    def finish(self) -> None:
+        super().finish()
+        self._has_state = True
+
+    def _plan(self, part: int) -> _Planned:
+        plan, ranges = plan_slice(
+            type(self._optimizer), self._pieces[part].everything(), self._crew.shelf
+        )
+        own = Slice(plan, self._crew.shelf, self._options)
+        return _Planned(next(_numbers), plan, own, ranges)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A slice, as this process sees it.
+
+    Attributes:
+        ranges: For each block, the place of its range among those of the part.
+    """
+
+    number: int
+    plan: SlicePlan
+    slice: Slice
+    ranges: list[int]

@@ -1,0 +1,209 @@
+"""One worker process's slice of the optimizer's step, made whole whatever becomes of the worker.
+
+The slice is stepped in blocks. Before a block is touched, all that the step will change is copied
+to an undo record beside it, and the progress says so; after it, the progress says that it is done:
+
+    progress   saved = 3, done = 2        block 2 may be old, new or half new: the record has it old
+    undo       | block 2's values | its moments |
+
+All three lie in shared memory. A store that a process has made before it died is seen by whoever
+looks after its death, in the order in which it was made. So if a worker dies at any instruction,
+whoever looks next puts the block back if the progress says that its record is complete, and goes
+on from the first block that is not done: every element is stepped exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.memory import Range
+from phalanx.replicas import Place, Shelf, Worker, reach
+
+__all__ = ["BLOCK_ELEMENTS", "Slice", "SlicePlan", "SliceStep", "plan_slice"]
+
+BLOCK_ELEMENTS = 1 << 17  # with an Adam's moments and their record 3 MB: in a core's own cache
+_DONE, _SAVED = 0, 1
+
+# Any: options and state entries of torch's optimizers.
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some elements of one segment: where they, their gradients and their state lie."""
+
+    group: int
+    values: Place
+    gradients: Place
+    state: tuple[tuple[str, Place], ...]
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """What does not change from step to step.
+
+    Attributes:
+        kind: The optimizer's class.
+        undo: The undo record: as many rows as a block has tensors, each of the largest block.
+        progress: Two counters, of blocks done and of records complete.
+    """
+
+    kind: type[Optimizer]
+    blocks: tuple[Block, ...]
+    undo: tuple[Place, ...]
+    progress: Place
+
+
+class Slice:
+    """The blocks of one slice, in this process or in the worker's.
+
+    Args:
+        plan: Where everything lies.
+        shelf: Of this process.
+        options: By optimizer group.
+    """
+
+    def __init__(self, plan: SlicePlan, shelf: Shelf, options: Mapping[int, Options]) -> None:
+        self._blocks = [_OpenBlock(plan.kind, block, shelf, options) for block in plan.blocks]
+        self._undo = [shelf.at(place) for place in plan.undo]
+        self._progress = shelf.at(plan.progress).numpy()
+
+    def begin(self) -> None:
+        """Forget the step before; to be called while no worker is at it."""
+        self._progress[:] = 0
+
+    def step(self, options: Mapping[int, Options], steps: Sequence[float]) -> None:
+        """Step all blocks that are not done yet.
+
+        Args:
+            options: By group, such as its learning rate.
+            steps: For each block, how many steps its elements have done before.
+        """
+        with torch.no_grad():
+            self._undo_half_done()
+            for index in range(int(self._progress[_DONE]), len(self._blocks)):
+                block = self._blocks[index]
+                self._save(block)
+                self._progress[_SAVED] = index + 1
+                reach("block saved")
+                block.step(options[block.group], steps[index])
+                reach("block stepped")
+                self._progress[_DONE] = index + 1
+                reach("block done")
+
+    def _save(self, block: _OpenBlock) -> None:
+        for record, tensor in zip(self._undo, block.tensors, strict=True):
+            record[: tensor.nbytes].view(tensor.dtype).copy_(tensor)
+
+    def _undo_half_done(self) -> None:
+        """Put the block back that somebody left half stepped."""
+        done, saved = map(int, self._progress)
+        if saved == done + 1:
+            block = self._blocks[done]
+            for record, tensor in zip(self._undo, block.tensors, strict=True):
+                tensor.copy_(record[: tensor.nbytes].view(tensor.dtype))
+
+
+class _OpenBlock:
+    """One block with a torch optimizer of the user's class."""
+
+    def __init__(
+        self, kind: type[Optimizer], block: Block, shelf: Shelf, options: Mapping[int, Options]
+    ) -> None:
+        self.group = block.group
+        parameter = nn.Parameter(shelf.at(block.values))
+        parameter.grad = shelf.at(block.gradients)
+        self._optimizer = kind([{**options[block.group], "params": [parameter]}])  # type: ignore[call-arg]
+        self._optimizer.state.clear()  # Adagrad made some
+        self._state: dict[str, Any] = {key: shelf.at(place) for key, place in block.state}
+        self._optimizer.state[parameter] = self._state
+        self.tensors = [parameter.data, *self._state.values()]
+        self._counts = torch.zeros(())
+
+    def step(self, options: Options, steps: float) -> None:
+        self._optimizer.param_groups[0].update(options)
+        self._counts.fill_(steps)
+        self._state["step"] = self._counts
+        self._optimizer.step()
+
+
+@dataclass(frozen=True)
+class SliceStep:
+    """An errand for a worker: its slice of one step.
+
+    Attributes:
+        plan: The worker keeps it under its number; given only when it has not got it.
+    """
+
+    number: int
+    plan: SlicePlan | None
+    options: Mapping[int, Options]
+    steps: tuple[float, ...]
+
+    def __call__(self, worker: Worker) -> None:
+        """Do it, in the worker."""
+        reach("slice taken")
+        if self.plan is not None:
+            worker.kept["slice"] = (self.number, Slice(self.plan, worker.shelf, self.options))
+        number, own = worker.kept["slice"]
+        assert number == self.number
+        own.step(self.options, self.steps)
+        reach("slice done")
+
+
+def plan_slice(
+    kind: type[Optimizer],
+    owned: Sequence[tuple[Range, Mapping[str, Any]]],
+    shelf: Shelf,
+) -> tuple[SlicePlan, list[int]]:
+    """Plan the slice whose ranges and state are ``owned``, all of it on ``shelf``.
+
+    Returns:
+        The plan, and for each block the place in ``owned`` of its range.
+    """
+    blocks: list[Block] = []
+    ranges: list[int] = []
+    for place, (where, state) in enumerate(owned):
+        moments = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
+        for start, stop in _cuts(where.stop - where.start):
+            blocks.append(
+                Block(
+                    group=where.segment.group,
+                    values=_placed(shelf, where.values[start:stop]),
+                    gradients=_placed(shelf, where.gradients[start:stop]),
+                    state=tuple((k, _placed(shelf, v[start:stop])) for k, v in moments.items()),
+                )
+            )
+            ranges.append(place)
+    rows = max((1 + len(block.state) for block in blocks), default=0)
+    largest = max((_nbytes(block.values) for block in blocks), default=0)
+    record = shelf.allocate_like([torch.empty(largest, dtype=torch.uint8)] * rows)
+    progress = shelf.allocate(2, torch.int64, torch.device("cpu"))
+    plan = SlicePlan(
+        kind=kind,
+        blocks=tuple(blocks),
+        undo=tuple(_placed(shelf, row) for row in record),
+        progress=_placed(shelf, progress),
+    )
+    return plan, ranges
+
+
+def _cuts(size: int) -> Iterator[tuple[int, int]]:
+    stops = [*range(BLOCK_ELEMENTS, size, BLOCK_ELEMENTS), size]
+    return zip([0, *stops[:-1]], stops, strict=True)
+
+
+def _placed(shelf: Shelf, tensor: Tensor) -> Place:
+    place = shelf.place_of(tensor)
+    assert place is not None
+    return place
+
+
+def _nbytes(place: Place) -> int:
+    return place.shape[0] * place.dtype.itemsize
