@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from phalanx.clock import now_s
-from phalanx.train import EpochDone, StepDone
+from phalanx.train import EpochDone, StepDone, WorkerLost
 
 # One line of metrics.jsonl. Any: JSON.
 Record = dict[str, Any]
@@ -99,6 +99,8 @@ class History:
         """Listen to one event; microseconds, as nothing is written here."""
         if isinstance(event, StepDone):
             self.losses.append(event.loss)
+            if self.last_steps and len(self.last_steps[-1].shares) != len(event.shares):
+                self.last_steps.clear()  # the run was resized, and a figure has one row a replica
             self.last_steps.append(event)
             self.totals.add(event, now_s())
             self._unwritten.append(_step_record(event))
@@ -107,6 +109,8 @@ class History:
             record = _epoch_record(event)
             self.epochs.append(_epoch_of(record))
             self._unwritten.append(record)
+        elif isinstance(event, WorkerLost):
+            self._unwritten.append({"kind": "failure", **asdict(event)})
 
     def take_records(self) -> list[Record]:
         """Hand over what has come since the last call."""

@@ -11,12 +11,14 @@ from typing import Any, Literal
 from phalanx.cli.recipes import default_model, defaults_for
 from phalanx.codecs import resolve_codec
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.train import CREWS
 
 Replicas = Literal["auto"] | int | tuple[str, ...]
 Workloads = Literal["auto"] | tuple[float, ...] | None
 
 # These may change when a run goes on; all others decide its numbers and must stay.
-_CHANGEABLE = ("replicas", "workloads", "epochs")
+_CHANGEABLE = ("replicas", "workloads", "epochs", "crew", "timeout_s", "max_failures")
+_OF_WORKERS = {"crew": "threads", "timeout_s": 300.0, "max_failures": 20}
 _LARGEST_SEED = 2**63 - 1  # what torch's generators take
 
 
@@ -41,6 +43,9 @@ class TrainOptions:
     lr: float
     seed: int
     codec: str | None = None
+    crew: str = "threads"
+    timeout_s: float = 300.0
+    max_failures: int = 20
 
     def __post_init__(self) -> None:
         _check_count("epochs", self.epochs)
@@ -53,6 +58,12 @@ class TrainOptions:
             raise ConfigError(f"`--seed` must be from 0 to 2**63 - 1, but is {self.seed!r}.")
         if self.codec is not None:
             resolve_codec(self.codec)
+        if self.crew not in CREWS:
+            raise ConfigError(f"`--crew` must be one of {', '.join(CREWS)}, but is {self.crew!r}.")
+        if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
+            raise ConfigError(f"`--timeout-s` must be above 0 seconds, but is {self.timeout_s!r}.")
+        if self.max_failures < 0:
+            raise ConfigError(f"`--max-failures` must be 0 or more, but is {self.max_failures!r}.")
         check_formation(parse_replicas(self.replicas), parse_workloads(self.workloads))
 
 
@@ -70,6 +81,9 @@ class GivenOptions:
     lr: float | None = None
     seed: int | None = None
     codec: str | None = None
+    crew: str | None = None
+    timeout_s: float | None = None
+    max_failures: int | None = None
 
 
 def parse_replicas(text: str) -> Replicas:
@@ -172,6 +186,7 @@ def complete(given: GivenOptions) -> TrainOptions:
         "epochs": recipe.epochs,
         "batch_size": recipe.batch_size,
         "lr": recipe.lr,
+        **_OF_WORKERS,
     }
     return TrainOptions(**{**_nothing_said(), **defaults, **_said(given)})
 
@@ -221,8 +236,11 @@ def read_options(stored: Mapping[str, Any], *, source: str) -> TrainOptions:
         "lr": (float, int),
         "seed": (int,),
         "codec": (str, type(None)),
+        "crew": (str,),
+        "timeout_s": (float, int),
+        "max_failures": (int,),
     }
-    stored = {"codec": None, **stored}  # runs of the first weeks had none
+    stored = {"codec": None, **_OF_WORKERS, **stored}  # runs of the first weeks had none
     if stored.keys() != types.keys():
         raise CheckpointError(
             f"`options` in {source} must be {', '.join(types)}, but are {', '.join(stored)}."

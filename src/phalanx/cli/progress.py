@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.clock import now_s
-from phalanx.train import EpochDone, FormationChosen, StepDone
+from phalanx.train import EpochDone, FormationChosen, StepDone, WorkerLost
 
 _WINDOW = 64  # steps
 _LIVE_INTERVAL_S = 1 / 8
@@ -58,6 +58,8 @@ class Meter:
 
     def add(self, event: StepDone, time_s: float) -> None:
         """Take in a step that ended at ``time_s``."""
+        if self._steps and len(self._steps[-1][0].shares) != len(event.shares):
+            self._steps.clear()  # the run was resized
         self._steps.append((event, time_s))
         self._samples += event.samples
         # An exponential mean that starts at the first loss and not at zero: Adam's bias correction.
@@ -168,6 +170,8 @@ class PlainProgress:
             self._next_s = self._clock() + self._interval_s
         elif isinstance(event, FormationChosen):
             self.say(describe_formation(event))
+        elif isinstance(event, WorkerLost):
+            self.say(describe_loss(event))
 
     def say(self, line: str) -> None:
         self._console.print(line)
@@ -216,6 +220,8 @@ class LiveProgress:
             self.say(describe_epoch(event, self._meter.end_epoch(), self._plan))
         elif isinstance(event, FormationChosen):
             self.say(describe_formation(event))
+        elif isinstance(event, WorkerLost):
+            self.say(describe_loss(event))
 
     def _draw(self, event: StepDone, begun_s: float) -> None:
         self._live.update(draw_live(event, self._meter.read(), self._plan), refresh=True)
@@ -268,6 +274,15 @@ def describe_formation(event: FormationChosen) -> str:
     replicas = "1 replica" if event.replicas == 1 else f"{event.replicas} replicas"
     threads = "1 thread" if event.intra_op == 1 else f"{event.intra_op} threads"
     return f"Formation: {replicas} × {threads} ({event.reason})"
+
+
+def describe_loss(event: WorkerLost) -> str:
+    """Say in one line which worker was lost, and that nothing else was."""
+    held = "" if event.microbatch is None else f" with microbatch {event.microbatch} in hands"
+    return (
+        f"Step {event.step}: worker {event.worker} (process {event.pid}) {event.reason}{held}; the "
+        f"step was completed {event.seconds * 1e3:.0f} ms later, and another worker starts."
+    )
 
 
 def format_mean(name: str, value: float) -> str:

@@ -172,7 +172,7 @@ class RunFolder:
         kept = [
             record
             for record in self._read_metrics()
-            if (record["step"] <= steps if record["kind"] == "step" else record["epoch"] < epochs)
+            if (record["epoch"] < epochs if record["kind"] == "epoch" else record["step"] <= steps)
         ]
         found = [record["step"] for record in kept if record["kind"] == "step"]
         if found != list(range(1, steps + 1)):
@@ -291,6 +291,8 @@ def _from_json(line: str) -> Record:
         record["step"] + 0, record["loss"]
     elif record["kind"] == "epoch":
         record["epoch"] + 0, record["last_step"], record["train"], record["validation"]
+    elif record["kind"] == "failure":
+        record["step"] + 0
     else:
         raise ValueError(record["kind"])
     return record

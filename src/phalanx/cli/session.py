@@ -21,12 +21,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from phalanx.cli.control import Control
 from phalanx.cli.data import Data, open_data
 from phalanx.cli.figure import draw_training
 from phalanx.cli.history import History
 from phalanx.cli.models import build_model, loss_for
 from phalanx.cli.options import (
     GivenOptions,
+    Replicas,
     TrainOptions,
     complete,
     continue_with,
@@ -39,7 +41,7 @@ from phalanx.cli.recipes import decay_linearly
 from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
 from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.train import FormationChosen, StepDone, Trainer
 
 _RUNS = Path("runs")
@@ -63,12 +65,14 @@ class Job:
         out: The new run folder; None for the next free one under runs/.
         resumed: The run that goes on, or None for a new one.
         formation: The one that the run had, if it is to keep it.
+        control: The file that is read for orders while the run goes on.
     """
 
     options: TrainOptions
     out: Path | None
     resumed: RunFolder | None
     formation: Formation | None
+    control: Path | None = None
 
 
 def plan_new(given: GivenOptions, out: Path | None) -> Job:
@@ -163,6 +167,7 @@ class Session:
             self.module = build_model(options.model, self.data, seed=options.seed)
             plan = Plan(epochs=options.epochs, steps_per_epoch=_length(self.data.train))
             self.progress = choose_progress(self.console, plan)
+            self.control = Control(self.job.control, self)
             self.trainer = exits.enter_context(self._open_trainer())
             if self.job.resumed is None:
                 self.folder = _create_folder(self.job)
@@ -188,6 +193,21 @@ class Session:
         with contextlib.suppress(RuntimeError):
             self.console.show_cursor(True)
             self.console.print("Finishing the step, then saving. Ctrl-C again stops at once.")
+
+    def resize(self, replicas: Replicas) -> None:
+        """Go on with other replicas after the running step; refused ones change nothing."""
+        try:
+            if replicas == "auto":
+                raise ConfigError("`replicas` must be a number or devices, but is 'auto'.")
+            self.trainer.resize(replicas)
+        except PhalanxError as error:
+            self.refuse(str(error))
+        else:
+            self.progress.say(f"Going on with replicas {replicas}.")
+
+    def refuse(self, reason: str) -> None:
+        """Say why an order was not followed."""
+        self.progress.say(f"Refused: {reason}")
 
     def run(self) -> bool:
         """Train to the last epoch, or until stopped.
@@ -249,7 +269,10 @@ class Session:
             scheduler=_schedule_for(self.data, options.epochs),
             metrics=_metrics_for(self.data),
             codec=options.codec,
-            callbacks=(self.history, self.progress, self._listen),
+            crew=options.crew,
+            timeout_s=options.timeout_s,
+            max_failures=options.max_failures,
+            callbacks=(self.history, self.progress, self._listen, self.control),
         )
 
     def _listen(self, event: object) -> None:

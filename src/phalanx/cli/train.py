@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 import typer
 
@@ -96,6 +97,40 @@ def train(
             show_default="none",
         ),
     ] = None,
+    crew: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CREW",
+            help="threads of this process; processes, which may die without loss; or inline, one "
+            "replica in the main thread.",
+            show_default="threads",
+        ),
+    ] = None,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long a worker process may take for a microbatch before it counts as hung "
+            "and is replaced.",
+            show_default="300",
+        ),
+    ] = None,
+    max_failures: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="How many worker processes may be lost in all.",
+            show_default="20",
+        ),
+    ] = None,
+    control: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Read this file whenever it changes: a line `replicas 3` goes on with three, "
+            "`stop` ends as Ctrl-C does. SIGUSR1 adds a replica, SIGUSR2 takes one away.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -128,12 +163,47 @@ def train(
         lr=lr,
         seed=seed,
         codec=codec,
+        crew=crew,
+        timeout_s=timeout_s,
+        max_failures=max_failures,
     )
     job = plan_new(given, out) if resume is None else plan_resumed(given, resume, out)
-    with Session(job, make_console()) as session, Interruption(session.stop):
+    job = replace(job, control=control)
+    with (
+        Session(job, make_console()) as session,
+        Interruption(session.stop),
+        Growth(session.control.grow),
+    ):
         finished = session.run()
     if not finished:
         raise typer.Exit(INTERRUPTED)
+
+
+class Growth:
+    """Turns SIGUSR1 and SIGUSR2 into calls of ``grow(1)`` and ``grow(-1)``."""
+
+    _STEPS: ClassVar = {signal.SIGUSR1: 1, signal.SIGUSR2: -1}
+
+    def __init__(self, grow: Callable[[int], None]) -> None:
+        self._grow = grow
+        self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
+
+    def __enter__(self) -> Self:
+        for number in self._STEPS:
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self._grow(self._STEPS[signal.Signals(number)])
 
 
 class Interruption:

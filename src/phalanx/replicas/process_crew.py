@@ -187,20 +187,23 @@ class ProcessCrew(Crew):
         return WorkerProcess(index, intra_op=self._intra_op, birth=self._birth, shelf=self.shelf)
 
     def _await_first(self, index: int) -> None:
-        worker = self._workers[index]
         try:
-            if not worker.poll_ready(_START_S):
+            if not self._workers[index].poll_ready(_START_S):
                 raise PeerLost(
                     f"Worker {index} must be ready within {_START_S:g} s, but is not. Importing "
                     "what the module needs takes too long here; use crew='threads'.",
                     index,
                 )
         except Lost as lost:
-            raise PeerLost(
-                f"Worker {index} must start, but {lost.reason} before it was ready; its own output "
-                "says why. A script must start its work under `if __name__ == '__main__':`.",
-                index,
-            ) from None
+            if lost.own_doing:
+                raise PeerLost(
+                    f"Worker {index} must start, but {lost.reason} before it was ready; its own "
+                    "output says why. A script must start its work under `if __name__ == "
+                    "'__main__':`.",
+                    index,
+                ) from None
+            self._replace(index, lost, None)
+            self._await_first(index)
 
     def _replace(self, index: int, lost: Lost, microbatch: int | None) -> None:
         failure = WorkerFailure(

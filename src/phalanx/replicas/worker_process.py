@@ -34,11 +34,13 @@ class Lost(Exception):
         reason: What became of it, for people.
         dump: Where its threads stood, if it hung.
         at_s: When it was noticed.
+        own_doing: Whether it ended by itself, with an exit code.
     """
 
     reason: str
     dump: str
     at_s: float
+    own_doing: bool
 
 
 class WorkerProcess:
@@ -136,13 +138,16 @@ class WorkerProcess:
     def _gone(self) -> Lost:
         at_s = now_s()
         self.kill(_EXIT_S)  # its connection may end before it does, and the exit code is the reason
-        return Lost(_described(self._process.exitcode), "", at_s)
+        code = self._process.exitcode
+        return Lost(_described(code), "", at_s, own_doing=code is not None and code >= 0)
 
     def _hung(self, timeout_s: float) -> Lost:
         at_s = now_s()
         dump = self._ask_for_dump()
         self.kill()
-        return Lost(f"gave no answer for {timeout_s:g} s and was killed", dump, at_s)
+        return Lost(
+            f"gave no answer for {timeout_s:g} s and was killed", dump, at_s, own_doing=False
+        )
 
     def _ask_for_dump(self) -> str:
         """Let the worker's fault handler write where its threads are, if it still can."""

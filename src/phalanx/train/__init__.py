@@ -1,5 +1,6 @@
 """Training: the loop, the optimizer's step, metrics, checkpoints."""
 
+from phalanx.train.crews import CREWS
 from phalanx.train.events import (
     Callback,
     EpochDone,
@@ -14,6 +15,7 @@ from phalanx.train.split import split_batch
 from phalanx.train.trainer import Trainer
 
 __all__ = [
+    "CREWS",
     "Callback",
     "EpochDone",
     "Event",

@@ -104,6 +104,9 @@ def test_what_is_said_is_taken():
         "lr": 0.5,
         "seed": 9,
         "codec": "top_k(0.1)",
+        "crew": "processes",
+        "timeout_s": 9.5,
+        "max_failures": 0,
     }
     assert asdict(complete(GivenOptions(**said))) == said
 

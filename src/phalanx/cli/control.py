@@ -1,0 +1,101 @@
+"""Orders to a training that is under way: a file that is looked at, and signals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from phalanx.cli.options import Replicas, parse_replicas
+from phalanx.errors import PhalanxError
+from phalanx.train import StepDone, Trainer
+
+
+class Controlled(Protocol):
+    """What takes the orders."""
+
+    trainer: Trainer
+
+    def resize(self, replicas: Replicas) -> None:
+        """Go on with other replicas."""
+
+    def refuse(self, reason: str) -> None:
+        """Say why an order was not followed."""
+
+    def stop(self) -> None:
+        """Finish the step, save, and end."""
+
+
+class Control:
+    """Follow the orders in ``path`` whenever the file has changed, and those of signals.
+
+    Orders stand one on a line: ``replicas 3``, ``replicas cpu,cpu``, ``stop``; what follows a ``#``
+    is left out. They are followed between two steps. An order that cannot be is refused in a line
+    of output and changes nothing.
+
+    Args:
+        path: The file, which may come later; None for signals only.
+        session: Who follows them.
+    """
+
+    def __init__(self, path: Path | None, session: Controlled) -> None:
+        self._path = path
+        self._session = session
+        self._seen: tuple[int, int] | None = None
+        self._wanted = 0
+
+    def grow(self, by: int) -> None:
+        """Go on with ``by`` replicas more after this step; callable from a signal's handler."""
+        self._wanted += by
+
+    def __call__(self, event: object) -> None:
+        """Listen to the trainer's events."""
+        if not isinstance(event, StepDone):
+            return
+        if self._wanted:
+            self._follow_signals()
+        if self._path is not None and self._has_changed(self._path):
+            self._follow_file(self._path)
+
+    def _follow_signals(self) -> None:
+        by, self._wanted = self._wanted, 0
+        devices = self._session.trainer.devices
+        count = max(1, len(devices) + by)
+        more: list[torch.device] = [devices[0]] * (count - len(devices))
+        self._session.resize(tuple(str(device) for device in [*devices[:count], *more]))
+
+    def _has_changed(self, path: Path) -> bool:
+        try:
+            found = path.stat()
+        except OSError:  # it is not there, or not any more
+            return False
+        seen, self._seen = self._seen, (found.st_mtime_ns, found.st_size)
+        return seen != self._seen
+
+    def _follow_file(self, path: Path) -> None:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            self._session.refuse(f"{path} must be readable text, but is not: {error}")
+            return
+        for line in lines:
+            order = line.partition("#")[0].split()
+            if order:
+                self._follow(order)
+
+    def _follow(self, order: list[str]) -> None:
+        if order == ["stop"]:
+            self._session.stop()
+        elif order[0] == "replicas" and len(order) == 2:
+            try:
+                replicas = parse_replicas(order[1])
+            except PhalanxError as error:
+                self._session.refuse(str(error))
+            else:
+                self._session.resize(replicas)
+        else:
+            self._session.refuse(
+                f"An order must be `replicas N`, `replicas DEVICES` or `stop`, but is "
+                f"`{' '.join(order)}`."
+            )
