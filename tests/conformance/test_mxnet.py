@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.compat import mxnet
 from phalanx.errors import ConfigError
-from phalanx.executor import DataBatch
+from phalanx.executor import DataBatch, Monitor
 from phalanx.plan import equal_sizes
 from tests.conformance.containers import draw
-from tests.conformance.groups import CLASSES, F64, THREE, WORKLOADS, Net, classes, desc, labels_desc
+from tests.conformance.groups import (
+    CLASSES,
+    F64,
+    THREE,
+    TWO,
+    WORKLOADS,
+    Loss,
+    Net,
+    classes,
+    desc,
+    labels_desc,
+)
 from tests.conformance.models import assert_close, gradients_of
+
+ROWS = 7
+BATCH = draw(ROWS, 5), classes(ROWS)
+G = draw(ROWS, CLASSES, seed=1)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def run_once(net: Net) -> tuple[mxnet.DataParallelExecutorGroup, Tensor, Tensor]:
@@ -148,6 +168,90 @@ def test_split_input_slice_gives_rows_to_all_where_mxnet_raised(rows, devices):
 )
 def test_split_input_slice_follows_workloads(rows, workloads, sizes):
     assert sizes_of(mxnet._split_input_slice(rows, workloads)) == sizes
+
+
+# --- MXNet's keywords -----------------------------------------------------------------------------
+
+
+def mxnet_group(net: Net, **options: Any) -> mxnet.DataParallelExecutorGroup:
+    given = {"contexts": TWO, "workload": [1, 3], "data_shapes": [desc("data", ROWS, 5)]}
+    return mxnet.DataParallelExecutorGroup(net, **{**given, **options})
+
+
+def test_the_constructor_takes_mxnets_keywords():
+    net = Net()
+    with mxnet_group(net, label_shapes=None, fixed_param_names=["head.bias"]) as group:
+        assert group.workloads == (1, 3)
+        assert len(group.devices) == 2
+        assert [each.requires_grad for each in net.parameters()] == [True] * 3 + [False]
+    with mxnet_group(Net(), fixed_param_names=None) as group:
+        assert group.label_shapes == ()
+    with pytest.raises(ConfigError, match=r"`contexts` must be given once, but .* `devices`, too"):
+        mxnet_group(Net(), devices=2)
+
+
+def test_methods_take_the_keywords_of_both_languages():
+    net, twin = Net(), Net()
+    with mxnet_group(net, label_shapes=[labels_desc(ROWS)]) as group:
+        monitor = Monitor()
+        group.install_monitor(mon=monitor)
+        monitor.remove()
+        group.forward(data_batch=DataBatch(*BATCH), is_train=True)
+        group.backward(out_grads=[G])
+        twin(BATCH[0]).backward(G)
+        assert_close(gradients_of(net), gradients_of(twin), F64)
+        group.forward(dataBatch=DataBatch(*BATCH), isTrain=True)
+        group.backward(outGrads=[G])
+        assert len(group.get_outputs(merge_multi_context=False)[0]) == 2
+        metric = MulticlassAccuracy(CLASSES, average="micro")
+        group.update_metric(eval_metric=metric, labels=[BATCH[1]], pre_sliced=False)
+        assert metric.compute() == (twin(BATCH[0]).argmax(1) == BATCH[1]).float().mean()
+        for names in (("data_shapes", "label_shapes"), ("dataShapes", "labelShapes")):
+            for rows, call in ((9, group.reshape), (ROWS, group.bind)):
+                given = dict(
+                    zip(names, ([desc("data", rows, 5)], [labels_desc(rows)]), strict=True)
+                )
+                call(**given, **({} if rows == 9 else {"reshape": True}))
+                assert group.batch_size == rows
+        assert torch.equal(group.predict(eval_data=[BATCH]), group.predict([BATCH]))
+        names = {"eval_data": [BATCH], "eval_metric": {"accuracy": metric}}
+        assert group.score(**names) == {"accuracy": metric.compute().item()}
+
+
+def test_parameters_go_by_mxnets_keywords():
+    net, other = nn.BatchNorm1d(5).double(), nn.BatchNorm1d(5).double()
+    other.running_mean.fill_(3)
+    nn.init.constant_(other.weight, 2)
+    data = [desc("input", ROWS, 5)]
+    with mxnet_group(net, data_shapes=data) as group:
+        arg, aux = dict(other.named_parameters()), dict(other.named_buffers())
+        group.set_params(arg_params=arg, aux_params=aux, allow_extra=True)
+        assert torch.equal(net.running_mean, other.running_mean)
+        params: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        group.get_params(arg_params=params, aux_params=buffers)
+        assert torch.equal(params["weight"], other.weight)
+        assert torch.equal(buffers["running_mean"], other.running_mean)
+        with pytest.raises(ConfigError, match="`aux_params` must be a mapping, but is None"):
+            group.get_params(arg_params=params)
+        with pytest.raises(ConfigError, match="`arg_params` must be given once"):
+            group.get_params({}, arg_params=params)
+
+
+def test_fit_takes_mxnets_keywords():
+    net, twin = Loss(), Loss()
+    with mxnet_group(net, label_shapes=[labels_desc(ROWS)]) as group:
+        history = group.fit(train_data=[BATCH], eval_data=None, optimizer=sgd, num_epoch=2)
+    assert [epoch.epoch for epoch in history] == [1, 2]
+    optimizer = sgd(list(twin.parameters()))
+    for _ in range(2):
+        optimizer.zero_grad()
+        twin(*BATCH).backward()
+        optimizer.step()
+    assert_close(list(net.parameters()), list(twin.parameters()), F64)
+
+
+# --- the page -------------------------------------------------------------------------------------
 
 
 def test_every_bug_of_the_page_has_a_test_that_exists():

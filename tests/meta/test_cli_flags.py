@@ -17,21 +17,34 @@ FROZEN: dict[str, tuple[str, ...]] = {
     "train": (
         "--batch-size",
         "--codec",
+        "--control",
+        "--crew",
         "--data",
         "--epochs",
         "--lr",
+        "--max-failures",
         "--microbatches",
         "--model",
         "--out",
         "--replicas",
         "--resume",
         "--seed",
+        "--timeout-s",
         "--workloads",
     ),
 }
 
 # Options of `phalanx train` that are parameters of `phalanx.Trainer`, under one name.
-SHARED_WITH_TRAINER = ("codec", "microbatches", "replicas", "seed", "workloads")
+SHARED_WITH_TRAINER = (
+    "codec",
+    "crew",
+    "max_failures",
+    "microbatches",
+    "replicas",
+    "seed",
+    "timeout_s",
+    "workloads",
+)
 
 
 def changes(found: dict[str, tuple[str, ...]], frozen: dict[str, tuple[str, ...]]) -> list[str]:
@@ -56,7 +69,7 @@ def test_commands_and_flags_are_the_frozen_ones():
 def test_an_option_that_means_a_trainers_parameter_bears_its_name(name):
     trainer = importlib.import_module("phalanx").Trainer
     assert name in inspect.signature(trainer).parameters
-    assert "--" + name in flags_by_command(root_command())["train"]
+    assert "--" + name.replace("_", "-") in flags_by_command(root_command())["train"]
 
 
 def planted_app() -> typer.Typer:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -13,6 +15,35 @@ from phalanx.executor import DataBatch, DataDesc, Monitor
 from phalanx.plan import workload_sizes
 
 __all__ = ["DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor", "_split_input_slice"]
+
+C = TypeVar("C", bound=Callable[..., Any])  # Any: each method's own arguments
+_Group = executor.DataParallelExecutorGroup
+
+
+def _also(method: C, **ours_by_theirs: str) -> C:
+    """Let ``method`` take MXNet's keywords beside its own.
+
+    None under a name of MXNet's means what leaving it out means: so its signatures had it.
+    """
+    optional = {
+        each.name
+        for each in inspect.signature(method).parameters.values()
+        if each.default is not each.empty
+    }
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:  # Any: the method's own
+        for theirs in [name for name in kwargs if name in ours_by_theirs]:
+            ours, value = ours_by_theirs[theirs], kwargs.pop(theirs)
+            if ours in kwargs:
+                raise ConfigError(
+                    f"`{theirs}` must be given once, but is given as `{ours}`, too. Leave one out."
+                )
+            if value is not None or ours not in optional:
+                kwargs[ours] = value
+        return method(*args, **kwargs)
+
+    return cast(C, call)
 
 
 def _split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[slice]:
@@ -33,7 +64,9 @@ def _split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list
 class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
     """The group under MXNet's names; whatever is not named here has the same name there and here.
 
-    Arguments go by position as in MXNet; where a method is the group's own, keywords are too.
+    Arguments go by position as in MXNet; by keyword under the names of MXNet (Python's and Scala's)
+    or the group's own. The constructor takes ``contexts``, ``workload``, ``data_shapes``,
+    ``label_shapes`` and ``fixed_param_names``, by keyword.
 
     Example:
         >>> import torch
@@ -47,6 +80,46 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
 
     Source: MXNet's ``module/executor_group.py`` and ``DataParallelExecutorGroup.scala``.
     """
+
+    # What the group has under the same name, with other names of arguments.
+    __init__ = _also(
+        _Group.__init__,
+        contexts="devices",
+        workload="workloads",
+        work_load_list="workloads",
+        data_shapes="data",
+        label_shapes="labels",
+        fixed_param_names="fixed_parameters",
+    )
+    forward = _also(_Group.forward, data_batch="batch", dataBatch="batch", isTrain="is_train")
+    backward = _also(_Group.backward, outGrads="out_grads")
+    bind = _also(
+        _Group.bind,
+        data_shapes="data",
+        label_shapes="labels",
+        dataShapes="data",
+        labelShapes="labels",
+        sharedGroup="shared_group",
+    )
+    reshape = _also(
+        _Group.reshape,
+        data_shapes="data",
+        label_shapes="labels",
+        dataShapes="data",
+        labelShapes="labels",
+    )
+    set_params = _also(_Group.set_params, arg_params="params", aux_params="buffers")
+    update_metric = _also(_Group.update_metric, eval_metric="metric")
+    install_monitor = _also(_Group.install_monitor, mon="monitor")
+    fit = _also(
+        _Group.fit,
+        train_data="loader",
+        eval_data="validate",
+        eval_metric="metrics",
+        num_epoch="epochs",
+    )
+    score = _also(_Group.score, eval_data="loader", eval_metric="metrics")
+    predict = _also(_Group.predict, eval_data="loader")
 
     # Any, here and below: tensors, or lists of them by device; descriptions in any of their forms.
     def get_outputs(
@@ -142,12 +215,20 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
         self,
         into: Any = None,
         aux_params: MutableMapping[str, Tensor] | None = None,
+        *,
+        arg_params: MutableMapping[str, Tensor] | None = None,
     ) -> tuple[MutableMapping[str, Tensor], MutableMapping[str, Tensor]]:
         """Copy into MXNet's two mappings; or, given one argument or none, as the group does.
 
         Raises:
-            ConfigError: The second mapping is missing.
+            ConfigError: The second mapping is missing, or the first is given twice.
         """
+        if arg_params is not None:
+            if into is not None:
+                raise ConfigError(
+                    "`arg_params` must be given once, but is given by position, too. Leave one out."
+                )
+            into = arg_params
         if aux_params is not None:
             return super().get_params(({} if into is None else into, aux_params))
         if isinstance(into, Mapping):

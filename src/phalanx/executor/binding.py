@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
+from phalanx.executor.arguments import read_whole
 from phalanx.executor.data import DataBatch, DataDesc, read_descs
+from phalanx.executor.tensors import as_bound, read_tensor
 from phalanx.types import Nested
 
 __all__ = ["Binding", "Fed", "Share", "as_batch", "is_batch"]
@@ -166,6 +168,18 @@ class Binding:
         """Whether the module gets the weights of rows."""
         return self.signature.names is not None and _WEIGHTS in self.signature.names
 
+    def stands_for(self, share: Share) -> float:
+        """Return what a device's loss is the mean over."""
+        if share.weights is None or not self.feeds_weights:
+            return share.rows
+        return float(share.weights.sum())
+
+    def label_axis(self, given: Nested) -> int:
+        """Return along which dim rows lie in the labels: in the first of ``given`` that has any."""
+        named = given if isinstance(given, Mapping) else [each.name for each in self.labels]
+        axes = (each.batch_axis for each in self.labels if each.name in named)
+        return next((axis for axis in axes if axis is not None), 0)
+
     def of_rows(self, rows: int) -> Binding:
         """Return the binding to ``rows`` rows."""
         data, labels, states = (
@@ -256,7 +270,8 @@ class _Signature:
 # Any: whatever the user gave.
 def is_batch(value: Any) -> bool:
     """Tell whether ``value`` is a batch with its own fields, as `DataBatch` is."""
-    return hasattr(value, "data") and not isinstance(value, (Tensor, np.ndarray, Mapping))
+    # An array is told first: that of an array of dates cannot even be looked at.
+    return not isinstance(value, (Tensor, np.ndarray, Mapping)) and hasattr(value, "data")
 
 
 # Any: whatever the user gave.
@@ -264,7 +279,8 @@ def as_batch(value: Any, binding: Binding) -> DataBatch:
     """Read a batch: one already, or an object alike, or its data, with labels if by name."""
     if is_batch(value):
         labels = getattr(value, "labels", getattr(value, "label", None))
-        pad = getattr(value, "pad", None) or 0
+        pad = getattr(value, "pad", None)
+        pad = 0 if pad is None else pad
         return DataBatch(value.data, labels, pad, getattr(value, "weights", None))
     if isinstance(value, Mapping):
         names = {each.name for each in binding.labels}
@@ -343,44 +359,26 @@ def _named(given: Nested, descs: Sequence[DataDesc], noun: str) -> dict[str, Ten
 
 # Any: whatever the user gave.
 def _tensor(value: Any, desc: DataDesc) -> Tensor:
-    try:
-        # A copy of what torch cannot view: read-only memory, negative strides.
-        tensor = (
-            value
-            if isinstance(value, Tensor)
-            else torch.as_tensor(np.require(value, requirements=["C", "W"]))
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"`{desc.name}` must be a tensor or an array, but is {value!r:.80}."
-        ) from error
-    if tensor.dim() != len(desc.shape):
-        raise ConfigError(
-            f"`{desc.name}` must have {len(desc.shape)} dims like {desc.shape}, as bound, but has "
-            f"shape {tuple(tensor.shape)}. Call `reshape` to bind it to another."
-        )
-    if desc.dtype is None or tensor.dtype == desc.dtype:
-        return tensor
-    if not torch.can_cast(tensor.dtype, desc.dtype):
-        raise ConfigError(
-            f"`{desc.name}` must be {desc.dtype} as bound, but is {tensor.dtype}. Convert it, or "
-            "call `reshape` to bind it to another."
-        )
-    return tensor.to(desc.dtype)
+    return as_bound(read_tensor(desc.name, value), desc)
 
 
-def _read_pad(pad: Any, rows: int) -> int:  # Any: whatever the user wrote
-    if not isinstance(pad, int | np.integer) or not 0 <= pad <= rows:
+def _read_pad(given: Any, rows: int) -> int:  # Any: whatever the user wrote
+    pad = read_whole("pad", given)
+    if not 0 <= pad <= rows:
         raise ConfigError(f"`pad` must be a number of rows from 0 to {rows}, but is {pad!r}.")
-    return int(pad)
+    return pad
 
 
 def _read_weights(given: Any, rows: int) -> Tensor:  # Any: whatever the user wrote
-    weights = _tensor(given, DataDesc("weights", (rows,)))
-    if len(weights) != rows or not bool((weights >= 0).all()):
+    weights = read_tensor(_WEIGHTS, given)
+    if tuple(weights.shape) != (rows,) or weights.is_complex():
         raise ConfigError(
-            f"`weights` must hold one weight of at least 0 for each of {rows} rows, but is "
-            f"{given!r:.80}."
+            f"`weights` must hold one real weight for each row, shape ({rows},), but has shape "
+            f"{tuple(weights.shape)} of {weights.dtype}."
+        )
+    if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+        raise ConfigError(
+            f"`weights` must hold finite weights of at least 0, but is {weights!r:.80}."
         )
     return weights
 

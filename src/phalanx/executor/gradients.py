@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from phalanx.errors import ConfigError
+from phalanx.executor.arguments import check_mapping, read_names
 
 __all__ = ["GradientRequests"]
 
 _REQUESTS = ("write", "add", "null")
+
+
+class _Silence:
+    """Who wants parameters to need no gradient: `requires_grad` is theirs, and groups may share it.
+
+    A parameter needs gradients again when the last one has gone, not the first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_wishes = WeakIdKeyDictionary()  # by parameter, which `==` does not compare
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those that must be ended: all but those that the user has frozen."""
+        with self._lock:
+            own = [each for each in parameters if each.requires_grad or each in self._num_wishes]
+            for parameter in own:
+                self._num_wishes[parameter] = self._num_wishes.get(parameter, 0) + 1
+                parameter.requires_grad_(False)
+            return own
+
+    def end(self, parameters: Sequence[nn.Parameter]) -> None:
+        with self._lock:
+            for parameter in parameters:
+                self._num_wishes[parameter] -= 1
+                if not self._num_wishes[parameter]:
+                    del self._num_wishes[parameter]
+                    parameter.requires_grad_(True)
+
+
+_SILENCE = _Silence()
 
 
 class GradientRequests:
@@ -25,13 +59,15 @@ class GradientRequests:
         fixed: Names or patterns of parameters that get "null".
 
     Raises:
-        ConfigError: A request is unknown, or a name fits no parameter.
+        ConfigError: A request is unknown, or a name is none or fits no parameter.
     """
 
     def __init__(
         self, module: nn.Module, request: str | Mapping[str, str], fixed: Sequence[str]
     ) -> None:
-        fixed = [fixed] if isinstance(fixed, str) else list(fixed)
+        fixed = read_names("fixed_parameters", fixed, "Give [] for none.")
+        if isinstance(request, Mapping):
+            check_mapping("grad_req", request, "'write', 'add' or 'null'")
         rules = dict(request) if isinstance(request, Mapping) else {"*": request}
         for pattern, word in rules.items():
             if word not in _REQUESTS:
@@ -48,26 +84,23 @@ class GradientRequests:
                         f"It has {', '.join(names) or 'none'}."
                     )
         self._written: list[nn.Parameter] = []
+        self._null: list[nn.Parameter] = []
         self._silenced: list[nn.Parameter] = []
-        self._applied = False
         for name, parameter in module.named_parameters():
             word = "null" if _first(name, fixed) is not None else _request_of(name, rules)
             if word == "write":
                 self._written.append(parameter)
-            elif word == "null" and parameter.requires_grad:
-                self._silenced.append(parameter)
+            elif word == "null":
+                self._null.append(parameter)
 
     def apply(self) -> None:
         """Let parameters of "null" need no gradient."""
-        for parameter in self._silenced:
-            parameter.requires_grad_(False)
-        self._applied = True
+        self._silenced += _SILENCE.begin(self._null)
 
     def close(self) -> None:
-        """Let them need gradients again; idempotent."""
-        for parameter in self._silenced if self._applied else ():
-            parameter.requires_grad_(True)
-        self._silenced = []
+        """Let them need gradients again, as far as nobody else wants none; idempotent."""
+        silenced, self._silenced = self._silenced, []
+        _SILENCE.end(silenced)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

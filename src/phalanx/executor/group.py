@@ -17,15 +17,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError, StateError
+from phalanx.executor.arguments import (
+    check_buffer_rules,
+    check_devices,
+    check_mapping,
+    check_optimizer,
+    read_pair,
+    read_whole,
+)
 from phalanx.executor.binding import Binding, Share, is_batch
 from phalanx.executor.data import DataDesc, read_descs
 from phalanx.executor.gradients import GradientRequests
 from phalanx.executor.loop import Epoch, fit, predict, score
 from phalanx.executor.metrics import GroupMetrics
-from phalanx.executor.monitor import Monitor
-from phalanx.executor.outputs import Output, measured, pick_gradients, read_outputs
+from phalanx.executor.monitor import Monitor, check_monitor
+from phalanx.executor.outputs import (
+    Output,
+    measured,
+    pick_gradients,
+    read_outputs,
+)
 from phalanx.executor.parameters import check_tensors, read_tensors, share_tensors
-from phalanx.executor.passes import Pass, mode_of
+from phalanx.executor.passes import Pass, leaves_of, mode_of, normal_share
 from phalanx.executor.states import States
 from phalanx.parallel import DataParallel
 from phalanx.plan import Decision, workload_sizes
@@ -100,6 +113,8 @@ class DataParallelExecutorGroup:
                 "`inputs_need_grad` must be False for a group that does not train, but is True. "
                 "Give for_training=True."
             )
+        check_devices(devices)
+        check_buffer_rules(buffers)
         self._model = DataParallel(module, devices, workloads=workloads, buffers=buffers)
         self._declared = read_descs(outputs, "outputs")
         self._binding = Binding.of(module, data, labels, states)
@@ -153,7 +168,7 @@ class DataParallelExecutorGroup:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What `workloads="auto"` has decided after each batch, and why."""
+        """What `workloads="auto"` has decided after each batch, and why: the last 10,000."""
         return self._model.decisions
 
     @property
@@ -258,7 +273,9 @@ class DataParallelExecutorGroup:
         else:
             binding, shares, pads = self._read_whole(batch)
         graph = trains and self.for_training
-        leaves = [self._leaves_of(share, graph) for share in shares]
+        if graph:
+            shares = [normal_share(share) for share in shares]
+        leaves = [leaves_of(share, graph and self.inputs_need_grad) for share in shares]
         sizes = [share.rows for share in shares]
         used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)
         states = self._states.cut(binding.states, sizes, pads[0] if len(pads) == 1 else 0)
@@ -266,7 +283,7 @@ class DataParallelExecutorGroup:
             binding.call(share, own, state) if size else None
             for share, own, state, size in zip(shares, leaves, states, used, strict=True)
         ]
-        weights = [_stands_for(share, binding) for share in shares]
+        weights = [binding.stands_for(share) for share in shares]
         axis = next((each.batch_axis for each in binding.data if each.batch_axis is not None), 0)
 
         def read(found: Sequence[Nested]) -> list[Output]:
@@ -290,10 +307,7 @@ class DataParallelExecutorGroup:
             ConfigError: ``out_grads`` does not fit; the pass can still be gone back through.
         """
         self._check_open()
-        if not self.for_training:
-            raise StateError(
-                "`backward()` needs a group that is for training, but for_training is False."
-            )
+        self._check_training("backward")
         last = self._pass
         if last is None or not last.graph:
             told = "that was run to train, but it was not" if last and not last.trains else "before"
@@ -321,7 +335,8 @@ class DataParallelExecutorGroup:
         Raises:
             StateError: There was no forward pass.
         """
-        chosen = self._last().outputs[begin:end]
+        stop = None if end is None else read_whole("end", end)
+        chosen = self._last().outputs[read_whole("begin", begin) : stop]
         return [output.merged() if merge else output.per_device() for output in chosen]
 
     def input_grads(self, merge: bool = True) -> list[Any]:
@@ -355,7 +370,7 @@ class DataParallelExecutorGroup:
         """Set all states: to tensors, each whole or a list by device, or to one ``value``.
 
         Raises:
-            ConfigError: Neither or both are given, or they do not fit.
+            ConfigError: Neither or both are given, or they do not fit; they stay as they were.
         """
         self._states.set(self._binding.states, states, value)
 
@@ -366,7 +381,7 @@ class DataParallelExecutorGroup:
         into: tuple[MutableMapping[str, Tensor], MutableMapping[str, Tensor]] | None = None,
     ) -> tuple[MutableMapping[str, Tensor], MutableMapping[str, Tensor]]:
         """Return copies of parameters and buffers by name, or copy them into those given."""
-        params, buffers = ({}, {}) if into is None else into
+        params, buffers = read_pair("into", into)
         read_tensors(
             (self.module.named_parameters(), params), (self.module.named_buffers(), buffers)
         )
@@ -385,6 +400,9 @@ class DataParallelExecutorGroup:
             ConfigError: Names are missing or extra and that is not allowed, or a shape differs;
                 nothing is changed then.
         """
+        check_mapping("params", params, "tensors")
+        if buffers is not None:
+            check_mapping("buffers", buffers, "tensors")
         known: dict[str, Tensor] = dict(self.module.named_parameters())
         given = dict(params)
         if buffers is not None:
@@ -399,6 +417,7 @@ class DataParallelExecutorGroup:
 
     def update(self, optimizer: Optimizer) -> None:
         """Step ``optimizer``. Gradients are the whole batch's, so nothing is to be rescaled."""
+        check_optimizer(optimizer)
         optimizer.step()
 
     # -- around it ---------------------------------------------------
@@ -424,23 +443,14 @@ class DataParallelExecutorGroup:
         """
         last = self._last()
         outputs = measured(last.outputs, output)
-        own = self._labels_of(last, labels, pre_sliced)
-        parts: list[Any] = []
-        for place, share in enumerate(last.shares):
-            if place not in outputs[0].used:
-                parts.append(None)
-                continue
-            values = [_contiguous(each.per_device()[place]) for each in outputs]
-            weights = share.weights
-            if outputs[0].kind == "loss" and (weights is not None or own[place] is None):
-                weights = torch.tensor([float(outputs[0].shares[place])])
-            value = values[0] if len(values) == 1 else values
-            parts.append((value, _contiguous(own[place]), weights))
-        label_axis = next((each.batch_axis or 0 for each in self._binding.labels), 0)
-        self._metrics.update_metric(metric, parts, (outputs[0].axis or 0, label_axis))
+        own = last.labels(self._binding, labels, pre_sliced)
+        named = last.shares[0].labels if labels is None else labels
+        dims = outputs[0].axis or 0, self._binding.label_axis(named)
+        self._metrics.update_metric(metric, last.parts(outputs, own, dims[1]), dims)
 
     def install_monitor(self, monitor: Monitor) -> None:
         """Let ``monitor`` watch the module on every device."""
+        check_monitor(monitor)
         monitor.install(self)
 
     # Any: batches in any of their forms, as loaders yield them.
@@ -471,8 +481,11 @@ class DataParallelExecutorGroup:
             One entry per epoch.
 
         Raises:
-            ConfigError: ``epochs`` is below 1, or a batch does not fit.
+            ConfigError: An argument cannot work, which is said first; or a batch does not fit.
+            StateError: The group is not for training, or is closed.
         """
+        self._check_open()
+        self._check_training("fit")
         return fit(
             self,
             loader,
@@ -490,8 +503,10 @@ class DataParallelExecutorGroup:
 
         Args:
             loader: As for :meth:`fit`.
-            metrics: By name: torchmetrics, or functions of all (outputs, labels).
+            metrics: By name: torchmetrics, or functions of all (outputs, labels), joined along
+                their batch axes.
         """
+        self._check_open()
         return score(self, loader, metrics)
 
     # Any: batches in any of their forms.
@@ -500,6 +515,7 @@ class DataParallelExecutorGroup:
 
         An output without rows, such as a loss, is a list with each batch's.
         """
+        self._check_open()
         return predict(self, loader)
 
     # -- inside ------------------------------------------------------
@@ -515,6 +531,12 @@ class DataParallelExecutorGroup:
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("A closed group must not be used, but is. Make a new one.")
+
+    def _check_training(self, method: str) -> None:
+        if not self.for_training:
+            raise StateError(
+                f"`{method}()` needs a group that is for training, but for_training is False."
+            )
 
     def _last(self) -> Pass:
         if self._pass is None:
@@ -547,43 +569,3 @@ class DataParallelExecutorGroup:
             pads.append(fed.pad)
             rows += fed.rows
         return self._binding.of_rows(rows), shares, pads
-
-    def _leaves_of(self, share: Share, graph: bool) -> dict[str, Tensor]:
-        leaves = {
-            name: value.clone() if graph and value.is_inference() else value.detach()
-            for name, value in share.data.items()
-        }
-        if graph and self.inputs_need_grad:
-            for leaf in leaves.values():
-                leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
-        return leaves
-
-    # Any: labels in any of their forms.
-    def _labels_of(self, last: Pass, labels: Any, pre_sliced: bool) -> list[Nested]:
-        if labels is None:
-            return [self._binding.joined(share.labels) for share in last.shares]
-        if pre_sliced:
-            if not isinstance(labels, (list, tuple)) or len(labels) != len(last.shares):
-                raise ConfigError(
-                    f"`labels` must hold one entry per device ({len(last.shares)}) if pre_sliced, "
-                    f"but is {labels!r:.80}."
-                )
-            return [
-                None if own is None else self._binding.joined(self._binding.read_labels(own))
-                for own in labels
-            ]
-        return self._binding.cut_labels(labels, last.sizes, last.pad)
-
-
-def _contiguous(value: Nested) -> Nested:
-    """Lay tensors out for metrics, many of which call `view`."""
-    if isinstance(value, list):
-        return [_contiguous(each) for each in value]
-    return value.contiguous() if isinstance(value, Tensor) else value
-
-
-def _stands_for(share: Share, binding: Binding) -> float:
-    """Return what a device's loss is the mean over."""
-    if share.weights is None or not binding.feeds_weights:
-        return share.rows
-    return float(share.weights.sum())

@@ -12,11 +12,17 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from phalanx.clock import now_s
-from phalanx.errors import ConfigError
+from phalanx.executor.arguments import (
+    check_function,
+    check_loader,
+    check_metrics,
+    read_count,
+    read_optimizer,
+)
 from phalanx.executor.binding import is_batch
 from phalanx.executor.data import DataBatch, DataDesc
 from phalanx.executor.metrics import Collected
-from phalanx.executor.monitor import Monitor
+from phalanx.executor.monitor import Monitor, check_monitor
 from phalanx.executor.tally import fresh
 
 __all__ = ["Epoch", "Looping", "fit", "predict", "score"]
@@ -84,10 +90,18 @@ def fit(
     on_epoch: Callable[[Epoch], object] | None,
 ) -> list[Epoch]:
     """Train; see :meth:`DataParallelExecutorGroup.fit`."""
-    if epochs < 1:
-        raise ConfigError(f"`epochs` must be at least 1, but is {epochs!r}.")
-    if not isinstance(optimizer, Optimizer):
-        optimizer = optimizer([p for p in group.module.parameters() if p.requires_grad])
+    check_loader("loader", loader)
+    check_metrics({} if metrics is None else metrics)
+    read_count("epochs", epochs, 1)
+    if validate is not None:
+        check_loader("validate", validate)
+    if monitor is not None:
+        check_monitor(monitor)
+    if on_epoch is not None:
+        check_function("on_epoch", on_epoch)
+    optimizer = read_optimizer(
+        optimizer, lambda: [p for p in group.module.parameters() if p.requires_grad]
+    )
     if monitor is not None:
         group.install_monitor(monitor)
     history: list[Epoch] = []
@@ -125,6 +139,8 @@ def fit(
 
 def score(group: Looping, loader: Iterable[Any], metrics: Mapping[str, Any]) -> Values:
     """Measure; see :meth:`DataParallelExecutorGroup.score`."""
+    check_loader("loader", loader)
+    check_metrics(metrics)
     counted = _fresh(metrics)
     for batch in _batches(group, loader):
         group.forward(batch, is_train=False)
@@ -135,6 +151,7 @@ def score(group: Looping, loader: Iterable[Any], metrics: Mapping[str, Any]) -> 
 
 def predict(group: Looping, loader: Iterable[Any]) -> Any:  # Any: a tensor or several
     """Collect outputs; see :meth:`DataParallelExecutorGroup.predict`."""
+    check_loader("loader", loader)
     columns: list[list[Any]] = []
     axes: list[int | None] = []
     for batch in _batches(group, loader):

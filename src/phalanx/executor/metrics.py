@@ -42,9 +42,10 @@ class Collected(Metric):
     Args:
         function: (outputs, labels) -> value; called once, with all rows in their order. Without
             labels: (outputs) -> value.
+        dims: Along which rows lie in outputs and in labels. A group says it by itself.
 
     Shapes:
-        N: rows counted since :meth:`reset`. Outputs [N, …], labels [N, …].
+        N: rows counted since :meth:`reset`. Outputs [N, …], labels [N, …], for dims (0, 0).
 
     Example:
         >>> largest_error = Collected(lambda outputs, labels: (outputs - labels).abs().max())
@@ -55,12 +56,14 @@ class Collected(Metric):
     """
 
     full_state_update = False
-    kept_outputs: list[Tensor]
+    kept_outputs: list[Tensor]  # rows first, so that whoever joins lists of rows joins them right
     kept_labels: list[Tensor]
 
-    def __init__(self, function: Callable[..., Any]) -> None:  # Any: the user's own value
+    # Any: the user's own value.
+    def __init__(self, function: Callable[..., Any], dims: tuple[int, int] = (0, 0)) -> None:
         super().__init__()
         self.function = function
+        self.dims = dims
         self.add_state("kept_outputs", [], dist_reduce_fx="cat")
         self.add_state("kept_labels", [], dist_reduce_fx="cat")
 
@@ -72,21 +75,29 @@ class Collected(Metric):
             ConfigError: They are no tensors with rows.
         """
         kept = [outputs] if labels is None else [outputs, labels]
-        for value in kept:
-            if not isinstance(value, Tensor) or not value.dim():
-                told = "one number" if isinstance(value, Tensor) else type(value).__name__
+        for value, dim in zip(kept, self.dims, strict=False):
+            if not isinstance(value, Tensor) or value.dim() <= dim:
+                told = _shown(value)
                 raise ConfigError(
                     f"`Collected` must be given tensors with rows, but is given {told}. Return one "
                     "tensor from the module, or write a `torchmetrics.Metric`."
                 )
-        self.kept_outputs.append(outputs.detach())
+        self.kept_outputs.append(outputs.detach().movedim(self.dims[0], 0))
         if labels is not None:
-            self.kept_labels.append(labels.detach())
+            self.kept_labels.append(labels.detach().movedim(self.dims[1], 0))
 
     def compute(self) -> Any:  # Any: the user's own value
         """Return the function of everything kept."""
-        columns = [each for each in (self.kept_outputs, self.kept_labels) if len(each)]
-        return self.function(*(dim_zero_cat(each) for each in columns))
+        columns = zip((self.kept_outputs, self.kept_labels), self.dims, strict=True)
+        return self.function(
+            *(dim_zero_cat(kept).movedim(0, dim) for kept, dim in columns if len(kept))
+        )
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return "one number" if not value.dim() else f"shape {tuple(value.shape)}"
 
 
 class GroupMetrics:
@@ -132,6 +143,9 @@ class GroupMetrics:
             members = list(metric.values(copy_state=True))
         else:
             members = [metric]
+        for each in members:
+            if isinstance(each, Collected):
+                each.dims = dims  # its rows are joined when it is computed, not here
         tallies = [self._open(each, parts) for each in members]
         for tally in tallies:
             for place, part in enumerate(parts):

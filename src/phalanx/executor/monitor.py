@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
+from phalanx.executor.arguments import check_function, read_count, read_names
 from phalanx.executor.records import (
     Board,
     NonFinite,
@@ -45,7 +46,7 @@ from phalanx.plan import flatten, leaf_paths
 from phalanx.replicas import Span
 from phalanx.types import Nested
 
-__all__ = ["Monitor", "norm"]
+__all__ = ["Monitor", "check_monitor", "norm"]
 
 Statistic = Callable[[Tensor], Tensor | float]
 
@@ -185,9 +186,9 @@ class Monitor:
         lines: TextIO | None = None,
         board: Board | str | Path | None = None,
     ) -> None:
-        if interval < 1:
-            raise ConfigError(f"`interval` must be at least 1 batch, but is {interval!r}.")
-        self._which = (which,) if isinstance(which, str) else tuple(which)
+        self._interval = read_count("interval", interval, 1, "batch")
+        check_function("statistic", statistic)
+        self._which = tuple(read_names("which", which))
         if not self._which or not set(self._which) <= set(_KINDS):
             raise ConfigError(f"`which` must hold some of {_KINDS}, but is {which!r}.")
         if on_non_finite not in _REACTIONS:
@@ -196,11 +197,10 @@ class Monitor:
             )
         try:
             self._pattern = re.compile(pattern)
-        except re.error as error:
+        except (re.error, TypeError) as error:
             raise ConfigError(
                 f"`pattern` must be a regular expression, but is {pattern!r}: {error}."
             ) from error
-        self._interval = interval
         self._statistic = statistic
         self._sort = sort
         self._on_non_finite = on_non_finite
@@ -424,6 +424,16 @@ class Monitor:
 
 
 # Any: a module, or what has one.
+def check_monitor(given: object) -> None:
+    """Refuse what is no monitor.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(given, Monitor):
+        raise ConfigError(f"`monitor` must be a `Monitor`, but is {given!r:.80}. Give Monitor().")
+
+
 def _module_of(target: Any) -> nn.Module:
     module = target
     if isinstance(target, DataParallel) or not isinstance(target, nn.Module):

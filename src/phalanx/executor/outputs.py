@@ -14,10 +14,11 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.executor.data import DataDesc
+from phalanx.executor.tensors import check_dense
 from phalanx.plan import flatten, leaf_paths
 from phalanx.types import Nested
 
-__all__ = ["Output", "measured", "pick_gradients", "read_outputs"]
+__all__ = ["Output", "contiguous", "measured", "pick_gradients", "read_outputs", "values_of"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ class Output:
             raise ConfigError(
                 f"`out_grads` must have {told} for output `{self.name}`, but has shape "
                 f"{tuple(given.shape)}."
+            )
+        if given.is_complex() and not first.is_complex():
+            raise ConfigError(
+                f"`out_grads` must be real for output `{self.name}` of {first.dtype}, but is "
+                f"{given.dtype}."
             )
         pieces = self._pieces(given)
         return [
@@ -187,6 +193,9 @@ def pick_gradients(given: Nested, outputs: Sequence[Output]) -> list[Tensor | No
         )
     if all(each is None for each in given):
         raise ConfigError("`out_grads` must hold at least one tensor, but all are None.")
+    for each in given:
+        if each is not None:
+            check_dense("out_grads", each)
     return list(given)
 
 
@@ -204,6 +213,20 @@ def measured(outputs: Sequence[Output], name: str | None) -> list[Output]:
             f"`output` must be one of {[each.name for each in outputs]}, but is {name!r}."
         )
     return chosen
+
+
+# Any: tensors, or whatever else the module returns.
+def values_of(outputs: Sequence[Output], place: int) -> Any:
+    """Return one device's outputs as metrics take them: one, or a list of several."""
+    values = [contiguous(each.per_device()[place]) for each in outputs]
+    return values[0] if len(values) == 1 else values
+
+
+def contiguous(value: Nested) -> Nested:
+    """Lay tensors out for metrics, many of which call `view`."""
+    if isinstance(value, list):
+        return [contiguous(each) for each in value]
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _kind(first: Any, axis: int | None) -> str:  # Any: whatever the module returns

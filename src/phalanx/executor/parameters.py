@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
+from phalanx.executor.tensors import check_dense
 
 __all__ = ["check_tensors", "read_tensors", "share_tensors"]
 
@@ -101,3 +102,7 @@ def _check(given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
             raise ConfigError(
                 f"`{name}` must have shape {tuple(tensors[name].shape)}, but has {shown}."
             )
+        check_dense(name, value)
+        if value.is_complex() != tensors[name].is_complex():
+            kind = "complex" if tensors[name].is_complex() else "real"
+            raise ConfigError(f"`{name}` must be {kind} as in the module, but is {value.dtype}.")

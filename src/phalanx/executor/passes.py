@@ -6,18 +6,22 @@ Shape legend: B rows of the batch, padded ones included.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.executor.binding import Share
+from phalanx.errors import ConfigError
+from phalanx.executor.binding import Binding, Share
 from phalanx.executor.data import DataDesc
-from phalanx.executor.outputs import Output
+from phalanx.executor.outputs import Output, contiguous, values_of
+from phalanx.executor.tally import Part
+from phalanx.executor.tensors import savable
+from phalanx.types import Nested
 
-__all__ = ["Pass", "mode_of"]
+__all__ = ["Pass", "leaves_of", "mode_of", "normal_share"]
 
 
 @dataclass
@@ -73,6 +77,47 @@ class Pass:
             [each for grad, pad in pairs for each in (grad, _zeros(grad, axis, pad))], axis
         )
 
+    # Any: labels in any of their forms.
+    def labels(self, binding: Binding, given: Any, pre_sliced: bool) -> list[Nested]:
+        """Return each device's labels as metrics take them; the pass's own if none are given.
+
+        Raises:
+            ConfigError: They do not fit.
+        """
+        if given is None:
+            return [binding.joined(share.labels) for share in self.shares]
+        if not pre_sliced:
+            return binding.cut_labels(given, self.sizes, self.pad)
+        if not isinstance(given, (list, tuple)) or len(given) != len(self.shares):
+            raise ConfigError(
+                f"`labels` must hold one entry per device ({len(self.shares)}) if pre_sliced, but "
+                f"is {given!r:.80}."
+            )
+        return [None if own is None else binding.joined(binding.read_labels(own)) for own in given]
+
+    def parts(
+        self, outputs: Sequence[Output], labels: Sequence[Nested], label_dim: int
+    ) -> list[Part | None]:
+        """Return what a metric is to count of each device, None for those that took no part.
+
+        A loss comes with what it stands for, where labels do not say it by their length.
+        """
+        first = outputs[0]
+        parts: list[Part | None] = [None] * len(self.shares)
+        for place in first.used:
+            weights = self.shares[place].weights
+            says_rows = weights is None and labels[place] is not None and label_dim == 0
+            if first.kind == "loss" and not says_rows:
+                weights = torch.tensor([float(first.shares[place])], dtype=_as_exact(first.parts))
+            parts[place] = values_of(outputs, place), contiguous(labels[place]), weights
+        return parts
+
+
+def _as_exact(losses: Sequence[Any]) -> torch.dtype:  # Any: None for devices without a part
+    """Return in what their weights are no less exact than they are."""
+    wide = any(loss is not None and loss.dtype.itemsize >= 8 for loss in losses)
+    return torch.float64 if wide else torch.float32
+
 
 def _zeros(like: Tensor, axis: int, rows: int) -> Tensor:
     shape = list(like.shape)
@@ -84,6 +129,29 @@ def _gradient(leaf: Tensor | None) -> Tensor | None:
     if leaf is None or not leaf.requires_grad:
         return None
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def normal_share(share: Share) -> Share:
+    """Return ``share`` without tensors of inference mode, which a graph could not save."""
+    weights = share.weights
+    return Share(
+        _normal(share.data),
+        _normal(share.labels),
+        None if weights is None else savable(weights),
+        share.rows,
+    )
+
+
+def _normal(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: savable(value) for name, value in tensors.items()}
+
+
+def leaves_of(share: Share, needs_grad: bool) -> dict[str, Tensor]:
+    """Return the data as the module gets it: cut off from what made it."""
+    leaves = {name: value.detach() for name, value in share.data.items()}
+    for leaf in leaves.values() if needs_grad else ():
+        leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+    return leaves
 
 
 @contextlib.contextmanager

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
+from phalanx.executor.arguments import read_number
 from phalanx.executor.data import DataDesc
+from phalanx.executor.tensors import as_bound, read_tensor, savable
 
 __all__ = ["States"]
 
@@ -27,13 +30,13 @@ class States:
         """Take tensors, each whole or a list by device, or one value for all.
 
         Raises:
-            ConfigError: Neither or both are given, or they are not as many, or of other dims.
+            ConfigError: Neither or both are given, or they are not as many, or of another shape.
         """
         if (states is None) == (value is None):
             told = "both are" if states is not None else "neither is"
             raise ConfigError(f"`states` or `value` must be given, one of them, but {told}.")
         if value is not None:
-            self._value, self._parts = float(value), None
+            self._value, self._parts = read_number("value", value), None
             return
         if not isinstance(states, (list, tuple)) or len(states) != len(descs):
             raise ConfigError(
@@ -56,7 +59,7 @@ class States:
             filled = own is None
             pieces = self._filled(desc, sizes) if own is None else _fitted(desc, own, sizes, pad)
             for part, piece in zip(parts, pieces, strict=True):
-                part[desc.name] = piece if filled else piece.detach()
+                part[desc.name] = piece if filled else savable(piece).detach()
         return parts
 
     def _filled(self, desc: DataDesc, sizes: Sequence[int]) -> list[Tensor]:
@@ -70,17 +73,27 @@ class States:
 
     # Any: what the user gave.
     def _read(self, desc: DataDesc, given: Any) -> list[Tensor]:
-        parts = [given] if isinstance(given, Tensor) else given
-        tensors = isinstance(parts, (list, tuple)) and all(
-            each is None or (isinstance(each, Tensor) and each.dim() == len(desc.shape))
-            for each in parts
-        )
-        if not tensors or len(parts) not in (1, self._num_devices) or all(p is None for p in parts):
+        parts = [given] if isinstance(given, (Tensor, np.ndarray)) else given
+        fits = isinstance(parts, (list, tuple)) and len(parts) in (1, self._num_devices)
+        if not fits or all(each is None for each in parts):
             raise ConfigError(
                 f"`states` must hold a tensor of {len(desc.shape)} dims for `{desc.name}`, or one "
                 f"for each of {self._num_devices} devices, but holds {given!r:.80}."
             )
-        return [each for each in parts if each is not None]
+        return [_bound_part(desc, each) for each in parts if each is not None]
+
+
+# Any: what the user gave.
+def _bound_part(desc: DataDesc, given: Any) -> Tensor:
+    """Read the whole of one state, or a device's part: as bound, but for how many rows it has."""
+    part, axis = as_bound(read_tensor(desc.name, given), desc), desc.batch_axis
+    wanted = [size for dim, size in enumerate(desc.shape) if dim != axis]
+    if [size for dim, size in enumerate(part.shape) if dim != axis] != wanted:
+        raise ConfigError(
+            f"`states` must have the shape of `{desc.name}` as bound, {desc.shape} but for its "
+            f"rows, but has {tuple(part.shape)}."
+        )
+    return part
 
 
 def _fitted(

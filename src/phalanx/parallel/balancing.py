@@ -28,7 +28,7 @@ class Balancing:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What was decided after each batch, and why."""
+        """What was decided after each batch, and why; the last 10,000 are kept."""
         with self._lock:
             return self._balancer.trace
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 from phalanx.errors import ConfigError
 from phalanx.plan.slices import check_workloads, workload_sizes
@@ -335,19 +337,32 @@ class Balancer:
         return tuple(shares), f"tries device {device} again; {reason}"
 
 
-def fixed_workloads(workloads: Sequence[float] | str | None) -> Sequence[float] | None:
+# Any: whatever the user wrote.
+def fixed_workloads(workloads: Any) -> Sequence[float] | None:
     """Return the workloads that are given as numbers, None for those to be balanced: ``"auto"``.
 
     Raises:
-        ConfigError: They are another word.
+        ConfigError: They are another word, or no numbers.
     """
-    if not isinstance(workloads, str):
-        return workloads
-    if workloads != "auto":
-        raise ConfigError(
-            f"`workloads` must hold one share per device or be 'auto', but is {workloads!r}."
-        )
-    return None
+    if workloads is None or isinstance(workloads, str):
+        if workloads not in (None, "auto"):
+            raise _no_workloads(workloads)
+        return None
+    # Arrays and tensors give their numbers by `tolist`; their elements may be no numbers of Python.
+    listed = workloads.tolist() if hasattr(workloads, "tolist") else workloads
+    if isinstance(listed, Mapping) or not isinstance(listed, Iterable):
+        raise _no_workloads(workloads)
+    shares = list(listed)
+    if not all(isinstance(share, Real) for share in shares):
+        raise _no_workloads(shares)
+    return shares
+
+
+def _no_workloads(given: object) -> ConfigError:
+    return ConfigError(
+        f"`workloads` must hold one share per device or be 'auto', but is {given!r:.80}. Give "
+        "numbers, such as [1, 2]."
+    )
 
 
 def _cost(rows: int, seconds: float) -> float | None:

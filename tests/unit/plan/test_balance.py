@@ -7,10 +7,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import FrozenInstanceError
 
+import numpy as np
 import pytest
+import torch
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Balancer, Decision, fixed_workloads, workload_sizes
+from phalanx.parallel.balancing import Balancing
+from phalanx.plan import Balancer, Decision, balance, fixed_workloads, workload_sizes
 
 TOTAL = 128
 Costs = Callable[[int], Sequence[float]]
@@ -293,3 +296,41 @@ def test_the_word_auto_is_told_from_numbers_and_other_words():
     assert fixed_workloads([2, 1]) == [2, 1]
     with pytest.raises(ConfigError, match="one share per device or be 'auto', but is 'even'"):
         fixed_workloads("even")
+
+
+@pytest.mark.parametrize(
+    "given", [np.array([2.0, 1.0]), torch.tensor([2.0, 1.0]), (share for share in (2, 1))]
+)
+def test_workloads_may_be_an_array_a_tensor_or_drawn(given):
+    assert fixed_workloads(given) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (5, "5"),
+        (True, "True"),
+        ([1, "a", 1], r"\[1, 'a', 1\]"),
+        ([1, None], r"\[1, None\]"),
+        ([1, 1j], r"\[1, 1j\]"),
+        ({0: 1, 1: 2}, r"\{0: 1, 1: 2\}"),
+        (np.ones((1, 2)), r"\[\[1\.0, 1\.0\]\]"),
+        (np.float64(2), r"np\.float64\(2\.0\)"),
+    ],
+)
+def test_workloads_that_are_no_numbers_are_refused(given, told):
+    with pytest.raises(ConfigError, match=f"`workloads` must hold one share .*, but is {told}"):
+        fixed_workloads(given)
+
+
+def test_the_trace_keeps_the_last_decisions_only(monkeypatch):
+    """A run of weeks makes as many decisions as batches; each is a few hundred bytes."""
+    monkeypatch.setattr("phalanx.plan.balance._TRACE_LENGTH", 5)
+    balancer = Balancer(2)
+    run(balancer, [1.0, 1.0], steps=12)
+    assert [decision.step for decision in balancer.trace] == [8, 9, 10, 11, 12]
+
+
+def test_as_many_decisions_are_kept_as_the_documents_say():
+    assert f"last {balance._TRACE_LENGTH:,} are kept" in (Balancer.trace.__doc__ or "")
+    assert f"last {balance._TRACE_LENGTH:,} are kept" in (Balancing.decisions.__doc__ or "")
