@@ -22,6 +22,7 @@ from phalanx.replicas.memory_format import (
     wants_channels_last,
 )
 from phalanx.replicas.modes import CallerModes
+from phalanx.replicas.parcel import SentOnce
 from phalanx.replicas.process_crew import ProcessCrew, WorkerFailure
 from phalanx.replicas.replica import Replica, add_gradients
 from phalanx.replicas.shelf import Place, Shelf
@@ -46,6 +47,7 @@ __all__ = [
     "ProcessCrew",
     "Replica",
     "Report",
+    "SentOnce",
     "Shelf",
     "Span",
     "Statistic",

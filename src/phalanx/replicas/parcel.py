@@ -20,12 +20,16 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 
-__all__ = ["load", "pack", "picklable_or_named", "raw", "restored"]
+__all__ = ["SentOnce", "load", "pack", "picklable_or_named", "raw", "restored"]
 
 _ALIGN_BYTES = 64  # kernels may choose by alignment, so a copy lies as its original lay
 
 # Any: whatever the user's code makes; tokens are tuples that the two sides agree on.
 Aside = Callable[[Any], Any]
+
+
+class SentOnce:
+    """A base for large things that a worker process gets once and then by number."""
 
 
 class _Packer(pickle.Pickler):

@@ -30,12 +30,13 @@ from phalanx.replicas.crew import Crew, Job, Span, default_intra_op
 from phalanx.replicas.intra_op import num_cores
 from phalanx.replicas.mirror import Mirrored
 from phalanx.replicas.modes import CallerModes
-from phalanx.replicas.parcel import load, pack, picklable_or_named
+from phalanx.replicas.parcel import SentOnce, load, pack, picklable_or_named
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.sums import Partial
 from phalanx.replicas.team import Team
-from phalanx.replicas.worker import Birth, Done, Errand, Failed, Task
+from phalanx.replicas.worker import Birth, Done, Errand, Failed, Keep, Task
 from phalanx.replicas.worker_process import Lost, WorkerProcess, dismiss_all, rebuilt
+from phalanx.types import Nested
 
 __all__ = ["ProcessCrew", "WorkerFailure"]
 
@@ -111,6 +112,7 @@ class ProcessCrew(Crew):
         self._timeout_s = timeout_s
         self._on_failure = on_failure
         self._pid = os.getpid()
+        self._once: dict[int, tuple[str, SentOnce]] = {}  # by identity, and kept for it
         self._deferred: PeerLost | None = None
         elsewhere = [p for p in self.parameters if p.numel() and shelf.place_of(p) is None]
         self._moved = _move(elsewhere, shelf)
@@ -312,7 +314,7 @@ class ProcessCrew(Crew):
         task = replace(
             run.task,
             index=microbatch,
-            batch=pack(job.microbatches[microbatch]),
+            batch=self._packed_batch(worker, job.microbatches[microbatch]),
             weight=job.weights[microbatch],
             slot=-1 if slot is None else slot.region,
             changes=run.task.changes.since(worker.knows),
@@ -325,6 +327,26 @@ class ProcessCrew(Crew):
             )
         worker.knows = run.task.changes.version
         self._count(index, microbatch, answer, slot, run)
+
+    def _packed_batch(self, worker: WorkerProcess, batch: Nested) -> bytes:
+        """Pack a microbatch; what it has to be sent once goes first, where the worker lacks it."""
+        found: dict[str, SentOnce] = {}
+
+        def aside(obj: Any) -> Any:
+            if not isinstance(obj, SentOnce):
+                return None
+            name = self._once.setdefault(id(obj), (f"once {len(self._once)}", obj))[0]
+            found[name] = obj
+            return ("once", name)
+
+        packed = pack(batch, aside)
+        for name, obj in found.items():
+            if name not in worker.kept:
+                answer = worker.ask(Errand(pack(Keep(name, obj))), _START_S)
+                if isinstance(answer, Failed):
+                    raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
+                worker.kept[name] = 1
+        return packed
 
     def _count(
         self, index: int, microbatch: int, done: Done, slot: _Slot | None, run: _Run

@@ -31,7 +31,18 @@ from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.statistics import Statistic
 from phalanx.replicas.stopwatch import Stopwatch
 
-__all__ = ["Birth", "Done", "Errand", "Failed", "NewRegions", "Start", "Task", "Worker", "serve"]
+__all__ = [
+    "Birth",
+    "Done",
+    "Errand",
+    "Failed",
+    "Keep",
+    "NewRegions",
+    "Start",
+    "Task",
+    "Worker",
+    "serve",
+]
 
 _CPU = torch.device("cpu")
 
@@ -94,6 +105,18 @@ class Errand:
     """Something else to do: what is to be called with the `Worker`, packed."""
 
     call: bytes
+
+
+@dataclass(frozen=True)
+class Keep:
+    """An errand: keep a `SentOnce` under its name."""
+
+    name: str
+    value: Any  # Any: whatever microbatches refer to
+
+    def __call__(self, worker: Worker) -> None:
+        """Do it, in the worker."""
+        worker.kept[self.name] = self.value
 
 
 @dataclass(frozen=True)
@@ -197,7 +220,7 @@ class Worker:
         turn = Turn(
             replica=self._replica,
             index=task.index,
-            batch=load(task.batch),
+            batch=load(task.batch, lambda pid: self.kept[pid[1]]),
             seed=None if task.seed is None else derive_seed(*task.seed, task.index),
         )
         watch = Stopwatch(_CPU, waited_s=lambda: 0.0, settles=False)

@@ -9,10 +9,18 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.plan import Layout
 from phalanx.train.crews import CREWS
-from phalanx.types import Device
+from phalanx.types import Device, WeightFn
 
-__all__ = ["check_counts", "check_options", "check_replicas", "make_optimizer", "make_scheduler"]
+__all__ = [
+    "check_counts",
+    "check_options",
+    "check_replicas",
+    "check_shard_loading",
+    "make_optimizer",
+    "make_scheduler",
+]
 
 
 def check_options(
@@ -63,6 +71,19 @@ def check_replicas(replicas: int | str | Sequence[Device], crew: str) -> None:
             f"`replicas` must be 1 for crew='inline', which is the caller's own thread, but is "
             f"{count!r}. Use crew='threads' for more."
         )
+
+
+def check_shard_loading(
+    shard_loading: bool, weight: WeightFn | None, layout: Layout | None
+) -> bool:
+    """Refuse options that need the rows before they are read."""
+    for name, value in (("weight", weight), ("layout", layout)):
+        if shard_loading and value is not None:
+            raise ConfigError(
+                f"`{name}` must be None for shard_loading=True, where rows are read only by those "
+                "who compute with them, but is given. Use shard_loading=False."
+            )
+    return shard_loading
 
 
 def check_counts(epochs: int | None, steps: int | None) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from phalanx.errors import ConfigError
 from phalanx.plan import Layout, cut, equal_sizes, num_rows, workload_sizes
+from phalanx.train.sharding import Shard
 from phalanx.types import Nested, WeightFn
 
 __all__ = ["Cut", "Cutter"]
@@ -60,7 +62,7 @@ class Cutter:
         Raises:
             ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
         """
-        rows = num_rows(batch, self.layout)
+        rows = self._rows(batch)
         if rows == 0:
             raise ConfigError(
                 "`batch` must hold at least 1 row, but is empty. Leave empty batches out."
@@ -69,7 +71,9 @@ class Cutter:
             sizes = workload_sizes(rows, workloads)
         else:
             sizes = equal_sizes(rows, self.microbatches)
-        parts = cut(batch, sizes, self.layout)
+        parts = (
+            _shards(batch, sizes) if isinstance(batch, Shard) else cut(batch, sizes, self.layout)
+        )
         return Cut(parts, sizes, self._weights(parts, sizes), pinned=self.microbatches is None)
 
     def check_rows(self, batch: Nested) -> None:
@@ -78,14 +82,14 @@ class Cutter:
         Only the first batch of an epoch is checked: its last one may be smaller, and leaves the
         last microbatches empty.
         """
-        if (
-            self.microbatches is not None
-            and (rows := num_rows(batch, self.layout)) < self.microbatches
-        ):
+        if self.microbatches is not None and (rows := self._rows(batch)) < self.microbatches:
             raise ConfigError(
                 f"`microbatches` must be at most the batch's rows ({rows}), but is "
                 f"{self.microbatches}. Give larger batches, or microbatches={rows} or fewer."
             )
+
+    def _rows(self, batch: Nested) -> int:
+        return len(batch) if isinstance(batch, Shard) else num_rows(batch, self.layout)
 
     def _weights(self, parts: Sequence[Nested], sizes: Sequence[int]) -> list[float]:
         if self.weight is None:
@@ -105,3 +109,8 @@ class Cutter:
                 "batches out that count nothing."
             )
         return weights
+
+
+def _shards(batch: Shard, sizes: Sequence[int]) -> list[Nested]:
+    stops = list(accumulate(sizes))
+    return [batch.part(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]

@@ -8,15 +8,15 @@ Shape legend: k updates; * the shape of one gradient.
 
 # Note [Weights and overflow]
 Both usual ways have a fault. Σ w·g / Σ w overflows: ten thousand samples times a float16 gradient
-of 10 is no float16. Σ (w / Σ w)·g rounds every share, so the mean of 3 and 6 weighted 1 to 2 need
-not be 5. Here weights are reduced to the smallest whole numbers in the same proportion, and divided
-by a power of two, which is exact and leaves no product larger than its gradient; the sum is divided
+of 10 is no float16. Σ (w / Σ w)·g rounds every share, so the mean of equal gradients need not equal
+them. Here weights are reduced to the smallest whole numbers in the same proportion, and divided by
+a power of two, which is exact and leaves no product larger than its gradient; the sum is divided
 once, at its end:
 
     Σ (w / 2ᵉ)·g  /  (Σ w / 2ᵉ)        2ᵉ ≥ Σ w > 2ᵉ⁻¹
 
 in float64, whatever the gradients are, which then get their own dtype back. Weights are added and
-reduced without rounding, so they may be as large as anybody likes; and only their proportions count.
+reduced without rounding, so they may be as large as anybody likes, and only proportions count.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ def merge_updates(updates: Iterable[Update]) -> Update:
 
     Raises:
         ConfigError: There are no updates, or the sum of weights is 0; gradients differ in their
-            containers, keys, lengths, shapes, dtypes or devices, or are whole numbers; a loss is no
-            number or not finite; some updates have a rank and some have none. Nothing is computed
-            then.
+            containers, keys, lengths, shapes, dtypes or devices, or are tensors of integers; a loss
+            is no number or not finite; some updates have a rank and some have none. Nothing is
+            computed then.
         UnsupportedError: A gradient is sparse.
 
     Example:
@@ -159,9 +159,9 @@ def merge_updates(updates: Iterable[Update]) -> Update:
     (complex128; on MPS, which has none, float32) and added along the tree of ``phalanx.plan`` in
     the order of ranks, or as given where there are none; equal ranks stay as given. So updates with
     ranks of their own make the same bits in any order. Without ranks, orders differ by float64
-    rounding: within 2·(⌈log₂ k⌉ + 1)·2⁻⁵³ of the largest gradient, which float32 results seldom
-    show. Where the weights' proportions are small whole numbers, and products and sums fit float64,
-    as with float32 gradients of like size, only the division rounds.
+    rounding: within 2·(⌈log₂ k⌉ + 1)·2⁻⁵³ of the largest gradient, subnormal numbers aside, which
+    float32 results seldom show. Where the weights' proportions are small whole numbers, and
+    products and sums fit float64, as with float32 gradients of like size, only the division rounds.
     Source: ``merge_worker_updates`` of oxirs-embed's DataParallelTrainer, without its 32-bit total
     and its padding of short gradients with zeros.
     """
@@ -297,7 +297,7 @@ def _is_flat(value: Any) -> bool:
     return all(issubclass(kind, Real) for kind in kinds)
 
 
-def _in_order_of(first: Mapping[Any, Any], other: Any) -> Any:
+def _in_order_of(first: Any, other: Any) -> Any:
     """Return mappings as dicts, in the first one's order if they have the same keys."""
     if not isinstance(other, Mapping):
         return other
@@ -311,11 +311,11 @@ def _refuse_structure(place: int, other: Any, first_place: int, first: Any) -> N
     lacking = [f"lack `{path}`" for path in first_paths if path not in paths]
     extra = [f"have `{path}` too" for path in paths if path not in first_paths]
     told = " and ".join(lacking[:1] + extra[:1])
-    if not told or "" in (*paths, *first_paths):  # of another kind, or one of them is no container
+    if type(other) is not type(first):
         told = f"are a {type(other).__name__}"
     raise ConfigError(
         f"Gradients of update {place} must stand in the same containers as those of update "
-        f"{first_place}, a {type(first).__name__}, but {told}. "
+        f"{first_place}, a {type(first).__name__}, but {told or 'differ in kind or order inside'}. "
         "Give None for a gradient of zero."
     )
 
@@ -361,7 +361,7 @@ def _kind(named: str, leaf: Any) -> str:
 def _means(columns: Sequence[Column], scales: Sequence[float], whole: float) -> list[Any]:
     tree = SummationTree(len(scales))
     means = []
-    with torch.no_grad(), np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # torch does not warn of inf - inf either
         for column in columns:
             mean = _sum(column, scales, tree, tree.root)
             if mean is not None:

@@ -24,6 +24,7 @@ from phalanx.train.arguments import (
     check_counts,
     check_options,
     check_replicas,
+    check_shard_loading,
     make_optimizer,
     make_scheduler,
 )
@@ -41,6 +42,7 @@ from phalanx.train.events import (
 from phalanx.train.formation import Formation, candidates, given
 from phalanx.train.order import Reader
 from phalanx.train.position import Loss, Position
+from phalanx.train.sharding import Loaders
 from phalanx.train.state import TrainerState, capture_state, restore_state
 from phalanx.train.trial import Trial
 from phalanx.train.work import Work
@@ -79,6 +81,8 @@ class Trainer:
         timeout_s: How long a microbatch may take before its worker process counts as hung.
         max_failures: How many worker processes may be lost in all; None for any number.
         on_failure: Called with every `WorkerLost`, after the update that it was lost in.
+        shard_loading: Let the replicas read the data; loaders must then be `DataLoader` objects
+            over data sets with `__getitem__`. What these draw is the same in every formation.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
             default its rows.
         forward: (module, microbatch) -> loss or (loss, outputs), for batches or models of another
@@ -126,6 +130,7 @@ class Trainer:
         timeout_s: float = 300.0,
         max_failures: int | None = 20,
         on_failure: Callable[[WorkerLost], None] | None = None,
+        shard_loading: bool = False,
         weight: WeightFn | None = None,
         forward: ForwardFn | None = None,
         layout: Layout | None = None,
@@ -158,6 +163,8 @@ class Trainer:
         self.scheduler = make_scheduler(scheduler, self.optimizer)
         self._microbatches = microbatches
         self._seed = seed
+        check_shard_loading(shard_loading, weight, layout)
+        self._loaders = Loaders(sharded=shard_loading, seed=seed)
         self._clip_norm = clip_norm
         self._feedback = None if codec is None else Feedback(codec)
         self._channels_last = channels_last
@@ -336,6 +343,7 @@ class Trainer:
         """Run what is left of the current epoch; None when it was left in the middle."""
         begin_s = now_s()
         self.module.train()
+        loader = self._loaders.open(loader)
         batches = self._reader.batches(loader, self._position.batch, self.epochs)
         while not self._epoch_is_complete(loader):
             if self._shall_end(None, last_step):
@@ -431,7 +439,7 @@ class Trainer:
         run = self._work.evaluation()
         engine: Engine | None = None
         try:
-            for batch in loader:
+            for batch in self._loaders.open(loader):
                 if engine is None:
                     engine = self._open_engine(batch)
                     metrics.reset()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas import Turn
+from phalanx.train.sharding import Shard
 from phalanx.types import ForwardFn, LossFn, Nested
 
 __all__ = ["Outcome", "Work"]
@@ -66,7 +67,8 @@ class Work:
 
     def evaluate(self, turn: Turn, keep_outputs: bool) -> tuple[Tensor, Outcome]:
         """Run one microbatch forward."""
-        batch = _to_device(turn.batch, turn.replica.device)
+        rows = turn.batch.read() if isinstance(turn.batch, Shard) else turn.batch
+        batch = _to_device(rows, turn.replica.device)
         with turn.drawing():
             loss, outputs = self._call(turn.replica.module, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -1,0 +1,149 @@
+"""Let the replicas read the data: a batch is then a list of places in a data set.
+
+Each sample is read with generators seeded by (seed, epoch, its place), so whatever a data set draws
+(crops, flips, noise) is the same whoever reads it, in which batch, on which formation.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from phalanx.errors import ConfigError
+from phalanx.replicas import SentOnce, derive_seed
+from phalanx.types import Nested
+
+__all__ = ["Loaders", "Shard"]
+
+_generators = threading.Lock()  # the process's own generators serve one sample at a time
+_NUMPY_SEEDS = 1 << 32
+
+
+@dataclass(frozen=True, eq=False)
+class Source(SentOnce):
+    """What samples are read from; worker processes get it once."""
+
+    dataset: Any  # Any: the user's, anything with `__getitem__`
+    collate: Callable[[list[Any]], Nested]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows that are yet to be read.
+
+    Attributes:
+        places: Which samples of the data set, in the order of the rows.
+    """
+
+    source: Source
+    places: tuple[int, ...]
+    seed: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def part(self, start: int, stop: int) -> Shard:
+        """Return rows ``start`` to ``stop``."""
+        return replace(self, places=self.places[start:stop])
+
+    def read(self) -> Nested:
+        """Read all rows and join them."""
+        return self.source.collate([self._sample(place) for place in self.places])
+
+    def _sample(self, place: int) -> Any:
+        seed = derive_seed(*self.seed, place)
+        with _generators:
+            before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+            try:
+                random.seed(seed)
+                np.random.seed(seed % _NUMPY_SEEDS)
+                torch.default_generator.manual_seed(seed)
+                return self.source.dataset[place]
+            finally:
+                random.setstate(before[0])
+                np.random.set_state(before[1])
+                torch.set_rng_state(before[2])
+
+
+class ShardedLoader:
+    """A `DataLoader` whose batches are read by the replicas.
+
+    It draws from the same generators in the same order as the loader itself would, so the order of
+    the samples is the loader's.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        self._loader = loader
+        self._seed = seed
+        self._epoch = 0
+        self.sampler = self  # whose epoch is set before each pass, as the loader's own would be
+        self.generator = loader.generator
+        self.batch_sampler: Any = loader.batch_sampler
+        self._source = Source(loader.dataset, loader.collate_fn or default_collate)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another epoch; passed on to samplers that want to know."""
+        self._epoch = epoch
+        tell = getattr(self._loader.sampler, "set_epoch", None)
+        if tell is not None:
+            tell(epoch)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Shard]:
+        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        return self._shards()
+
+    def _shards(self) -> Iterator[Shard]:
+        batches: Iterable[Sequence[int]] = self.batch_sampler
+        for places in batches:
+            yield Shard(self._source, tuple(map(int, places)), (self._seed, self._epoch))
+
+
+class Loaders:
+    """What a trainer iterates over: loaders as they are, or made to yield `Shard` objects.
+
+    Args:
+        sharded: Whether the replicas read.
+        seed: Where the samples' random numbers start.
+    """
+
+    def __init__(self, *, sharded: bool, seed: int) -> None:
+        self._sharded = sharded
+        self._seed = seed
+        self._known: dict[int, tuple[object, ShardedLoader]] = {}  # by identity, and kept for it
+
+    def open(self, loader: Iterable[Nested]) -> Iterable[Nested]:
+        """Return what is to be iterated over in the place of ``loader``.
+
+        Raises:
+            ConfigError: It must be sharded, and is no `DataLoader` over a data set with
+                `__getitem__`.
+        """
+        if not self._sharded:
+            return loader
+        if id(loader) not in self._known:
+            self._known[id(loader)] = loader, _sharded(loader, self._seed)
+        return self._known[id(loader)][1]
+
+
+def _sharded(loader: Iterable[Nested], seed: int) -> ShardedLoader:
+    if (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or loader.batch_sampler is None
+    ):
+        raise ConfigError(
+            "`loader` must be a `torch.utils.data.DataLoader` with batches over a data set with "
+            f"`__getitem__` for shard_loading=True, but is {type(loader).__name__!r}. Use "
+            "shard_loading=False."
+        )
+    return ShardedLoader(loader, seed)

@@ -1,0 +1,438 @@
+"""oxirs-embed's split and merge: its own tests, what they should have tested, and its bugs.
+
+``RustTrainer`` does what the crate does in 0.2.2. It passes the crate's tests, and fails the
+judges further below: so these see the bugs that those did not.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import phalanx
+from phalanx.compat import oxirs
+from phalanx.compat.oxirs import (
+    DataParallelTrainer,
+    DistributedTrainingSample,
+    ModelUpdate,
+    WorkerUpdate,
+    merge_worker_updates,
+    split_batch,
+)
+from phalanx.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "migrating_oxirs.md").read_text(encoding="utf-8")
+NAN = float("nan")
+
+
+def samples(count: int) -> list[DistributedTrainingSample]:
+    return [DistributedTrainingSample([float(index)], index * 0.5) for index in range(count)]
+
+
+class RustTrainer:
+    """What the crate does, line by line; a u32 that overflows wraps, as in a release build."""
+
+    def split_batch(self, data: list[Any], n_workers: int) -> list[list[Any]]:
+        if n_workers == 0 or not data:
+            return []
+        buckets: list[list[Any]] = [[] for _ in range(n_workers)]
+        for index, sample in enumerate(data):
+            buckets[index % n_workers].append(copy.copy(sample))
+        return buckets
+
+    def merge_worker_updates(self, updates: list[WorkerUpdate]) -> ModelUpdate:
+        total = sum(update.samples_processed for update in updates) % 2**32
+        if total == 0:
+            return ModelUpdate([], 0.0, 0)
+        gradients = [0.0] * max(len(update.gradients) for update in updates)
+        loss = 0.0
+        for update in updates:
+            share = update.samples_processed / total
+            for index, value in enumerate(update.gradients):
+                gradients[index] += value * share
+            loss += update.loss * share
+        return ModelUpdate(gradients, loss, total)
+
+
+class MeanOfMeans(DataParallelTrainer):
+    """As plain DDP: every worker counts alike."""
+
+    def merge_worker_updates(self, updates):
+        alike = [WorkerUpdate(u.worker_id, u.gradients, u.loss, 1) for u in updates]
+        merged = merge_worker_updates(alike)
+        total = sum(update.samples_processed for update in updates)
+        return ModelUpdate(merged.averaged_gradients, merged.mean_loss, total)
+
+
+class SumOfSums(DataParallelTrainer):
+    """Never divided by the total."""
+
+    def merge_worker_updates(self, updates):
+        merged = merge_worker_updates(updates)
+        total = merged.total_samples
+        gradients = [value * total for value in merged.averaged_gradients]
+        return ModelUpdate(gradients, merged.mean_loss * total, total)
+
+
+class Contiguous(DataParallelTrainer):
+    """Neighbours stay together."""
+
+    def split_batch(self, data, n_workers):
+        return phalanx.split_batch(data, n_workers, "contiguous") if n_workers else []
+
+
+class LosesTheRest(DataParallelTrainer):
+    """Equal buckets, and what is left over is dropped."""
+
+    def split_batch(self, data, n_workers):
+        whole = len(data) // n_workers * n_workers if n_workers else 0
+        return split_batch(data[:whole], n_workers)
+
+
+# --- the crate's own tests ------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[DataParallelTrainer, RustTrainer], ids=lambda kind: kind.__name__)
+def trainer(request):
+    return request.param()
+
+
+def test_split_even(trainer):
+    assert [len(bucket) for bucket in trainer.split_batch(samples(8), 4)] == [2, 2, 2, 2]
+
+
+def test_split_uneven(trainer):
+    buckets = trainer.split_batch(samples(10), 3)
+    assert len(buckets) == 3
+    assert sum(len(bucket) for bucket in buckets) == 10
+
+
+def test_split_over_no_workers(trainer):
+    assert trainer.split_batch(samples(5), 0) == []
+
+
+def test_split_of_nothing_holds_nothing(trainer):
+    # The crate asserts that there are no buckets, which is a bug; that there are no samples holds.
+    assert sum(len(bucket) for bucket in trainer.split_batch([], 4)) == 0
+
+
+def test_merge_of_equal_updates(trainer):
+    updates = [WorkerUpdate(index, [1.0, 2.0], 0.5, 10) for index in range(2)]
+    assert trainer.merge_worker_updates(updates) == ModelUpdate([1.0, 2.0], 0.5, 20)
+
+
+def test_merge_is_weighted(trainer):
+    updates = [WorkerUpdate(0, [4.0], 2.0, 1), WorkerUpdate(1, [0.0], 0.0, 3)]
+    assert trainer.merge_worker_updates(updates) == ModelUpdate([1.0], 0.5, 4)
+
+
+def test_merge_of_nothing(trainer):
+    assert trainer.merge_worker_updates([]) == ModelUpdate([], 0.0, 0)
+    idle = [WorkerUpdate(index, [1.0], 1.0, 0) for index in range(2)]
+    assert trainer.merge_worker_updates(idle) == ModelUpdate([], 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        DistributedTrainingSample([1.0, 2.0], 0.5),
+        DistributedTrainingSample([1.0, 2.0], 0.5, weight=0.25),
+        WorkerUpdate(3, [0.1, 0.2], 0.3, 8),
+        WorkerUpdate.of(3, [0.1], 0.3, samples(4)),
+        ModelUpdate([0.1, 0.2], 0.3, 16),
+    ],
+)
+def test_json_round_trips(value):
+    assert type(value)(**json.loads(json.dumps(asdict(value)))) == value
+
+
+def test_a_trainer_can_be_copied_shown_and_compared():
+    assert repr(copy.copy(DataParallelTrainer())) == "DataParallelTrainer()"
+    assert DataParallelTrainer() == DataParallelTrainer()
+
+
+# --- judges: each fails for some trainer that is wrong --------------------------------------------
+
+
+def judge_deals_in_turn(trainer: Any) -> None:
+    for count, workers in ((10, 3), (8, 4), (2, 5), (7, 1), (0, 3)):
+        data = samples(count)
+        buckets = trainer.split_batch(data, workers)
+        assert buckets == [data[worker::workers] for worker in range(workers)]
+
+
+def judge_whole_batch(trainer: Any) -> None:
+    """Means over 1, 2 and 4 samples make the mean over 7."""
+    values = [3.0, -5.0, 8.0, 1.0, 1.0, 4.0, 9.0]
+    updates = [
+        WorkerUpdate(worker, [sum(part) / len(part)], sum(map(abs, part)) / len(part), len(part))
+        for worker, part in enumerate((values[:1], values[1:3], values[3:]))
+    ]
+    merged = trainer.merge_worker_updates(updates)
+    assert merged == ModelUpdate([3.0], 31 / 7, 7)
+
+
+def judge_sample_weights(trainer: Any) -> None:
+    heavy = [DistributedTrainingSample([0.0], 0.0, weight=3.0)]
+    light = [DistributedTrainingSample([0.0], 0.0), DistributedTrainingSample([0.0], 0.0, 0.0)]
+    updates = [WorkerUpdate.of(0, [4.0], 1.0, heavy), WorkerUpdate.of(1, [0.0], 5.0, light)]
+    assert trainer.merge_worker_updates(updates) == ModelUpdate([3.0], 2.0, 3)
+
+
+def judge_lengths(trainer: Any) -> None:
+    updates = [WorkerUpdate(0, [1.0, 2.0], 0.0, 1), WorkerUpdate(1, [1.0], 0.0, 1)]
+    with pytest.raises(ConfigError, match=r"update 1 must hold 2 numbers .* but hold 1"):
+        trainer.merge_worker_updates(updates)
+
+
+def judge_nan(trainer: Any) -> None:
+    updates = [WorkerUpdate(0, [1.0], 0.5, 1), WorkerUpdate(1, [1.0], NAN, 1)]
+    with pytest.raises(ConfigError, match="`loss` of update 1 must be finite, but is nan"):
+        trainer.merge_worker_updates(updates)
+
+
+def judge_idle_worker(trainer: Any) -> None:
+    working = [WorkerUpdate(0, [1.5], 0.5, 2), WorkerUpdate(2, [4.5], 2.0, 1)]
+    for idle in (WorkerUpdate(1, [NAN], NAN, 0), WorkerUpdate(1, [], 0.0, 0)):
+        merged = trainer.merge_worker_updates([working[0], idle, working[1]])
+        assert merged == ModelUpdate([2.5], 1.0, 3)
+
+
+def judge_totals(trainer: Any) -> None:
+    for count in (2**31, 2**32 - 1, 2**62, 10**30):
+        updates = [WorkerUpdate(0, [1.0], 2.0, count), WorkerUpdate(1, [3.0], 4.0, count)]
+        assert trainer.merge_worker_updates(updates) == ModelUpdate([2.0], 3.0, 2 * count)
+
+
+def judge_order(trainer: Any) -> None:
+    updates = [WorkerUpdate(worker, [0.1 * worker], 0.3 * worker, 1) for worker in range(1, 6)]
+    expected = trainer.merge_worker_updates(updates)
+    for turn in range(1, 5):
+        assert trainer.merge_worker_updates(updates[turn:] + updates[:turn]) == expected
+    assert trainer.merge_worker_updates(updates[::-1]) == expected
+
+
+JUDGES = (
+    judge_deals_in_turn,
+    judge_whole_batch,
+    judge_sample_weights,
+    judge_lengths,
+    judge_nan,
+    judge_idle_worker,
+    judge_totals,
+    judge_order,
+)
+
+
+def condemned(trainer: Any) -> set[Callable[[Any], None]]:
+    """Return the judges that a trainer does not pass."""
+    found = set()
+    for judge in JUDGES:
+        try:
+            judge(trainer)
+        except (AssertionError, pytest.fail.Exception, ConfigError):
+            found.add(judge)
+    return found
+
+
+@pytest.mark.parametrize("judge", JUDGES, ids=lambda judge: judge.__name__)
+def test_ours_passes(judge):
+    judge(DataParallelTrainer())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "by"),
+    [
+        (RustTrainer, set(JUDGES) - {judge_whole_batch}),
+        (MeanOfMeans, {judge_whole_batch, judge_sample_weights, judge_idle_worker}),
+        (SumOfSums, {judge_whole_batch, judge_sample_weights, judge_idle_worker, judge_totals}),
+        (Contiguous, {judge_deals_in_turn}),
+        (LosesTheRest, {judge_deals_in_turn}),
+    ],
+)
+def test_a_wrong_trainer_is_caught(wrong, by):
+    assert condemned(wrong()) == by
+
+
+# --- bugs that cannot happen ----------------------------------------------------------------------
+
+
+def test_sample_weights_count():
+    judge_sample_weights(DataParallelTrainer())
+    with pytest.raises(ConfigError, match="`weight` of sample 1 must be at least 0, but is -1"):
+        WorkerUpdate.of(0, [1.0], 0.0, [*samples(1), DistributedTrainingSample([0.0], 0.0, -1.0)])
+    weightless = WorkerUpdate.of(0, [1.0], 0.0, [DistributedTrainingSample([0.0], 0.0, 0.0)])
+    with pytest.raises(ConfigError, match="must stand for something together"):
+        merge_worker_updates([weightless])
+
+
+def test_gradients_of_different_lengths_are_refused():
+    judge_lengths(DataParallelTrainer())
+
+
+def test_a_loss_that_is_no_number_is_refused_and_named():
+    judge_nan(DataParallelTrainer())
+
+
+def test_a_worker_without_samples_changes_nothing():
+    judge_idle_worker(DataParallelTrainer())
+
+
+def test_totals_do_not_overflow():
+    judge_totals(DataParallelTrainer())
+
+
+def test_no_samples_make_a_bucket_for_each_worker():
+    assert split_batch([], 4) == [[], [], [], []]
+    with pytest.raises(ConfigError, match="`n_workers` must be a whole number of at least 1"):
+        split_batch(samples(3), -1)
+
+
+def test_it_does_not_matter_who_comes_first():
+    judge_order(DataParallelTrainer())
+
+
+def test_counts_that_are_none_are_refused_with_the_workers_name():
+    for wrong, words in (
+        (WorkerUpdate(7, [1.0], 0.0, -1), "`samples` must be at least 0, but is -1."),
+        (WorkerUpdate(7, [1.0], 0.0, 1, weight=NAN), "`weight` must be a finite number"),
+        (WorkerUpdate(7, [1.0], 0.0, 1, weight=-1.0), "`weight` must be a finite number"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            merge_worker_updates([WorkerUpdate(0, [1.0], 0.0, 1), wrong])
+        assert words in str(caught.value)
+        assert caught.value.__notes__ == ["in the update of worker 7"]
+
+
+# --- a real module --------------------------------------------------------------------------------
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def found(
+    net: nn.Module, rank: int, rows: list[tuple[torch.Tensor, torch.Tensor, float]]
+) -> phalanx.Update:
+    """Return the weighted mean loss of some rows, and its gradient."""
+    parameters = dict(net.named_parameters())
+    if not rows:
+        return phalanx.Update(None, NAN, 0, rank=rank)
+    x, y, weights = (
+        torch.stack([torch.as_tensor(each) for each in c]) for c in zip(*rows, strict=True)
+    )
+    total = math.fsum(weights.tolist())
+    losses = nn.functional.mse_loss(net(x), y, reduction="none").mean(1)
+    loss = (losses * weights).sum() / total
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    return phalanx.Update(
+        dict(zip(parameters, gradients, strict=True)), loss, len(rows), total, rank
+    )
+
+
+@given(
+    count=st.integers(1, 12),
+    workers=st.integers(1, 15),
+    data=st.data(),
+    weighted=st.booleans(),
+)
+def test_the_merged_gradient_is_that_of_the_whole_batch(count, workers, data, weighted):
+    torch.manual_seed(count * 100 + workers)
+    net = small_net()
+    choices = st.sampled_from([0.25, 1.0, 3.5])
+    weights = [data.draw(choices) if weighted else 1.0 for _ in range(count)]
+    rows = [
+        (torch.randn(3, dtype=torch.float64), torch.randn(2, dtype=torch.float64), weight)
+        for weight in weights
+    ]
+    shares = st.lists(st.integers(0, 5), min_size=workers, max_size=workers).filter(any)
+    strategy = data.draw(st.one_of(st.sampled_from(["round_robin", "contiguous"]), shares))
+    parts = phalanx.split_batch(rows, workers, strategy)
+    merged = phalanx.merge_updates([found(net, rank, part) for rank, part in enumerate(parts)])
+    whole = found(net, 0, rows)
+    assert merged.samples == count
+    assert merged.weight == whole.weight
+    # float64: matrix products of other shapes round otherwise, and no more.
+    torch.testing.assert_close(merged.loss, whole.loss.item(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(merged.gradients, whole.gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_a_mean_of_means_is_not_the_gradient_of_the_whole_batch():
+    net = small_net()
+    rows = [
+        (torch.randn(3, dtype=torch.float64), torch.randn(2, dtype=torch.float64), 1.0)
+        for _ in range(7)
+    ]
+    whole = found(net, 0, rows).gradients["0.weight"]
+    updates = [found(net, rank, part) for rank, part in enumerate(phalanx.split_batch(rows, 3))]
+    right = phalanx.merge_updates(updates).gradients["0.weight"]
+    alike = [phalanx.Update(u.gradients, u.loss, 1) for u in updates]
+    wrong = phalanx.merge_updates(alike).gradients["0.weight"]
+    assert torch.allclose(right, whole, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(wrong, whole, rtol=1e-3, atol=1e-3)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2**62),
+            st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3),
+            st.floats(0, 1e6),
+        ),
+        min_size=1,
+        max_size=7,
+    ).filter(lambda updates: any(count for count, _, _ in updates)),
+    st.data(),
+)
+def test_any_updates_in_any_order_make_the_mean_of_fractions(found, data):
+    updates = [WorkerUpdate(worker, *each[1:], each[0]) for worker, each in enumerate(found)]
+    merged = merge_worker_updates(data.draw(st.permutations(updates)))
+    assert merged == merge_worker_updates(updates)
+    total = sum(count for count, _, _ in found)
+    assert merged.total_samples == total
+    assert merged.mean_loss == float(sum(n * Fraction(loss) for n, _, loss in found) / total)
+    for place, value in enumerate(merged.averaged_gradients):
+        exact = sum(n * Fraction(gradients[place]) for n, gradients, _ in found) / total
+        assert abs(Fraction(value) - exact) <= 1e6 * 8 * 2.0**-53
+
+
+# --- docs/migrating_oxirs.md ----------------------------------------------------------------------
+
+
+def test_the_examples_of_the_page_say_what_they_promise(capsys):
+    place: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(block, place)
+    promised = re.findall(r"print\(.*\)  # (.*)", PAGE)
+    assert capsys.readouterr().out.splitlines() == promised == ["[3, 2, 2] 7", "True", "True"]
+
+
+def test_the_names_of_the_page_exist():
+    rows = re.findall(r"^\| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", PAGE, re.MULTILINE)
+    plain = set(re.findall(r"`(\w+)\(", "".join(row[1] for row in rows)))
+    old = set(re.findall(r"`(\w+)[(`.]", "".join(row[2] for row in rows[1:])))
+    assert {"split_batch", "merge_updates", "Update"} <= plain
+    assert all(hasattr(phalanx, name) for name in plain), plain
+    assert set(oxirs.__all__) <= old
+
+
+def test_every_bug_of_the_page_has_a_test_that_exists():
+    named = re.findall(r"`(test_\w+)` \|$", PAGE, re.MULTILINE)
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    assert len(named) == 8
+    assert set(named) <= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

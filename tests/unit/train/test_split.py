@@ -1,0 +1,236 @@
+"""Who gets which samples, as tables; what cannot be dealt out is named."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections import OrderedDict, UserDict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import phalanx
+from phalanx import split_batch
+from phalanx.errors import ConfigError
+from phalanx.plan import equal_sizes, round_robin, workload_sizes
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Readings:
+    """A map-style data set: a length, and one sample per index, but no slices."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        assert isinstance(index, int)
+        if not 0 <= index < self._num_samples:
+            raise IndexError(index)
+        return torch.tensor([float(index)]), index
+
+
+def x(rows: int) -> torch.Tensor:
+    return torch.arange(rows * 2.0).reshape(rows, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "workers", "strategy", "expected"),
+    [
+        (7, 3, "round_robin", [[0, 3, 6], [1, 4], [2, 5]]),
+        (7, 3, "contiguous", [[0, 1, 2], [3, 4], [5, 6]]),
+        (7, 3, [2, 1, 0], [[0, 1, 2, 3, 4], [5, 6], []]),
+        (7, 3, (0, 0.5, 0.5), [[], [0, 1, 2, 3], [4, 5, 6]]),
+        (7, 3, torch.tensor([2, 1, 0]), [[0, 1, 2, 3, 4], [5, 6], []]),
+        (7, 3, np.array([2.0, 1.0, 0.0]), [[0, 1, 2, 3, 4], [5, 6], []]),
+        (8, 4, "round_robin", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (2, 4, "round_robin", [[0], [1], [], []]),
+        (2, 4, "contiguous", [[0], [1], [], []]),
+        (2, 4, [1, 1, 1, 1], [[0], [1], [], []]),
+        (0, 3, "round_robin", [[], [], []]),
+        (0, 3, "contiguous", [[], [], []]),
+        (0, 3, [1, 2, 3], [[], [], []]),
+        (5, 1, "round_robin", [[0, 1, 2, 3, 4]]),
+    ],
+)
+def test_every_strategy_gives_these_samples(num_samples, workers, strategy, expected):
+    samples = list(range(num_samples))
+    assert split_batch(samples, workers, strategy) == expected
+    assert [
+        part.tolist() for part in split_batch(torch.arange(num_samples), workers, strategy)
+    ] == (expected)
+
+
+@given(
+    num_samples=st.integers(0, 40),
+    workloads=st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any),
+)
+def test_all_strategies_are_the_plans(num_samples, workloads):
+    samples, workers = list(range(num_samples)), len(workloads)
+    assert split_batch(samples, workers) == round_robin(num_samples, workers)
+    for strategy, sizes in (
+        ("contiguous", equal_sizes(num_samples, workers)),
+        (workloads, workload_sizes(num_samples, workloads)),
+    ):
+        parts = split_batch(samples, workers, strategy)
+        assert [len(part) for part in parts] == sizes
+        assert list(itertools.chain(*parts)) == samples
+
+
+@pytest.mark.parametrize("strategy", ["round_robin", "contiguous", [3, 1, 2]])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: x(7),
+        lambda: x(7).numpy(),
+        lambda: {"x": x(7), "y": torch.arange(7)},
+        lambda: OrderedDict(x=x(7), deep={"y": [torch.arange(7), torch.ones(7, 1, 3)]}),
+        lambda: (x(7), torch.arange(7)),
+        lambda: [x(7), {"y": np.arange(7)}],
+        lambda: Pair(x(7), torch.arange(7)),
+        lambda: Batch(x(7), torch.arange(7)),
+    ],
+)
+def test_every_leaf_of_a_batch_is_cut_alike_and_not_copied(make, strategy):
+    samples = make()
+    parts = split_batch(samples, 3, strategy)
+    leaves, spec = torch.utils._pytree.tree_flatten(samples)
+    for worker, part in enumerate(parts):
+        own, own_spec = torch.utils._pytree.tree_flatten(part)
+        assert own_spec == spec
+        for leaf, whole in zip(own, leaves, strict=True):
+            expected = torch.as_tensor(whole)[split_batch(list(range(7)), 3, strategy)[worker]]
+            assert type(leaf) is type(whole)
+            assert torch.equal(torch.as_tensor(leaf), expected)
+            leaf[...] = -1  # a view: the whole has it too
+    assert all((leaf == -1).all() for leaf in leaves)
+
+
+def test_more_workers_than_rows_leave_empty_rows_of_the_same_kind():
+    parts = split_batch({"x": x(2).half()}, 5)
+    assert [part["x"].shape for part in parts] == [(1, 2), (1, 2), (0, 2), (0, 2), (0, 2)]
+    assert {part["x"].dtype for part in parts} == {torch.float16}
+
+
+def test_a_mapping_of_another_class_is_a_batch_too():
+    parts = split_batch(UserDict(x=x(3)), 2)
+    assert [part["x"].tolist() for part in parts] == [x(3)[::2].tolist(), x(3)[1::2].tolist()]
+
+
+@pytest.mark.parametrize("strategy", ["round_robin", "contiguous", [1, 2]])
+def test_gradients_go_through_a_split(strategy):
+    samples = x(5).requires_grad_()
+    parts = split_batch(samples, 2, strategy)
+    sum((1 + index) * part.sum() for index, part in enumerate(parts)).backward()
+    owners = [0] * 5
+    for worker, indices in enumerate(split_batch(list(range(5)), 2, strategy)):
+        for index in indices:
+            owners[index] = 1 + worker
+    assert samples.grad[:, 0].tolist() == owners
+
+
+@pytest.mark.parametrize(
+    ("samples", "parts"),
+    [
+        (["a", "b", "c"], [["a", "c"], ["b"]]),
+        (("a", "b", "c"), [("a", "c"), ("b",)]),
+        (range(3), [range(0, 3, 2), range(1, 3, 2)]),
+        ("abc", [["a", "c"], ["b"]]),
+        (collections.deque("abc"), [["a", "c"], ["b"]]),
+        ([("x", 1), ("y", 2), ("z", 3)], [[("x", 1), ("z", 3)], [("y", 2)]]),
+        ([{"id": 1}, {"id": 2}], [[{"id": 1}], [{"id": 2}]]),
+        ([], [[], []]),
+        ((), [(), ()]),
+    ],
+)
+def test_any_sequence_is_dealt_out(samples, parts):
+    assert split_batch(samples, 2) == parts
+
+
+def test_samples_are_the_same_objects():
+    samples = [object() for _ in range(5)]
+    first, second = split_batch(samples, 2)
+    assert [id(each) for each in first] == [id(each) for each in samples[::2]]
+    assert [id(each) for each in second] == [id(each) for each in samples[1::2]]
+
+
+def test_a_data_set_that_knows_no_slices_is_dealt_out():
+    parts = split_batch(Readings(5), 2)
+    assert [[label for _, label in part] for part in parts] == [[0, 2, 4], [1, 3]]
+    parts = split_batch(Readings(5), 2, [1, 4])
+    assert [[label for _, label in part] for part in parts] == [[0], [1, 2, 3, 4]]
+
+
+# [(x0, y0), (x1, y1)] may be two samples, or a batch in four tensors. Cut along dim 0 it would give
+# halves of features without a word.
+def test_samples_in_containers_of_tensors_must_be_told_from_a_batch():
+    pairs = [(x(2), torch.ones(2)), (x(2), torch.zeros(2)), (x(2), torch.ones(2))]
+    with pytest.raises(ConfigError, match=r"`by` must say what `samples` is, a list of 3"):
+        split_batch(pairs, 2)
+    assert split_batch(pairs, 2, by="items") == [pairs[::2], pairs[1::2]]
+    rows = split_batch(pairs, 2, by="rows")
+    assert [[tuple(each.shape) for each in pair] for pair in rows[0]] == [[(1, 2), (1,)]] * 3
+    images = [x(3), x(3)]
+    assert split_batch(images, 2, by="items") == [[images[0]], [images[1]]]
+
+
+def refusal(call: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (([1, 2], 0), "`n_workers` must be a whole number of at least 1, but is 0."),
+        (([1, 2], -3), "but is -3."),
+        (([1, 2], 1.5), "but is 1.5."),
+        (([1, 2], None), "but is None."),
+        (([1, 2], 2, "random"), "`strategy` must be 'round_robin', 'contiguous' or one workload"),
+        (([1, 2], 2, [1]), "`strategy` must hold one workload per worker (2), but is [1]."),
+        (([1, 2], 2, [1, 1, 1]), "one workload per worker (2)"),
+        (([1, 2], 2, 1.0), "one workload per worker (2), but is 1.0."),
+        (([1, 2], 2, [1, "a"]), "must hold numbers, but workload 1 is 'a'."),
+        (([1, 2], 2, [1, -1]), "at least 0, but share 1 is -1.0."),
+        (([1, 2], 2, [1, float("nan")]), "finite shares"),
+        (([1, 2], 2, [float("inf"), 1]), "finite shares"),
+        (([1, 2], 2, [0, 0]), "at least one share above 0"),
+        ((iter([1, 2]), 2), "must have a length and be indexable, or hold tensors, but is "),
+        (({1, 2}, 2), "but is 'set'. Give list(samples)."),
+        ((3, 2), "but is 'int'."),
+        ((torch.tensor(1.0), 2), "with a dim 0, but has shape ()."),
+        (({}, 2), "`samples` must hold a tensor to be cut, but is {}."),
+        (({"x": x(3), "y": x(4)}, 2), "Leaf `y` of `samples` must have 3 rows along dim 0 like"),
+        (({"x": x(3), "y": "abc"}, 2), "Leaf `y` of `samples` must be a tensor or array with"),
+        (({"x": x(3), "y": [1, 2, 3]}, 2), "Leaf `y.0` of `samples` must be a tensor"),
+        (((x(3), torch.tensor(1)), 2), "Leaf `1` of `samples` must be a tensor or array with"),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_refused(arguments, words):
+    assert words in refusal(lambda: split_batch(*arguments))
+
+
+def test_a_word_for_by_that_is_none_is_refused():
+    assert "`by` must be 'rows', 'items' or None, but is 'row'." in refusal(
+        lambda: split_batch([1], 1, by="row")
+    )
+
+
+def test_it_is_a_public_name():
+    assert phalanx.split_batch is split_batch
+    assert "split_batch" in phalanx.__all__
