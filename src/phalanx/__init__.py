@@ -25,9 +25,11 @@ from phalanx.parallel import (
 from phalanx.plan import Layout, Merge
 from phalanx.train import (
     EpochDone,
+    ExactSampler,
     FormationChosen,
     Span,
     StepDone,
+    Stragglers,
     Trainer,
     Update,
     WorkerLost,
@@ -47,6 +49,7 @@ __all__ = [
     "DataParallel",
     "DataParallelExecutorGroup",
     "EpochDone",
+    "ExactSampler",
     "FormationChosen",
     "GroupAborted",
     "InternalError",
@@ -62,6 +65,7 @@ __all__ = [
     "Span",
     "StateError",
     "StepDone",
+    "Stragglers",
     "Trainer",
     "UnsupportedError",
     "Update",

@@ -42,7 +42,7 @@ from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
 from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
-from phalanx.train import FormationChosen, StepDone, Trainer
+from phalanx.train import FormationChosen, StepDone, Stragglers, Trainer
 
 _RUNS = Path("runs")
 _CONFIG_FORMAT = 1
@@ -155,6 +155,7 @@ class Session:
         self.options = job.options
         self.console = console
         self.history = History()
+        self.stragglers = Stragglers()
         self._stopping = False
         is_fixed = parse_replicas(job.options.replicas) != "auto"
         self._is_formed = is_fixed or job.formation is not None
@@ -252,6 +253,8 @@ class Session:
             return False
         self.folder.write_model(self.trainer.module)
         self.console.print(self._draw_summary(seconds))
+        for straggler in self.stragglers.report():
+            self.console.print(f"Slow: {straggler}.")
         self.console.print(f"Weights, metrics and training.png are in {self.folder.path}")
         return True
 
@@ -272,7 +275,7 @@ class Session:
             crew=options.crew,
             timeout_s=options.timeout_s,
             max_failures=options.max_failures,
-            callbacks=(self.history, self.progress, self._listen, self.control),
+            callbacks=(self.history, self.stragglers, self.progress, self._listen, self.control),
         )
 
     def _listen(self, event: object) -> None:

@@ -11,7 +11,9 @@ from phalanx.train.events import (
     WorkerLost,
 )
 from phalanx.train.merge import Update, merge_updates
+from phalanx.train.sampler import ExactSampler
 from phalanx.train.split import split_batch
+from phalanx.train.stragglers import Straggler, Stragglers
 from phalanx.train.trainer import Trainer
 
 __all__ = [
@@ -19,9 +21,12 @@ __all__ = [
     "Callback",
     "EpochDone",
     "Event",
+    "ExactSampler",
     "FormationChosen",
     "Span",
     "StepDone",
+    "Straggler",
+    "Stragglers",
     "Trainer",
     "Update",
     "WorkerLost",

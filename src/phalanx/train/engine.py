@@ -56,6 +56,7 @@ class Update:
     shares: tuple[int, ...]
     busy_s: tuple[float, ...]
     spans: tuple[Span, ...]
+    work_s: tuple[float, ...]
     slice_s: tuple[float, ...]
     """Seconds that each slice took before merging, where there is one slice per replica."""
 
@@ -270,10 +271,11 @@ class Engine:
 
     def _describe(self, pieces: Cut, report: Report, spans: Sequence[Span], loss: Loss) -> Update:
         count = len(self.crew)
-        shares, busy_s = [0] * count, [0.0] * count
-        for size, replica in zip(pieces.sizes, report.replica_of, strict=True):
+        shares, busy_s, work_s = [0] * count, [0.0] * count, [0.0] * count
+        for place, replica in enumerate(report.replica_of):
             if replica >= 0:
-                shares[replica] += size
+                shares[replica] += pieces.sizes[place]
+                work_s[replica] += report.seconds[place]
         everything = [*report.spans, *sorted(spans, key=lambda span: span.replica)]
         for span in everything:
             busy_s[span.replica] += span.stop_s - span.start_s
@@ -283,6 +285,7 @@ class Engine:
             busy_s=tuple(busy_s),
             spans=tuple(everything),
             slice_s=tuple(report.seconds),
+            work_s=tuple(work_s),
         )
 
 

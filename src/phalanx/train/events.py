@@ -33,6 +33,7 @@ class StepDone:
         shares: Rows that each replica computed.
         busy_s: Seconds that each replica worked.
         spans: What each replica did when, by the monotonic clock.
+        work_s: Seconds that each replica took for its rows, before any merging and without waiting.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepDone:
     shares: tuple[int, ...]
     busy_s: tuple[float, ...]
     spans: tuple[Span, ...]
+    work_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

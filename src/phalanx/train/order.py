@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.train.sampler import ExactSampler
 from phalanx.types import Nested
 
-__all__ = ["Order", "Reader"]
+__all__ = ["Order", "Reader", "begin_epoch"]
 
 _MT19937_WORDS = 624
 
@@ -102,11 +103,18 @@ class Reader:
         self._order, self._is_stored, self._iterator = order, order is not None, None
 
 
-def _batches_from(loader: Iterable[Nested], first: int, epoch: int) -> Iterator[Nested]:
-    """Iterate over ``loader`` from batch ``first`` on, and tell its sampler the epoch."""
+def begin_epoch(loader: object, epoch: int) -> None:
+    """Tell the loader's sampler which epoch begins, from its first sample on."""
     sampler = getattr(loader, "sampler", None)
-    if sampler is not None and hasattr(sampler, "set_epoch"):
+    if isinstance(sampler, ExactSampler):
+        sampler.load_state_dict({**sampler.state_after(0), "epoch": epoch})
+    elif sampler is not None and hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
+
+
+def _batches_from(loader: Iterable[Nested], first: int, epoch: int) -> Iterator[Nested]:
+    """Iterate over ``loader`` from batch ``first`` on."""
+    begin_epoch(loader, epoch)
     iterator = iter(loader)
     for _ in range(first):
         next(iterator, None)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from phalanx.errors import ConfigError
 from phalanx.replicas import SentOnce, derive_seed
+from phalanx.train.order import begin_epoch
 from phalanx.types import Nested
 
 __all__ = ["Loaders", "Shard"]
@@ -83,7 +84,8 @@ class ShardedLoader:
         self._loader = loader
         self._seed = seed
         self._epoch = 0
-        self.sampler = self  # whose epoch is set before each pass, as the loader's own would be
+        # Whose epoch is set before each pass, as the loader's own would be.
+        self.sampler: Any = self
         self.generator = loader.generator
         self.batch_sampler: Any = loader.batch_sampler
         self._source = Source(loader.dataset, loader.collate_fn or default_collate)
@@ -91,9 +93,7 @@ class ShardedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch; passed on to samplers that want to know."""
         self._epoch = epoch
-        tell = getattr(self._loader.sampler, "set_epoch", None)
-        if tell is not None:
-            tell(epoch)
+        begin_epoch(self._loader, epoch)
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -428,6 +428,7 @@ class Trainer:
             shares=update.shares,
             busy_s=update.busy_s,
             spans=update.spans,
+            work_s=update.work_s,
         )
         self._tell(done)
         return done

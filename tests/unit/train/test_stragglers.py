@@ -1,0 +1,46 @@
+"""Which replica is slow, told by its own work."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx import ConfigError, StepDone, Stragglers
+from tests.unit.cli.events import epoch_done, step_done
+
+
+def step(work_s: tuple[float, ...], shares: tuple[int, ...]) -> StepDone:
+    return step_done(
+        replicas=len(shares), shares=shares, work_s=work_s, busy_s=(1.0,) * len(shares)
+    )
+
+
+def test_the_slow_one_is_named_by_its_pace_and_not_by_its_share() -> None:
+    stragglers = Stragglers()
+    for _ in range(5):
+        stragglers(step((0.4, 0.1, 0.3), (4, 4, 12)))
+    [found] = stragglers.report()
+    assert (found.replica, round(found.times_slower, 6)) == (0, 4.0)
+    assert "replica 0 takes 4.0 times as long" in str(found)
+
+
+def test_nobody_is_slow_alone_or_once() -> None:
+    stragglers = Stragglers()
+    stragglers(step((9.0,), (4,)))
+    assert stragglers.report() == []
+    for work_s in [(0.1, 0.1), (0.1, 0.9), (0.1, 0.1)]:  # a resize forgets what was before
+        stragglers(step(work_s, (4, 4)))
+    assert stragglers.report() == []
+
+
+def test_a_replica_without_rows_is_left_out_and_other_events_too() -> None:
+    stragglers = Stragglers()
+    stragglers(epoch_done())
+    assert stragglers.report() == []
+    stragglers(step((0.1, 0.0, 0.1), (4, 0, 4)))
+    assert stragglers.report() == []
+
+
+@pytest.mark.parametrize("options", [{"factor": 1.0}, {"window": 0}])
+def test_what_cannot_be_is_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        Stragglers(**options)  # type: ignore[arg-type]
