@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.replicas.seen import Seen
+
 __all__ = ["Attributes"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -47,7 +49,7 @@ class _Member:
     def __init__(self, source: nn.Module, own: nn.Module) -> None:
         self._source = source
         self._own = own
-        self._seen = dict(source.__dict__)
+        self._note()
         self._children = list(source._modules.values())
         self._parameters = _present(source._parameters)
         self._buffers = _present(source._buffers)
@@ -55,7 +57,11 @@ class _Member:
     def has_changed(self) -> bool:
         """Tell by identity: 1 and 1.0 are equal, and a model may tell them apart."""
         now, seen = self._source.__dict__, self._seen
-        return len(now) != len(seen) or not all(map(is_, now.values(), seen.values()))
+        return (
+            len(now) != len(seen)
+            or not all(map(is_, now.values(), seen.values()))
+            or not all(tensor.is_still(now[key]) for key, tensor in self._tensors.items())
+        )
 
     def can_follow(self) -> bool:
         source = self._source
@@ -73,15 +79,25 @@ class _Member:
 
     def take_changes(self) -> dict[str, Any]:
         changes = {key: value for key, value in self._changes().items() if _is_plain(value)}
-        self._seen = dict(self._source.__dict__)
+        self._note()
         return changes
+
+    def _note(self) -> None:
+        """Remember what there is now; tensors with their versions, as they may be written to."""
+        self._seen = dict(self._source.__dict__)
+        self._tensors = {
+            key: Seen(value) for key, value in self._seen.items() if isinstance(value, Tensor)
+        }
 
     # Any: attributes of the user's own modules.
     def _changes(self) -> dict[str, Any]:
         nothing = object()
         now = self._source.__dict__
         changed = {
-            key: value for key, value in now.items() if value is not self._seen.get(key, nothing)
+            key: value
+            for key, value in now.items()
+            if value is not self._seen.get(key, nothing)
+            or (key in self._tensors and not self._tensors[key].is_still(value))
         }
         removed = {key: nothing for key in self._seen if key not in now}
         return {**changed, **removed}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.hooks import registered
+from phalanx.replicas.seen import Seen
 from phalanx.replicas.shelf import Place, Shelf
 
 __all__ = ["Changes", "Mirrored", "place_buffers", "take_over"]
@@ -62,7 +63,7 @@ class Mirrored:
         copies = shelf.allocate_like([buffer for _, _, buffer in found])
         self._copies = [(o, k, copy) for (o, k, _), copy in zip(found, copies, strict=True)]
         self.places = [shelf.place_of(copy) for copy in copies]
-        self._seen: list[tuple[int, int]] = [(0, -1)] * len(self._copies)
+        self._seen = [Seen()] * len(self._copies)
         self._buffers_written = 0
         self._changed: dict[int, dict[str, Any]] = {}
         self._trained: tuple[bool, ...] = tuple(p.requires_grad for p in self._parameters)
@@ -78,7 +79,7 @@ class Mirrored:
 
     def outdate(self) -> None:
         """Write all buffers again before the next run, whatever their versions say."""
-        self._seen = [(0, -1)] * len(self._copies)
+        self._seen = [Seen()] * len(self._copies)
 
     def changes(self) -> Changes:
         """Write the buffers that have changed, and return what a new worker has to take over."""
@@ -103,10 +104,9 @@ class Mirrored:
             for index, (owner, key, copy) in enumerate(self._copies):
                 buffer = owner._buffers[key]
                 assert buffer is not None  # see `can_follow`
-                now = (id(buffer), -1 if buffer.is_inference() else buffer._version)
-                if now != self._seen[index]:
+                if not self._seen[index].is_still(buffer):
                     copy.copy_(buffer)
-                    self._seen[index] = now
+                    self._seen[index] = Seen(buffer)
                     wrote = True
         self._buffers_written += wrote
 

@@ -161,8 +161,10 @@ class ProcessCrew(Crew):
 
     def close(self) -> None:
         """Dismiss threads and workers, and give moved parameters memory of their own."""
+        self._team.close()  # a call that is on in another thread ends first
+        if not self._team.closed:
+            return  # from inside of a call: threads go after it, and the workers with them
         self._dismiss()
-        self._team.close()
         for parameter in self._moved:
             parameter.data = parameter.data.clone()
         self._moved = []

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.errors import UnsupportedError
 from phalanx.plan import BufferRules
+from phalanx.replicas.seen import Seen
 
 __all__ = [
     "Statistic",
@@ -109,13 +110,13 @@ class StatisticsOfReplica:
     def outdate(self) -> None:
         """Make the next :meth:`refresh` copy all buffers, whatever their versions say."""
         for home in self._homes:
-            home.seen = (0, -1)
+            home.seen = Seen()
 
     def refresh(self) -> None:
         """Take over the source's buffers where they have changed since the last time."""
         for home in self._homes:
             source = home.source
-            if source is not None and home.seen != (id(source), _version_of(source)):
+            if source is not None and not home.seen.is_still(source):
                 home.start_from(source)
 
     def collect(self, weight: float) -> Statistics:
@@ -146,7 +147,7 @@ class _Home:
             ours = isinstance(source, _BatchNorm) and not isinstance(source, nn.SyncBatchNorm)
             self._rule = "first" if ours else "mean"
         self.owner = owner
-        self.seen = (0, -1)  # identity and version of what it was copied from
+        self.seen = Seen()  # what it was copied from
         self._source = source
         self._start: Tensor | None = None
         self._version = -1
@@ -163,7 +164,7 @@ class _Home:
             own = own if before is None else own.to(before.device)
         self.owner._buffers[self.key] = own
         self._start, self._version = own, own._version
-        self.seen = (id(source), _version_of(source))
+        self.seen = Seen(source)
 
     def statistic(self, value: Tensor, weight: float, source: Tensor) -> Statistic:
         """Return what a microbatch that left ``value`` brings."""
@@ -193,8 +194,3 @@ class _Home:
             return True
         # Batch norm's kernel writes its statistics without telling torch's version counter.
         return self.owner.training and not torch.equal(now.to(source.device), source)
-
-
-def _version_of(tensor: Tensor) -> int:
-    """Return its version; one that was made in inference mode has none."""
-    return -1 if tensor.is_inference() else tensor._version

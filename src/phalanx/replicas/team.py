@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import weakref
@@ -55,7 +56,10 @@ class Team:
     """
 
     def __init__(self, size: int, *, intra_op: int, name: str = "phalanx-replica") -> None:
-        self._busy = threading.Lock()  # two threads may call one container
+        self._busy = threading.RLock()  # two threads may call one container
+        self._running = False
+        self._closes_afterwards = False
+        self._pid = os.getpid()
         self._seats = [_Seat() for _ in range(size)]
         self._threads = [
             threading.Thread(target=_serve, args=(seat,), name=f"{name}-{index}", daemon=True)
@@ -78,13 +82,30 @@ class Team:
         closes the team.
 
         Raises:
-            StateError: The team is closed.
+            StateError: The team is closed; or a signal's handler calls in the middle of a call; or
+                this process is a fork of the one that has the threads.
         """
-        if self.closed:
-            raise StateError("`each()` needs open threads, but they were closed. Make a new one.")
+        if os.getpid() != self._pid:
+            raise StateError(
+                "Replicas must be used in the process that made them, but this is a fork of it, "
+                "without their threads. Make new ones here, or start processes by `spawn`."
+            )
         with self._busy:
-            self._run(task)
-            return self._collect()
+            if self._running:  # the lock lets its own thread in again
+                raise StateError(
+                    "A call must end before the next begins, but a signal's handler calls in the "
+                    "middle of one. Set a flag there, and act on it after the call."
+                )
+            if self.closed:
+                raise StateError("`each()` needs open threads, but they were closed. Make a team.")
+            self._running = True
+            try:
+                self._run(task)
+                return self._collect()
+            finally:
+                self._running = False
+                if self._closes_afterwards:
+                    self._dismiss()
 
     def _run(self, task: Callable[[int], Any]) -> None:
         """Start the task in all threads and wait for all; interrupted anywhere, it begins again.
@@ -133,12 +154,24 @@ class Team:
         return not self._dismiss.alive
 
     def close(self) -> None:
-        """Dismiss the threads and wait until they are gone; closing twice does nothing."""
-        if self._dismiss.alive:
+        """Dismiss the threads and wait until they are gone; closing twice does nothing.
+
+        While a call is on, it waits for its end; from inside of one (a hook, a signal's handler)
+        the call ends first, and nobody waits.
+        """
+        if os.getpid() != self._pid:  # a fork: the threads are the other process's
+            self._dismiss.detach()
+            return
+        if threading.current_thread() in self._threads:
+            self._closes_afterwards = True
+            return
+        with self._busy:
+            if self._running:
+                self._closes_afterwards = True
+                return
             self._dismiss()
-            for thread in self._threads:
-                if thread is not threading.current_thread():
-                    thread.join()
+        for thread in self._threads:
+            thread.join()
 
 
 class Inline:

@@ -59,11 +59,12 @@ class WorkerProcess:
         self.knows = -1
         self.ready = False
         self.kept: dict[str, int] = {}
+        self.parent_pid = os.getpid()
         self._shelf = shelf
         self._regions = 0
         self._connection, theirs = _SPAWN.Pipe(duplex=True)
         self._dump, their_dump = _SPAWN.Pipe(duplex=False)
-        start = Start(worker=index, parent_pid=os.getpid(), intra_op=intra_op, fault=planted())
+        start = Start(worker=index, parent_pid=self.parent_pid, intra_op=intra_op, fault=planted())
         self._process = _SPAWN.Process(
             target=serve,
             args=(start, theirs, their_dump),
@@ -179,6 +180,8 @@ class WorkerProcess:
 
 def dismiss_all(workers: list[WorkerProcess]) -> None:
     """End all of them; they go at the same time."""
+    if any(worker.parent_pid != os.getpid() for worker in workers):
+        return  # a fork of the process that started them
     for worker in workers:
         worker.dismiss()
     deadline_s = now_s() + _GOODBYE_S

@@ -1,0 +1,151 @@
+"""Teams that are closed, forked or called again at a bad moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx
+from phalanx import StateError
+from phalanx.replicas import Team
+
+DEADLINE_S = 60.0
+
+
+def test_closing_from_another_thread_waits_for_the_call() -> None:
+    team = Team(2, intra_op=1)
+    inside, go_on = threading.Barrier(3), threading.Event()
+
+    def task(index: int) -> int:
+        inside.wait(DEADLINE_S)
+        assert go_on.wait(DEADLINE_S)
+        return index
+
+    results: list[list[int]] = []
+    caller = threading.Thread(target=lambda: results.append(team.each(task)))
+    caller.start()
+    inside.wait(DEADLINE_S)
+    closer = threading.Thread(target=team.close)
+    closer.start()
+    go_on.set()
+    caller.join(DEADLINE_S)
+    closer.join(DEADLINE_S)
+    assert results == [[0, 1]]
+    assert team.closed
+    assert not closer.is_alive()
+
+
+def test_calls_and_closings_from_two_threads_never_hang() -> None:
+    for _ in range(200):
+        team = Team(2, intra_op=1)
+        closer = threading.Thread(target=team.close)
+        closer.start()
+        try:
+            while True:
+                assert team.each(lambda index: index) == [0, 1]
+        except StateError:
+            pass
+        closer.join(DEADLINE_S)
+        assert not closer.is_alive()
+
+
+def test_closing_from_inside_a_call_ends_it_first() -> None:
+    team = Team(2, intra_op=1)
+
+    def task(index: int) -> int:
+        team.close()
+        return index
+
+    assert team.each(task) == [0, 1]
+    assert team.closed
+    with pytest.raises(StateError, match="were closed"):
+        team.each(task)
+
+
+def test_a_signals_handler_cannot_call_in_the_middle_of_a_call() -> None:
+    team = Team(2, intra_op=1)
+    errors: list[BaseException] = []
+
+    def again(*_: object) -> None:
+        try:
+            team.each(lambda index: index)
+        except StateError as error:
+            errors.append(error)
+        team.close()
+
+    handled = threading.Event()
+
+    def task(index: int) -> int:
+        if index == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert handled.wait(DEADLINE_S)
+        return index
+
+    def handler(*_: object) -> None:
+        again()
+        handled.set()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        assert team.each(task) == [0, 1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert "handler" in str(errors[0])
+    assert team.closed
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_is_refused_and_leaves_the_parents_replicas_alone() -> None:
+    with phalanx.DataParallel(nn.Linear(4, 3), devices=2) as model:
+        model(torch.ones(4, 4))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                model(torch.ones(4, 4))
+            except StateError as error:
+                code = 0 if "fork" in str(error) else 2
+            model.close()
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert model(torch.ones(4, 4)).shape == (4, 3)
+
+
+def test_a_plain_attribute_that_is_written_to_is_followed() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = torch.ones(3)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows * self.mask
+
+    net = Masked()
+    with phalanx.DataParallel(net, devices=2) as model:
+        model(torch.ones(4, 3))
+        for value in (0.0, 2.0, 3.0):
+            net.mask.fill_(value)
+            assert model(torch.ones(4, 3)).sum() == 12 * value
+
+
+def test_a_buffer_that_takes_the_place_of_another_is_never_taken_for_it() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.zeros(3))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows * self.scale
+
+    net = Scaled()
+    with phalanx.DataParallel(net, devices=2) as model:
+        for value in range(100):  # the new one often lies where the old one lay
+            net.scale = None
+            net.scale = torch.full((3,), float(value))
+            assert model(torch.ones(4, 3)).sum() == 12 * value
