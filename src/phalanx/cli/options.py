@@ -17,8 +17,8 @@ Replicas = Literal["auto"] | int | tuple[str, ...]
 Workloads = Literal["auto"] | tuple[float, ...] | None
 
 # These may change when a run goes on; all others decide its numbers and must stay.
-_CHANGEABLE = ("replicas", "workloads", "epochs", "crew", "timeout_s", "max_failures")
-_OF_WORKERS = {"crew": "threads", "timeout_s": 300.0, "max_failures": 20}
+_CHANGEABLE = ("replicas", "workloads", "epochs", "crew", "timeout_s", "max_failures", "memory_dir")
+_OF_WORKERS = {"crew": "threads", "timeout_s": 300.0, "max_failures": 20, "memory_dir": None}
 _LARGEST_SEED = 2**63 - 1  # what torch's generators take
 
 
@@ -46,6 +46,7 @@ class TrainOptions:
     crew: str = "threads"
     timeout_s: float = 300.0
     max_failures: int = 20
+    memory_dir: str | None = None
 
     def __post_init__(self) -> None:
         _check_count("epochs", self.epochs)
@@ -84,6 +85,7 @@ class GivenOptions:
     crew: str | None = None
     timeout_s: float | None = None
     max_failures: int | None = None
+    memory_dir: str | None = None
 
 
 def parse_replicas(text: str) -> Replicas:
@@ -239,6 +241,7 @@ def read_options(stored: Mapping[str, Any], *, source: str) -> TrainOptions:
         "crew": (str,),
         "timeout_s": (float, int),
         "max_failures": (int,),
+        "memory_dir": (str, type(None)),
     }
     stored = {"codec": None, **_OF_WORKERS, **stored}  # runs of the first weeks had none
     if stored.keys() != types.keys():

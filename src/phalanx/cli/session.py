@@ -275,6 +275,7 @@ class Session:
             crew=options.crew,
             timeout_s=options.timeout_s,
             max_failures=options.max_failures,
+            memory_dir=options.memory_dir,
             callbacks=(self.history, self.stragglers, self.progress, self._listen, self.control),
         )
 

@@ -123,6 +123,14 @@ def train(
             show_default="20",
         ),
     ] = None,
+    memory_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Let worker processes share files in this folder, where memory is short.",
+            show_default="memory",
+        ),
+    ] = None,
     control: Annotated[
         Path | None,
         typer.Option(
@@ -166,6 +174,7 @@ def train(
         crew=crew,
         timeout_s=timeout_s,
         max_failures=max_failures,
+        memory_dir=memory_dir,
     )
     job = plan_new(given, out) if resume is None else plan_resumed(given, resume, out)
     job = replace(job, control=control)

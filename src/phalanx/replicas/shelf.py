@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,9 +35,13 @@ class Shelf:
 
     Regions are anonymous: the kernel frees them with the last process that holds them, however it
     ends, so nothing can be left behind.
+
+    Args:
+        directory: A folder for nameless files in the place of anonymous memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory
         self._regions: list[Region] = []
         self._whole: list[Tensor] = []  # each region as bytes
         self._starts: list[tuple[int, int]] = []  # (address, number), by address
@@ -49,7 +54,7 @@ class Shelf:
         """Return zeros in a new region; memory of other devices is nobody else's to see."""
         if device.type != "cpu" or num_elements == 0:
             return torch.zeros(num_elements, dtype=dtype, device=device)
-        whole = self._add(Region.create(num_elements * dtype.itemsize))
+        whole = self._add(Region.create(num_elements * dtype.itemsize, directory=self._directory))
         return whole[: num_elements * dtype.itemsize].view(dtype)
 
     def allocate_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch import nn
 
@@ -82,18 +83,26 @@ class CrewMaker:
         work: What is computed; worker processes get it with the module.
         timed: Measure replicas on devices that work behind their thread's back.
         timeout_s: How long a microbatch may take before its worker process counts as hung.
+        memory_dir: A folder for what worker processes share; None for anonymous memory.
         failures: Takes note of worker processes that were lost.
     """
 
     def __init__(
-        self, kind: str, work: Work, *, timed: bool, timeout_s: float, failures: FailureLog
+        self,
+        kind: str,
+        work: Work,
+        *,
+        timed: bool,
+        timeout_s: float,
+        memory_dir: Path | None,
+        failures: FailureLog,
     ) -> None:
         self._work = work
         self._timed = timed
         self._timeout_s = timeout_s
         self._on_failure: Callable[[WorkerFailure], None] = failures.add
         self._inline = kind == "inline"
-        self._shelf = Shelf() if kind == "processes" else None
+        self._shelf = Shelf(memory_dir) if kind == "processes" else None
 
     @property
     def allocate(self) -> Allocate:

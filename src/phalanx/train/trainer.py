@@ -30,7 +30,8 @@ from phalanx.train.arguments import (
 )
 from phalanx.train.crews import CrewMaker, FailureLog
 from phalanx.train.cutting import Cutter
-from phalanx.train.engine import Engine, check_members, counted, loss_of
+from phalanx.train.engine import Engine, check_members, counted
+from phalanx.train.evaluation import evaluate
 from phalanx.train.events import (
     Callback,
     EpochDone,
@@ -81,6 +82,8 @@ class Trainer:
         timeout_s: How long a microbatch may take before its worker process counts as hung.
         max_failures: How many worker processes may be lost in all; None for any number.
         on_failure: Called with every `WorkerLost`, after the update that it was lost in.
+        memory_dir: A folder for files in the place of the memory that worker processes share, where
+            that is short; default: anonymous memory, which no size of /dev/shm limits.
         shard_loading: Let the replicas read the data; loaders must then be `DataLoader` objects
             over data sets with `__getitem__`. What these draw is the same in every formation.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
@@ -130,6 +133,7 @@ class Trainer:
         timeout_s: float = 300.0,
         max_failures: int | None = 20,
         on_failure: Callable[[WorkerLost], None] | None = None,
+        memory_dir: str | Path | None = None,
         shard_loading: bool = False,
         weight: WeightFn | None = None,
         forward: ForwardFn | None = None,
@@ -179,6 +183,7 @@ class Trainer:
             self._work,
             timed=self._balances,
             timeout_s=timeout_s,
+            memory_dir=None if memory_dir is None else Path(memory_dir),
             failures=self._failures,
         )
         self._engine: Engine | None = None
@@ -434,29 +439,15 @@ class Trainer:
         return done
 
     def _evaluate(self, loader: Iterable[Nested]) -> dict[str, float]:
-        metrics = self._metrics.copy()
-        modes = [(child, child.training) for child in self.module.modules()]
-        total = weight = 0.0
-        run = self._work.evaluation()
-        engine: Engine | None = None
-        try:
-            for batch in self._loaders.open(loader):
-                if engine is None:
-                    engine = self._open_engine(batch)
-                    metrics.reset()
-                    self.module.eval()
-                pieces = engine.cut(batch, self.workloads)
-                with torch.no_grad():
-                    report = engine.compute(pieces, run, (self._seed, self.steps))
-                metrics.update(counted(report))
-                total += loss_of(pieces, report) * pieces.weight
-                weight += pieces.weight
-        finally:
-            for child, training in modes:
-                child.training = training
-        if engine is None:
-            raise ConfigError("`loader` must yield at least one batch, but yields none.")
-        return {"loss": total / weight, **metrics.compute()}
+        return evaluate(
+            self._loaders.open(loader),
+            self.module,
+            self._open_engine,
+            self._work.evaluation(),
+            metrics=self._metrics,
+            workloads=lambda: self.workloads,
+            seed=(self._seed, self.steps),
+        )
 
     # -- state -------------------------------------------------------
 

@@ -107,6 +107,7 @@ def test_what_is_said_is_taken():
         "crew": "processes",
         "timeout_s": 9.5,
         "max_failures": 0,
+        "memory_dir": "/tmp",
     }
     assert asdict(complete(GivenOptions(**said))) == said
 
