@@ -11,7 +11,8 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,16 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 
-__all__ = ["SentOnce", "load", "pack", "picklable_or_named", "raw", "restored"]
+__all__ = [
+    "Form",
+    "SentOnce",
+    "copy_of",
+    "flat_bytes",
+    "is_plain",
+    "load",
+    "pack",
+    "picklable_or_named",
+]
 
 _ALIGN_BYTES = 64  # kernels may choose by alignment, so a copy lies as its original lay
 
@@ -42,8 +52,8 @@ class _Packer(pickle.Pickler):
             _refuse_interactive(obj)
             return None
         token = self._aside(obj)
-        if token is None and type(obj) is Tensor and _is_plain(obj):
-            token = ("raw", *raw(obj))
+        if token is None and isinstance(obj, Tensor) and is_plain(obj):
+            token = ("raw", *_bytes_of(obj))
         return token
 
 
@@ -53,7 +63,7 @@ class _Unpacker(pickle.Unpickler):
         self._find = find
 
     def persistent_load(self, pid: Any) -> Any:
-        return restored(*pid[1:]) if pid[0] == "raw" else self._find(pid)
+        return _restored(*pid[1:]) if pid[0] == "raw" else self._find(pid)
 
 
 def _nothing(_: Any) -> None:
@@ -75,43 +85,51 @@ def load(data: bytes, find: Aside = _nothing) -> Any:
 # -- tensors as bytes ------------------------------------------------
 
 
-def raw(tensor: Tensor) -> tuple[Any, ...]:
-    """Return ``tensor`` as (bytes of the memory it spans, dtype, shape, strides, alignment)."""
+@dataclass(frozen=True)
+class Form:
+    """How a tensor lies in its memory.
+
+    Attributes:
+        alignment: Of its first byte, modulo 64.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    alignment: int
+
+
+def flat_bytes(tensor: Tensor) -> tuple[Tensor, Form]:
+    """Return the memory that ``tensor`` spans, as bytes, and how it lies there."""
     tensor = tensor.detach()
-    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    flat = tensor.as_strided((span if tensor.numel() else 0,), (1,))
-    content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    content = tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,)).view(torch.uint8)
+    alignment = tensor.data_ptr() % _ALIGN_BYTES if tensor.numel() else 0
+    return content, Form(tensor.dtype, tuple(tensor.shape), tensor.stride(), alignment)
+
+
+def copy_of(content: Tensor, form: Form) -> Tensor:
+    """Return the tensor of this form, in memory of its own, aligned as the original."""
+    room = torch.empty(content.numel() + _ALIGN_BYTES, dtype=torch.uint8)
+    start = (form.alignment - room.data_ptr()) % _ALIGN_BYTES
+    own = room[start : start + content.numel()].copy_(content).view(form.dtype)
+    return own.as_strided(form.shape, form.strides, own.storage_offset())
+
+
+def _bytes_of(tensor: Tensor) -> tuple[bytes, Form]:
+    content, form = flat_bytes(tensor)
+    return content.numpy().tobytes(), form
+
+
+def _restored(content: bytes, form: Form) -> Tensor:
+    return copy_of(torch.from_numpy(np.frombuffer(bytearray(content), dtype=np.uint8)), form)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tell whether ``tensor`` is nothing but numbers in the memory of a CPU."""
     return (
-        content,
-        tensor.dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.data_ptr() % _ALIGN_BYTES if flat.numel() else 0,
-    )
-
-
-def restored(
-    content: bytes,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    alignment: int,
-) -> Tensor:
-    """Return the tensor that :func:`raw` was given, in memory of its own."""
-    if not content:
-        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype)
-    room = torch.empty(len(content) + _ALIGN_BYTES, dtype=torch.uint8)
-    start = (alignment - room.data_ptr()) % _ALIGN_BYTES
-    own = room[start : start + len(content)]
-    own.numpy()[:] = np.frombuffer(content, dtype=np.uint8)
-    return own.view(dtype).as_strided(
-        tuple(shape), tuple(strides), own.storage_offset() // dtype.itemsize
-    )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
         and not tensor.is_quantized
         and not tensor.requires_grad

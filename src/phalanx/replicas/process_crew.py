@@ -334,9 +334,11 @@ class ProcessCrew(Crew):
         """Pack a microbatch; what it has to be sent once goes first, where the worker lacks it."""
         found: dict[str, SentOnce] = {}
 
+        worker.mailbox.clear()
+
         def aside(obj: Any) -> Any:
             if not isinstance(obj, SentOnce):
-                return None
+                return worker.mailbox.put(obj)
             name = self._once.setdefault(id(obj), (f"once {len(self._once)}", obj))[0]
             found[name] = obj
             return ("once", name)

@@ -23,6 +23,7 @@ from phalanx.replicas import faults
 from phalanx.replicas.crew import Turn
 from phalanx.replicas.draws import derive_seed
 from phalanx.replicas.intra_op import set_intra_op
+from phalanx.replicas.mailbox import collect
 from phalanx.replicas.mirror import Changes, place_buffers, take_over
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.parcel import load, pack
@@ -220,7 +221,7 @@ class Worker:
         turn = Turn(
             replica=self._replica,
             index=task.index,
-            batch=load(task.batch, lambda pid: self.kept[pid[1]]),
+            batch=load(task.batch, self._find),
             seed=None if task.seed is None else derive_seed(*task.seed, task.index),
         )
         watch = Stopwatch(_CPU, waited_s=lambda: 0.0, settles=False)
@@ -252,6 +253,11 @@ class Worker:
             stop_s=now_s(),
             busy_s=busy_s,
         )
+
+    # Any: a token, and what it stands for.
+    def _find(self, token: Any) -> Any:
+        kind, *rest = token
+        return collect(self.shelf, *rest) if kind == "mail" else self.kept[rest[0]]
 
     def _follow(self, changes: Changes) -> None:
         take_over(self._module, changes)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
 from phalanx.replicas.faults import planted
+from phalanx.replicas.mailbox import Mailbox
 from phalanx.replicas.parcel import load, pack
 from phalanx.replicas.shelf import Shelf
 from phalanx.replicas.worker import Birth, Failed, NewRegions, Start, serve
@@ -52,6 +53,7 @@ class WorkerProcess:
         knows: The version of the module's attributes that it has (see `mirror`); -1 for none.
         ready: Whether it has got the model and has said so.
         kept: What errands have left there, by name; the numbers are theirs.
+        mailbox: Where rows for it are written.
     """
 
     def __init__(self, index: int, *, intra_op: int, birth: Birth, shelf: Shelf) -> None:
@@ -59,6 +61,7 @@ class WorkerProcess:
         self.knows = -1
         self.ready = False
         self.kept: dict[str, int] = {}
+        self.mailbox = Mailbox(shelf)
         self.parent_pid = os.getpid()
         self._shelf = shelf
         self._regions = 0
@@ -81,6 +84,9 @@ class WorkerProcess:
         finally:
             theirs.close()
             their_dump.close()
+        self._spoken = select.poll()  # kept: `multiprocessing.connection.wait` makes one each time
+        for source in (self._connection.fileno(), self._process.sentinel):
+            self._spoken.register(source, select.POLLIN)
         with contextlib.suppress(OSError):  # it may be dead already; `poll_ready` finds out
             self._send(birth)
 
@@ -126,7 +132,7 @@ class WorkerProcess:
         self._connection.send_bytes(pack(message))
 
     def _wait(self, timeout_s: float) -> bool:
-        return bool(wait([self._connection, self._process.sentinel], timeout_s))
+        return bool(self._spoken.poll(timeout_s * 1e3))
 
     def _receive(self) -> Any:
         try:

@@ -113,6 +113,11 @@ class Engine:
             self._stepper.dissolve()
         self._flat.release()
 
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The worker processes' numbers; empty without any."""
+        return tuple(self.crew.pids) if isinstance(self.crew, ProcessCrew) else ()
+
     def fits(self) -> bool:
         """Tell whether module and memory are still as they were when this was opened."""
         now, then = _trainable(self._optimizer), self._groups

@@ -15,7 +15,9 @@ from phalanx.replicas import ProcessCrew
 from phalanx.train.slices import Slice, SlicePlan, SliceStep, plan_slice
 from phalanx.train.stepping import FlatStepper
 
-__all__ = ["SharedStepper"]
+__all__ = ["LEAST_SLICE_ELEMENTS", "SharedStepper"]
+
+LEAST_SLICE_ELEMENTS = 1 << 21
 
 _numbers = itertools.count()  # one for each plan ever made, so that workers cannot mix them up
 
@@ -23,7 +25,8 @@ _numbers = itertools.count()  # one for each plan ever made, so that workers can
 class SharedStepper(FlatStepper):
     """An elementwise optimizer on shared memory, each worker process at a part of it.
 
-    The first step, which makes the optimizer's state, is done by this process. A slice whose
+    The first step, which makes the optimizer's state, is done by this process, and so are slices
+    that take less time than two messages and an undo record (docs/decisions/0009). A slice whose
     worker is lost is completed here at once (see `slices`); nothing is left for a later moment.
 
     Args:
@@ -36,6 +39,8 @@ class SharedStepper(FlatStepper):
         self._crew = crew
         self._slices: list[_Planned] = []
         super().__init__(optimizer, flat, len(crew), allocate=crew.shelf.allocate)
+        elements = sum(segment.values.numel() for segment in flat.segments)
+        self._is_worth_sending = elements >= LEAST_SLICE_ELEMENTS * len(crew)
         self._has_state = bool(optimizer.state)
 
     def prepare(self, missing: Sequence[int]) -> None:
@@ -43,7 +48,7 @@ class SharedStepper(FlatStepper):
         self._options: Mapping[int, Mapping[str, Any]] = {
             group: options for piece in self._pieces for group, options in piece.options()
         }
-        if self._has_state and not self._slices:
+        if self._has_state and self._is_worth_sending and not self._slices:
             self._slices = [self._plan(part) for part in range(len(self._pieces))]
 
     def step_part(self, part: int) -> None:

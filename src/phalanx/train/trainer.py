@@ -229,6 +229,11 @@ class Trainer:
         return (1.0,) * len(self.devices)
 
     @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The worker processes' numbers; empty without any, and before the first step."""
+        return () if self._engine is None else self._engine.worker_pids
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         """What `workloads="auto"` has decided after each step, and why."""
         return () if self._balancer is None else self._balancer.trace
