@@ -226,3 +226,33 @@ class Deadly(nn.Linear):
         if os.getpid() != self.home:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(rows)
+
+
+class OddError(ValueError):
+    """An exception that pickle cannot make again from its arguments."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+        self.first = first
+
+
+class Odd(nn.Linear):
+    """Raises in worker processes."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.home = os.getpid()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if os.getpid() != self.home:
+            raise OddError(1, 2)
+        return super().forward(rows)
+
+
+def test_a_failure_arrives_with_its_own_type_attributes_and_traceback() -> None:
+    with make(Odd()) as trainer, pytest.raises(OddError, match="1 and 2") as caught:
+        trainer.fit(DATA)
+    assert caught.value.first == 1
+    notes = "\n".join(caught.value.__notes__)
+    assert "Raised by replica" in notes
+    assert "raise OddError(1, 2)" in notes

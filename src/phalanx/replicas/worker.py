@@ -320,11 +320,14 @@ def _warm_up() -> None:
 
 def _failed(error: BaseException) -> Failed:
     text = "".join(traceback.format_exception(error))
-    notes = list(getattr(error, "__notes__", []))
-    packed: bytes | None
-    try:
-        packed = pack((error, notes))
-        load(packed)
-    except Exception:  # the user's exceptions may hold anything
-        packed = None
+    packed: bytes | None = None
+    for args, attributes in (
+        (error.args, error.__dict__),
+        ((str(error),), {"__notes__": getattr(error, "__notes__", [])}),
+    ):
+        try:
+            packed = pack((type(error), args, attributes))
+            break
+        except Exception:  # the user's exceptions may hold anything
+            continue
     return Failed(packed, f"{type(error).__module__}.{type(error).__qualname__}", text)

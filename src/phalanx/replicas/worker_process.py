@@ -8,6 +8,7 @@ import os
 import select
 import signal
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 from phalanx.clock import now_s
@@ -74,6 +75,10 @@ class WorkerProcess:
             name=f"phalanx-worker-{index}",
             daemon=True,
         )
+        # A Ctrl-C is the parent's to answer, also while the worker is still importing. The tracker,
+        # which `start` would start, takes the mask off again.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
         except RuntimeError as error:  # a script without a guard starts itself again and again
@@ -82,6 +87,7 @@ class WorkerProcess:
                 f"'__main__':`, but does not: {error}"
             ) from error
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
             their_dump.close()
         self._spoken = select.poll()  # kept: `multiprocessing.connection.wait` makes one each time
@@ -197,13 +203,16 @@ def dismiss_all(workers: list[WorkerProcess]) -> None:
 
 def rebuilt(failed: Failed, note: str) -> BaseException:
     """Return the worker's exception as it was raised, with its traceback as a note."""
-    error: BaseException
+    error: BaseException = RuntimeError(f"{failed.kind}, which cannot be sent; see the notes.")
     if failed.error is not None:
-        error, notes = load(failed.error)
-        for each in notes:
-            error.add_note(each)
-    else:
-        error = RuntimeError(f"{failed.kind}, which cannot be pickled; see the notes.")
+        with contextlib.suppress(Exception):  # its class may be made where only the worker has been
+            kind, args, attributes = load(failed.error)
+            found: BaseException = kind.__new__(
+                kind, *args
+            )  # an `__init__` may want other arguments
+            found.args = args
+            found.__dict__.update(attributes)  # the notes are among them
+            error = found
     error.add_note(f"{note} There:\n{failed.text.rstrip()}")
     return error
 
