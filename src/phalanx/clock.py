@@ -13,5 +13,5 @@ def now_s() -> float:
 
 
 def pause(seconds: float) -> None:
-    """Let other threads and processes run for about ``seconds``; 0 lets other threads only."""
+    """Let other threads and processes run for about ``seconds``."""
     time.sleep(seconds)

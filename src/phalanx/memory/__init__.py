@@ -1,6 +1,7 @@
 """Where parameters and gradients lie, and what processes share."""
 
 from phalanx.memory.allocator import keep_freed_memory
+from phalanx.memory.barrier import SharedBarrier
 from phalanx.memory.flat import (
     Allocate,
     FlatParameters,
@@ -11,17 +12,25 @@ from phalanx.memory.flat import (
     in_memory_order,
     zeros,
 )
+from phalanx.memory.locks import LockFile, RangeLock
 from phalanx.memory.process import ProcessIdentity, die_with_parent
 from phalanx.memory.region import Region
+from phalanx.memory.run_directory import RunDirectory
+from phalanx.memory.waiting import Waiting
 
 __all__ = [
     "Allocate",
     "FlatParameters",
+    "LockFile",
     "Part",
     "ProcessIdentity",
     "Range",
+    "RangeLock",
     "Region",
+    "RunDirectory",
     "Segment",
+    "SharedBarrier",
+    "Waiting",
     "dense_strides",
     "die_with_parent",
     "in_memory_order",

@@ -6,7 +6,8 @@
 A member comes by writing the number of its round into its own line, and waits until no line holds
 less. Nobody reads and then writes a word that another writes, so nothing has to be atomic beyond
 one aligned store of eight bytes, and Python has that. A negative number says that the member gave
-the round up: then the barrier is broken, for all and for good.
+the round up: then the barrier is broken, for all and for good. (Who gives up in the very moment in
+which the last one comes may break a round that others have passed; they learn it at their next.)
 """
 
 from __future__ import annotations
@@ -136,44 +137,50 @@ class SharedBarrier:
         rounds = self._rounds
         waiting: Waiting | None = None
         next_look = 0.0
-        for other in range(self.num_members):
-            place = other * _STEP
+        for place in range(0, len(rounds), _STEP):
             while rounds[place] < number:
-                if rounds[place] < 0:
-                    self._abort(other, number)
                 if waiting is None:
                     waiting = Waiting(timeout_s)
                     next_look = now_s() + _LOOK_FOR_DEAD_S
                 slept = waiting.rest()
+                if slept:
+                    self._look_for_broken(number)
                 if slept and self._alive is not None and now_s() >= next_look:
                     self._look_for_dead(number, self._alive)
                     next_look = now_s() + _LOOK_FOR_DEAD_S
                 if waiting.over() and rounds[place] < number:
                     self._time_out(number, timeout_s)
 
+    def _look_for_broken(self, number: int) -> None:
+        rounds = self._rounds[::_STEP].tolist()
+        if min(rounds) < 0:
+            if self._alive is not None:
+                self._look_for_dead(number, self._alive)  # the cause, where this is its echo
+            self._abort(next(member for member, at in enumerate(rounds) if at < 0), number)
+
     def _missing(self, number: int) -> list[int]:
-        return [m for m in range(self.num_members) if self._rounds[m * _STEP] < number]
+        return [m for m, at in enumerate(self._rounds[::_STEP].tolist()) if at < number]
 
     def _look_for_dead(self, number: int, alive: Callable[[int], bool]) -> None:
         dead = [member for member in self._missing(number) if not alive(member)]
-        dead = [member for member in dead if member in self._missing(number)]  # came, then died
+        missing = self._missing(number)  # again: somebody may have come and then died
+        dead = [member for member in dead if member in missing]
         if dead:
             raise PeerLost(
                 f"{_members(dead)} of {self.num_members} did not come to {self._at(number)} and "
-                f"{'is' if len(dead) == 1 else 'are'} dead; {self._came(number)}.",
+                f"{'is' if len(dead) == 1 else 'are'} dead; {self._came(missing)}.",
                 dead[0],
             )
 
-    def _time_out(self, number: int, timeout_s: float) -> NoReturn:
+    def _time_out(self, number: int, timeout_s: float) -> None:
+        self._look_for_broken(number)
         missing = self._missing(number)
-        gave_up = [m for m in missing if self._rounds[m * _STEP] < 0]
-        if gave_up:
-            self._abort(gave_up[0], number)
-        raise PeerTimeout(
-            f"{_members(missing)} of {self.num_members} did not come to {self._at(number)} within "
-            f"{timeout_s:g} s; {self._came(number)}.",
-            missing[0],
-        )
+        if missing:  # else the last has come just now
+            raise PeerTimeout(
+                f"{_members(missing)} of {self.num_members} did not come to {self._at(number)} "
+                f"within {timeout_s:g} s; {self._came(missing)}.",
+                missing[0],
+            )
 
     def _abort(self, member: int, number: int) -> NoReturn:
         raise GroupAborted(
@@ -185,10 +192,9 @@ class SharedBarrier:
     def _at(self, number: int) -> str:
         return f"barrier {self.name!r} (round {number})"
 
-    def _came(self, number: int) -> str:
-        missing = self._missing(number)
+    def _came(self, missing: Sequence[int]) -> str:
         came = [member for member in range(self.num_members) if member not in missing]
-        return f"{_members(came).lower()} did" if came else "nobody did"
+        return f"{_members(came).lower()} did"  # at least who says this
 
     def __repr__(self) -> str:
         plural = "" if self.num_members == 1 else "s"

@@ -39,6 +39,7 @@ __all__ = ["Region", "reserve"]
 # the prefix of a message of negative length, at which its `recv` gives up), and the size.
 _PARCEL = struct.Struct("<8sQ")
 _PARCEL_MAGIC = b"\xffphlxRgn"
+_SMALL_BYTES = 1 << 20  # not worth the half millisecond of asking how much memory is left
 _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
@@ -88,7 +89,7 @@ class Region:
             ConfigError: The size is no positive integer, or the folder cannot hold a file.
             OutOfSpace: There is not so much memory, or room in the folder.
         """
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        if type(nbytes) is not int or nbytes < 1:
             raise ConfigError(f"`nbytes` must be a positive integer, but is {nbytes!r}.")
         fd = _anonymous(nbytes, label) if directory is None else _nameless(Path(directory))
         try:
@@ -194,7 +195,7 @@ class Region:
                 f"Region {self.label!r} must be pickled only while a process is started, but none "
                 "is. Give it to `Process(args=…)`, or pass it on with `region.send(connection)`."
             )
-        return _from_parent, (DupFd(self.fd), self.nbytes, self.label)  # type: ignore[no-untyped-call]
+        return _from_parent, (DupFd(self.fd), self.nbytes, self.label)
 
     def send(self, connection: Connection) -> None:
         """Pass the region over ``multiprocessing.Pipe(duplex=True)`` to who calls :meth:`receive`.
@@ -239,14 +240,12 @@ def _from_parent(parcel: Any, nbytes: int, label: str) -> Region:  # Any: DupFd'
 
 
 def _as_socket(connection: Connection) -> socket.socket:
-    duplicate = os.dup(connection.fileno())
-    end = socket.socket(fileno=duplicate)
-    if end.family != socket.AF_UNIX:
-        end.close()
+    if not stat.S_ISSOCK(os.fstat(connection.fileno()).st_mode):
         raise ConfigError(
             "`connection` must be one end of `multiprocessing.Pipe(duplex=True)`, "
-            f"but is of family {end.family!r}."
+            "but is a pipe of one direction, which passes no regions."
         )
+    end = socket.socket(fileno=os.dup(connection.fileno()))
     end.setblocking(True)
     return end
 
@@ -289,7 +288,7 @@ def _anonymous(nbytes: int, label: str) -> int:
     The kernel grants a reservation page by page and would rather kill a process than refuse one,
     so the size is compared with what is left first.
     """
-    available = available_memory_bytes()
+    available = available_memory_bytes() if nbytes > _SMALL_BYTES else None
     if available is not None and nbytes > available:
         raise _out_of_space(nbytes, available, label, None)
     return os.memfd_create("phalanx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

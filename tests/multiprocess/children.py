@@ -1,0 +1,109 @@
+"""Processes that a test may kill: each runs one function and talks over a pipe.
+
+They are forked from a server that has imported torch, so that one costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+DEADLINE_S = 60.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "pytest", "phalanx.memory"])
+
+
+class Child:
+    """A process that runs ``function(connection, *args)``; a region may be among ``args``."""
+
+    def __init__(self, function: Callable[..., Any], *args: object) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        self.process = _context.Process(target=_run, args=(function, theirs, args), daemon=True)
+        self.process.start()
+        theirs.close()  # else its end would not be seen as the end of the pipe
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def get(self) -> Any:
+        """Return what the child sends next; its own traceback if it raised."""
+        if not self.connection.poll(DEADLINE_S):
+            raise AssertionError(f"child {self.pid} said nothing within {DEADLINE_S:g} s")
+        kind, value = self.connection.recv()
+        if kind == "raised":
+            raise AssertionError(f"child {self.pid} raised:\n{value}")
+        return value
+
+    def put(self, value: object = None) -> None:
+        self.connection.send(value)
+
+    def kill(self) -> None:
+        """Kill it as `kill -9` does, and reap it."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.process.join()
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class Children:
+    """Starts children, and ends them when the test is over."""
+
+    def __init__(self) -> None:
+        self._started: list[Child] = []
+
+    def start(self, function: Callable[..., Any], *args: object) -> Child:
+        child = Child(function, *args)
+        self._started.append(child)
+        return child
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for child in self._started:
+            child.end()
+
+
+class Parent:
+    """The other end: what a child's function talks to."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def tell(self, value: object = None) -> None:
+        self.connection.send(("value", value))
+
+    def hear(self) -> Any:
+        if not self.connection.poll(DEADLINE_S):
+            raise AssertionError("the parent said nothing")
+        return self.connection.recv()
+
+
+def _run(function: Callable[..., Any], connection: Connection, args: tuple[Any, ...]) -> None:
+    try:
+        function(Parent(connection), *args)
+    except BaseException:
+        connection.send(("raised", traceback.format_exc()))
+
+
+def wait_for_exit(pid: int) -> None:
+    """Wait until a process that need not be our child has ended, or is only to be reaped."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ready = multiprocessing.connection.wait([fd], DEADLINE_S)
+    os.close(fd)
+    assert ready, f"process {pid} lives on"

@@ -1,0 +1,293 @@
+"""Regions, run directories and identities among real processes, some of which are killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.errors import OutOfSpace, StateError
+from phalanx.memory import ProcessIdentity, Region, RunDirectory, die_with_parent
+from tests.multiprocess.children import DEADLINE_S, Children, Parent, wait_for_exit
+
+NUM_WORKERS = 3
+SHM = Path("/dev/shm")
+
+
+def shared_files() -> set[str]:
+    """What has a name in /dev/shm, but for run directories, which others make there meanwhile."""
+    return {path.name for path in SHM.glob("phalanx*") if not path.is_dir()}
+
+
+@pytest.fixture
+def start() -> Iterator[Children]:
+    before = shared_files()
+    with Children() as children:
+        yield children
+    assert shared_files() == before
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system in memory with room for 1 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small file system")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this machine does not let root mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+# --- regions --------------------------------------------------------------------------------------
+
+
+def fill_a_row(parent: Parent, region: Region, rank: int) -> None:
+    rows = region.tensor(torch.float32, NUM_WORKERS * 5).view(NUM_WORKERS, 5)
+    rows[rank] = rank + 1
+    later = Region.receive(parent.connection)
+    later.tensor(torch.int64, 1, 64 * rank)[0] = 10 * (rank + 1)
+    parent.tell((os.get_inheritable(region.fd), region.nbytes, repr(later)))
+    made = Region.create(64)
+    made.buffer[0] = rank + 100
+    made.send(parent.connection)
+    parent.hear()
+
+
+@pytest.mark.parametrize("file", [False, True])
+def test_three_workers_share_regions_given_at_the_start_and_later(start, tmp_path, file):
+    region = Region.create(4 * NUM_WORKERS * 5, directory=tmp_path if file else None)
+    children = [start.start(fill_a_row, region, rank) for rank in range(NUM_WORKERS)]
+    later = Region.create(64 * NUM_WORKERS)
+    for rank, child in enumerate(children):
+        later.send(child.connection)
+        assert child.get() == (False, region.nbytes, "Region('region', 192 bytes)")
+        made = Region.receive(child.connection)
+        child.kill()
+        assert made.buffer[0] == rank + 100  # it outlives its maker
+    rows = region.tensor(torch.float32, NUM_WORKERS * 5).view(NUM_WORKERS, 5)
+    assert rows.tolist() == [[rank + 1.0] * 5 for rank in range(NUM_WORKERS)]
+    assert later.tensor(torch.int64, 8 * NUM_WORKERS)[::8].tolist() == [10, 20, 30]
+
+
+def write_a_seven(connection, region: Region) -> None:
+    region.buffer[3] = 7
+    connection.send(region.nbytes)
+
+
+def test_a_spawned_child_gets_a_region_too():
+    region = Region.create(100)
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=write_a_seven, args=(theirs, region), daemon=True)
+    process.start()
+    assert ours.poll(DEADLINE_S)
+    assert ours.recv() == 100
+    process.join()
+    assert region.buffer[3] == 7
+
+
+def test_a_forked_child_simply_has_it():
+    region = Region.create(100)
+    pid = os.fork()
+    if pid == 0:
+        region.buffer[3] = 7
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert region.buffer[3] == 7
+
+
+# --- memory that is full --------------------------------------------------------------------------
+
+
+def test_a_full_file_system_is_an_error_at_creation(small):
+    with pytest.raises(OutOfSpace, match="only 1048576 bytes") as caught:
+        Region.create(2 << 20, label="weights", directory=small)
+    assert caught.value.needed_bytes == 2 << 20
+    assert caught.value.available_bytes == 1 << 20
+    region = Region.create(1 << 20, label="weights", directory=small)  # nothing was kept
+    region.tensor(torch.uint8, 1 << 20).fill_(1)
+
+
+def test_without_the_reservation_the_first_touch_kills(small):
+    """The planted bug: a file that is only given its size."""
+    pid = os.fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGBUS, signal.SIG_DFL)
+        fd = os.open(small / "x", os.O_RDWR | os.O_CREAT)
+        os.ftruncate(fd, 2 << 20)
+        buffer = Region.attach(fd).buffer
+        for place in range(0, 2 << 20, 4096):
+            buffer[place] = 1
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGBUS
+
+
+def test_a_full_run_directory_is_an_error_with_a_way_out(small):
+    with RunDirectory.join("a", base=small) as run:
+        with pytest.raises(OutOfSpace, match="name a folder on another disk") as caught:
+            run.open_region("w", 2 << 20)
+        assert caught.value.available_bytes == 1 << 20
+        assert os.listdir(run.path) == ["members"]
+        run.open_region("w", 1 << 19).tensor(torch.uint8, 1 << 19).fill_(1)
+    assert os.listdir(small) == []
+
+
+def test_no_room_for_a_directory_is_an_error_with_a_way_out(small):
+    subprocess.run(["mount", "-o", "remount,nr_inodes=1", str(small)], check=False)
+    if os.statvfs(small).f_ffree:
+        pytest.skip("this kernel does not take inodes away")
+    with pytest.raises(OutOfSpace, match="give `base` a folder on another disk"):
+        RunDirectory.join("a", base=small)
+
+
+# --- run directories ------------------------------------------------------------------------------
+
+
+def be_a_member(parent: Parent, name: str, base: Path) -> None:
+    with RunDirectory.join(name, base=base) as run:
+        region = run.open_region("counts", 64)
+        parent.tell()
+        region.buffer[parent.hear()] = 1
+        parent.tell()
+        parent.hear()
+
+
+@pytest.mark.parametrize("base", ["shm", "disk"])
+def test_members_that_are_killed_leave_nothing_once_the_last_is_gone(start, tmp_path, base):
+    if base == "shm":  # a folder of our own there: a test beside this one sweeps, too
+        tmp_path = Path(tempfile.mkdtemp(prefix="test-phalanx-", dir=SHM))
+    kill_all_members(start, tmp_path)
+    tmp_path.rmdir()
+
+
+def kill_all_members(start: Children, base: Path) -> None:
+    name = "run"
+    members = [start.start(be_a_member, name, base) for _ in range(NUM_WORKERS)]
+    for place, member in enumerate(members):
+        member.get()
+        member.put(place)
+        member.get()
+    path = base / f"phalanx-{os.geteuid()}-{name}"
+    for member in members:
+        assert RunDirectory.sweep(base=base) == []
+        assert (path / "counts.region").exists()
+        member.kill()
+    assert path.exists()  # nobody was left to remove it
+    assert RunDirectory.sweep(base=base) == [name]
+    assert not path.exists()
+
+
+def test_who_joins_after_a_crash_starts_afresh_and_who_joins_the_living_does_not(start, tmp_path):
+    name = "run"
+    member = start.start(be_a_member, name, tmp_path)
+    member.get()
+    member.put(5)
+    member.get()
+    with RunDirectory.join(name, base=tmp_path) as run:
+        assert run.open_region("counts", 64, create=False).buffer[5] == 1
+        member.kill()
+        assert run.open_region("counts", 64, create=False).buffer[5] == 1
+    member = start.start(be_a_member, name, tmp_path)
+    member.get()
+    member.kill()
+    with (
+        RunDirectory.join(name, base=tmp_path) as run,
+        pytest.raises(StateError),
+    ):
+        run.open_region("counts", 64, create=False)
+
+
+def leave_to_a_forked_child(parent: Parent, name: str, base: Path, buggy: bool) -> None:
+    if buggy:
+        RunDirectory.forget = lambda self: None  # the planted bug: the child keeps the open file
+    run = RunDirectory.join(name, base=base)
+    pid = os.fork()
+    if pid == 0:
+        parent.hear()  # only the death of the other end ends this
+        os._exit(0)
+    parent.tell((pid, run.path.exists()))
+    signal.pause()
+
+
+@pytest.mark.parametrize("buggy", [False, True])
+def test_a_forked_child_does_not_keep_a_dead_members_place(start, tmp_path, buggy):
+    member = start.start(leave_to_a_forked_child, "run", tmp_path, buggy)
+    forked, _ = member.get()
+    member.kill()
+    try:
+        assert RunDirectory.sweep(base=tmp_path) == ([] if buggy else ["run"])
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        wait_for_exit(forked)
+
+
+def come_and_go(parent: Parent, base: Path, rank: int, times: int) -> None:
+    for number in range(times):
+        with RunDirectory.join("run", base=base) as run:
+            region = run.open_region("rows", 64 * NUM_WORKERS)
+            region.buffer[64 * rank] = number % 251
+            again = run.open_region("rows", 64 * NUM_WORKERS, create=False)
+            assert again.buffer[64 * rank] == number % 251
+            RunDirectory.sweep(base=base)
+            assert os.path.samestat(os.stat(run.path / "rows.region"), os.fstat(region.fd))
+    parent.tell("done")
+
+
+def test_three_that_come_and_go_never_lose_what_a_living_one_has(start, tmp_path):
+    workers = [start.start(come_and_go, tmp_path, rank, 150) for rank in range(NUM_WORKERS)]
+    assert [worker.get() for worker in workers] == ["done"] * NUM_WORKERS
+    assert os.listdir(tmp_path) == []
+
+
+# --- identities -----------------------------------------------------------------------------------
+
+
+def have_a_child(parent: Parent, obedient: bool) -> None:
+    me = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        if obedient:
+            die_with_parent(me)
+        parent.tell(tuple(ProcessIdentity.current()))
+        signal.pause()
+    signal.pause()
+
+
+@pytest.mark.parametrize("obedient", [True, False])
+def test_a_child_dies_with_its_parent_if_it_asked_to(start, obedient):
+    member = start.start(have_a_child, obedient)
+    grandchild = ProcessIdentity(*member.get())
+    assert grandchild.alive()
+    member.kill()
+    if obedient:
+        wait_for_exit(grandchild.pid)
+    assert grandchild.alive() is not obedient
+    if grandchild.alive():
+        os.kill(grandchild.pid, signal.SIGKILL)
+        wait_for_exit(grandchild.pid)
+    assert not grandchild.alive()
+
+
+def wait_to_be_killed(parent: Parent) -> None:
+    parent.tell(tuple(ProcessIdentity.current()))
+    parent.hear()
+
+
+def test_a_killed_process_is_not_alive(start):
+    child = start.start(wait_to_be_killed)
+    identity = ProcessIdentity(*child.get())
+    assert identity == ProcessIdentity.of(child.pid)
+    assert identity.alive()
+    os.kill(child.pid, signal.SIGKILL)
+    wait_for_exit(child.pid)
+    assert not identity.alive()

@@ -1,0 +1,85 @@
+"""Who a process is: alive, a zombie, gone, or another that was given its number."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import PeerLost
+from phalanx.memory import ProcessIdentity, die_with_parent
+
+
+def forked(action=lambda: None) -> tuple[int, int]:
+    """Fork a child that runs ``action`` and then waits until the returned descriptor is closed."""
+    reader, writer = os.pipe()
+    ready, say = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        try:
+            action()
+            os.write(say, b"1")
+            os.read(reader, 1)
+        finally:
+            os._exit(0)
+    os.close(reader)
+    os.close(say)
+    assert os.read(ready, 1) == b"1"
+    os.close(ready)
+    return pid, writer
+
+
+def test_a_process_is_alive_then_a_zombie_then_gone():
+    pid, writer = forked()
+    identity = ProcessIdentity.of(pid)
+    assert identity.alive()
+    os.close(writer)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is not reaped
+    assert not identity.alive()
+    with pytest.raises(PeerLost, match=f"Process {pid} must be alive, but is not"):
+        ProcessIdentity.of(pid)
+    os.waitpid(pid, 0)
+    assert not identity.alive()
+    with pytest.raises(PeerLost, match=f"Process {pid} must be alive, but is not"):
+        ProcessIdentity.of(pid)
+
+
+def test_the_same_number_at_another_time_is_another_process():
+    me = ProcessIdentity.current()
+    assert me.pid == os.getpid()
+    assert me.alive()
+    assert not ProcessIdentity(me.pid, me.start_ticks + 1).alive()
+    assert ProcessIdentity.of(os.getppid()) != me
+
+
+def test_an_identity_is_two_integers_and_comes_back_from_them():
+    me = ProcessIdentity.current()
+    assert ProcessIdentity(*[int(number) for number in me]) == me
+    assert pickle.loads(pickle.dumps(me)) == me
+
+
+def test_a_name_with_blanks_and_parentheses_confuses_nobody():
+    def rename() -> None:
+        Path("/proc/self/comm").write_text("a) Z 1 (b) X")
+
+    pid, writer = forked(rename)
+    assert Path(f"/proc/{pid}/comm").read_text() == "a) Z 1 (b) X\n"
+    identity = ProcessIdentity.of(pid)
+    assert identity.alive()
+    assert identity.start_ticks >= ProcessIdentity.current().start_ticks
+    os.close(writer)
+    os.waitpid(pid, 0)
+
+
+def test_a_parent_that_is_not_the_expected_one_has_ended():
+    def ask() -> None:
+        with pytest.raises(PeerLost, match="The parent, process 1, must be alive, but has ended"):
+            die_with_parent(1)
+        die_with_parent(os.getppid())
+
+    pid, writer = forked(ask)
+    os.close(writer)
+    assert os.waitpid(pid, 0)[1] == 0

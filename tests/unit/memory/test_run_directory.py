@@ -1,0 +1,405 @@
+"""Run directories in one process: joining, leaving, sweeping, and what is not to be trusted."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.errors import ConfigError, StateError
+from phalanx.memory import RunDirectory, run_directory
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+PREFIX = f"phalanx-{os.geteuid()}-"
+
+
+def planted(base: Path, name: str) -> Path:
+    """A directory as a crash leaves it: nobody holds its lock."""
+    path = base / (PREFIX + name)
+    path.mkdir(mode=0o700)
+    (path / "members").touch()
+    (path / "old.region").write_bytes(b"x" * 100)
+    (path / "folder").mkdir()
+    (path / "folder" / "file").touch()
+    return path
+
+
+def test_the_last_one_out_removes_the_directory(tmp_path):
+    first = RunDirectory.join("a", base=tmp_path)
+    second = RunDirectory.join("a", base=tmp_path)
+    assert first.path == second.path == tmp_path / (PREFIX + "a")
+    assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
+    first.open_region("w", 64).close()
+    first.close()
+    first.close()
+    assert sorted(path.name for path in second.path.iterdir()) == ["members", "w.region"]
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+    assert repr(first) == f"RunDirectory('{tmp_path}/{PREFIX}a', closed)"
+
+
+def test_the_default_place_is_memory():
+    with RunDirectory.join(f"test-{os.getpid()}") as run:
+        assert run.path.parent == Path("/dev/shm")
+    assert not run.path.exists()
+
+
+def test_a_region_is_the_same_bytes_for_all_who_ask(tmp_path):
+    with RunDirectory.join("a", base=tmp_path) as one, RunDirectory.join("a", base=tmp_path) as two:
+        ours = one.open_region("weights", 1000)
+        theirs = two.open_region("weights", 1000)
+        other = two.open_region("Weights", 1000)
+        assert ours.nbytes == theirs.nbytes == len(ours.buffer) == 1000
+        ours.tensor(torch.float32, 250).fill_(1.0)
+        assert theirs.tensor(torch.float32, 250).sum().item() == 250.0
+        assert not any(other.buffer)
+        assert not os.get_inheritable(theirs.fd)
+        found = os.stat(one.path / "weights.region")
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        assert found.st_blocks * 512 >= 1000  # reserved
+    ours.buffer[0] = 9  # a region outlives its name
+    assert theirs.buffer[0] == 9
+
+
+def test_a_region_that_must_be_there_already_is_missed(tmp_path):
+    with RunDirectory.join("a", base=tmp_path) as run:
+        with pytest.raises(
+            StateError, match="Region 'w' must be made by a member of the run first"
+        ):
+            run.open_region("w", 64, create=False)
+        run.open_region("w", 64)
+        run.open_region("w", 64, create=False)
+
+
+def test_who_comes_second_to_make_a_region_gets_the_first_ones(tmp_path, monkeypatch):
+    with RunDirectory.join("a", base=tmp_path) as run:
+        existing = RunDirectory._existing
+        made = []
+
+        def late(self, name, nbytes):
+            if not made:  # another is quicker, after we looked
+                made.append(None)
+                made.append(RunDirectory.open_region(self, name, nbytes))
+                made[1].buffer[0] = 5
+                return None
+            return existing(self, name, nbytes)
+
+        monkeypatch.setattr(RunDirectory, "_existing", late)
+        assert run.open_region("w", 64).buffer[0] == 5
+        assert sorted(os.listdir(run.path)) == ["members", "w.region"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", ".a", "-a", "_a", "a/b", "../a", "a b", "a\n", "a\0", "ä", "a" * 129, "٣"],
+)
+def test_a_name_that_could_lead_elsewhere_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="`name` must be 1 to 128 letters, digits"):
+        RunDirectory.join(name, base=tmp_path)
+    with RunDirectory.join("a", base=tmp_path) as run:
+        with pytest.raises(ConfigError, match=re.escape(f"but is {name!r}")):
+            run.open_region(name, 64)
+        assert os.listdir(run.path) == ["members"]
+
+
+@pytest.mark.parametrize("name", ["a", "0", "A.b-c_d..e", "a" * 128])
+def test_a_plain_name_passes(tmp_path, name):
+    with RunDirectory.join(name, base=tmp_path) as run:
+        run.open_region(name, 64)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1.5, True])
+def test_a_size_that_is_none_is_refused(tmp_path, nbytes):
+    with (
+        RunDirectory.join("a", base=tmp_path) as run,
+        pytest.raises(ConfigError, match="`nbytes` must be a positive integer"),
+    ):
+        run.open_region("w", nbytes)
+
+
+def test_a_membership_that_has_ended_opens_nothing(tmp_path):
+    run = RunDirectory.join("a", base=tmp_path)
+    run.close()
+    with pytest.raises(StateError, match="must be joined by this process, but is closed"):
+        run.open_region("w", 64)
+
+
+def test_no_descriptor_is_left_behind(tmp_path):
+    before = set(os.listdir("/proc/self/fd"))
+    with RunDirectory.join("a", base=tmp_path) as run:
+        run.open_region("w", 64).close()
+        with pytest.raises(ConfigError):
+            run.open_region("w", 65)
+    (tmp_path / (PREFIX + "b")).mkdir(mode=0o755)
+    with pytest.raises(ConfigError):
+        RunDirectory.join("b", base=tmp_path)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+# --- what a crash leaves --------------------------------------------------------------------------
+
+
+def test_sweep_removes_what_nobody_lives_in(tmp_path):
+    planted(tmp_path, "crashed")
+    (tmp_path / (PREFIX + "newborn")).mkdir(mode=0o700)  # killed before it made `members`
+    (tmp_path / "phalanx-99999-other").mkdir(mode=0o700)
+    (tmp_path / (PREFIX + "file")).touch()
+    (tmp_path / (PREFIX + "open")).mkdir(mode=0o755)
+    with RunDirectory.join("alive", base=tmp_path) as run:
+        planted(tmp_path, "later")
+        assert RunDirectory.sweep(base=tmp_path) == ["later"]
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {"phalanx-99999-other", PREFIX + "file", PREFIX + "open", run.path.name}
+    assert RunDirectory.sweep(base=tmp_path / "absent") == []
+
+
+def test_nothing_of_a_dead_run_is_found_by_the_next_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(RunDirectory, "sweep", lambda **_: [])  # so that `join` alone has to see it
+    path = planted(tmp_path, "a")
+    with RunDirectory.join("a", base=tmp_path) as run:
+        assert os.listdir(path) == ["members"]
+        with pytest.raises(StateError):
+            run.open_region("old", 100, create=False)
+
+
+def interrupt(monkeypatch, function: str, action, *, before: bool) -> list[str]:
+    """Run ``action`` once, before or after the first call of a function of the module."""
+    original = getattr(run_directory, function)
+    done: list[str] = []
+
+    def wrapped(*args, **kwargs):
+        if before and not done:
+            done.append(function)
+            action()
+        result = original(*args, **kwargs)
+        if not before and not done:
+            done.append(function)
+            action()
+        return result
+
+    monkeypatch.setattr(run_directory, function, wrapped)
+    return done
+
+
+MOMENTS = [
+    ("_make_directory", False),
+    ("_open_directory", True),
+    ("_open_directory", False),
+    ("_open_members", False),
+    ("_try_lock", True),
+]
+
+
+@pytest.mark.parametrize(("function", "before"), MOMENTS)
+def test_a_sweep_at_any_moment_of_joining_leaves_a_whole_membership(
+    tmp_path, monkeypatch, function, before
+):
+    sweep = RunDirectory.sweep
+    monkeypatch.setattr(RunDirectory, "sweep", lambda **_: [])  # the one in `join` is not meant
+    done = interrupt(monkeypatch, function, lambda: sweep(base=tmp_path), before=before)
+    with RunDirectory.join("a", base=tmp_path) as run:
+        assert done
+        assert sweep(base=tmp_path) == []
+        with RunDirectory.join("a", base=tmp_path) as other:
+            run.open_region("w", 64).buffer[0] = 1
+            assert other.open_region("w", 64, create=False).buffer[0] == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("function", "before"), [("_open_members", False), ("_try_lock", True)])
+def test_without_the_look_at_the_path_that_fails(tmp_path, monkeypatch, function, before):
+    """The planted bug: what was locked is not compared with what the path leads to."""
+    sweep = RunDirectory.sweep
+    monkeypatch.setattr(RunDirectory, "sweep", lambda **_: [])
+    interrupt(monkeypatch, function, lambda: sweep(base=tmp_path), before=before)
+    monkeypatch.setattr(run_directory, "_is_current", lambda *_: True)
+    run = RunDirectory.join("a", base=tmp_path)
+    assert not run.path.exists()  # a member of nothing
+    run.forget()
+
+
+def test_who_joins_while_the_last_one_leaves_keeps_the_directory(tmp_path, monkeypatch):
+    first = RunDirectory.join("a", base=tmp_path)
+    second = []
+    rmdir = os.rmdir
+
+    def late(path):  # `members` is gone, the directory is not yet
+        monkeypatch.setattr(os, "rmdir", rmdir)
+        second.append(RunDirectory.join("a", base=tmp_path))
+        second[-1].open_region("w", 64)
+        rmdir(path)
+
+    monkeypatch.setattr(os, "rmdir", late)
+    first.close()
+    joined = second[-1]
+    assert sorted(os.listdir(joined.path)) == ["members", "w.region"]
+    assert RunDirectory.sweep(base=tmp_path) == []
+    joined.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_leaves_removes_only_the_directory_that_was_joined(tmp_path):
+    first = RunDirectory.join("a", base=tmp_path)
+    first.open_region("w", 64)
+    shutil.rmtree(first.path)  # by somebody's hand
+    with RunDirectory.join("a", base=tmp_path) as second:
+        second.open_region("w", 64)
+        first.close()
+        assert sorted(os.listdir(second.path)) == ["members", "w.region"]
+
+
+def test_a_forked_child_is_no_member(tmp_path):
+    with RunDirectory.join("a", base=tmp_path) as run:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run.open_region("w", 64)
+            except StateError:
+                run.close()
+                os._exit(7)
+            os._exit(8)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert run.path.exists()
+
+
+# --- what is not to be trusted --------------------------------------------------------------------
+
+
+def join_is_refused(base: Path, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        RunDirectory.join("a", base=base)
+    assert "Remove it, or use another name or `base`." in str(caught.value)
+
+
+def test_a_link_is_not_followed(tmp_path):
+    target = tmp_path / "target"
+    target.mkdir(mode=0o700)
+    (tmp_path / (PREFIX + "a")).symlink_to(target)
+    join_is_refused(tmp_path, "of mode 0o700, but is not")
+    assert list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o1700, 0o500])
+def test_a_directory_of_another_mode_is_refused(tmp_path, mode):
+    path = tmp_path / (PREFIX + "a")
+    path.mkdir()
+    path.chmod(mode)
+    join_is_refused(tmp_path, f"of mode {mode:#o}")
+
+
+@needs_root
+def test_another_users_directory_is_refused(tmp_path):
+    path = tmp_path / (PREFIX + "a")
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, 12345)
+    join_is_refused(tmp_path, "it is user 12345's")
+
+
+def test_a_file_in_its_place_is_refused(tmp_path):
+    (tmp_path / (PREFIX + "a")).touch()
+    join_is_refused(tmp_path, "Not a directory")
+
+
+def test_a_link_in_the_place_of_members_is_refused(tmp_path):
+    path = tmp_path / (PREFIX + "a")
+    path.mkdir(mode=0o700)
+    (tmp_path / "victim").write_text("x")
+    (path / "members").symlink_to(tmp_path / "victim")
+    join_is_refused(tmp_path, "its `members`")
+
+
+@pytest.mark.parametrize("base", ["absent", "file"])
+def test_a_base_that_is_no_folder_is_refused(tmp_path, base):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="`base` must be a folder for temporary files of ours"):
+        RunDirectory.join("a", base=tmp_path / base)
+
+
+def file_of(run: RunDirectory, nbytes: int = 64) -> Path:
+    run.open_region("w", nbytes).close()
+    return run.path / "w.region"
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def lengthen(path: Path) -> None:
+    os.truncate(path, 1 << 20)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def scribble(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-64] ^= 1
+    path.write_bytes(data)
+
+
+def claim_more(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-64 + 16 : -64 + 24] = (1 << 40).to_bytes(8, "little")
+    path.write_bytes(data)
+
+
+def link_away(path: Path) -> None:
+    path.rename(path.with_name("x"))
+    path.symlink_to("x")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def open_up(path: Path) -> None:
+    path.chmod(0o644)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (shorten, "damaged or another's"),
+        (lengthen, "damaged or another's"),
+        (empty, "damaged or another's"),
+        (scribble, "damaged or another's"),
+        (claim_more, "damaged or another's"),
+        (link_away, "must be a file of ours"),
+        (pipe, "of this user and of mode 0o600"),
+        (open_up, "of this user and of mode 0o600"),
+    ],
+)
+def test_a_damaged_region_is_refused_before_it_is_mapped(tmp_path, damage, why):
+    with RunDirectory.join("a", base=tmp_path) as run:
+        damage(file_of(run))
+        before = set(os.listdir("/proc/self/fd"))
+        with pytest.raises(ConfigError, match=why):
+            run.open_region("w", 64)
+        assert set(os.listdir("/proc/self/fd")) == before
+
+
+@needs_root
+def test_another_users_region_is_refused(tmp_path):
+    with RunDirectory.join("a", base=tmp_path) as run:
+        os.chown(file_of(run), 12345, 12345)
+        with pytest.raises(ConfigError, match="of this user and of mode 0o600"):
+            run.open_region("w", 64)
+
+
+def test_another_size_or_version_is_named(tmp_path):
+    with RunDirectory.join("a", base=tmp_path) as run:
+        path = file_of(run, 100)
+        with pytest.raises(ConfigError, match=r"that region 'w' was made with \(100\), but is 64"):
+            run.open_region("w", 64)
+        data = bytearray(path.read_bytes())
+        data[-64 + 8] = 2
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match="must be of version 1, but is of version 2"):
+            run.open_region("w", 100)
