@@ -384,3 +384,38 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
 def test_an_unknown_codec_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`codec` must be 'fp16', .* but is 'zip'"):
         codec_hook("zip", nn.Linear(5, 3))
+
+
+class Mixed(nn.Module):
+    """Complex parameters, of two dims and one, beside a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wave = nn.Parameter(torch.randn(6, 5, dtype=torch.cfloat))
+        self.phase = nn.Parameter(torch.randn(5, dtype=torch.cfloat))
+        self.scale = nn.Parameter(torch.randn(5, 7))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return ((inputs.to(torch.cfloat) @ self.wave + self.phase).abs() @ self.scale).square()
+
+
+def merge_complex(rank: int, codec: str) -> list[tuple[Tensor, Tensor]]:
+    """Return what DDP made of each gradient, and the mean over all ranks taken by hand."""
+    net, judge = Mixed(), Mixed()
+    ddp, _ = make_ddp(net, codec, bucket_cap_mb=25)
+    batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(r)) for r in range(SIZE)]
+    ddp(batches[rank]).sum().backward()
+    for batch in batches:
+        (judge(batch).sum() / SIZE).backward()
+    pairs = zip(net.parameters(), judge.parameters(), strict=True)
+    return [(own.grad, each.grad) for own, each in pairs]
+
+
+@pytest.mark.parametrize("codec", ["one_bit", "top_k(1.0)"])
+def test_complex_gradients_travel_whole(ranks: Ranks, codec: str) -> None:
+    for merged in ranks.run(merge_complex, codec):
+        assert len(merged) == 3
+        for own, expected in merged:
+            if own.is_complex() or codec == "top_k(1.0)":
+                torch.testing.assert_close(own, expected)

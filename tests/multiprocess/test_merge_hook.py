@@ -188,18 +188,22 @@ def merge_a_bad_weight(rank: int) -> list[tuple[str, str, int | None, bool]]:
         answer = answers.pop()
         if rank == 1 and answer == 7:
             raise LookupError("lost count")
+        if rank == 1 and answer == 8:
+            raise KeyboardInterrupt
+        if rank == 1 and answer == 9:
+            return None  # type: ignore[return-value]
         return answer if rank == 1 else 1
 
     ddp.register_comm_hook(None, merge_hook(weight))
     inputs, _ = make_batch(rank, 0, 2)
     seen = []
-    for bad in (-1, math.nan, math.inf, 7):
+    for bad in (-1, math.nan, math.inf, 7, 8, 9):
         for answer in (1, bad, 1):
             answers.append(answer)
             ddp.zero_grad()
             try:
                 ddp(inputs).sum().backward()
-            except Exception as error:
+            except BaseException as error:
                 told = (type(error).__name__, str(error), getattr(error, "rank", None))
             else:
                 told = ("", "", None)
@@ -209,7 +213,7 @@ def merge_a_bad_weight(rank: int) -> list[tuple[str, str, int | None, bool]]:
 
 def test_a_bad_weight_is_told_on_every_rank_and_the_next_step_is_good(ranks: Ranks) -> None:
     for rank, seen in enumerate(ranks.run(merge_a_bad_weight)):
-        for place, bad in enumerate(("-1", "nan", "inf", "7")):
+        for place, bad in enumerate(("-1", "nan", "inf", "7", "8", "None")):
             before, at, after = seen[3 * place : 3 * place + 3]
             assert before == after == ("", "", None, True)
             kind, text, culprit, finite = at
@@ -219,6 +223,8 @@ def test_a_bad_weight_is_told_on_every_rank_and_the_next_step_is_good(ranks: Ran
                 assert "Rank 1 could not say its weight" in text
             elif bad == "7":
                 assert (kind, text) == ("LookupError", "lost count")
+            elif bad == "8":
+                assert (kind, text) == ("KeyboardInterrupt", "")
             else:
                 assert kind == ConfigError.__name__
                 assert text == f"{WEIGHT_RULE}, but returned {bad}."

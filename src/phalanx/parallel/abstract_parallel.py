@@ -13,7 +13,16 @@ from phalanx.errors import ConfigError, StateError
 from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
 from phalanx.parallel.pinning import keeping
-from phalanx.plan import Merge, Merging, flatten, leaf_paths, least_loaded
+from phalanx.parallel.uncompiled import uncompiled
+from phalanx.plan import (
+    Merge,
+    Merging,
+    check_argument,
+    flatten,
+    leaf_paths,
+    least_loaded,
+    read_whole,
+)
 from phalanx.replicas import ThreadCrew, known_devices, present_devices, resolve_device
 from phalanx.types import Device, Nested
 
@@ -61,7 +70,7 @@ class AbstractParallel(Container):
 
     def __init__(self, dim: int = 0, *, intra_op: int | None = None) -> None:
         super().__init__(intra_op)
-        self.dim = dim
+        self.dim = read_whole("dim", dim)
         self._placed: list[torch.device] = []
 
     def distribute(self, inputs: Nested) -> Sequence[Nested]:
@@ -103,10 +112,15 @@ class AbstractParallel(Container):
             device: Default: :meth:`next_device`.
 
         Raises:
-            ConfigError: It is no module, or the device does not exist.
+            ConfigError: It is no module, or holds this container; or the device does not exist.
         """
         if not isinstance(module, nn.Module):
             raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
+        if any(each is self for each in module.modules()):
+            raise ConfigError(
+                f"`module` must lie outside of this container, but is {type(module).__name__!r}, "
+                "which is or holds it. Give another module, or a `clone()`."
+            )
         place = self.next_device() if device is None else resolve_device(device)
         self.close()
         self.add_module(str(len(self)), module.to(place))
@@ -120,6 +134,7 @@ class AbstractParallel(Container):
             ConfigError: There is no such column.
         """
         columns = self._columns()
+        index = read_whole("index", index)
         if not -len(columns) <= index < len(columns):
             raise ConfigError(
                 f"`index` must be a column, 0 to {len(columns) - 1}, but is {index!r}."
@@ -155,10 +170,12 @@ class AbstractParallel(Container):
             Both of the same shape.
 
         Raises:
-            ConfigError: The shapes differ.
+            ConfigError: The shapes differ, or one is no tensor.
 
         Source: fbcunn's ``gpuSend(dest, source)``, where nothing kept ``source`` from changing.
         """
+        for name, given in (("destination", destination), ("source", source)):
+            check_argument(isinstance(given, Tensor), name, "be a tensor", given)
         if destination.shape != source.shape:
             raise ConfigError(
                 f"`destination` must have the shape of `source`, {tuple(source.shape)}, but has "
@@ -169,6 +186,7 @@ class AbstractParallel(Container):
             return destination.copy_(source, non_blocking=not on_cpu)
 
     # Any: the columns' own signature.
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Distribute the inputs, run all columns at once, and merge their outputs."""
         if not len(self):
@@ -188,7 +206,8 @@ class AbstractParallel(Container):
         return self._run([call.leaves for call in calls], [1.0] * len(calls), run, self.merge)
 
     def extra_repr(self) -> str:
-        places = [str(device) for device in self.devices]
+        whole = all(str(index) in self._modules for index in range(len(self)))
+        places = [str(device) for device in (self.devices if whole else self._placed)]
         told = ", ".join(places)
         if len(places) > 1 and len(set(places)) == 1:
             told = f"{places[0]}×{len(places)}"
@@ -219,7 +238,13 @@ class AbstractParallel(Container):
         return parts
 
     def _columns(self) -> list[nn.Module]:
-        return [self.get_submodule(str(index)) for index in range(len(self._placed))]
+        columns = [self._modules.get(str(index)) for index in range(len(self._placed))]
+        if None in columns:
+            raise StateError(
+                f"Column {columns.index(None)} must stay in its container, but was removed. Make a "
+                "new container of the columns that shall stay."
+            )
+        return columns  # type: ignore[return-value]  # of modules alone, as was just seen
 
     # Any: what nn.Module's own state holds.
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import FlatParameters
 from phalanx.parallel.balancing import Balancing
-from phalanx.parallel.graph import CrewGraph, HeldGradients
+from phalanx.parallel.graph import CrewGraph, HeldGradients, refuse_transforms
+from phalanx.plan import check_argument, check_function, read_intra_op
 from phalanx.replicas import (
     Report,
     Statistic,
@@ -55,9 +56,7 @@ class Container(nn.Module):
 
     def __init__(self, intra_op: int | None) -> None:
         super().__init__()
-        if intra_op is not None and intra_op < 1:
-            raise ConfigError(f"`intra_op` must be at least 1 thread, but is {intra_op!r}.")
-        self._intra_op = intra_op
+        self._intra_op = read_intra_op(intra_op)
         self._initialisers: list[Callable[[], object]] = []
         self._feedback: Feedback | None = None
         self._running = _Running()
@@ -108,6 +107,7 @@ class Container(nn.Module):
         Source: torch/cunn's ``DataParallelTable:threads``, where a second call before the first
         forward pass failed.
         """
+        check_function("init", init, "be a function without arguments")
         self.close()
         self._initialisers.append(init)
         return self
@@ -186,6 +186,7 @@ class Container(nn.Module):
 
         Source: Torch7's ``share``, which the original containers refused (siamese nets need it).
         """
+        check_argument(isinstance(other, nn.Module), "other", "be an `nn.Module`", other)
         theirs = {
             name: parameter
             for name, parameter in other.named_parameters(remove_duplicate=False)
@@ -312,7 +313,10 @@ class Container(nn.Module):
             observe: Called once with the seconds that each worker took, forward and backward: in
                 the first backward pass through all of them, or here if there can be none.
         """
+        refuse_transforms()
         crew = self._open_crew()
+        if self._feedback is not None:
+            self._feedback.bind(crew.parameters)
         graph = CrewGraph(
             crew, parts, held=self._running.held, hold=self._running.hold, feedback=self._feedback
         )

@@ -14,7 +14,9 @@ from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.parallel.balancing import Balancing
 from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
+from phalanx.parallel.graph import refuse_transforms
 from phalanx.parallel.replica_losses import ReplicaLosses, loss_of_nothing
+from phalanx.parallel.uncompiled import uncompiled
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
     BufferRules,
@@ -22,12 +24,15 @@ from phalanx.plan import (
     Layout,
     Merge,
     Merging,
-    check_sizes,
+    check_argument,
+    check_choice,
+    check_function,
     check_workloads,
     cut,
     fixed_workloads,
     flatten,
     num_rows,
+    read_sizes,
     workload_sizes,
 )
 from phalanx.replicas import (
@@ -83,8 +88,9 @@ class DataParallel(Container, Unwrapped):
 
     Raises:
         ConfigError: Devices or workloads do not fit; leaves differ in their rows; a path names no
-            leaf; outputs cannot be merged.
-        UnsupportedError: In a second derivative (``create_graph=True``).
+            leaf, or a pattern no buffer; outputs cannot be merged.
+        UnsupportedError: In a second derivative (``create_graph=True``), or what else stands at the
+            end of `docs/containers.md`.
 
     Determinism: bitwise equal from run to run for the same devices and workloads. With
     ``workloads="auto"`` the shares, and so the bits, depend on timing; gradients are the whole
@@ -130,7 +136,9 @@ class DataParallel(Container, Unwrapped):
         self._layout = layout if layout is not None else Layout()
         self._merging = Merging(output, self._layout.dim)
         self._rules = BufferRules(buffers)
+        self._rules.check(_buffer_names(module))
         self._feedback = None if codec is None else Feedback(resolve_codec(codec))
+        check_choice("channels_last", channels_last)
         self._channels_last = channels_last
         self._arguments = _arguments_of(module)
         self.wrap(module)
@@ -158,6 +166,7 @@ class DataParallel(Container, Unwrapped):
         return () if balancing is None else balancing.decisions
 
     # Any: the module's own signature.
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on all replicas and merge their outputs."""
         return self._forward(Call(args, kwargs), None)
@@ -203,6 +212,10 @@ class DataParallel(Container, Unwrapped):
             ...     model.forward_parts([torch.ones(1), None, torch.zeros(2)])
             [tensor([1.]), None, tensor([0., 0.])]
         """
+        wanted = f"hold one input per replica ({len(self._devices)})"
+        check_argument(isinstance(parts, (list, tuple)), "parts", wanted, parts, "Give a list.")
+        if check is not None:
+            check_function("check", check)
         if len(parts) != len(self._devices) or all(part is None for part in parts):
             given = sum(part is not None for part in parts)
             raise ConfigError(
@@ -212,7 +225,7 @@ class DataParallel(Container, Unwrapped):
         calls = [None if part is None else Call.with_inputs(part) for part in parts]
         if sizes is None:
             sizes = [0 if call is None else _rows_of(call, self._layout_of(call)) for call in calls]
-        check_sizes(sizes, sum(sizes), len(parts))
+        sizes = read_sizes(sizes, None, len(parts))
         rows = [0 if call is None else size for call, size in zip(calls, sizes, strict=True)]
         # A part without rows runs, too, so its statistics must weigh something.
         weights = [0 if call is None else max(1, rows[i]) for i, call in enumerate(calls)]
@@ -332,8 +345,8 @@ class DataParallel(Container, Unwrapped):
         rows = num_rows(call.leaves, layout)
         if sizes is None:
             sizes = workload_sizes(rows, self.workloads)
-        check_sizes(sizes, rows, len(self._devices))
-        return cut(call.leaves, sizes, layout), list(sizes)
+        sizes = read_sizes(sizes, rows, len(self._devices))
+        return cut(call.leaves, sizes, layout), sizes
 
     def _layout_of(self, call: Call) -> Layout:
         """Return the layout with the paths of this call: arguments by position, if given so.
@@ -395,6 +408,7 @@ class DataParallel(Container, Unwrapped):
 
     def _as_tried(self, run: Callable[[], T]) -> T:
         """Run with channels_last weights where they are wanted; some models do not run so."""
+        refuse_transforms()  # before anything is laid out anew
         if self._running.crew is not None or not self._wants_channels_last():
             return run()
         use_channels_last(self.module)
@@ -436,6 +450,15 @@ def _rows_of(call: Call, layout: Layout) -> int:
     dims = layout.dims_of(call.leaves)
     split = [leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
     return next(iter(split), 1)
+
+
+def _buffer_names(module: nn.Module) -> list[str]:
+    """Return the names of all buffers, also of those that are None as yet."""
+    return [
+        f"{path}.{key}" if path else key
+        for path, each in module.named_modules()
+        for key in each._buffers.keys()  # noqa: SIM118  # TorchScript has no more than that
+    ]
 
 
 def _arguments_of(module: nn.Module) -> dict[str, int]:

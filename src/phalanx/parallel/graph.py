@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import TreeSpec
 
 from phalanx.codecs import Feedback
@@ -37,9 +38,11 @@ from phalanx.replicas import (
 )
 from phalanx.types import Nested
 
-__all__ = ["CrewGraph", "HeldGradients"]
+__all__ = ["CrewGraph", "HeldGradients", "refuse_transforms"]
 
 _BLOCK = 64
+_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 
 Gradients = list[Tensor | None]
 
@@ -105,6 +108,9 @@ class CrewGraph:
         held: Gradients kept by workers; they are added to those that are merged next.
         hold: Keep this pass's gradients there, instead of merging them.
         feedback: Every worker's gradient passes through its codec before it is added.
+
+    Raises:
+        UnsupportedError: In forward-mode differentiation.
     """
 
     def __init__(
@@ -120,6 +126,7 @@ class CrewGraph:
         self._held = held
         self._hold = hold
         self._feedback = feedback
+        _refuse_tangents(crew.parameters, parts)
         self._records = torch.is_grad_enabled()
         self._trainable = {id(p) for p in crew.parameters if p.requires_grad}
         self._parts = {
@@ -234,7 +241,7 @@ class CrewGraph:
                 self._feedback.commit()
         if set(members) == set(self._parts):
             self._tell_seconds(seconds)
-        parameter_gradients = self._merged([] if hold else sums.operands())
+        parameter_gradients = self._merged([] if hold else sums.operands(), settle)
         gradients = self._input_gradients() + parameter_gradients
         if not keep_graph:
             self._forget()
@@ -310,7 +317,8 @@ class CrewGraph:
         if own is None or self._feedback is None:
             return own
         shapes = [parameter.shape for parameter in self._crew.parameters]
-        return self._feedback.compress(worker, own, shapes)
+        places = self._feedback.places_of(self._crew.parameters)
+        return self._feedback.compress(worker, own, shapes, places)
 
     def _keep(self, results: Sequence[Gradients | None]) -> None:
         def add(worker: int) -> None:
@@ -329,13 +337,20 @@ class CrewGraph:
                     gradients.append(None if gradient is None else gradient.to(leaf.device))
         return gradients
 
-    def _merged(self, operands: Sequence[Partial]) -> Gradients:
-        """Add the last two partial sums, every thread its share of the elements."""
+    def _merged(self, operands: Sequence[Partial], settle: bool) -> Gradients:
+        """Add the last two partial sums, every thread its share of the elements.
+
+        What workers kept of a parameter that was frozen since goes to its `grad` at once: autograd
+        asks for the others only.
+        """
         if not operands:
             return [None] * len(self._trainable)
         sums = operands[0].gradients
         if len(operands) == 2:
             sums = self._add_shared(sums, operands[1].gradients)
+        for parameter, total in zip(self._crew.parameters, sums, strict=True):
+            if settle and total is not None and id(parameter) not in self._trainable:
+                _add_to_grad(parameter, total)
         return [
             None if total is None else total.as_strided(parameter.shape, dense_strides(parameter))
             for total, parameter in zip(sums, self._crew.parameters, strict=True)
@@ -382,6 +397,31 @@ class _Connect(torch.autograd.Function):
         return (None, None, *ctx.graph.backward(grads, keep_graph))
 
 
+def refuse_transforms() -> None:
+    """Refuse what follows tensors by the thread that it was entered in.
+
+    Raises:
+        UnsupportedError: In a transform of `torch.func`.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            "A container must be called outside of `torch.func`'s transforms (`grad`, `vmap`, "
+            "`jvp`, …), but is called in one. Use the unwrapped module there."
+        )
+
+
+def _refuse_tangents(parameters: Sequence[Tensor], parts: Sequence[Nested | None]) -> None:
+    if forward_ad._current_level < 0:
+        return
+    leaves = [leaf for part in parts if part is not None for leaf in flatten(part)[0]]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(parameters)
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise UnsupportedError(
+            "A container must be differentiated backward, but got a tensor with a tangent "
+            "(forward-mode differentiation). Use the unwrapped module for it."
+        )
+
+
 def _add_to_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
     shaped = gradient.as_strided(parameter.shape, dense_strides(parameter))
     if parameter.grad is None:
@@ -419,12 +459,27 @@ def _detached(part: _Part) -> list[Any]:
 
     A module may return its input, or a view of it; that memory is the caller's.
     """
-    given = {leaf.untyped_storage().data_ptr() for leaf in part.inputs if isinstance(leaf, Tensor)}
+    inputs = (leaf for leaf in part.inputs if isinstance(leaf, Tensor))
+    given = {address for leaf in inputs for address in _addresses(leaf)}
 
     def detached(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         own = leaf.detach()
-        return own.clone() if own.untyped_storage().data_ptr() in given else own
+        return own.clone() if given.intersection(_addresses(own)) else own
 
     return [detached(leaf) for leaf in part.outputs or ()]
+
+
+def _addresses(tensor: Tensor) -> list[int]:
+    """Return where the memory of a tensor begins: a sparse or nested one has several pieces."""
+    pieces = [tensor]
+    if tensor.layout is torch.sparse_coo:
+        pieces = [tensor._indices(), tensor._values()]
+    elif tensor.layout in _BY_ROW:
+        pieces = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in _BY_COLUMN:
+        pieces = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    elif tensor.layout is torch.jagged:
+        pieces = [tensor.values()]
+    return [piece.untyped_storage().data_ptr() for piece in pieces]

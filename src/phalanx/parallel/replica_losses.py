@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Layout, cut, flatten, num_rows
+from phalanx.plan import Layout, check_function, cut, flatten, num_rows
 from phalanx.types import LossFn, Nested, WeightFn
 
 __all__ = ["ReplicaLosses", "loss_of_nothing"]
@@ -66,11 +67,12 @@ class ReplicaLosses:
         """Return what each slice's mean loss stands for.
 
         Raises:
-            ConfigError: A weight is negative or not finite, or all are zero.
+            ConfigError: A weight is no number, negative or not finite, or all are zero.
         """
         if weight_fn is None:
             return [float(size) for size in sizes] if any(sizes) else [1.0] * len(sizes)
-        weights = [0.0 if own is None else float(weight_fn(own)) for own in slices]
+        check_function("weight_fn", weight_fn)
+        weights = [0.0 if own is None else _read_weight(weight_fn(own)) for own in slices]
         if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
             raise ConfigError(
                 "`weight_fn` must give finite weights of at least 0, not all 0, but gives "
@@ -122,6 +124,17 @@ def loss_of_nothing(outputs: Nested) -> Tensor:
         if each.is_floating_point()
     ]
     return torch.stack(terms).sum() if terms else torch.zeros(())
+
+
+# Any: whatever the user's function returns.
+def _read_weight(given: Any) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(
+            "`weight_fn` must return a finite number for the targets of a slice, but returned "
+            f"{given!r:.80}. Take a sum: lambda targets: (targets >= 0).sum(), say."
+        ) from error
 
 
 def _tensors(outputs: Nested) -> list[Tensor]:

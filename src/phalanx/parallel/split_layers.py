@@ -27,7 +27,7 @@ from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.parallel.abstract_parallel import AbstractParallel
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.on_device import OnDevice
-from phalanx.plan import equal_sizes
+from phalanx.plan import check_argument, check_iterable, equal_sizes
 
 __all__ = ["split_conv", "split_linear", "unsplit"]
 
@@ -183,6 +183,7 @@ def _layers(columns: AbstractParallel | Sequence[nn.Module]) -> list[nn.Module]:
             "`columns` must be a container of columns, or the columns in a list, but is "
             f"{_kind(columns)}."
         )
+    check_iterable("columns", columns, "be a container of columns, or the columns in a list")
     layers = [_unwrapped(column) for column in columns]
     if not layers:
         raise ConfigError("`columns` must hold at least one column, but is empty.")
@@ -239,6 +240,8 @@ def _cuts(num_outputs: int, parts: int | Sequence[int]) -> list[tuple[int, int]]
 
 
 def _sizes(num_outputs: int, parts: int | Sequence[int]) -> list[int]:
+    wanted = "be a number of columns or their sizes"
+    check_argument(not isinstance(parts, bool), "parts", wanted, parts)
     if isinstance(parts, int):
         if not 1 <= parts <= num_outputs:
             raise ConfigError(
@@ -247,11 +250,11 @@ def _sizes(num_outputs: int, parts: int | Sequence[int]) -> list[int]:
             )
         return equal_sizes(num_outputs, parts)
     try:
+        fits = not any(isinstance(size, bool) for size in parts)
         sizes = [operator.index(size) for size in parts]
-    except TypeError as error:
-        raise ConfigError(
-            f"`parts` must be a number of columns or their sizes, but is {parts!r}."
-        ) from error
+    except TypeError:
+        fits, sizes = False, []
+    check_argument(fits, "parts", wanted, parts)
     if sum(sizes) != num_outputs or any(size < 1 for size in sizes):
         raise ConfigError(
             f"`parts` must hold sizes of at least 1 that make {num_outputs} output features "

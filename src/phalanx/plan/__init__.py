@@ -1,5 +1,15 @@
 """Pure decisions: who gets how much, what is split, in which order sums are made."""
 
+from phalanx.plan.arguments import (
+    check_argument,
+    check_choice,
+    check_function,
+    check_iterable,
+    read_count,
+    read_intra_op,
+    read_number,
+    read_whole,
+)
 from phalanx.plan.balance import Balancer, Decision, fixed_workloads
 from phalanx.plan.buffer_rules import BufferRules
 from phalanx.plan.layout import Layout, cut, flatten, leaf_paths, num_rows, unflatten
@@ -8,12 +18,13 @@ from phalanx.plan.parts import Overlap, overlaps, part_bounds
 from phalanx.plan.placement import least_loaded
 from phalanx.plan.shares import Shares
 from phalanx.plan.slices import (
-    check_sizes,
     check_workloads,
     equal_sizes,
+    read_sizes,
     round_robin,
     workload_sizes,
 )
+from phalanx.plan.staleness import Staleness, Verdict
 from phalanx.plan.tree import Node, SummationTree
 
 __all__ = [
@@ -26,8 +37,13 @@ __all__ = [
     "Node",
     "Overlap",
     "Shares",
+    "Staleness",
     "SummationTree",
-    "check_sizes",
+    "Verdict",
+    "check_argument",
+    "check_choice",
+    "check_function",
+    "check_iterable",
     "check_workloads",
     "cut",
     "equal_sizes",
@@ -39,6 +55,11 @@ __all__ = [
     "num_rows",
     "overlaps",
     "part_bounds",
+    "read_count",
+    "read_intra_op",
+    "read_number",
+    "read_sizes",
+    "read_whole",
     "round_robin",
     "unflatten",
     "workload_sizes",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from phalanx.errors import ConfigError
 
@@ -29,16 +30,37 @@ class BufferRules:
         ('sync', 'sum', 'mean')
 
     Raises:
-        ConfigError: A rule is unknown.
+        ConfigError: A rule is unknown, or its pattern no text.
     """
 
     def __init__(self, policy: str | Mapping[str, str] = "mean") -> None:
-        self.patterns = dict(policy) if isinstance(policy, Mapping) else {"*": policy}
-        for pattern, rule in self.patterns.items():
-            if rule not in _RULES:
+        # Any: whatever the user wrote.
+        written: dict[Any, Any] = dict(policy) if isinstance(policy, Mapping) else {"*": policy}
+        self.patterns: dict[str, str] = written
+        for pattern, rule in written.items():
+            if not isinstance(pattern, str):
+                raise ConfigError(
+                    f"`buffers` must map patterns of names to rules, but holds {pattern!r}. Give "
+                    "{'*.running_*': 'sync'}, say."
+                )
+            if not isinstance(rule, str) or rule not in _RULES:
                 raise ConfigError(
                     f"`buffers` must hold rules out of {', '.join(map(repr, _RULES))}, but holds "
                     f"{rule!r} for {pattern!r}."
+                )
+
+    def check(self, names: Collection[str]) -> None:
+        """Refuse a pattern that no buffer's name matches, unless it is for all whatever there is.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        for pattern in self.patterns:
+            if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
+                told = ", ".join(map(repr, names)) or "none"
+                raise ConfigError(
+                    f"`buffers` must name buffers that the module has, but names {pattern!r}. It "
+                    f"has {told:.200}."
                 )
 
     def of(self, name: str) -> str:

@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.types import Nested
 
 __all__ = ["Layout", "covering", "covers", "cut", "flatten", "leaf_paths", "num_rows", "unflatten"]
@@ -85,10 +86,10 @@ class Layout:
 
 # Any: whatever the user wrote.
 def _check_words(dim: Any, dims: Any) -> None:
-    if not isinstance(dim, int):
+    if not _is_whole(dim):
         raise ConfigError(f"`dim` must be a whole number, but is {dim!r}. Give Layout(dim=1), say.")
     if not isinstance(dims, Mapping) or not all(
-        each is None or isinstance(each, int) for each in dims.values()
+        each is None or _is_whole(each) for each in dims.values()
     ):
         raise ConfigError(
             f"`dims` must say a whole number or None for each path, but is {dims!r}. Give "
@@ -96,17 +97,22 @@ def _check_words(dim: Any, dims: Any) -> None:
         )
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def num_rows(batch: Nested, layout: Layout) -> int:
     """Return B, the number of rows that all split leaves of ``batch`` share.
 
     Raises:
         ConfigError: Two leaves differ (both are named), or no leaf is split.
+        UnsupportedError: A leaf that is split is sparse or nested.
     """
     leaves, _ = flatten(batch)
+    dims = layout.dims_of(batch)
+    _check_dense(batch, leaves, dims)
     split = [
-        (place, dim, leaves[place].shape[dim])
-        for place, dim in enumerate(layout.dims_of(batch))
-        if dim is not None
+        (place, dim, leaves[place].shape[dim]) for place, dim in enumerate(dims) if dim is not None
     ]
     if not split:
         raise ConfigError(
@@ -126,13 +132,32 @@ def num_rows(batch: Nested, layout: Layout) -> int:
 
 
 def cut(batch: Nested, sizes: Sequence[int], layout: Layout) -> list[Nested]:
-    """Cut ``batch`` into consecutive parts of ``sizes`` rows; split leaves are views."""
+    """Cut ``batch`` into consecutive parts of ``sizes`` rows; split leaves are views.
+
+    Raises:
+        UnsupportedError: A leaf that is split is sparse or nested.
+    """
     leaves, spec = flatten(batch)
+    dims = layout.dims_of(batch)
+    _check_dense(batch, leaves, dims)
     columns: list[Sequence[Any]] = [
         [leaf] * len(sizes) if dim is None else leaf.split(list(sizes), dim)
-        for leaf, dim in zip(leaves, layout.dims_of(batch), strict=True)
+        for leaf, dim in zip(leaves, dims, strict=True)
     ]
     return [unflatten([column[part] for column in columns], spec) for part in range(len(sizes))]
+
+
+# Any: leaves of the user's own inputs.
+def _check_dense(batch: Nested, leaves: Sequence[Any], dims: Sequence[int | None]) -> None:
+    """Refuse to split what has no rows that lie one behind the other."""
+    for place, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is not None and (leaf.is_nested or leaf.layout is not torch.strided):
+            told = "nested" if leaf.is_nested else f"of layout {leaf.layout}"
+            raise UnsupportedError(
+                f"Input {_named(leaf_paths(batch)[place])} must be dense to be split, but is "
+                f"{told}. Give its path with None in the layout to hand it over whole, or make it "
+                "dense."
+            )
 
 
 def flatten(value: Nested) -> tuple[list[Any], pytree.TreeSpec]:

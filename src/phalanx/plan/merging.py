@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.plan.layout import covering, covers, flatten, leaf_paths, unflatten
 from phalanx.types import Nested
 
@@ -130,6 +130,7 @@ class Merging:
     Raises:
         ConfigError: A rule is unknown; in :meth:`merge`: parts differ in structure, shapes cannot
             be merged so, or a path names no leaf. Nothing is merged then.
+        UnsupportedError: In :meth:`merge`: a leaf is sparse or nested, and not left as it is.
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class Merging:
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             self._refuse_values(path, rule, leaves)
             return leaves[0]
+        self._check_dense(path, rule, leaves)
         if rule is not None and rule.kind == "mean":
             self._check_floating(path, leaves[0])
         if home is not None:
@@ -259,6 +261,18 @@ class Merging:
                 f"Output {_named(path)} of `module` must be {how} to be merged{by}, but is "
                 f"{kinds}. {self._choices('first', 'per_replica')}"
             )
+
+    def _check_dense(self, path: str, rule: Merge | None, leaves: list[Tensor]) -> None:
+        """Refuse to put together what has no rows that lie one behind the other."""
+        kind = "cat" if rule is None else rule.kind
+        for leaf in leaves if kind != "first" else ():
+            sparse = leaf.layout is not torch.strided and kind in ("cat", "stack")
+            if leaf.is_nested or sparse:
+                told = "nested" if leaf.is_nested else f"of layout {leaf.layout}"
+                raise UnsupportedError(
+                    f"Output {_named(path)} of `module` must be dense to be merged by {kind!r}, "
+                    f"but is {told}. {self._choices('per_replica', 'first')}"
+                )
 
     def _check_floating(self, path: str, leaf: Tensor) -> None:
         if not (leaf.is_floating_point() or leaf.is_complex()):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
 
 from phalanx.errors import ConfigError
 
-__all__ = ["check_sizes", "check_workloads", "equal_sizes", "round_robin", "workload_sizes"]
+__all__ = ["check_workloads", "equal_sizes", "read_sizes", "round_robin", "workload_sizes"]
 
 
 def equal_sizes(total: int, parts: int) -> list[int]:
@@ -104,15 +106,27 @@ def check_workloads(workloads: Sequence[float], num_devices: int | None = None) 
         )
 
 
-def check_sizes(sizes: Sequence[int], total: int, parts: int) -> None:
-    """Refuse explicit ``sizes`` that do not cut ``total`` rows into ``parts``."""
-    counts: Sequence[object] = sizes  # what the user wrote may be anything
-    whole = all(isinstance(size, int) and size >= 0 for size in counts)
-    if not whole or len(sizes) != parts or sum(sizes) != total:
+# Any: whatever the user wrote.
+def read_sizes(given: Any, total: int | None, parts: int) -> list[int]:
+    """Read explicit sizes that cut ``total`` rows into ``parts``; None is any total.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    # Arrays and tensors give their numbers by `tolist`.
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    several = isinstance(listed, Iterable) and not isinstance(listed, (str, bytes, Mapping))
+    sizes = list(listed) if several else [listed]
+    whole = all(isinstance(size, Integral) and not isinstance(size, bool) for size in sizes)
+    fits = several and whole and len(sizes) == parts and all(size >= 0 for size in sizes)
+    if not fits or (total is not None and sum(sizes) != total):
+        together = "" if total is None else f" that make {total} rows together"
+        example = [1] * parts if total is None else equal_sizes(total, parts)
         raise ConfigError(
-            f"`sizes` must hold {parts} sizes of at least 0 that make {total} rows together, but "
-            f"is {list(sizes)!r}. Give {equal_sizes(total, parts)!r} for equal slices."
+            f"`sizes` must hold {parts} sizes of at least 0{together}, but "
+            f"is {sizes if several else given!r:.80}. Give {example!r} for equal slices."
         )
+    return [int(size) for size in sizes]
 
 
 def _check_total(total: int) -> None:

@@ -112,6 +112,6 @@ def _present(tensors: dict[str, Any]) -> list[str]:
 def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return all(_is_plain(each) for each in value)
-    return isinstance(value, _PLAIN) or (
-        isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-    )
+    if isinstance(value, Tensor):  # one with a graph is refused when replicas are made anew
+        return not isinstance(value, nn.Parameter) and not value.requires_grad
+    return isinstance(value, _PLAIN)

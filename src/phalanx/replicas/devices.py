@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from numbers import Integral
 
 import torch
 
@@ -31,11 +32,11 @@ def resolve_devices(
         return tuple(
             home if home.type == "cpu" else torch.device(home.type, i) for i in range(count)
         )
-    if isinstance(devices, int) and not isinstance(devices, bool):
+    if isinstance(devices, Integral) and not isinstance(devices, bool):
         if devices < 1:
             raise ConfigError(f"`replicas` must be at least 1, but is {devices!r}.")
-        return (home,) * devices
-    if isinstance(devices, (str, bool)) or not isinstance(devices, Iterable):
+        return (home,) * int(devices)
+    if isinstance(devices, (str, bool, Mapping, Set)) or not isinstance(devices, Iterable):
         raise ConfigError(
             f"`devices` must be a number of replicas or a sequence with a device for each, but is "
             f"{devices!r}. Give 2, or ['cpu', 'cpu']."

@@ -93,6 +93,9 @@ class Draws(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _is_made_of_others(func):
+            with self:  # elsewhere torch takes it apart before it comes here
+                return func._op_dk(_MADE_OF_OTHERS, *args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if kwargs.get("generator") is not None:
@@ -167,6 +170,17 @@ _DRAWS_ONLY_WITH: dict[Any, str] = {
 }
 
 _overloads: dict[Any, Any] = {}
+# Not `func.decompose`: it prefers formulas in Python, and that of a GRU forgets the dropout.
+_MADE_OF_OTHERS = torch._C.DispatchKey.CompositeImplicitAutograd
+_made_of_others: dict[Any, bool] = {}
+
+
+def _is_made_of_others(func: Any) -> bool:
+    """Tell whether ``func`` is written in terms of other operators, such as dropout or a GRU."""
+    if func not in _made_of_others:
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        _made_of_others[func] = has_kernel(func.name(), _MADE_OF_OTHERS)
+    return _made_of_others[func]
 
 
 def _with_generator(func: Any) -> Any:

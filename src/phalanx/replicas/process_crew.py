@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,13 +35,12 @@ from phalanx.replicas.parcel import SentOnce, load, pack, picklable_or_named
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.sums import Partial
 from phalanx.replicas.team import Team
-from phalanx.replicas.worker import Birth, Done, Errand, Failed, Keep, Task
-from phalanx.replicas.worker_process import Lost, WorkerProcess, dismiss_all, rebuilt
+from phalanx.replicas.worker import Birth, BirthPlace, Done, Errand, Failed, Keep, Task
+from phalanx.replicas.worker_process import START_S, Lost, WorkerProcess, dismiss_all, rebuilt
 from phalanx.types import Nested
 
 __all__ = ["ProcessCrew", "WorkerFailure"]
 
-_START_S = 120.0
 _LOOK_S = 0.02  # how often a thread without a worker looks whether the run is over
 _CPU = torch.device("cpu")
 
@@ -113,13 +113,15 @@ class ProcessCrew(Crew):
         self._on_failure = on_failure
         self._pid = os.getpid()
         self._once: dict[int, tuple[str, SentOnce]] = {}  # by identity, and kept for it
-        self._deferred: PeerLost | None = None
+        self._deferred: Exception | None = None
         elsewhere = [p for p in self.parameters if p.numel() and shelf.place_of(p) is None]
         self._moved = _move(elsewhere, shelf)
         self._pointers = [parameter.data_ptr() for parameter in self.parameters]
         self._mirrored = Mirrored(source, shelf)
         self._slots = _Slots(self.parameters, shelf)
-        self._birth = Birth(self._packed_module(), self._mirrored.places, self._slots.layout)
+        self._birth = self._shelved(
+            Birth(self._packed_module(), self._mirrored.places, self._slots.layout)
+        )
         self._team = Team(num_workers, intra_op=self._intra_op, name="phalanx-crew")
         self._workers: list[WorkerProcess] = []
         self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
@@ -149,7 +151,8 @@ class ProcessCrew(Crew):
         """Tell whether the workers can follow all that was done to the module since."""
         now = list(self._source.parameters())
         return (
-            len(now) == len(self.parameters)
+            not self._team.closed
+            and len(now) == len(self.parameters)
             and all(a is b for a, b in zip(now, self.parameters, strict=True))
             and [parameter.data_ptr() for parameter in now] == self._pointers
             and self._mirrored.can_follow()
@@ -187,14 +190,23 @@ class ProcessCrew(Crew):
         except Exception as error:  # whatever the user's objects raise when pickled
             raise picklable_or_named(self._source, error) from error
 
+    def _shelved(self, birth: Birth) -> BirthPlace:
+        """Put it where workers read it; a message that long would wait until one has started."""
+        packed = np.frombuffer(pack(birth), dtype=np.uint8)
+        room = self.shelf.allocate(len(packed), torch.uint8, _CPU)
+        room.numpy()[:] = packed
+        place = self.shelf.place_of(room)
+        assert place is not None
+        return BirthPlace(place)
+
     def _launch(self, index: int) -> WorkerProcess:
         return WorkerProcess(index, intra_op=self._intra_op, birth=self._birth, shelf=self.shelf)
 
     def _await_first(self, index: int) -> None:
         try:
-            if not self._workers[index].poll_ready(_START_S):
+            if not self._workers[index].poll_ready(START_S):
                 raise PeerLost(
-                    f"Worker {index} must be ready within {_START_S:g} s, but is not. Importing "
+                    f"Worker {index} must be ready within {START_S:g} s, but is not. Importing "
                     "what the module needs takes too long here; use crew='threads'.",
                     index,
                 )
@@ -239,8 +251,11 @@ class ProcessCrew(Crew):
         except Lost as lost:
             try:
                 self._replace(index, lost, None)
-            except PeerLost as error:
+            except Exception as error:  # too many losses, or the system starts no more processes
                 self._deferred = error
+            return False
+        except Exception as error:  # what its replacement raised when it was started
+            self._deferred = error
             return False
         return not isinstance(answer, Failed)
 
@@ -305,10 +320,12 @@ class ProcessCrew(Crew):
             if worker.poll_ready(0.0):
                 return True
             run.desk.leave_to_others(index)
-            return worker.poll_ready(_LOOK_S)
+            if worker.poll_ready(_LOOK_S):
+                return True
+            worker.check_start()
         except Lost as lost:
             self._replace(index, lost, None)
-            return False
+        return False
 
     def _compute(self, index: int, microbatch: int, run: _Run) -> None:
         worker, job = self._workers[index], run.job
@@ -346,7 +363,7 @@ class ProcessCrew(Crew):
         packed = pack(batch, aside)
         for name, obj in found.items():
             if name not in worker.kept:
-                answer = worker.ask(Errand(pack(Keep(name, obj))), _START_S)
+                answer = worker.ask(Errand(pack(Keep(name, obj))), START_S)
                 if isinstance(answer, Failed):
                     raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
                 worker.kept[name] = 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError, UnsupportedError
 from phalanx.memory import in_memory_order
 from phalanx.plan import BufferRules
 from phalanx.replicas.attributes import Attributes
@@ -17,6 +18,9 @@ from phalanx.replicas.hooks import Hooks, shared_hooks
 from phalanx.replicas.statistics import StatisticsOfReplica
 
 __all__ = ["Replica", "add_gradients"]
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class Replica:
@@ -119,9 +123,11 @@ def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
                 f"Parameter `{name}` must have a shape before the module is copied, but "
                 "is lazy. Run the module once on a sample batch first."
             )
-    _refuse_loose_leaves(source)
+    _refuse_scripts(source)
+    _refuse_graphs(source)
     memo: dict[int, object] = {id(p): _alias(p) for p in source.parameters()}
     memo.update(shared_hooks(source))
+    memo.update(_compressed(source))
     try:
         module = copy.deepcopy(source, memo)
     except Exception as error:
@@ -134,16 +140,61 @@ def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
     return module.to(device)
 
 
-def _refuse_loose_leaves(source: nn.Module) -> None:
-    """A copy of a tensor that wants a gradient, and is no parameter, would keep it to itself."""
+def _refuse_scripts(source: nn.Module) -> None:
+    """Refuse what TorchScript has made: its copies do not share memory with their source."""
     for name, module in source.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
-                path = f"{name}.{key}" if name else key
-                raise ConfigError(
-                    f"Attribute `{path}` must be an `nn.Parameter` to get a gradient from "
-                    "replicas, but is a tensor that requires one. Register it as a parameter."
-                )
+        if isinstance(module, torch.jit.ScriptModule):
+            told = f"Module `{name}`" if name else "`module`"
+            raise UnsupportedError(
+                f"{told} must be an ordinary module to be run on replicas, but is a "
+                f"{type(module).__name__!r} of TorchScript. Give the module that it was made from."
+            )
+
+
+def _refuse_graphs(source: nn.Module) -> None:
+    """Refuse attributes with a gradient of their own: copies would keep it to themselves."""
+    known = {id(parameter) for parameter in source.parameters()}
+    for name, module in source.named_modules():
+        for key, value in {**vars(module), **module._buffers}.items():
+            path = f"{name}.{key}" if name else key
+            for tensor in _tensors_in(value) if key not in _TABLES else ():
+                if tensor.requires_grad and id(tensor) not in known:
+                    raise _no_attribute(path, tensor)
+
+
+def _no_attribute(path: str, tensor: Tensor) -> PhalanxError:
+    if tensor.is_leaf:
+        return ConfigError(
+            f"Attribute `{path}` must be an `nn.Parameter` to get a gradient from "
+            "replicas, but is a tensor that requires one. Register it as a parameter."
+        )
+    return UnsupportedError(
+        f"Attribute `{path}` must carry no graph to be copied to replicas, but was computed from "
+        "tensors that require a gradient. Detach it, compute it in `forward()`, or give it as an "
+        "input; instead of `weight_norm` use that of `torch.nn.utils.parametrizations`, and make "
+        "pruning permanent by `prune.remove()`."
+    )
+
+
+# Any: an attribute of the user's own module.
+def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors of an attribute: itself, or what a list, a tuple or a dict holds."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)) and depth:
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each, depth - 1)
+
+
+def _compressed(source: nn.Module) -> dict[int, object]:
+    """Return copies, by id, of tensors in compressed sparse formats, which deepcopy cannot make."""
+    return {
+        id(tensor): tensor.detach().clone()
+        for module in source.modules()
+        for value in vars(module).values()
+        for tensor in _tensors_in(value)
+        if tensor.layout in _COMPRESSED
+    }
 
 
 def _alias(parameter: nn.Parameter) -> Tensor:

@@ -106,6 +106,11 @@ class StatisticsOfReplica:
             for (path, theirs), own in zip(source.named_modules(), replica.modules(), strict=True)
             for key in theirs._buffers
         ]
+        first: dict[int, _Home] = {}  # of buffers that are one under several names
+        for home in self._homes:
+            if home.source is not None and first.setdefault(id(home.source), home) is not home:
+                home.first = first[id(home.source)]
+                home.first.is_shared = True
 
     def outdate(self) -> None:
         """Make the next :meth:`refresh` copy all buffers, whatever their versions say."""
@@ -128,7 +133,7 @@ class StatisticsOfReplica:
                 home.refuse_new()
             elif home.was_written(source):
                 now = home.owner._buffers[home.key]
-                if now is not None:
+                if now is not None and not home.was_collected(now):
                     found[home.name] = home.statistic(now, weight, source)
                 home.start_from(source)
         return found
@@ -151,13 +156,22 @@ class _Home:
         self._source = source
         self._start: Tensor | None = None
         self._version = -1
+        self.first: _Home | None = None  # where the same buffer is kept under its first name
+        self.is_shared = False
+        self._collected: Tensor | None = None
 
     @property
     def source(self) -> Tensor | None:
         return self._source._buffers[self.key]
 
     def start_from(self, source: Tensor) -> None:
-        """Give the replica a fresh copy of ``source``."""
+        """Give the replica a fresh copy of ``source``, one for all its names."""
+        self._collected = self.owner._buffers[self.key] if self.is_shared else None
+        first = self.first
+        if first is not None and first.seen.is_still(source) and not first.was_written(source):
+            self.owner._buffers[self.key] = self._start = first._start
+            self._version, self.seen = first._version, Seen(source)
+            return
         before = self.owner._buffers[self.key]
         with torch.inference_mode(False):  # a buffer made under it could not be written later
             own = source.detach().clone()
@@ -165,6 +179,10 @@ class _Home:
         self.owner._buffers[self.key] = own
         self._start, self._version = own, own._version
         self.seen = Seen(source)
+
+    def was_collected(self, now: Tensor) -> bool:
+        """Tell whether ``now`` was read just before, under the buffer's first name."""
+        return self.first is not None and now is self.first._collected
 
     def statistic(self, value: Tensor, weight: float, source: Tensor) -> Statistic:
         """Return what a microbatch that left ``value`` brings."""

@@ -148,6 +148,8 @@ class ThreadCrew(Crew):
 
     def matches_source(self) -> bool:
         """Tell whether the replicas can follow all that was done to the module since."""
+        if self._team.closed:  # a second Ctrl-C leaves threads behind
+            return False
         return all(
             owner._parameters.get(key) is parameter and parameter.data_ptr() == pointer
             for owner, key, parameter, pointer in self._places

@@ -34,6 +34,7 @@ from phalanx.replicas.stopwatch import Stopwatch
 
 __all__ = [
     "Birth",
+    "BirthPlace",
     "Done",
     "Errand",
     "Failed",
@@ -79,6 +80,13 @@ class Birth:
     blob: bytes
     buffers: list[Place | None]
     slot: list[Place | None]
+
+
+@dataclass(frozen=True)
+class BirthPlace:
+    """Where a `Birth` lies on the shelf, packed."""
+
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -172,8 +180,9 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
                 case NewRegions(count):
                     shelf.receive(connection, count)
                     continue
-                case Birth():
-                    worker = Worker(start.worker, message, shelf)
+                case BirthPlace(place):
+                    birth: Birth = load(shelf.at(place).numpy().tobytes())
+                    worker = Worker(start.worker, birth, shelf)
                     _warm_up()
                     faults.reach("born")
                     answer: Any = None

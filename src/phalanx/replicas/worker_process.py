@@ -16,11 +16,13 @@ from phalanx.errors import ConfigError
 from phalanx.replicas.faults import planted
 from phalanx.replicas.mailbox import Mailbox
 from phalanx.replicas.parcel import load, pack
+from phalanx.replicas.patience import limit_patience
 from phalanx.replicas.shelf import Shelf
-from phalanx.replicas.worker import Birth, Failed, NewRegions, Start, serve
+from phalanx.replicas.worker import BirthPlace, Failed, NewRegions, Start, serve
 
-__all__ = ["Lost", "WorkerProcess"]
+__all__ = ["START_S", "Lost", "WorkerProcess"]
 
+START_S = 120.0  # from its start until a worker is ready; importing may take its time
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
 _DUMP_S = 1.0
 _GOODBYE_S = 1.0
@@ -57,7 +59,7 @@ class WorkerProcess:
         mailbox: Where rows for it are written.
     """
 
-    def __init__(self, index: int, *, intra_op: int, birth: Birth, shelf: Shelf) -> None:
+    def __init__(self, index: int, *, intra_op: int, birth: BirthPlace, shelf: Shelf) -> None:
         self.index = index
         self.knows = -1
         self.ready = False
@@ -66,7 +68,10 @@ class WorkerProcess:
         self.parent_pid = os.getpid()
         self._shelf = shelf
         self._regions = 0
+        self._started_s = now_s()
         self._connection, theirs = _SPAWN.Pipe(duplex=True)
+        self._patience_s = START_S
+        limit_patience(self._connection, START_S)
         self._dump, their_dump = _SPAWN.Pipe(duplex=False)
         start = Start(worker=index, parent_pid=self.parent_pid, intra_op=intra_op, fault=planted())
         self._process = _SPAWN.Process(
@@ -115,6 +120,15 @@ class WorkerProcess:
             self.ready = True
         return self.ready
 
+    def check_start(self) -> None:
+        """See that it does not take longer than `START_S` until it is ready.
+
+        Raises:
+            Lost: It did, and was killed.
+        """
+        if not self.ready and now_s() - self._started_s > START_S:
+            raise self._hung(START_S)
+
     def ask(self, message: Any, timeout_s: float) -> Any:  # Any: the messages of `worker`
         """Send a message and return the answer.
 
@@ -122,7 +136,12 @@ class WorkerProcess:
             Lost: It ended, or did not answer in time and was killed.
         """
         try:
+            if timeout_s != self._patience_s:
+                limit_patience(self._connection, timeout_s)
+                self._patience_s = timeout_s
             self._send(message)
+        except BlockingIOError:  # it does not read
+            raise self._hung(timeout_s) from None
         except OSError:
             raise self._gone() from None
         if not self._wait(timeout_s):
@@ -145,6 +164,8 @@ class WorkerProcess:
             if not self._connection.poll():  # only the sentinel has spoken
                 raise EOFError
             return load(self._connection.recv_bytes())
+        except BlockingIOError:  # it has stopped in the middle of its answer
+            raise self._hung(self._patience_s) from None
         except (EOFError, OSError):
             raise self._gone() from None
 

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.plan import Layout
+from phalanx.plan import (
+    Layout,
+    check_argument,
+    check_choice,
+    check_function,
+    check_iterable,
+    read_count,
+    read_intra_op,
+    read_number,
+    read_whole,
+)
 from phalanx.train.crews import CREWS
 from phalanx.types import Device, WeightFn
 
 __all__ = [
-    "check_counts",
+    "check_fit",
     "check_options",
     "check_replicas",
     "check_shard_loading",
+    "check_told",
     "make_optimizer",
     "make_scheduler",
+    "read_folder",
 ]
+
+_BATCHES = "yield batches"
+_A_LOADER = "Give a `DataLoader`, or a list of batches."
 
 
 def check_options(
@@ -36,26 +55,45 @@ def check_options(
     """Refuse options that cannot work."""
     if not isinstance(module, nn.Module):
         raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
-    if microbatches is not None and microbatches < 1:
-        raise ConfigError(
-            f"`microbatches` must be at least 1, but is {microbatches!r}. Give None for one slice "
-            "per replica."
-        )
-    if intra_op is not None and intra_op < 1:
-        raise ConfigError(f"`intra_op` must be at least 1 thread, but is {intra_op!r}.")
-    if clip_norm is not None and not clip_norm > 0:
+    if microbatches is not None:
+        read_count("microbatches", microbatches, 1, way_out="Give None for one slice per replica.")
+    read_intra_op(intra_op)
+    if clip_norm is not None and not read_number("clip_norm", clip_norm) > 0:
         raise ConfigError(
             f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
         )
     if crew not in CREWS:
         raise ConfigError(f"`crew` must be one of {', '.join(map(repr, CREWS))}, but is {crew!r}.")
     check_replicas(replicas, crew)
-    if not timeout_s > 0:
+    if not read_number("timeout_s", timeout_s) > 0:
         raise ConfigError(f"`timeout_s` must be above 0 seconds, but is {timeout_s!r}.")
-    if max_failures is not None and max_failures < 0:
-        raise ConfigError(
-            f"`max_failures` must be at least 0, but is {max_failures!r}. Give None for any number."
-        )
+    if max_failures is not None:
+        read_count("max_failures", max_failures, 0, way_out="Give None for any number.")
+
+
+# Any, here and below: whatever the user wrote.
+def check_told(
+    seed: Any, on_failure: Any, metrics: Any, channels_last: Any, callbacks: Any
+) -> None:
+    """Refuse a seed, functions to be called and other words of the wrong kind."""
+    read_whole("seed", seed)
+    check_choice("channels_last", channels_last)
+    if on_failure is not None:
+        check_function("on_failure", on_failure)
+    if metrics is not None:
+        fits = isinstance(metrics, Mapping)
+        way_out = "Give a name to each: {'accuracy': …}, say."
+        check_argument(fits, "metrics", "map names to metrics", metrics, way_out)
+    fits = isinstance(callbacks, Sequence) and not isinstance(callbacks, str)
+    check_argument(fits, "callbacks", "hold functions", callbacks, "Give a list of them.")
+    for place, callback in enumerate(callbacks):
+        check_function(f"callbacks[{place}]", callback)
+
+
+def read_folder(name: str, given: Any) -> Path:
+    """Read a path."""
+    check_argument(isinstance(given, (str, os.PathLike)), name, "be a path", given)
+    return Path(given)
 
 
 def check_replicas(replicas: int | str | Sequence[Device], crew: str) -> None:
@@ -65,6 +103,15 @@ def check_replicas(replicas: int | str | Sequence[Device], crew: str) -> None:
             f"`replicas` must be a number, a sequence of devices or 'auto', but is {replicas!r}. "
             f"Give [{replicas!r}] for one replica there."
         )
+    number = isinstance(replicas, Integral) and not isinstance(replicas, bool)
+    several = isinstance(replicas, Sequence)
+    check_argument(
+        number or several,
+        "replicas",
+        "be a number, a sequence of devices or 'auto'",
+        replicas,
+        "Give 2, or ['cpu', 'cpu'].",
+    )
     count = len(replicas) if isinstance(replicas, (tuple, list)) else replicas
     if crew == "inline" and count not in ("auto", 1):
         raise ConfigError(
@@ -76,7 +123,14 @@ def check_replicas(replicas: int | str | Sequence[Device], crew: str) -> None:
 def check_shard_loading(
     shard_loading: bool, weight: WeightFn | None, layout: Layout | None
 ) -> bool:
-    """Refuse options that need the rows before they are read."""
+    """Refuse options of the wrong kind, or that need the rows before they are read."""
+    fits = isinstance(shard_loading, bool)
+    check_argument(fits, "shard_loading", "be True or False", shard_loading)
+    if weight is not None:
+        check_function("weight", weight)
+    if layout is not None:
+        fits = isinstance(layout, Layout)
+        check_argument(fits, "layout", "be a `Layout`", layout, "Give Layout(dim=1), say.")
     for name, value in (("weight", weight), ("layout", layout)):
         if shard_loading and value is not None:
             raise ConfigError(
@@ -86,11 +140,14 @@ def check_shard_loading(
     return shard_loading
 
 
-def check_counts(epochs: int | None, steps: int | None) -> None:
-    """Refuse numbers of epochs or steps below 1."""
+def check_fit(loader: Any, validate: Any, epochs: int | None, steps: int | None) -> None:
+    """Refuse what yields no batches, and numbers of epochs or steps below 1."""
+    check_iterable("loader", loader, _BATCHES, _A_LOADER)
+    if validate is not None:
+        check_iterable("validate", validate, _BATCHES, _A_LOADER)
     for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and value < 1:
-            raise ConfigError(f"`{name}` must be at least 1, but is {value!r}.")
+        if value is not None:
+            read_count(name, value, 1)
 
 
 def make_optimizer(
@@ -101,6 +158,11 @@ def make_optimizer(
         raise ConfigError(
             "`optimizer` must be a function that makes one from parameters, but is "
             f"{type(make).__name__!r}. Give lambda params: torch.optim.AdamW(params, lr=1e-3)."
+        )
+    if not parameters:
+        raise ConfigError(
+            "`module` must have at least one parameter to be trained, but has none. Run it as it "
+            "is, or in a `DataParallel`."
         )
     optimizer = make(parameters)
     if not isinstance(optimizer, Optimizer):

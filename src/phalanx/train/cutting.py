@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from phalanx.errors import ConfigError
 from phalanx.plan import Layout, cut, equal_sizes, num_rows, workload_sizes
@@ -96,7 +97,7 @@ class Cutter:
             return [float(size) for size in sizes]
         weights = []
         for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-            value = float(self.weight(part)) if size else 0.0
+            value = _read_weight(self.weight(part), index) if size else 0.0
             if not math.isfinite(value) or value < 0:
                 raise ConfigError(
                     f"`weight` must return a finite number of at least 0, but returned {value!r} "
@@ -109,6 +110,17 @@ class Cutter:
                 "batches out that count nothing."
             )
         return weights
+
+
+# Any: whatever the user's function returns.
+def _read_weight(given: Any, index: int) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(
+            f"`weight` must return a finite number of at least 0, but returned {given!r:.80} for "
+            f"microbatch {index}."
+        ) from error
 
 
 def _shards(batch: Shard, sizes: Sequence[int]) -> list[Nested]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from phalanx.errors import ConfigError
 from phalanx.executor import ReplicaMetrics
+from phalanx.plan import check_iterable
 from phalanx.replicas import Turn
 from phalanx.train.engine import Engine, counted, loss_of
 from phalanx.train.work import Outcome
@@ -37,8 +38,9 @@ def evaluate(
         workloads: Returns the shares of the replicas.
 
     Raises:
-        ConfigError: The loader yields nothing.
+        ConfigError: The loader yields nothing, or no batches.
     """
+    check_iterable("loader", loader, "yield batches", "Give a `DataLoader`, or a list of batches.")
     metrics = metrics.copy()
     modes = [(child, child.training) for child in module.modules()]
     total = weight = 0.0

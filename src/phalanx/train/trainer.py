@@ -21,12 +21,14 @@ from phalanx.executor import ReplicaMetrics
 from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_workloads
 from phalanx.replicas import Report, caller_intra_op
 from phalanx.train.arguments import (
-    check_counts,
+    check_fit,
     check_options,
     check_replicas,
     check_shard_loading,
+    check_told,
     make_optimizer,
     make_scheduler,
+    read_folder,
 )
 from phalanx.train.crews import CrewMaker, FailureLog
 from phalanx.train.cutting import Cutter
@@ -148,6 +150,7 @@ class Trainer:
         check_options(
             module, replicas, microbatches, intra_op, crew, clip_norm, timeout_s, max_failures
         )
+        check_told(seed, on_failure, metrics, channels_last, callbacks)
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
@@ -183,7 +186,7 @@ class Trainer:
             self._work,
             timed=self._balances,
             timeout_s=timeout_s,
-            memory_dir=None if memory_dir is None else Path(memory_dir),
+            memory_dir=None if memory_dir is None else read_folder("memory_dir", memory_dir),
             failures=self._failures,
         )
         self._engine: Engine | None = None
@@ -270,7 +273,7 @@ class Trainer:
             ConfigError: The loader yields nothing, or a batch cannot work; the step is refused
                 then.
         """
-        check_counts(epochs, steps)
+        check_fit(loader, validate, epochs, steps)
         self._check_open()
         if epochs is None and steps is None:
             epochs = 1
@@ -459,7 +462,7 @@ class Trainer:
     def save(self, folder: str | Path) -> None:
         """Write everything that :meth:`resume` needs to ``folder``, as a whole or not at all."""
         self._check_open()
-        capture_state(self._state(), Path(folder))
+        capture_state(self._state(), read_folder("folder", folder))
 
     def resume(self, folder: str | Path) -> None:
         """Continue from what :meth:`save` wrote: model, optimizer, scheduler, position, data order.
@@ -474,7 +477,8 @@ class Trainer:
         self._check_open()
         state = self._state()
         metrics = self._metrics.copy()
-        restored = restore_state(state, Path(folder), lambda rest: metrics.restore(rest.counted))
+        path = read_folder("folder", folder)
+        restored = restore_state(state, path, lambda rest: metrics.restore(rest.counted))
         self._position = restored.position
         self._reader.put_back(restored.order)
         self._metrics = metrics

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.plan import flatten, unflatten
+from phalanx.plan import check_function, flatten, unflatten
 from phalanx.replicas import Turn
 from phalanx.train.sharding import Shard
 from phalanx.types import ForwardFn, LossFn, Nested
@@ -49,6 +49,7 @@ class Work:
             raise ConfigError(
                 f"`loss` must be given unless `forward` is, but {given}. Give one of them."
             )
+        check_function("loss" if forward is None else "forward", forward if loss is None else loss)
         self._loss = loss
         self._forward = forward
 

@@ -141,7 +141,7 @@ class CodecHook:
         ranks = dist.get_world_size(self._group)
         buffer: Tensor = bucket.buffer()
         parameters = bucket.parameters()
-        gradients = list(map(_in_shape_of, bucket.gradients(), parameters))
+        gradients = list(map(_in_shape_of, _gradients_of(bucket), parameters))
         payloads = [
             self._feedback.encode(self._name(parameter), gradient)
             for parameter, gradient in zip(parameters, gradients, strict=True)
@@ -174,6 +174,21 @@ class CodecHook:
                 f"{tuple(parameter.shape)} that DDP merges. Make the hook with the same module."
             )
         return name
+
+
+def _gradients_of(bucket: GradBucket) -> list[Tensor]:
+    """Return the gradients of ``bucket`` as views of its buffer.
+
+    Of complex parameters, which DDP never puts into a bucket with others, the buffer holds pairs of
+    real numbers, but `bucket.gradients()` counts as if each pair were one, and misses half.
+    """
+    buffer: Tensor = bucket.buffer()
+    parameters = bucket.parameters()
+    if buffer.is_complex() or not any(parameter.is_complex() for parameter in parameters):
+        return list(bucket.gradients())
+    flat = torch.view_as_complex(buffer.view(-1, 2))
+    pieces = flat.split([parameter.numel() for parameter in parameters])
+    return [piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=True)]
 
 
 def _in_shape_of(gradient: Tensor, parameter: Tensor) -> Tensor:

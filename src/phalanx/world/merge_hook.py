@@ -104,7 +104,7 @@ class _Merge:
         self._weight = 0.0
         self._weights_W = torch.empty(0)
         self._arrival: Future[Tensor] = Future()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def merge(self, _state: object, bucket: GradBucket) -> Future[torch.Tensor]:
         """Start to merge ``bucket``."""
@@ -151,7 +151,7 @@ class _Merge:
         self._failure = None
         try:
             self._weight = _checked(self._weight_fn())
-        except Exception as failure:
+        except BaseException as failure:  # an interrupt, too
             # Raised at the end: a rank that left now would let the others wait for its buckets.
             self._failure, self._weight = failure, math.nan
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
@@ -188,7 +188,10 @@ class _Merge:
 
 
 def _checked(weight: float) -> float:
-    value = float(weight)
+    try:
+        value = float(weight)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        value = math.nan  # no number at all
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(
             f"`weight_fn` must return a finite number of samples or tokens ≥ 0, but returned "

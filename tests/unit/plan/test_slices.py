@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
 from phalanx.plan import (
-    check_sizes,
     check_workloads,
     equal_sizes,
+    read_sizes,
     round_robin,
     workload_sizes,
 )
@@ -209,7 +209,7 @@ def test_workloads_that_cannot_be(total: int, shares: list[float], match: str) -
     [([7], 7), ([3, 2, 2], 7), ([0, 0, 7], 7), ([0, 7, 0], 7), ([0, 0], 0), ((1, 1), 2)],
 )
 def test_sizes_that_make_the_batch(sizes: list[int], total: int) -> None:
-    check_sizes(sizes, total, len(sizes))
+    assert read_sizes(sizes, total, len(sizes)) == list(sizes)
 
 
 @pytest.mark.parametrize(
@@ -231,19 +231,19 @@ def test_sizes_that_do_not_make_the_batch_are_shown_with_ones_that_do(
         f"Give {way_out!r} for equal slices."
     )
     with pytest.raises(ConfigError, match=re.escape(match)):
-        check_sizes(sizes, 7, 3)
+        read_sizes(sizes, 7, 3)
 
 
 @pytest.mark.parametrize("sizes", [[3.0, 2.0, 2.0], [3.5, 1.5, 2.0]], ids=repr)
 def test_sizes_are_whole_numbers(sizes: list[float]) -> None:
     with pytest.raises(ConfigError, match="`sizes` must hold 3 sizes"):
-        check_sizes(sizes, 7, 3)  # type: ignore[arg-type]
+        read_sizes(sizes, 7, 3)
 
 
 @given(totals, counts)
 def test_what_the_other_plans_give_are_such_sizes(total: int, parts: int) -> None:
-    check_sizes(equal_sizes(total, parts), total, parts)
-    check_sizes(workload_sizes(total, range(1, parts + 1)), total, parts)
+    assert read_sizes(equal_sizes(total, parts), total, parts) == equal_sizes(total, parts)
+    read_sizes(workload_sizes(total, range(1, parts + 1)), total, parts)
 
 
 @pytest.mark.parametrize("shares", [[1, 2, 3], [0.5, 0, 1e-9]])

@@ -1,0 +1,33 @@
+"""Functions that `torch.compile` leaves as they are."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+__all__ = ["uncompiled"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Run ``function``, and all that it calls, as it is written, also within `torch.compile`.
+
+    Workers run in other threads, where the compiler cannot follow. Torch's own decorator would
+    import the compiler, which takes a second, together with us.
+    """
+    left_alone: list[Callable[P, T]] = []
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        compiler = sys.modules.get("torch._dynamo")
+        if compiler is None:
+            return function(*args, **kwargs)
+        if not left_alone:
+            left_alone.append(compiler.disable(function))
+        return left_alone[0](*args, **kwargs)
+
+    return run

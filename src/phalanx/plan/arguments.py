@@ -1,0 +1,94 @@
+"""Arguments of the kind that they must be, or refused by name before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+
+__all__ = [
+    "check_argument",
+    "check_choice",
+    "check_function",
+    "check_iterable",
+    "read_count",
+    "read_intra_op",
+    "read_number",
+    "read_whole",
+]
+
+_MOST_THREADS = 4096
+
+
+# Any, here and below: whatever the user wrote.
+def check_argument(fits: bool, name: str, wanted: str, given: Any, way_out: str = "") -> None:
+    """Say the sentence for ``name`` unless it ``fits``.
+
+    Example:
+        >>> check_argument(False, "dim", "be a whole number", 1.5, "Give 1.")
+        Traceback (most recent call last):
+        phalanx.errors.ConfigError: `dim` must be a whole number, but is 1.5. Give 1.
+    """
+    if not fits:
+        told = f" {way_out}" if way_out else ""
+        raise ConfigError(f"`{name}` must {wanted}, but is {_shown(given)}.{told}")
+
+
+def read_whole(name: str, given: Any, way_out: str = "") -> int:
+    """Read a whole number; True is none."""
+    fits = isinstance(given, Integral) and not isinstance(given, bool)
+    check_argument(fits, name, "be a whole number", given, way_out)
+    return int(given)
+
+
+def read_count(name: str, given: Any, least: int, unit: str = "", way_out: str = "") -> int:
+    """Read a whole number that is not too small."""
+    count = read_whole(name, given, way_out)
+    wanted = f"be at least {least}{unit and f' {unit}'}"
+    check_argument(count >= least, name, wanted, given, way_out)
+    return count
+
+
+def read_intra_op(given: Any) -> int | None:
+    """Read a number of threads inside operators; None stands for the default."""
+    if given is None:
+        return None
+    threads = read_count("intra_op", given, 1, "thread", "Give None for the default.")
+    wanted = f"be at most {_MOST_THREADS} threads"
+    check_argument(threads <= _MOST_THREADS, "intra_op", wanted, given)
+    return threads
+
+
+def read_number(name: str, given: Any, way_out: str = "") -> float:
+    """Read a real number; True is none."""
+    fits = isinstance(given, Real) and not isinstance(given, bool)
+    check_argument(fits, name, "be a number", given, way_out)
+    return float(given)
+
+
+def check_choice(name: str, given: Any, way_out: str = "") -> None:
+    """Refuse what is neither True nor False; None stands for the default."""
+    fits = given is None or isinstance(given, bool)
+    check_argument(fits, name, "be True, False or None", given, way_out)
+
+
+def check_function(name: str, given: Any, wanted: str = "be a function", way_out: str = "") -> None:
+    """Refuse what cannot be called."""
+    check_argument(callable(given), name, wanted, given, way_out)
+
+
+def check_iterable(name: str, given: Any, wanted: str, way_out: str = "") -> None:
+    """Refuse what yields no items, and texts and mappings, whose items would be taken for them."""
+    fits = isinstance(given, Iterable) or hasattr(given, "__getitem__")
+    fits = fits and not isinstance(given, (str, bytes, Mapping))
+    check_argument(fits, name, wanted, given, way_out)
+
+
+def _shown(given: Any) -> str:
+    if isinstance(given, Tensor):
+        return f"a tensor of shape {tuple(given.shape)}"
+    return f"{given!r:.80}"

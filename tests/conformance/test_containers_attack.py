@@ -1,0 +1,441 @@
+"""What an attack on the containers found: right as in plain PyTorch, or refused by a sentence."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import prune
+
+from phalanx import DataParallel, Layout, ModelParallel, Trainer
+from phalanx.codecs import Feedback
+from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
+from tests.conformance.containers import assert_equal_pass, draw, parallel
+from tests.conformance.models import (
+    assert_close,
+    assert_same_bits,
+    gradients_of,
+    mlp,
+    sgd,
+    vector_batch,
+)
+
+F32, F64 = torch.float32, torch.float64
+X = draw(7, 4)
+EACH_SPARSE = ["to_sparse_coo", "to_sparse_csr", "to_sparse_csc"]
+WHOLE = Layout(dims={"graph": None})
+
+
+def linear(inputs: int = 4, outputs: int = 3, *, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, bias=bias, dtype=F64)
+
+
+def jagged() -> Tensor:
+    return torch.nested.nested_tensor([draw(2, 4), draw(3, 4)], layout=torch.jagged)
+
+
+# --- sparse and nested tensors --------------------------------------------------------------------
+
+
+class Graph(nn.Module):
+    """A layer over the nodes of one graph, the same for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, inputs: Tensor, graph: Tensor) -> Tensor:
+        return torch.stack([graph @ self.layer(each) for each in inputs])
+
+
+def graph_of(kind: str) -> Tensor:
+    return getattr(torch.arange(25, dtype=F64).view(5, 5) % 3, kind)()
+
+
+@pytest.mark.parametrize("kind", EACH_SPARSE)
+def test_a_sparse_input_goes_whole_to_all(kind: str) -> None:
+    net, inputs = Graph(), draw(7, 5, 4)
+    with parallel(net, layout=WHOLE) as model:
+        assert_equal_pass(model, copy.deepcopy(net), inputs, graph_of(kind))
+
+
+@pytest.mark.parametrize("kind", EACH_SPARSE[:2])
+def test_a_sparse_input_gets_its_gradient(kind: str) -> None:
+    net, inputs = Graph(), draw(7, 5, 4)
+    found = []
+    with parallel(net, layout=WHOLE) as model:
+        for module in (net, model):
+            graph = graph_of(kind).requires_grad_()
+            module(inputs, graph).square().sum().backward()
+            assert graph.grad is not None
+            found.append(graph.grad.to_dense())
+    assert_close(found[1], found[0], F64)
+
+
+class Passes(nn.Module):
+    def forward(self, inputs: Tensor, graph: Tensor) -> dict[str, Tensor]:
+        return {"rows": inputs, "graph": graph}
+
+
+@pytest.mark.parametrize("make", [*EACH_SPARSE, "jagged"])
+def test_an_output_that_is_an_input_is_a_copy(make: str) -> None:
+    graph = jagged() if make == "jagged" else graph_of(make)
+    with parallel(Passes(), layout=WHOLE, output={"graph": "first"}) as model:
+        found = model(X, graph)["graph"]
+    values = [each._values() if each.is_sparse else each.values() for each in (found, graph)]
+    assert torch.equal(*values)
+    assert values[0].data_ptr() != values[1].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (X.to_sparse(), "of layout torch.sparse_coo"),
+        (X.to_sparse_csr(), "of layout torch.sparse_csr"),
+        (jagged(), "nested"),
+        (torch.nested.nested_tensor([draw(2, 4), draw(3, 4)]), "nested"),
+    ],
+    ids=["coo", "csr", "jagged", "nested"],
+)
+def test_what_has_no_rows_is_not_split(value: Tensor, told: str) -> None:
+    match = rf"Input `x` must be dense to be split, but is {told}"
+    with parallel(nn.Identity()) as model:
+        for call in (
+            lambda: model(x=value),
+            lambda: model.forward_loss(F.mse_loss, {"x": value}, X),
+        ):
+            with pytest.raises(UnsupportedError, match=match):
+                call()
+        with pytest.raises(UnsupportedError, match=r"must be dense to be split"):
+            model.forward_loss(F.mse_loss, X, value)
+
+
+def test_a_trainer_does_not_split_what_has_no_rows() -> None:
+    inputs, targets = vector_batch(7)
+    with Trainer(mlp(), F.cross_entropy, sgd, replicas=2) as trainer:
+        with pytest.raises(UnsupportedError, match=r"Input `0` must be dense to be split"):
+            trainer.step((inputs.to_sparse(), targets))
+        trainer.step((inputs, targets))
+
+
+class Sparsely(nn.Module):
+    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.made = linear(), made
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        return {"out": self.made(self.layer(inputs))}
+
+
+@pytest.mark.parametrize("rule", [None, "cat", "stack"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        Tensor.to_sparse,
+        Tensor.to_sparse_csr,
+        lambda rows: torch.nested.as_nested_tensor(list(rows), layout=torch.jagged),
+    ],
+    ids=["coo", "csr", "jagged"],
+)
+def test_what_has_no_rows_is_not_merged(made: Callable[[Tensor], Tensor], rule: Any) -> None:
+    match = r"Output `out` .* must be dense to be merged"
+    with (
+        parallel(Sparsely(made), output=rule) as model,
+        pytest.raises(UnsupportedError, match=match),
+    ):
+        model(X)
+    with parallel(Sparsely(made), output="per_replica") as model:
+        assert [len(each["out"]) for each in model(X)] == [3, 2, 2]
+
+
+class Holds(nn.Module):
+    """A sparse buffer, and the same tensor as an attribute and in a list."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = linear(5, 3)
+        self.register_buffer("graph", graph_of(kind))
+        self.again, self.several = self.graph, [self.graph]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer((self.graph @ inputs.T).T + (self.again @ inputs.T).T)
+
+
+@pytest.mark.parametrize("kind", EACH_SPARSE)
+def test_sparse_buffers_and_attributes_are_followed(kind: str) -> None:
+    net, twin, inputs = Holds(kind), Holds(kind), draw(7, 5)  # torch cannot deepcopy all of them
+    with parallel(net) as model:
+        assert_equal_pass(model, twin, inputs)
+        net.graph = twin.graph = graph_of(kind) * 2
+        net.zero_grad(), twin.zero_grad()
+        assert_equal_pass(model, twin, inputs)
+
+
+# --- errors of a codec ----------------------------------------------------------------------------
+
+
+def errors_of(model: DataParallel) -> dict[str, Tensor]:
+    assert model.feedback is not None
+    return model.feedback.state_dict()
+
+
+def test_errors_stay_with_their_parameter_when_a_layer_is_put_in_front() -> None:
+    old = linear(8, 8, bias=False)
+    net = nn.Sequential(nn.Identity(), old)
+    with parallel(net, replicas=1, codec="top_k(0.05)") as model:
+        model(draw(6, 8)).sum().backward()
+        kept = errors_of(model)["0.0"]
+        net[0] = linear(8, 8, bias=False)
+        model.zero_grad()
+        (model(draw(6, 8)) * 0).sum().backward()  # what is sent now are errors alone
+        assert_same_bits(net[0].weight.grad, torch.zeros(8, 8, dtype=F64))
+        assert old.weight.grad is not None
+        assert_close(old.weight.grad + errors_of(model)["0.1"], kept, F64)
+
+
+def test_a_parameter_of_another_shape_starts_without_an_error() -> None:
+    net = nn.Sequential(linear(8, 8), linear(8, 2))
+    with parallel(net, replicas=2, codec="one_bit") as model:
+        model(draw(6, 8)).sum().backward()
+        net[0] = nn.Linear(8, 16, dtype=F64)
+        net[1].weight = nn.Parameter(draw(2, 16))
+        model(draw(6, 8)).sum().backward()
+        shapes = {key: tuple(error.shape) for key, error in errors_of(model).items()}
+        assert shapes["0.0"] == shapes["1.0"] == (16, 8)
+
+
+def test_a_backward_pass_of_replicas_that_were_replaced_leaves_other_errors_alone() -> None:
+    net = nn.Sequential(nn.Identity(), linear(8, 8, bias=False))
+    with parallel(net, replicas=1, codec="top_k(0.05)") as model:
+        late = model(draw(6, 8)).sum()
+        net[0], net[1] = linear(8, 8, bias=False), nn.Identity()
+        model(draw(6, 8)).sum().backward()
+        kept = errors_of(model)
+        late.backward()
+        assert_same_bits(errors_of(model), kept)
+
+
+def test_loaded_errors_belong_to_the_module_as_it_is() -> None:
+    net = nn.Sequential(linear(8, 8, bias=False))
+    with parallel(net, replicas=1, codec="top_k(0.05)") as model:
+        model(draw(6, 8)).sum().backward()
+        kept = errors_of(model)
+        net[0] = linear(8, 8, bias=False)
+        assert model.feedback is not None
+        model.feedback.load_state_dict(kept)
+        model(draw(6, 8) * 0).sum().backward()
+        assert not torch.equal(errors_of(model)["0.0"], torch.zeros(8, 8, dtype=F64))
+    copied = copy.deepcopy(model)
+    copied(draw(6, 8)).sum().backward()
+    assert list(errors_of(copied)) == list(kept)
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        (None, "must map keys to errors, but is 'NoneType'"),
+        ({"x.0": torch.ones(2)}, r"must have keys 'slot.place', but has 'x.0'"),
+        ({"0.0": 3}, "Error `0.0` of the codec must be a tensor, but is int"),
+    ],
+)
+def test_states_of_a_codec_that_are_none(state: Any, match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        Feedback("one_bit").load_state_dict(state, num_slots=2)
+
+
+# --- attributes that carry a graph ----------------------------------------------------------------
+
+
+class Context(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.context: Any = 0.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        context = self.context[0] if isinstance(self.context, tuple) else self.context
+        return self.layer(inputs) + context
+
+
+def test_an_attribute_with_a_graph_is_refused_before_and_after_the_first_call() -> None:
+    scale = nn.Parameter(draw(3))
+    loose = draw(3).requires_grad_()
+    for first in (False, True):
+        net = Context()
+        with parallel(net) as model:
+            if first:
+                model(X)
+            for value in (scale.exp(), (scale.exp(),)):
+                net.context = value
+                with pytest.raises(
+                    UnsupportedError, match=r"Attribute `context` must carry no graph"
+                ):
+                    model(X)
+            net.context = loose
+            with pytest.raises(ConfigError, match=r"Attribute `context` must be an `nn.Parameter`"):
+                model(X)
+            net.context = scale.exp().detach()
+            assert_equal_pass(model, copy.deepcopy(net), X)
+    assert scale.grad is None
+
+
+def test_computed_weights_are_refused_until_they_are_permanent() -> None:
+    net = nn.Sequential(linear())
+    with parallel(net) as model:
+        model(X)
+        prune.l1_unstructured(net[0], "weight", 0.5)
+        with pytest.raises(UnsupportedError, match=r"Attribute `0.weight` .*`prune.remove\(\)`"):
+            model(X)
+        prune.remove(net[0], "weight")
+        assert_equal_pass(model, copy.deepcopy(net), X)
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        normed = nn.utils.weight_norm(linear())
+    with parallel(normed) as model, pytest.raises(UnsupportedError, match=r"parametrizations"):
+        model(X)
+
+
+def test_a_script_inside_is_refused() -> None:
+    net = nn.Sequential(nn.Tanh(), torch.jit.script(linear()))
+    with parallel(net) as model, pytest.raises(UnsupportedError, match=r"Module `1` .*TorchScript"):
+        model(X)
+
+
+# --- drawing in inference mode --------------------------------------------------------------------
+
+
+class Draws(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        drawn = F.dropout(inputs, 0.3) + torch.randn_like(inputs) + torch.rand(inputs.shape)
+        F.dropout(drawn, 0.1, inplace=True)
+        return F.rrelu(drawn + F.alpha_dropout(inputs, 0.5, training=True), training=True)
+
+
+DRAWING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()), (6, 4)),
+    "functions": (Draws, (6, 4)),
+    "channels": (lambda: nn.Dropout2d(), (6, 3, 5, 5)),
+    "rnn": (lambda: nn.GRU(4, 4, 2, dropout=0.5, batch_first=True), (6, 5, 4)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (6, 5, 8)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_layers_draw_the_same_numbers_in_inference_mode(name: str) -> None:
+    make, shape = DRAWING[name]
+    torch.manual_seed(1)
+    net, inputs = make().float(), draw(*shape, dtype=F32)
+    rule: Any = {"1": "cat(1)"} if name == "rnn" else None
+    found = []
+    with parallel(net, output=rule) as model:
+        for mode in (torch.no_grad, torch.inference_mode, torch.inference_mode):
+            torch.manual_seed(2)
+            with mode():
+                outputs = model(inputs)
+            found.append(outputs[0] if isinstance(outputs, tuple) else outputs)
+        with torch.inference_mode():
+            other = model(inputs)
+        model(inputs)  # and it trains on
+    assert_close(found[1], found[0], F32)  # operators taken apart round otherwise
+    assert_same_bits(found[2], found[1])
+    assert not torch.equal(other[0] if isinstance(other, tuple) else other, found[1])
+
+
+# --- other ways to differentiate, and to compile --------------------------------------------------
+
+
+def test_what_workers_kept_survives_freezing() -> None:
+    net = mlp(F64)
+    twin, inputs = copy.deepcopy(net), draw(5, 7)
+    with parallel(net) as model:
+        with model.no_merge():
+            model(inputs).sum().backward()
+        twin(inputs).sum().backward()
+        for module in (net, twin):
+            next(module.parameters()).requires_grad_(False)
+        model(inputs).sum().backward()
+        twin(inputs).sum().backward()
+        assert_close(gradients_of(net), gradients_of(twin), F64)
+
+
+def test_forward_mode_differentiation_is_refused() -> None:
+    with parallel(linear()) as model, forward_ad.dual_level():
+        dual = forward_ad.make_dual(X, torch.ones_like(X))
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode(), pytest.raises(UnsupportedError, match="must be differentiated backward"):
+                model(dual)
+        model(X)
+
+
+@pytest.mark.parametrize("convolves", [False, True])
+def test_transforms_of_functions_are_refused(convolves: bool) -> None:
+    net: nn.Module = nn.Conv2d(4, 3, 1).double() if convolves else linear()
+    inputs = draw(2, 7, 4, 5, 5) if convolves else draw(2, 7, 4)
+    twin = copy.deepcopy(net)
+    with parallel(net) as model:
+        for transformed in (
+            lambda: torch.func.grad(lambda x: model(x).sum())(inputs[0]),
+            lambda: torch.func.vmap(model)(inputs),
+            lambda: torch.func.jvp(model, (inputs[0],), (inputs[1],)),
+        ):
+            with pytest.raises(UnsupportedError, match=r"must be called outside of `torch.func`"):
+                transformed()
+        assert_equal_pass(model, twin, inputs[0])
+
+
+def test_a_compiled_model_leaves_its_containers_as_they_are() -> None:
+    torch._dynamo.reset()
+    net = nn.Sequential(linear(), nn.Tanh(), linear(3, 2))
+    twin = copy.deepcopy(net)
+    columns = ModelParallel(dim=1).add(linear(2, 2)).add(linear(2, 3))
+    whole = nn.Sequential(DataParallel(net, 2), nn.Tanh(), columns)
+    assert_equal_pass(
+        torch.compile(whole, backend="eager"),
+        nn.Sequential(twin, nn.Tanh(), copy.deepcopy(columns)),
+        X,
+    )
+
+
+def test_the_compiler_is_not_imported_with_us() -> None:
+    program = "import sys, phalanx; assert 'torch._dynamo' not in sys.modules"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+
+# --- one buffer under two names -------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=F64))
+        self.inner = nn.Module()
+        self.inner.register_buffer("again", self.seen)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.inner.again += len(inputs)
+        return inputs + self.seen
+
+
+@pytest.mark.parametrize("rule", ["mean", "sum", "first"])
+def test_a_buffer_under_two_names_is_one(rule: str) -> None:
+    net = Twice()
+    with parallel(net, replicas=2, buffers=rule) as model:
+        for step in range(3):
+            before = float(net.seen)
+            found = model(draw(6, 1)) - draw(6, 1)
+            assert_close(found, torch.full((6, 1), before + 3, dtype=F64), F64)
+            assert net.seen is net.inner.again
+            assert float(net.seen) == before + (6 if rule == "sum" else 3), step
+        net.inner.again = torch.zeros((), dtype=F64)  # no longer one
+        model(draw(6, 1))
+        assert float(net.seen) > float(net.inner.again)

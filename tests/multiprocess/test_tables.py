@@ -1,0 +1,266 @@
+"""Tables whose workers are killed: every acknowledged add is there, once and whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+
+import pytest
+import torch
+
+from phalanx import tables
+from phalanx.errors import StateError
+from phalanx.replicas import faults
+from phalanx.tables import shard
+from tests.multiprocess.children import Children, Parent, wait_for_exit
+
+DEADLINE_S = 60.0
+ROWS, COLS = 9, 4
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    name = f"k{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
+    yield name
+    assert not [entry for entry in os.listdir("/dev/shm") if name in entry]
+
+
+def open_table(world: tables.World, updater: str, num_shards: int = 1) -> tables.Table:
+    return world.matrix(ROWS, COLS, name="t", init=1.0, updater=updater, num_shards=num_shards)
+
+
+def die_at(point: str, times: int) -> None:
+    """Kill this process at the given passing of a point."""
+    left = times
+
+    def fault(reached: str, worker: int) -> None:
+        nonlocal left
+        if reached == point:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    faults.plant(fault)
+
+
+DELTA = torch.arange(1.0, 1 + ROWS * COLS).view(ROWS, COLS)
+SOME = [7, 0, 3, 7, 8, 1]
+
+
+def victim(parent: Parent, run: str, updater: str, whole: bool, point: str, times: int) -> None:
+    shard.BLOCK_ROWS = 2  # so that an add of six rows has a middle
+    shard._BLOCK_ELEMENTS = 2 * COLS
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        table = open_table(world, updater)
+        table.add(DELTA[SOME], rows=SOME)
+        parent.tell("ready")
+        die_at(point, times)
+        table.add(DELTA) if whole else table.add(DELTA[SOME], rows=SOME)
+
+
+def expected(updater: str, whole: bool, taken: bool) -> torch.Tensor:
+    with tables.join() as world:
+        table = open_table(world, updater)
+        table.add(DELTA[SOME], rows=SOME)
+        if taken:
+            table.add(DELTA) if whole else table.add(DELTA[SOME], rows=SOME)
+        return table.get()
+
+
+@pytest.mark.parametrize("updater", ["sum", "adam"])
+@pytest.mark.parametrize("whole", [False, True], ids=["rows", "whole"])
+@pytest.mark.parametrize(
+    ("point", "times", "taken"),
+    [
+        ("before lock", 1, False),
+        ("lock held", 1, False),
+        ("undo written", 1, False),
+        ("half the rows written", 1, False),
+        ("half the rows written", 2, False),
+        ("half the rows written", 3, False),
+        ("before unlock", 1, True),
+        ("after unlock", 1, True),
+    ],
+)
+def test_an_add_that_a_death_interrupts_is_there_whole_or_not_at_all(
+    run, updater, whole, point, times, taken
+):
+    with Children() as children, tables.join(run, timeout_s=DEADLINE_S) as world:
+        table = open_table(world, updater)
+        child = children.start(victim, run, updater, whole, point, times)
+        assert child.get() == "ready"
+        wait_for_exit(child.pid)
+        assert child.process.exitcode != 0 or child.process.join() is None
+        assert torch.equal(table.get(), expected(updater, whole, taken))
+        assert world.workers == [0]
+        begun_in_place = not whole and point in ("undo written", "half the rows written")
+        assert table.stats().undone == int(begun_in_place)
+        table.add(DELTA)  # the shard serves on, and whatever the dead one left is no obstacle
+        assert not torch.equal(table.get(), expected(updater, whole, taken))
+
+
+def bulk_victim(parent: Parent, run: str, point: str, times: int) -> None:
+    with tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world:
+        table = open_table(world, "sum", num_shards=2)
+        for _ in range(3):
+            table.add(DELTA)
+            table.add(DELTA[SOME], rows=SOME)
+            parent.tell("put")
+            parent.hear()
+            if point == "get":
+                die_at("lock held", times)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+            table.get()
+
+
+@pytest.mark.parametrize(("point", "times"), [("put", 0), *(("get", k) for k in range(1, 9))])
+def test_what_a_worker_put_down_before_it_died_is_in_the_next_round(run, point, times):
+    with (
+        Children() as children,
+        tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world,
+    ):
+        child = children.start(bulk_victim, run, point, times)
+        table = open_table(world, "sum", num_shards=2)
+        assert child.get() == "put"
+        table.add(DELTA)
+        table.add(DELTA[SOME], rows=SOME)
+        child.put()  # it goes on to its get, takes the round in, and dies of that
+        if times:
+            pending = table.async_get()
+        wait_for_exit(child.pid) if times else None
+        got = pending.wait() if times else table.get()
+        once = torch.ones(ROWS, COLS)
+        for _ in range(2):
+            once = (once + DELTA).index_add(0, torch.tensor(SOME), DELTA[SOME])
+        assert torch.equal(got, once)
+
+
+# --- the ledger -----------------------------------------------------------------------------------
+
+CLIENTS = 4
+
+
+def clerk(parent: Parent, run: str, client: int, first: int, num_shards: int) -> None:
+    """Add (1, q, q², payload) to this client's row, and say q when it is acknowledged."""
+    shard.BLOCK_ROWS = 2
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        table = world.matrix(CLIENTS + 1, 4, torch.int64, name="ledger", num_shards=num_shards)
+        q = first
+        while True:
+            q += 1
+            row = [1, q, q * q, 7]
+            table.add([row, [0] * 4, row, [0, 0, 0, -14]], rows=[client, 4, client, client])
+            parent.tell(q)
+
+
+def check_ledger(table: tables.Table, acked: list[int], started: list[int]) -> list[int]:
+    """Every acknowledged add is there once; of each death at most the add that was open."""
+    counted = []
+    for client in range(CLIENTS):
+        count, total, squares, payload = table.get([client])[0].tolist()
+        n = count // 2
+        assert acked[client] <= n <= acked[client] + 1, (client, acked, count)
+        assert total == n * (n + 1)
+        assert squares == n * (n + 1) * (2 * n + 1) // 3
+        assert payload == 0
+        counted.append(n)
+    return counted
+
+
+@pytest.mark.slow
+def test_the_ledger_holds_every_acknowledged_add_once_after_60_kills(run):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    with Children() as children, tables.join(run, timeout_s=DEADLINE_S) as world:
+        table = world.matrix(CLIENTS + 1, 4, torch.int64, name="ledger", num_shards=1)
+        acked = [0] * CLIENTS
+        clerks = [children.start(clerk, run, c, 0, 1) for c in range(CLIENTS)]
+        for _ in range(60):
+            client = draw.randrange(CLIENTS)
+            for _ in range(draw.randrange(1, 40)):
+                acked[client] = clerks[client].get()
+            clerks[client].kill()
+            try:
+                while clerks[client].connection.poll(0):
+                    acked[client] = clerks[client].get()
+            except EOFError:
+                pass
+            n = table.get([client])[0, 0].item() // 2
+            assert acked[client] <= n <= acked[client] + 1
+            acked[client] = n
+            clerks[client] = children.start(clerk, run, client, n, 1)
+        for client, child in enumerate(clerks):
+            child.kill()
+            try:
+                while child.connection.poll(0):
+                    acked[client] = child.get()
+            except EOFError:
+                pass
+        check_ledger(table, acked, acked)
+        assert world.workers == [0]
+
+
+# --- what is left ---------------------------------------------------------------------------------
+
+
+def abandon(parent: Parent, run: str) -> None:
+    world = tables.join(run)
+    world.array(1000, name="left").add([1.0] * 1000)
+    parent.tell("there")
+    parent.hear()
+
+
+def test_what_a_killed_run_left_is_swept_by_the_next_start(run):
+    with Children() as children:
+        child = children.start(abandon, run)
+        assert child.get() == "there"
+        child.kill()
+    assert [entry for entry in os.listdir("/dev/shm") if run in entry]
+    with tables.join(run) as world:
+        assert world.worker_id == 0
+        assert world.array(1000, name="left").get().sum().item() == 0
+
+
+def waiter(parent: Parent, run: str) -> None:
+    with tables.join(run, num_workers=3, timeout_s=DEADLINE_S) as world:
+        parent.tell(world.worker_id)
+        world.barrier("together")
+        parent.tell("passed")
+        parent.hear()
+
+
+def stand(parent: Parent, run: str) -> None:
+    with tables.join(run):
+        parent.tell("there")
+        parent.hear()
+
+
+def test_a_barrier_goes_on_without_a_worker_that_dies(run):
+    with Children() as children:
+        started = [children.start(waiter, run) for _ in range(2)]
+        away = children.start(stand, run)
+        numbers = [child.get() for child in started]
+        assert away.get() == "there"
+        away.kill()
+        assert [child.get() for child in started] == ["passed", "passed"]
+        assert len(set(numbers)) == 2
+        for child in started:
+            child.put()
+            child.process.join(DEADLINE_S)
+
+
+def test_a_forked_child_is_told_that_it_has_not_joined():
+    with tables.join() as world:
+        table = world.array(2)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                world.barrier()
+            except StateError as exc:
+                os._exit(17 if "forked" in str(exc) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
+        assert table.get().tolist() == [0.0, 0.0]
