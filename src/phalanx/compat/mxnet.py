@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx import executor
 from phalanx.errors import ConfigError
-from phalanx.executor import DataBatch, DataDesc, Monitor
+from phalanx.executor import DataDesc, Monitor
 from phalanx.plan import workload_sizes
 
 __all__ = ["DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor", "_split_input_slice"]
@@ -61,12 +61,148 @@ def _split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list
     return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
+_construct = _also(
+    _Group.__init__,
+    contexts="devices",
+    workload="workloads",
+    work_load_list="workloads",
+    workLoadList="workloads",
+    data_shapes="data",
+    dataShapes="data",
+    label_shapes="labels",
+    labelShapes="labels",
+    forTraining="for_training",
+    inputsNeedGrad="inputs_need_grad",
+    sharedGroup="shared_group",
+    gradReq="grad_req",
+    fixed_param_names="fixed_parameters",
+    fixedParamNames="fixed_parameters",
+)
+
+
+# Any: whatever the user gave.
+def _once(kwargs: dict[str, Any], *names: str) -> Any:
+    """Take out the one of ``names`` that is given."""
+    given = [kwargs.pop(name) for name in names if name in kwargs]
+    if len(given) > 1:
+        raise ConfigError(
+            f"`{names[1]}` must be given once, but is given as `{names[0]}`, too. Leave one out."
+        )
+    return given[0] if given else None
+
+
+# Any: whatever the user gave.
+def _names(name: str, given: Any) -> list[str]:
+    """Read one name, or several."""
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, (list, tuple)) or not all(isinstance(each, str) for each in names):
+        raise ConfigError(f"`{name}` must hold names, but is {given!r:.80}. Give ['h'], say.")
+    return list(names)
+
+
+# Any: descriptions in any of their forms.
+def _descs(given: Any) -> list[DataDesc]:
+    if isinstance(given, DataDesc):
+        return [given]
+    several = given.items() if isinstance(given, Mapping) else given or ()
+    return [DataDesc.of(each) for each in several]
+
+
+def _move_states(kwargs: dict[str, Any], names: Sequence[str]) -> None:
+    """Take the descriptions of states out of those of the data, where MXNet's users may have them.
+
+    Raises:
+        ConfigError: One is described nowhere.
+    """
+    key = next((each for each in ("data_shapes", "dataShapes", "data") if each in kwargs), "data")
+    data = _descs(kwargs.get(key))
+    states = _descs(kwargs.get("states"))
+    known = {each.name for each in states}
+    states += [each for each in data if each.name in names and each.name not in known]
+    for name in names:
+        if name not in {each.name for each in states}:
+            raise ConfigError(
+                f"`state_names` must name states with a shape, but {name!r} has none. Give "
+                f"states=[DataDesc({name!r}, …)]."
+            )
+    if key in kwargs:
+        kwargs[key] = [each for each in data if each.name not in names]
+    kwargs["states"] = states
+
+
+def _with_names(construct: C) -> C:
+    """Let a constructor take MXNet's lists of names, and its logger."""
+
+    @functools.wraps(construct)
+    def call(group: Any, *args: Any, **kwargs: Any) -> None:  # Any: the constructor's own
+        kwargs.pop("logger", None)  # nothing is logged
+        names = _once(kwargs, "param_names", "paramNames")
+        states = _once(kwargs, "state_names", "stateNames")
+        if states is not None:
+            _move_states(kwargs, _names("state_names", states))
+        construct(group, *args, **kwargs)
+        if names is None:
+            return
+        known = [name for name, _ in group.module.named_parameters()]
+        others = [each for each in _names("param_names", names) if each not in known]
+        if others:
+            group.close()
+            raise ConfigError(
+                f"`param_names` must name parameters of the module, but names {others}. It has "
+                f"{', '.join(known) or 'none'}. It may be left out."
+            )
+
+    return cast(C, call)
+
+
+class DataBatch(executor.DataBatch):
+    """A batch by MXNet's positions and names: data, label, pad, index.
+
+    ``index`` and what follows it in MXNet are taken and not used: other shapes are bound by
+    themselves. ``weights``, which MXNet had not, go by keyword.
+
+    Example:
+        >>> import torch
+        >>> batch = DataBatch([torch.ones(4, 2)], [torch.tensor([0, 1, 1, 0])], 1, [7, 8, 9, 9])
+        >>> batch.pad, batch.weights, batch.label
+        (1, None, [tensor([0, 1, 1, 0])])
+    """
+
+    # Any, here and below: tensors in any of their forms; what is not used.
+    def __init__(
+        self,
+        data: Any,
+        label: Any = None,
+        pad: int | None = None,
+        index: Any = None,
+        bucket_key: Any = None,
+        provide_data: Any = None,
+        provide_label: Any = None,
+        *,
+        labels: Any = None,
+        weights: Any = None,
+    ) -> None:
+        del index, bucket_key, provide_data, provide_label
+        if label is not None and labels is not None:
+            raise ConfigError(
+                "`label` must be given once, but is given as `labels`, too. Leave one out."
+            )
+        super().__init__(data, labels if label is None else label, pad or 0, weights)
+
+    @property
+    def label(self) -> Any:
+        """The labels."""
+        return self.labels
+
+
 class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
     """The group under MXNet's names; whatever is not named here has the same name there and here.
 
     Arguments go by position as in MXNet; by keyword under the names of MXNet (Python's and Scala's)
-    or the group's own. The constructor takes ``contexts``, ``workload``, ``data_shapes``,
-    ``label_shapes`` and ``fixed_param_names``, by keyword.
+    or the group's own. The constructor takes, by keyword, ``contexts``, ``workload``,
+    ``data_shapes``, ``label_shapes``, ``fixed_param_names`` and Scala's ``dataShapes``,
+    ``forTraining`` and so on. ``state_names`` says which of the ``data_shapes`` are states;
+    ``param_names`` is compared with the module's, and ``logger`` is not used.
 
     Example:
         >>> import torch
@@ -81,16 +217,9 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
     Source: MXNet's ``module/executor_group.py`` and ``DataParallelExecutorGroup.scala``.
     """
 
+    __init__ = _with_names(_construct)
+
     # What the group has under the same name, with other names of arguments.
-    __init__ = _also(
-        _Group.__init__,
-        contexts="devices",
-        workload="workloads",
-        work_load_list="workloads",
-        data_shapes="data",
-        label_shapes="labels",
-        fixed_param_names="fixed_parameters",
-    )
     forward = _also(_Group.forward, data_batch="batch", dataBatch="batch", isTrain="is_train")
     backward = _also(_Group.backward, outGrads="out_grads")
     bind = _also(
@@ -114,12 +243,22 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
     fit = _also(
         _Group.fit,
         train_data="loader",
+        trainData="loader",
         eval_data="validate",
+        evalData="validate",
         eval_metric="metrics",
+        evalMetric="metrics",
         num_epoch="epochs",
+        numEpoch="epochs",
     )
-    score = _also(_Group.score, eval_data="loader", eval_metric="metrics")
-    predict = _also(_Group.predict, eval_data="loader")
+    score = _also(
+        _Group.score,
+        eval_data="loader",
+        evalData="loader",
+        eval_metric="metrics",
+        evalMetric="metrics",
+    )
+    predict = _also(_Group.predict, eval_data="loader", evalData="loader")
 
     # Any, here and below: tensors, or lists of them by device; descriptions in any of their forms.
     def get_outputs(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -23,7 +24,9 @@ __all__ = [
     "check_mapping",
     "check_metrics",
     "check_optimizer",
+    "check_yielded",
     "read_count",
+    "read_flag",
     "read_names",
     "read_number",
     "read_optimizer",
@@ -38,6 +41,13 @@ def _check(fits: bool, name: str, wanted: str, given: Any, way_out: str = "") ->
     if not fits:
         told = f" {way_out}" if way_out else ""
         raise ConfigError(f"`{name}` must {wanted}, but is {given!r:.80}.{told}")
+
+
+def read_flag(name: str, given: Any) -> bool:
+    """Read True or False, or a 0 or 1 that stands for it; a text is neither."""
+    fits = isinstance(given, (bool, np.bool_)) or (isinstance(given, Integral) and given in (0, 1))
+    _check(fits, name, "be True or False", given)
+    return bool(given)
 
 
 def read_whole(name: str, given: Any) -> int:
@@ -105,6 +115,15 @@ def check_loader(name: str, given: Any) -> None:
     fits = isinstance(given, Iterable) or hasattr(given, "__getitem__")
     fits = fits and not isinstance(given, (str, bytes, Mapping))
     _check(fits, name, "yield batches", given, "Give a `DataLoader`, or a list of batches.")
+
+
+def check_yielded(name: str, num_batches: int) -> None:
+    """Refuse a loader that has yielded nothing, such as a generator that was used up."""
+    if not num_batches:
+        raise ConfigError(
+            f"`{name}` must yield at least one batch, but yields none. A generator is used up "
+            "after one pass: give something that can be iterated again."
+        )
 
 
 def check_metrics(given: Any) -> None:

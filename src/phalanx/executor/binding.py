@@ -23,7 +23,7 @@ from phalanx.executor.data import DataBatch, DataDesc, read_descs
 from phalanx.executor.tensors import as_bound, read_tensor
 from phalanx.types import Nested
 
-__all__ = ["Binding", "Fed", "Share", "as_batch", "is_batch"]
+__all__ = ["Binding", "Fed", "Share", "as_batch", "is_batch", "resized"]
 
 _WEIGHTS = "weights"
 
@@ -90,10 +90,10 @@ class Binding:
         labels = tuple(
             each.with_shape(fed.labels[each.name].shape)
             if each.name in fed.labels
-            else _resized(each, fed.rows)
+            else resized(each, fed.rows)
             for each in self.labels
         )
-        states = tuple(_resized(each, fed.rows) for each in self.states)
+        states = tuple(resized(each, fed.rows) for each in self.states)
         return dataclasses.replace(
             self, data=data, labels=labels, states=states, batch_size=fed.rows
         )
@@ -152,6 +152,43 @@ class Binding:
                 )
         return [self.joined(each) for each in _cut(labels, self.labels, sizes)]
 
+    # Any: labels in any of their forms, by device.
+    def read_sliced(self, given: Any, sizes: Sequence[int], pads: Sequence[int]) -> list[Nested]:
+        """Read labels that are cut already; each device's own padded rows may be there or not.
+
+        Raises:
+            ConfigError: They are not one entry per device, or have other rows than its outputs.
+        """
+        if not isinstance(given, (list, tuple)) or len(given) != len(sizes):
+            raise ConfigError(
+                f"`labels` must hold one entry per device ({len(sizes)}) if pre_sliced, but "
+                f"is {given!r:.80}."
+            )
+        read: list[Nested] = []
+        for place, (own, size, pad) in enumerate(zip(given, sizes, pads, strict=True)):
+            if own is None:
+                if size:
+                    raise ConfigError(
+                        f"`labels` must hold an entry for device {place}, which has {size} rows, "
+                        "but hold None. Leave `labels` out to take the batch's own."
+                    )
+                read.append(None)
+                continue
+            labels = self.read_labels(own)
+            for desc in self.labels:
+                axis = desc.batch_axis
+                if axis is None or desc.name not in labels:
+                    continue
+                shape = tuple(labels[desc.name].shape)
+                if shape[axis] not in (size, size + pad):
+                    raise ConfigError(
+                        f"`{desc.name}` must have {size} rows for device {place} like its outputs, "
+                        f"but has shape {shape}. `slices` says which rows each device has."
+                    )
+                labels[desc.name] = labels[desc.name].narrow(axis, 0, size)
+            read.append(self.joined(labels))
+        return read
+
     def joined(self, labels: Mapping[str, Tensor]) -> Nested:
         """Return labels as metrics take them: None, one tensor, or a list."""
         values = [labels[each.name] for each in self.labels if each.name in labels]
@@ -183,7 +220,7 @@ class Binding:
     def of_rows(self, rows: int) -> Binding:
         """Return the binding to ``rows`` rows."""
         data, labels, states = (
-            tuple(_resized(each, rows) for each in descs)
+            tuple(resized(each, rows) for each in descs)
             for descs in (self.data, self.labels, self.states)
         )
         return dataclasses.replace(self, data=data, labels=labels, states=states, batch_size=rows)
@@ -359,7 +396,8 @@ def _named(given: Nested, descs: Sequence[DataDesc], noun: str) -> dict[str, Ten
 
 # Any: whatever the user gave.
 def _tensor(value: Any, desc: DataDesc) -> Tensor:
-    return as_bound(read_tensor(desc.name, value), desc)
+    # Cut off from what made it, whose graph is not the group's to go back through.
+    return as_bound(read_tensor(desc.name, value).detach(), desc)
 
 
 def _read_pad(given: Any, rows: int) -> int:  # Any: whatever the user wrote
@@ -370,7 +408,7 @@ def _read_pad(given: Any, rows: int) -> int:  # Any: whatever the user wrote
 
 
 def _read_weights(given: Any, rows: int) -> Tensor:  # Any: whatever the user wrote
-    weights = read_tensor(_WEIGHTS, given)
+    weights = read_tensor(_WEIGHTS, given).detach()
     if tuple(weights.shape) != (rows,) or weights.is_complex():
         raise ConfigError(
             f"`weights` must hold one real weight for each row, shape ({rows},), but has shape "
@@ -383,7 +421,8 @@ def _read_weights(given: Any, rows: int) -> Tensor:  # Any: whatever the user wr
     return weights
 
 
-def _resized(desc: DataDesc, rows: int) -> DataDesc:
+def resized(desc: DataDesc, rows: int) -> DataDesc:
+    """Return the description of ``rows`` rows."""
     axis = desc.batch_axis
     if axis is None:
         return desc

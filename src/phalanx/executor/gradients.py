@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -102,14 +101,16 @@ class GradientRequests:
         silenced, self._silenced = self._silenced, []
         _SILENCE.end(silenced)
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Forget gradients of "write" before the body; they are back if it fails."""
+    def write(self, compute: Callable[[], object]) -> None:
+        """Forget gradients of "write" and ``compute`` new ones; the old are back if that fails.
+
+        A function, and no context: Ctrl-C between a context's begin and its body would lose them.
+        """
         before = [parameter.grad for parameter in self._written]
-        for parameter in self._written:
-            parameter.grad = None
         try:
-            yield
+            for parameter in self._written:
+                parameter.grad = None
+            compute()
         except BaseException:
             for parameter, gradient in zip(self._written, before, strict=True):
                 parameter.grad = gradient

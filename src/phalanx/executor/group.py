@@ -10,6 +10,7 @@ Shape legend: B rows of the batch; device i has rows_i of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -22,23 +23,24 @@ from phalanx.executor.arguments import (
     check_devices,
     check_mapping,
     check_optimizer,
+    read_flag,
     read_pair,
     read_whole,
 )
-from phalanx.executor.binding import Binding, Share, is_batch
+from phalanx.executor.binding import Binding, Share, is_batch, resized
 from phalanx.executor.data import DataDesc, read_descs
 from phalanx.executor.gradients import GradientRequests
 from phalanx.executor.loop import Epoch, fit, predict, score
 from phalanx.executor.metrics import GroupMetrics
 from phalanx.executor.monitor import Monitor, check_monitor
-from phalanx.executor.outputs import (
-    Output,
-    measured,
-    pick_gradients,
-    read_outputs,
+from phalanx.executor.outputs import Output, measured, pick_gradients, read_outputs
+from phalanx.executor.parameters import (
+    check_tensors,
+    copy_tensors,
+    read_tensors,
+    share_tensors,
 )
-from phalanx.executor.parameters import check_tensors, read_tensors, share_tensors
-from phalanx.executor.passes import Pass, leaves_of, mode_of, normal_share
+from phalanx.executor.passes import Pass, apart, check_graph, leaves_of, mode_of, normal_share
 from phalanx.executor.states import States
 from phalanx.parallel import DataParallel
 from phalanx.plan import Decision, workload_sizes
@@ -201,7 +203,8 @@ class DataParallelExecutorGroup:
             StateError: They are not declared, and there was no forward pass yet.
         """
         if self._pass is None and self._declared:
-            return [(each.name, each.shape) for each in self._declared]
+            known = [resized(each, self.batch_size) for each in self._declared]
+            return [(each.name, each.shape) for each in known]
         return [(each.name, each.shape(self.batch_size)) for each in self._last().outputs]
 
     @property
@@ -267,18 +270,29 @@ class DataParallelExecutorGroup:
             ConfigError: The batch does not fit; the group is as it was.
         """
         self._check_open()
-        trains = self.for_training if is_train is None else bool(is_train)
+        trains = self.for_training if is_train is None else read_flag("is_train", is_train)
         if isinstance(batch, list) and batch and all(b is None or is_batch(b) for b in batch):
             binding, shares, pads = self._read_list(batch)
         else:
             binding, shares, pads = self._read_whole(batch)
-        graph = trains and self.for_training
+        inferred = torch.is_inference_mode_enabled()
+        graph = trains and self.for_training and not inferred
         if graph:
             shares = [normal_share(share) for share in shares]
-        leaves = [leaves_of(share, graph and self.inputs_need_grad) for share in shares]
         sizes = [share.rows for share in shares]
         used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)
+        shares = [
+            replace(share, data=own, labels=labels)
+            for share, own, labels in zip(
+                shares,
+                apart([share.data for share in shares], binding.data, self.devices, used),
+                apart([share.labels for share in shares], binding.labels, self.devices, used),
+                strict=True,
+            )
+        ]
+        leaves = [leaves_of(share, graph and self.inputs_need_grad) for share in shares]
         states = self._states.cut(binding.states, sizes, pads[0] if len(pads) == 1 else 0)
+        states = apart(states, binding.states, self.devices, used)
         parts = [
             binding.call(share, own, state) if size else None
             for share, own, state, size in zip(shares, leaves, states, used, strict=True)
@@ -292,7 +306,7 @@ class DataParallelExecutorGroup:
         with mode_of(self.module, trains), torch.set_grad_enabled(graph):
             outputs = read(self._model.forward_parts(parts, sizes, check=read))
         self._binding = binding
-        self._pass = Pass(shares, leaves, outputs, sum(sizes), pads, trains, graph)
+        self._pass = Pass(shares, leaves, outputs, sum(sizes), pads, trains, graph, inferred)
 
     def backward(self, out_grads: Nested = None) -> None:
         """Compute gradients of the last forward pass: of the whole batch, as on one device.
@@ -303,15 +317,13 @@ class DataParallelExecutorGroup:
                 losses are differentiated, other outputs have no gradient.
 
         Raises:
-            StateError: There is no forward pass to go back through, or it was none of training.
+            StateError: There is no forward pass to go back through, or it was none of training, or
+                `torch.inference_mode` was on in it or is now; nothing is changed.
             ConfigError: ``out_grads`` does not fit; the pass can still be gone back through.
         """
         self._check_open()
         self._check_training("backward")
-        last = self._pass
-        if last is None or not last.graph:
-            told = "that was run to train, but it was not" if last and not last.trains else "before"
-            raise StateError(f"`backward()` needs a forward pass {told}. Call `forward()` first.")
+        last = check_graph(self._pass)
         given = pick_gradients(out_grads, last.outputs)
         pairs = [
             pair
@@ -320,10 +332,14 @@ class DataParallelExecutorGroup:
             for pair in output.gradients(gradient, last.rows, last.pad)
         ]
         last.graph = False  # whatever becomes of it: torch frees a graph on the way back
-        with self._requests.writing():
-            if pairs:
-                tensors, gradients = zip(*pairs, strict=True)
+        tensors, gradients = zip(*pairs, strict=True) if pairs else ((), ())
+
+        def compute() -> None:
+            if tensors:
                 torch.autograd.backward(tensors, gradients)
+
+        self._requests.write(compute)
+        last.went_back = True
 
     def outputs(self, merge: bool = True, begin: int = 0, end: int | None = None) -> list[Any]:
         """Return the outputs from ``begin`` to ``end``, without padded rows and without a graph.
@@ -347,30 +363,37 @@ class DataParallelExecutorGroup:
                 the input was given whole. Otherwise a list per input.
 
         Raises:
-            StateError: They are not computed, or there was no backward pass.
+            StateError: They are not computed, or there was no backward pass, or it failed.
         """
         if not self.inputs_need_grad:
             raise StateError(
                 "`input_grads()` needs a group with inputs_need_grad=True, but it is False."
             )
         last = self._last()
-        if last.graph or not last.trains:
+        if not last.went_back:
             raise StateError("`input_grads()` needs a backward pass. Call `backward()` first.")
         return [last.input_gradient(desc, merge) for desc in self._binding.data]
 
     # -- states ------------------------------------------------------
 
-    def states(self) -> list[list[Tensor]]:
-        """Return each state's parts by device; zeros before they are set."""
-        sizes = self._next_sizes() if self._pass is None else self._pass.sizes
-        parts = self._states.cut(self._binding.states, sizes)
-        return [[part[desc.name] for part in parts] for desc in self._binding.states]
+    def states(self) -> list[list[Tensor | None]]:
+        """Return each state's parts by device; zeros before they are set.
+
+        A part is None where :meth:`set_states` was given None for a device without rows.
+        """
+        last = self._pass
+        sizes, pad = (self._next_sizes(), 0) if last is None else (last.sizes, last.pad)
+        parts = self._states.cut(self._binding.states, sizes, pad)
+        return [[part.get(desc.name) for part in parts] for desc in self._binding.states]
 
     def set_states(self, states: Nested = None, value: float | None = None) -> None:
         """Set all states: to tensors, each whole or a list by device, or to one ``value``.
 
+        Whether they have the next batch's rows is known when it comes: `forward` says so.
+
         Raises:
-            ConfigError: Neither or both are given, or they do not fit; they stay as they were.
+            ConfigError: Neither or both are given, or they do not fit what is bound or each other;
+                they stay as they were.
         """
         self._states.set(self._binding.states, states, value)
 
@@ -411,9 +434,7 @@ class DataParallelExecutorGroup:
         targets = check_tensors(
             known.items(), given, allow_extra=allow_extra, allow_missing=allow_missing
         )
-        with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(given[name])
+        copy_tensors(given, targets)
 
     def update(self, optimizer: Optimizer) -> None:
         """Step ``optimizer``. Gradients are the whole batch's, so nothing is to be rescaled."""
@@ -429,13 +450,16 @@ class DataParallelExecutorGroup:
         labels: Any = None,
         pre_sliced: bool = False,
         output: str | None = None,
-    ) -> None:
+    ) -> bool:
         """Count the last batch: exactly as one device would have, padded rows left out.
 
         Args:
             metric: A `torchmetrics.Metric`, a collection, or what has ``update(outputs, labels)``.
             labels: Of the whole batch, or one per device if ``pre_sliced``; default: the batch's.
             output: Which output is measured; default: all that are no losses; else the losses.
+
+        Returns:
+            Whether there were rows to count.
 
         Raises:
             StateError: There was no forward pass.
@@ -446,7 +470,7 @@ class DataParallelExecutorGroup:
         own = last.labels(self._binding, labels, pre_sliced)
         named = last.shares[0].labels if labels is None else labels
         dims = outputs[0].axis or 0, self._binding.label_axis(named)
-        self._metrics.update_metric(metric, last.parts(outputs, own, dims[1]), dims)
+        return self._metrics.update_metric(metric, last.parts(outputs, own, dims[1]), dims)
 
     def install_monitor(self, monitor: Monitor) -> None:
         """Let ``monitor`` watch the module on every device."""

@@ -16,6 +16,7 @@ from phalanx.executor.arguments import (
     check_function,
     check_loader,
     check_metrics,
+    check_yielded,
     read_count,
     read_optimizer,
 )
@@ -73,7 +74,7 @@ class Looping(Protocol):
 
     def update(self, optimizer: Optimizer) -> None: ...
 
-    def update_metric(self, metric: Any) -> None: ...
+    def update_metric(self, metric: Any) -> bool: ...
 
     def install_monitor(self, monitor: Monitor) -> None: ...
 
@@ -107,24 +108,24 @@ def fit(
     history: list[Epoch] = []
     try:
         for number in range(1, epochs + 1):
-            counted, start_s, batches = _fresh(metrics), now_s(), 0
+            counted, start_s, batches = _Counted(metrics), now_s(), 0
             for batch in _batches(group, loader):
                 if monitor is not None:
                     monitor.tic()
                 group.forward(batch, is_train=True)
                 group.backward()
                 group.update(optimizer)
-                for metric in counted.values():
-                    group.update_metric(metric)
+                counted.update(group)
                 if monitor is not None:
                     monitor.toc()
                 batches += 1
+            check_yielded("loader", batches)
             seconds = now_s() - start_s
-            held = {} if validate is None else score(group, validate, metrics or {})
+            held = {} if validate is None else _measured(group, "validate", validate, metrics)
             epoch = Epoch(
                 epoch=number,
                 batches=batches,
-                metrics=_values(counted),
+                metrics=counted.values(),
                 validation=held,
                 seconds=seconds,
             )
@@ -141,12 +142,19 @@ def score(group: Looping, loader: Iterable[Any], metrics: Mapping[str, Any]) -> 
     """Measure; see :meth:`DataParallelExecutorGroup.score`."""
     check_loader("loader", loader)
     check_metrics(metrics)
-    counted = _fresh(metrics)
+    return _measured(group, "loader", loader, metrics)
+
+
+def _measured(
+    group: Looping, name: str, loader: Iterable[Any], metrics: Mapping[str, Any] | None
+) -> Values:
+    counted, batches = _Counted(metrics), 0
     for batch in _batches(group, loader):
         group.forward(batch, is_train=False)
-        for metric in counted.values():
-            group.update_metric(metric)
-    return _values(counted)
+        counted.update(group)
+        batches += 1
+    check_yielded(name, batches)
+    return counted.values()
 
 
 def predict(group: Looping, loader: Iterable[Any]) -> Any:  # Any: a tensor or several
@@ -169,23 +177,36 @@ def _joined(column: list[Any], axis: int | None) -> Any:
     return column if axis is None else torch.cat(column, axis)
 
 
-# Any: metrics, functions, and batches in any of their forms.
-def _fresh(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return metrics that have counted nothing; those given are not touched."""
-    return {
-        name: fresh(metric) if isinstance(metric, Metric) else Collected(metric)
-        for name, metric in (metrics or {}).items()
-    }
+class _Counted:
+    """Copies of metrics, which have counted nothing, and which of them have since.
+
+    The record is kept here: `update_called` of a metric with others inside stays False.
+    """
+
+    # Any: metrics, and functions.
+    def __init__(self, metrics: Mapping[str, Any] | None) -> None:
+        self._metrics = {
+            name: fresh(metric) if isinstance(metric, Metric) else Collected(metric)
+            for name, metric in (metrics or {}).items()
+        }
+        self._names: set[str] = set()
+
+    def update(self, group: Looping) -> None:
+        """Count the group's last batch."""
+        for name, metric in self._metrics.items():
+            if group.update_metric(metric):
+                self._names.add(name)
+
+    def values(self) -> Values:
+        """Return the values of those that have counted anything, numbers as such."""
+        found = {name: m.compute() for name, m in self._metrics.items() if name in self._names}
+        return {
+            name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            for name, value in found.items()
+        }
 
 
-def _values(metrics: Mapping[str, Any]) -> Values:
-    found = {name: metric.compute() for name, metric in metrics.items() if metric.update_called}
-    return {
-        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for name, value in found.items()
-    }
-
-
+# Any: batches in any of their forms.
 def _batches(group: Looping, loader: Iterable[Any]) -> Iterator[Any]:
     """Yield batches; a loader's (data, labels) become one."""
     num_data, num_labels = len(group.data_shapes), len(group.label_shapes)

@@ -111,6 +111,7 @@ class GroupMetrics:
         >>> metric = MeanSquaredError()
         >>> a, b = torch.tensor([1.0]), torch.tensor([2.0, 4.0, 6.0])
         >>> GroupMetrics().update_metric(metric, [(a, a * 0, None), None, (b, b * 0, None)])
+        True
         >>> metric.compute()  # (1 + 4 + 16 + 36) / 4, where a mean of means gives 9.83
         tensor(14.2500)
     """
@@ -121,7 +122,7 @@ class GroupMetrics:
     # Any: a metric, or what has an `update` like one.
     def update_metric(
         self, metric: Any, per_device: Sequence[Part | None], dims: tuple[int, int] = (0, 0)
-    ) -> None:
+    ) -> bool:
         """Count one batch; ``metric`` has counted all of it, as one device would have, or nothing.
 
         Args:
@@ -132,6 +133,9 @@ class GroupMetrics:
                 tensor rather than a list of one. Labels may be None, and are left out where
                 ``update`` takes none. Weights are one per row, or None.
             dims: Along which rows lie in outputs and labels, to gather them.
+
+        Returns:
+            Whether there was anything to count.
 
         Raises:
             ConfigError: Weights are given and ``update`` takes none; a device's output is one
@@ -151,8 +155,11 @@ class GroupMetrics:
             for place, part in enumerate(parts):
                 tally.update(place, part)
             tally.close(parts, dims)
-        for tally in tallies:
-            tally.settle()
+        if len(tallies) == 1:
+            tallies[0].settle()
+        else:
+            _settle_all(tallies)
+        return bool(parts)
 
     # Any: a metric, or what has an `update` like one.
     def _open(self, metric: Any, parts: Sequence[Part]) -> Tally | _Foreign:
@@ -175,6 +182,20 @@ class GroupMetrics:
         return tally
 
 
+def _settle_all(tallies: Sequence[Tally | _Foreign]) -> None:
+    """Let all members of a collection count the batch, or none: a failing one takes all back."""
+    kept = [(tally, tally.keep()) for tally in tallies]
+    restores = [restore for _, restore in kept if restore is not None]
+    try:
+        # Those that can fail come first, so that the others need no copy.
+        for tally, _ in sorted(kept, key=lambda pair: pair[1] is None):
+            tally.settle()
+    except BaseException:
+        for restore in restores:
+            restore()
+        raise
+
+
 class _Foreign:
     """What has an `update` like a metric, and nothing else that we know of."""
 
@@ -194,6 +215,9 @@ class _Foreign:
         if parts:
             weighted = [self._arguments.weighted(part) for part in parts]
             self._whole = gather(weighted, dims, device_of(parts[0], torch.device("cpu")))
+
+    def keep(self) -> None:
+        """There is no way back for what we do not know."""
 
     def settle(self) -> None:
         if self._whole is not None:
@@ -330,7 +354,7 @@ class ReplicaMetrics:
         return {
             name: _as_number(name, tally.total)
             for name, tally in self._tallies.items()
-            if tally.total.update_called
+            if tally.counted
         }
 
 

@@ -11,18 +11,21 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.executor.tensors import check_dense
 
-__all__ = ["check_tensors", "read_tensors", "share_tensors"]
+__all__ = ["check_tensors", "copy_tensors", "read_tensors", "share_tensors"]
 
 
 def read_tensors(*pairs: tuple[Iterable[tuple[str, Tensor]], MutableMapping[str, Tensor]]) -> None:
     """Copy every tensor (the first of a pair) into that of its name (the second), or add a copy.
 
     Raises:
-        ConfigError: ``into`` has other names, or another shape; nothing is written then.
+        ConfigError: ``into`` has other names, or another shape, or an expanded tensor; nothing is
+            written then.
     """
     checked = [(dict(known), into) for known, into in pairs]
     for tensors, into in checked:
         _check(into, tensors)
+        for name, target in into.items():
+            _check_apart(name, target)
     with torch.no_grad():
         for tensors, into in checked:
             for name, tensor in tensors.items():
@@ -88,6 +91,33 @@ def share_tensors(module: nn.Module, other: nn.Module) -> None:
                 places.append((own, key, found))
     for own_tensors, key, found in places:
         own_tensors[key] = found
+
+
+def copy_tensors(given: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    """Copy each of ``given`` into that of its name, as if all were read before one is written."""
+    written = {_memory(target) for target in targets.values()}
+    with torch.no_grad():
+        read = {
+            name: given[name].clone() if _memory(given[name]) in written else given[name]
+            for name in targets
+        }
+        for name, target in targets.items():
+            target.copy_(read[name])
+
+
+def _memory(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _check_apart(name: str, target: Tensor) -> None:
+    """Refuse to copy into elements that are one and the same in memory."""
+    if any(
+        step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)
+    ):
+        raise ConfigError(
+            f"`{name}` must have memory for each element to be copied into, but is expanded. Give "
+            f"{name}.clone()."
+        )
 
 
 # Any: whatever the user gave.

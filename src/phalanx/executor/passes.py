@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import ConfigError
+from phalanx.errors import StateError
 from phalanx.executor.binding import Binding, Share
 from phalanx.executor.data import DataDesc
 from phalanx.executor.outputs import Output, contiguous, values_of
@@ -21,7 +21,7 @@ from phalanx.executor.tally import Part
 from phalanx.executor.tensors import savable
 from phalanx.types import Nested
 
-__all__ = ["Pass", "leaves_of", "mode_of", "normal_share"]
+__all__ = ["Pass", "apart", "check_graph", "leaves_of", "mode_of", "normal_share"]
 
 
 @dataclass
@@ -36,6 +36,8 @@ class Pass:
         pads: Padded rows: of the batch, or of each device's.
         trains: Whether the module was in training mode.
         graph: Whether it can be gone back through.
+        inferred: Whether it ran under `torch.inference_mode`, which records no graph.
+        went_back: Whether it was gone back through, to the end.
     """
 
     shares: list[Share]
@@ -45,6 +47,8 @@ class Pass:
     pads: list[int]
     trains: bool
     graph: bool
+    inferred: bool
+    went_back: bool = False
 
     @property
     def pad(self) -> int:
@@ -88,12 +92,8 @@ class Pass:
             return [binding.joined(share.labels) for share in self.shares]
         if not pre_sliced:
             return binding.cut_labels(given, self.sizes, self.pad)
-        if not isinstance(given, (list, tuple)) or len(given) != len(self.shares):
-            raise ConfigError(
-                f"`labels` must hold one entry per device ({len(self.shares)}) if pre_sliced, but "
-                f"is {given!r:.80}."
-            )
-        return [None if own is None else binding.joined(binding.read_labels(own)) for own in given]
+        pads = self.pads if len(self.pads) == len(self.shares) else [0] * len(self.shares)
+        return binding.read_sliced(given, self.sizes, pads)
 
     def parts(
         self, outputs: Sequence[Output], labels: Sequence[Nested], label_dim: int
@@ -152,6 +152,53 @@ def leaves_of(share: Share, needs_grad: bool) -> dict[str, Tensor]:
     for leaf in leaves.values() if needs_grad else ():
         leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
     return leaves
+
+
+def check_graph(last: Pass | None) -> Pass:
+    """Return the pass that gradients are to go back through.
+
+    Raises:
+        StateError: There is none, it has no graph, or none can be gone back through here.
+    """
+    if torch.is_inference_mode_enabled():
+        raise StateError(
+            "`backward()` must be called outside of `torch.inference_mode()`, but is called inside."
+        )
+    if last is not None and last.graph:
+        return last
+    told = "before"
+    if last is not None and not last.trains:
+        told = "that was run to train, but it was not"
+    elif last is not None and last.inferred:
+        told = "outside of `torch.inference_mode()`, but it was inside"
+    raise StateError(f"`backward()` needs a forward pass {told}. Call `forward()` first.")
+
+
+def apart(
+    parts: Sequence[dict[str, Tensor]],
+    descs: Sequence[DataDesc],
+    devices: Sequence[torch.device],
+    sizes: Sequence[int],
+) -> list[dict[str, Tensor]]:
+    """Let no two devices share the memory of what is given whole: a module may write to it.
+
+    The first keeps the caller's own tensor, to which plain PyTorch would write, too.
+    """
+    whole = [each.name for each in descs if each.batch_axis is None]
+    seen: set[tuple[str, int]] = set()
+    separated = []
+    for own, device, size in zip(parts, devices, sizes, strict=True):
+        copies = {}
+        for name in whole if size else ():
+            tensor = own.get(name)
+            if tensor is None or tensor.device != device:
+                continue  # it is copied on its way to the device
+            place = name, tensor.untyped_storage().data_ptr()
+            if place in seen:
+                copies[name] = tensor.clone()
+            seen.add(place)
+        separated.append({**own, **copies})
+    return separated
 
 
 @contextlib.contextmanager

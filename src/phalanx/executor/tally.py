@@ -55,6 +55,8 @@ __all__ = [
 # Outputs, labels or None, and one weight per row or None.
 Part = tuple[Nested, Nested, Tensor | None]
 
+_ANYTHING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_BOUND = ("update", "compute", "_update_signature")  # what torchmetrics itself does not copy
 _WEIGHT_NAMES = ("weight", "weights", "sample_weight", "sample_weights")
 
 
@@ -120,8 +122,14 @@ class Arguments:
 
     @staticmethod
     def of(metric: Any) -> Arguments:  # Any: a metric, or what has an `update` like one
-        """Read the signature of ``metric.update``."""
-        parameters = inspect.signature(metric.update).parameters.values()
+        """Read the signature of ``metric.update``, of the one metric inside if it passes all on."""
+        name, parameters = type(metric).__name__, _parameters(metric)
+        while all(each.kind in _ANYTHING for each in parameters):
+            children = metric.children() if isinstance(metric, Metric) else ()
+            inside = [each for each in children if isinstance(each, Metric)]
+            if len(inside) != 1:
+                break
+            metric, parameters = inside[0], _parameters(inside[0])
         positions = [
             each
             for each in parameters
@@ -131,7 +139,7 @@ class Arguments:
         unlimited = any(each.kind is each.VAR_POSITIONAL for each in parameters)
         weights = [each.name for each in parameters if each.name in _WEIGHT_NAMES]
         return Arguments(
-            metric=type(metric).__name__,
+            metric=name,
             takes_labels=len(positions) > 1 or unlimited,
             weight=weights[0] if weights else None,
             broadcasts=isinstance(metric, MeanMetric),
@@ -190,6 +198,11 @@ class Arguments:
         return weights.view(-1, *[1] * (outputs.dim() - 1))
 
 
+# Any: a metric, or what has an `update` like one.
+def _parameters(metric: Any) -> list[inspect.Parameter]:
+    return list(inspect.signature(metric.update).parameters.values())
+
+
 class Tally:
     """One metric, and the copies on which the parts of a batch are counted.
 
@@ -200,11 +213,16 @@ class Tally:
         owned: Nobody else knows this object, so that another one may take its place; then
             everything that can fail has failed before :meth:`settle`.
 
+    Attributes:
+        counted: Whether a batch was settled here, or the total came with some. `update_called` of
+            a metric with others inside stays False.
+
     Determinism: parts are added in their order, whoever has counted them and when.
     """
 
     def __init__(self, total: Metric, *, owned: bool = False) -> None:
         self.total = total
+        self.counted = bool(total.update_called)
         self._owned = owned
         self._arguments = Arguments.of(total)
         self._merges = obstacle_to_merging(total) is None
@@ -238,7 +256,7 @@ class Tally:
         Args:
             dims: Those of rows in outputs and in labels.
         """
-        if self._merges:
+        if self._merges and parts:
             self._settle = lambda: self._absorb(len(parts))
         elif parts:
             weighted = [self._arguments.weighted(part) for part in parts]
@@ -250,12 +268,17 @@ class Tally:
             else:
                 self._settle = lambda: self._count(self.total, whole)
 
+    def keep(self) -> Callable[[], None] | None:
+        """Return what puts the total back, where :meth:`settle` may fail halfway; else None."""
+        merges_plainly = self._merges and type(self.total).merge_state is Metric.merge_state
+        return None if merges_plainly else _keep(self.total)
+
     def settle(self) -> None:
         """Add the batch to the total, once; nothing when it was not closed."""
         if self._settle is not None:
             with torch.no_grad():
                 self._settle()
-            self._settle = None
+            self._settle, self.counted = None, True
 
     def _absorb(self, num_parts: int) -> None:
         for metric in self._copies[:num_parts]:
@@ -268,10 +291,13 @@ class Tally:
 
 def fresh(metric: Metric) -> Metric:
     """Return a copy that has counted nothing; what ``metric`` has counted is not copied first."""
-    memo: dict[int, Any] = {
-        id(state): [] if isinstance(state, list) else torch.empty_like(state)
-        for state in metric.metric_state.values()
-    }
+    memo: dict[int, Any] = {}
+    if not any(isinstance(child, Metric) and child is not metric for child in metric.modules()):
+        # Of one with metrics inside, a state may be the inner one's default: that must be copied.
+        memo = {
+            id(state): [] if isinstance(state, list) else torch.empty_like(state)
+            for state in metric.metric_state.values()
+        }
     new = copy.deepcopy(metric, memo)
     new.reset()
     return new
@@ -289,6 +315,24 @@ def _successor(metric: Metric) -> Metric:
     """Return a copy that has counted the same; rows in lists are not copied."""
     lists = [state for state in metric.metric_state.values() if isinstance(state, list)]
     return copy.deepcopy(metric, {id(state): list(state) for state in lists})
+
+
+def _keep(metric: Metric) -> Callable[[], None]:
+    """Return a function that gives ``metric``, and all inside it, what it has counted until now."""
+    lists = [state for state in metric.metric_state.values() if isinstance(state, list)]
+    memo: dict[int, Any] = {id(state): list(state) for state in lists}
+    memo.update({id(parameter): parameter for parameter in metric.parameters()})
+    kept = list(copy.deepcopy(metric, memo).modules())
+    own = [(each, dict(each._modules)) for each in metric.modules()]
+
+    def restore() -> None:
+        for (each, children), old in zip(own, kept, strict=True):
+            # Children stay the objects they are; `update` and `compute` are bound to their object.
+            mine = {key: vars(each)[key] for key in _BOUND if key in vars(each)}
+            each.__dict__.clear()
+            each.__dict__.update({**vars(old), **mine, "_modules": children})
+
+    return restore
 
 
 def _absorb(total: Metric, part: Metric) -> None:

@@ -90,6 +90,11 @@ class Team:
                 "Replicas must be used in the process that made them, but this is a fork of it, "
                 "without their threads. Make new ones here, or start processes by `spawn`."
             )
+        if threading.current_thread() in self._threads:  # it would wait for itself
+            raise StateError(
+                "Replicas must not be called by the module that they run, but are, from inside its "
+                "own forward or backward pass. Call the inner module there."
+            )
         with self._busy:
             if self._running:  # the lock lets its own thread in again
                 raise StateError(

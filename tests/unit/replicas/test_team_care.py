@@ -67,6 +67,14 @@ def test_closing_from_inside_a_call_ends_it_first() -> None:
         team.each(task)
 
 
+def test_a_call_from_inside_of_a_call_is_refused() -> None:
+    team = Team(2, intra_op=1)
+    with pytest.raises(StateError, match="inner module"):
+        team.each(lambda _: team.each(lambda index: index))
+    assert team.each(lambda index: index) == [0, 1]
+    team.close()
+
+
 def test_a_signals_handler_cannot_call_in_the_middle_of_a_call() -> None:
     team = Team(2, intra_op=1)
     errors: list[BaseException] = []
