@@ -3,12 +3,14 @@
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (default: the first one >= 3.11 found)
 #   ARGS="..."          further arguments for the command: make train ARGS="--epochs 3 --replicas 2"
+#   N=200               how many faults `make chaos` commits
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test check format bench clean .venv/moved
+.PHONY: help venv train test check format bench chaos night clean .venv/moved
 
 PYTHON ?= python3
 ARGS ?=
+N ?= 200
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -60,6 +62,12 @@ format: $(STAMP)  ## put the sources into the house format
 
 bench: $(STAMP)  ## measure a training step beside its peers
 	@$(BIN)/phalanx bench step $(ARGS)
+
+chaos: $(STAMP)  ## kill worker processes at random during one training; the bits must stay
+	@$(BIN)/python -m tests.chaos.soak --kills $(N) $(ARGS)
+
+night: $(STAMP)  ## every kind of fault at every point in every worker (a quarter of an hour)
+	@$(BIN)/python -m pytest -m "night or not night" tests/chaos $(ARGS)
 
 clean:  ## remove .venv and what tools left behind
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -14,6 +14,7 @@ PROMISES = {
     "01_two_replicas.py": r"the same bits: True",
     "02_your_own_container.py": r"equal within rounding: True",
     "03_unequal_ranks_with_ddp.py": r"merge_hook: error of the gradient \d\.\de-0[678]",
+    "04_kill_a_worker.py": r"(?s)step \d+: worker 0 .*step \d+: worker 1 .*the same bits: True",
     "04_model_parallel.py": r"the same weights: True",
     "05_executor_group.py": r"equal to one device: True",
 }
@@ -39,6 +40,7 @@ def test_example(name: str, promise: str) -> None:
 PAGES = {
     "README.md": r"'loss'",
     "docs/containers.md": r"torch.Size\(\[5, 7, 6\]\)",
+    "docs/process_crew.md": r"worker 0 was ended by SIGKILL.*\n(.*\n)*steps done: 12",
     "docs/executor_group.md": r"two devices: \[\(2, 3\), \(1, 3\)\]",
 }
 

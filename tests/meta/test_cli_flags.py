@@ -13,6 +13,8 @@ from tests.meta.commands import flags_by_command, root_command
 FROZEN: dict[str, tuple[str, ...]] = {
     "": ("--version",),
     "bench balance": ("--model", "--out", "--slowdown", "--steps"),
+    "bench memory": ("--megabytes", "--out", "--workers"),
+    "bench recovery": ("--kills", "--model", "--out", "--restarts", "--seed", "--workers"),
     "bench step": ("--contestants", "--models", "--out", "--steps", "--workers"),
     "train": (
         "--batch-size",

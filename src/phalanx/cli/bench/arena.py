@@ -39,7 +39,7 @@ from typing import IO
 from phalanx.clock import now_s
 from phalanx.errors import PeerError, PeerLost, PeerTimeout
 
-__all__ = ["Arena", "Entrant", "Outcome", "Pace", "compete", "serve"]
+__all__ = ["Arena", "Entrant", "Outcome", "Pace", "child_environment", "compete", "serve"]
 
 _GRACE_S = 3.0  # for a child to end by itself when its stdin has ended
 _LAST_WORDS_BYTES = 4000
@@ -269,7 +269,7 @@ class _Child:
                 stderr=self.errors,
                 bufsize=0,
                 start_new_session=True,
-                env=_child_environment(),
+                env=child_environment(),
             )
         except BaseException:
             self.errors.close()
@@ -313,7 +313,8 @@ class _Child:
         return self.errors.read().decode(errors="replace").strip()
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
+    """Return the environment of a contestant's process: it finds this very package."""
     environment = {k: v for k, v in os.environ.items() if k not in _ENVIRONMENT_LEFT_OUT}
     source = str(Path(__file__).parents[3])  # the folder that holds the package, installed or not
     environment["PYTHONPATH"] = os.pathsep.join(

@@ -165,11 +165,11 @@ def _ddp(*, channels_last: bool = False) -> Opener:
     return open_step
 
 
-def _trainer(microbatches: int | None = None) -> Opener:
+def _trainer(microbatches: int | None = None, crew: str = "threads") -> Opener:
     @contextmanager
     def open_step(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
         trainer = phalanx.Trainer(
-            module, loss_of, _sgd, replicas=job.workers, microbatches=microbatches
+            module, loss_of, _sgd, replicas=job.workers, microbatches=microbatches, crew=crew
         )
         with trainer:
             yield lambda: trainer.step(batch)
@@ -257,6 +257,9 @@ CONTESTANTS: dict[str, Contestant] = {
         models=_LINEAR,
     ),
     "trainer": Contestant(title="Trainer, {workers} replicas", open=_trainer(), of_phalanx=True),
+    "processes": Contestant(
+        title="Trainer, {workers} processes", open=_trainer(crew="processes"), of_phalanx=True
+    ),
     **{
         f"trainer-m{count}": Contestant(
             title=f"Trainer, {count} microbatches",

@@ -1,0 +1,138 @@
+"""``phalanx bench memory``: what a formation's processes hold together, and what grows with them.
+
+Each formation runs alone, case after case (see `holding`), and is weighed between two steps: by
+the kernel's proportional set size, which counts a page that several processes share once. Pages
+of files, such as torch's own code, are left out: they depend on who else runs torch just now.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.bench.arena import Arena
+from phalanx.cli.bench.holding import CASES, FORMATIONS, Job, entrant
+from phalanx.cli.bench.machine import describe_machine
+from phalanx.cli.bench.memory_report import Weight, as_json, draw_memory, memory_table
+from phalanx.cli.bench.step import introduce, turn_progress
+from phalanx.cli.console import make_console
+from phalanx.errors import ConfigError, PeerError, UnsupportedError
+
+__all__ = ["memory"]
+
+DEFAULT_OUT = Path("out/bench-memory")
+WIDTH = 1024
+_STEPS = 4
+_PROC = Path("/proc")
+_COUNTED = ("Pss_Anon:", "Pss_Shmem:")
+
+
+def memory(
+    workers: Annotated[
+        str, typer.Option(help="How many worker processes, and ranks, separated by commas.")
+    ] = "1,2,3",
+    megabytes: Annotated[
+        int, typer.Option(min=4, help="MiB of parameters that the net has, in steps of 4.")
+    ] = 128,
+    out: Annotated[
+        Path, typer.Option(help="Folder for memory.json and memory.png; older ones are replaced.")
+    ] = DEFAULT_OUT,
+) -> None:
+    """Weigh parameters, optimizer state and gradients: worker processes beside DDP.
+
+    A missed target is marked and is no error; a formation that failed is: exit code 1.
+    """
+    counts = _counts(workers)
+    if not (_PROC / "self" / "smaps_rollup").exists():
+        raise UnsupportedError("`phalanx bench memory` reads /proc, which this system has not.")
+    console = make_console()
+    machine = describe_machine()
+    introduce(console, machine)
+    layers = megabytes * (1 << 20) // (4 * WIDTH * WIDTH)
+    weights: list[Weight] = []
+    failures: dict[str, str] = {}
+    num_turns = len(FORMATIONS) * len(counts) * len(CASES)
+    with turn_progress(console, num_turns) as show, tempfile.TemporaryDirectory() as folder:
+        if not console.is_terminal:
+            console.print(f"{num_turns} formations, one after the other")
+        for formation in FORMATIONS:
+            for count in counts:
+                bytes_by_case: dict[str, int] = {}
+                try:
+                    for case in CASES:
+                        show(f"{formation} · {count} workers · {case}")
+                        name = f"{formation}-{count}-{case}"
+                        job = Job(
+                            formation=formation,
+                            case=case,
+                            workers=count,
+                            width=WIDTH,
+                            layers=layers,
+                            meeting_point=os.path.join(folder, name),
+                        )
+                        bytes_by_case[case] = weigh(job)
+                except PeerError as error:
+                    failures[f"{formation}, {count} workers"] = str(error)
+                    continue
+                weights.append(
+                    Weight(formation=formation, workers=count, bytes_by_case=bytes_by_case)
+                )
+    console.print(memory_table(weights, megabytes))
+    for name, cause in failures.items():
+        console.print(f"{name} failed.", style="red")
+        console.print(cause)
+    out.mkdir(parents=True, exist_ok=True)
+    record = as_json(weights, failures, machine, megabytes=megabytes)
+    (out / "memory.json").write_text(record, encoding="utf-8")
+    draw_memory(weights, machine, out / "memory.png", megabytes=megabytes)
+    console.print(f"Wrote {out / 'memory.json'} and {out / 'memory.png'}.")
+    if failures:
+        raise typer.Exit(1)
+
+
+def _counts(workers: str) -> list[int]:
+    words = [word.strip() for word in workers.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(
+            f"`--workers` must be whole numbers from 1 on, separated by commas, but is {workers!r}."
+        )
+    return sorted({int(word) for word in words})
+
+
+def weigh(job: Job) -> int:
+    """Return the bytes that all processes of a formation hold together, after some steps.
+
+    Raises:
+        PeerError: One of them has failed or is silent.
+    """
+    with Arena([entrant(job)]) as arena:
+        arena.greet(job.formation)
+        arena.run(job.formation, _STEPS)
+        return sum(held_bytes(pid) for pid in descendants(arena.pids))
+
+
+def descendants(pids: list[int]) -> list[int]:
+    """Return these processes, their children, and so on."""
+    parent_by_pid = {}
+    for folder in _PROC.iterdir():
+        if folder.name.isdecimal():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended meanwhile
+                continue
+            parent_by_pid[int(folder.name)] = int(fields[1])
+    found = list(pids)
+    for pid in found:  # grows on the way
+        found += [child for child, parent in parent_by_pid.items() if parent == pid]
+    return found
+
+
+def held_bytes(pid: int) -> int:
+    """Return what a process holds: its own pages, and its part of those that it shares."""
+    lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+    fields = [line.split() for line in lines]
+    return sum(int(words[1]) << 10 for words in fields if words[0] in _COUNTED)

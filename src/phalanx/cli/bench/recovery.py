@@ -1,0 +1,262 @@
+"""``phalanx bench recovery``: how long a step takes in which a worker is killed.
+
+    contestant ──── a line per step ────► this process
+               ◄─ kill -9, at a random ─
+                  moment, to a worker
+
+A contestant trains without pause. When all its workers have been at work for some steps, one of
+them is killed; what is measured is the time from the kill to the ends of later steps. The
+contestants run one after the other, each alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import selectors
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import IO, Annotated
+
+import typer
+
+from phalanx.cli.bench.arena import child_environment
+from phalanx.cli.bench.contestants import check_model
+from phalanx.cli.bench.machine import describe_machine
+from phalanx.cli.bench.recovering import ENVIRONMENTS, Beat, Job, command
+from phalanx.cli.bench.recovery_report import (
+    Disturbed,
+    Kill,
+    as_json,
+    draw_recovery,
+    recovery_table,
+)
+from phalanx.cli.bench.step import introduce, turn_progress
+from phalanx.cli.console import make_console
+from phalanx.clock import now_s, pause
+from phalanx.errors import ConfigError, PeerError, PeerLost, PeerTimeout
+
+__all__ = ["recovery"]
+
+DEFAULT_OUT = Path("out/bench-recovery")
+_PATIENCE_S = 180.0  # for any line of a contestant
+_GOODBYE_S = 20.0
+_SETTLED_STEPS = 10  # in a row with all workers, before one is killed
+_ORDINARY_STEPS = 60  # undisturbed, at the beginning
+_WARMUP_STEPS = 5
+_LAST_WORDS_BYTES = 4000
+_SIGKILL = 9
+
+
+def recovery(
+    model: Annotated[str, typer.Option(help="Which model: mlp, cnn or gpt.")] = "mlp",
+    kills: Annotated[int, typer.Option(min=1, help="Workers of Phalanx that are killed.")] = 20,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Ranks of torchrun that are killed; 0 leaves it out.")
+    ] = 5,
+    workers: Annotated[int, typer.Option(min=2, help="Worker processes, and ranks.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of who is killed, and when.")] = 0,
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for recovery.json and recovery.png; older ones are replaced."),
+    ] = DEFAULT_OUT,
+) -> None:
+    """Kill worker processes in mid-step, and time how soon the training goes on.
+
+    Beside it, in the same table, torchrun with --max-restarts on the same model. A missed target is
+    marked and is no error; a contestant that failed is: exit code 1.
+    """
+    check_model(model, "--model")
+    if workers < 2:
+        raise ConfigError(f"`--workers` must be at least 2, but is {workers}.")
+    console = make_console()
+    machine = describe_machine()
+    introduce(console, machine)
+    job = Job(model=model, workers=workers)
+    times = {"processes": kills, "torchrun": restarts}
+    results: list[Disturbed] = []
+    failures: dict[str, str] = {}
+    with turn_progress(console, kills + restarts) as show:
+        for name, num_kills in times.items():
+            if not num_kills:
+                continue
+            if not console.is_terminal:
+                console.print(f"{name}: {num_kills} kills")
+            words = command(name, job, max_restarts=num_kills + 1)
+            try:
+                with Training(name, words, ENVIRONMENTS[name]) as training:
+                    results.append(disturb(training, num_kills, random.Random(seed), show))
+            except PeerError as error:
+                failures[name] = str(error)
+    console.print(recovery_table(results, model, workers))
+    for name, cause in failures.items():
+        console.print(f"{name} failed.", style="red")
+        console.print(cause)
+    out.mkdir(parents=True, exist_ok=True)
+    record = as_json(results, failures, machine, model=model, workers=workers, seed=seed)
+    (out / "recovery.json").write_text(record, encoding="utf-8")
+    draw_recovery(results, machine, out / "recovery.png", model=model, workers=workers)
+    console.print(f"Wrote {out / 'recovery.json'} and {out / 'recovery.png'}.")
+    if failures:
+        raise typer.Exit(1)
+
+
+class Training:
+    """A contestant's processes, and the lines that they tell."""
+
+    def __init__(
+        self,
+        name: str,
+        words: tuple[str, ...],
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.name = name
+        self._words = words
+        self._environment = environment
+        self._heard = b""
+
+    def __enter__(self) -> Training:
+        # A file, not a pipe: nobody has to empty it.
+        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        try:
+            # A session of its own: Ctrl-C reaches this process alone, which ends its children.
+            self._process = subprocess.Popen(
+                self._words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                bufsize=0,
+                start_new_session=True,
+                env={**child_environment(), **self._environment},
+            )
+        except BaseException:
+            self._errors.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def next(self) -> Beat:
+        """Wait for the next step's line.
+
+        Raises:
+            PeerLost: The contestant ended.
+            PeerTimeout: It was silent for too long.
+        """
+        while b"\n" not in self._heard:
+            if not self._is_readable(_PATIENCE_S):
+                raise PeerTimeout(
+                    f"`{self.name}` must tell of a step within {_PATIENCE_S:g} s, but did not."
+                    f"{self._last_words()}",
+                    rank=0,
+                )
+            piece = os.read(self._answers.fileno(), 1 << 16)
+            if not piece:
+                raise PeerLost(
+                    f"`{self.name}` must train until it is told to end, but ended by itself."
+                    f"{self._last_words()}",
+                    rank=0,
+                )
+            self._heard += piece
+        line, self._heard = self._heard.split(b"\n", 1)
+        return Beat.from_line(line)
+
+    def is_behind(self) -> bool:
+        """Whether there are lines that have come already."""
+        return b"\n" in self._heard or self._is_readable(0.0)
+
+    def close(self) -> None:
+        """End all processes."""
+        self._answers.close()  # at its next line the contestant ends
+        self._process.terminate()  # torchrun takes its ranks with it
+        try:
+            self._process.wait(_GOODBYE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+    @property
+    def _answers(self) -> IO[bytes]:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def _is_readable(self, timeout_s: float) -> bool:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._answers, selectors.EVENT_READ)
+            return bool(selector.select(timeout_s))
+
+    def _last_words(self) -> str:
+        self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, self._errors.tell() - _LAST_WORDS_BYTES))
+        words = self._errors.read().decode(errors="replace").strip()
+        return f" It said last:\n{words}" if words else ""
+
+
+def disturb(
+    training: Training,
+    num_kills: int,
+    chance: random.Random,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Disturbed:
+    """Kill workers of ``training``, one at a time, and return what became of its steps.
+
+    Args:
+        chance: Draws who is killed, and when: evenly over two ordinary steps.
+        tell: Told before each kill.
+    """
+    for _ in range(_WARMUP_STEPS):
+        training.next()
+    ordinary = [training.next().seconds for _ in range(_ORDINARY_STEPS)]
+    median_s = statistics.median(ordinary)
+    done: list[Kill] = []
+    for number in range(num_kills):
+        tell(f"{training.name} · kill {number + 1} of {num_kills}")
+        before = _settle(training)
+        pause(chance.uniform(0.0, 2 * median_s))
+        victim = chance.choice(before.pids)
+        killed_s = now_s()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, _SIGKILL)
+        done.append(_watch(training, before, victim, killed_s))
+    return Disturbed(name=training.name, ordinary_s=tuple(ordinary), kills=tuple(done))
+
+
+def _settle(training: Training) -> Beat:
+    """Wait until all workers have been at work for some steps; return the last of these."""
+    steps = 0
+    while True:
+        beat = training.next()
+        steps = steps + 1 if beat.working == len(beat.pids) and not beat.lost else 0
+        if steps >= _SETTLED_STEPS and not training.is_behind():
+            return beat
+
+
+def _watch(training: Training, before: Beat, victim: int, killed_s: float) -> Kill:
+    """Follow the steps after a kill until all workers are at work again."""
+    running_s = noticed_s = None
+    while True:
+        beat = training.next()
+        if beat.stop_s < killed_s:
+            continue
+        after_s = beat.stop_s - killed_s
+        anew = beat.life > before.life
+        if running_s is None and beat.life == before.life:
+            running_s = after_s
+        if noticed_s is None and (anew or victim in beat.lost):
+            noticed_s = after_s
+        if noticed_s is not None and beat.working == len(beat.pids) and victim not in beat.pids:
+            # Of torchrun the running step is lost; a survivor may still have told of one.
+            running = noticed_s if anew or running_s is None else running_s
+            return Kill(running_s=running, noticed_s=noticed_s, whole_s=after_s)

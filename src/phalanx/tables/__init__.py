@@ -1,0 +1,40 @@
+"""Parameter tables on one host: workers add deltas to shared rows, and read them."""
+
+from phalanx.tables.process_world import barrier, init, num_workers, shutdown, worker_id
+from phalanx.tables.table import PendingGet, Table, TableStats
+from phalanx.tables.updaters import (
+    AdaGrad,
+    Adam,
+    DcAsgd,
+    Momentum,
+    Nesterov,
+    RowwiseAdaGrad,
+    Sgd,
+    Sum,
+    Updater,
+    register_updater,
+)
+from phalanx.tables.world import World, join
+
+__all__ = [
+    "AdaGrad",
+    "Adam",
+    "DcAsgd",
+    "Momentum",
+    "Nesterov",
+    "PendingGet",
+    "RowwiseAdaGrad",
+    "Sgd",
+    "Sum",
+    "Table",
+    "TableStats",
+    "Updater",
+    "World",
+    "barrier",
+    "init",
+    "join",
+    "num_workers",
+    "register_updater",
+    "shutdown",
+    "worker_id",
+]

@@ -1,0 +1,278 @@
+"""Who works in a run: one shared page with a line per worker.
+
+    words of 8 bytes, 8 to a line
+    line 0       how many workers are expected, 0 if nobody said
+    line 1 + w   worker w:  state | pid | start | clock | ·
+
+A worker is written down by itself alone, under the page's lock. Who waits for others looks every
+20 ms whether one of them has died, and writes that down too. Whoever is *holding* must be waited
+for: those who are here, and those who are expected and have never come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from phalanx.clock import now_s
+from phalanx.errors import ConfigError, PeerTimeout
+from phalanx.memory import LockFile, ProcessIdentity, RangeLock, Region, Waiting
+
+__all__ = ["MAX_WORKERS", "Barrier", "Membership", "await_others", "say_workers"]
+
+MAX_WORKERS = 256
+_LINE = 8
+_EXPECTED = 0
+_STATE, _PID, _START, _CLOCK = range(4)
+_EMPTY, _HERE, _LEFT, _DEAD = range(4)
+_LOOK_FOR_DEAD_S = 0.02
+
+
+class Membership:
+    """The page, as one process sees it.
+
+    Args:
+        region: Of :meth:`needed_bytes`, zeros at first; kept open.
+        label: The run, as messages call it.
+    """
+
+    def __init__(self, region: Region, label: str) -> None:
+        self._words = region.buffer[: self.needed_bytes()].cast("q")
+        self._file = LockFile(region)
+        self.lock: RangeLock = self._file.range(0, 64, label=f"membership of {label}")
+        self._label = label
+
+    @staticmethod
+    def needed_bytes() -> int:
+        """Return the size of the page."""
+        return (1 + MAX_WORKERS) * _LINE * 8
+
+    @property
+    def num_expected(self) -> int:
+        """How many workers were announced, or 0."""
+        return self._words[_EXPECTED]
+
+    # --- coming and going -------------------------------------------------------------------------
+
+    def enter(self, *, worker: int | None, num_expected: int | None, timeout_s: float) -> int:
+        """Write a new worker down and return its number.
+
+        Raises:
+            ConfigError: The number is somebody's, there is no free one, or another number of
+                workers was announced before.
+        """
+        me = ProcessIdentity.current()
+        with self.lock.exclusive(timeout_s):
+            self._bury()
+            self._announce(num_expected)
+            worker = self._free_number() if worker is None else worker
+            self._refuse_taken(worker)
+            place = self._place(worker)
+            if self._words[place + _STATE] != _EMPTY or worker >= self.num_expected:
+                # Nobody has counted this one so far, so it begins where the slowest is.
+                slowest = min(self.clocks().values(), default=self._words[place + _CLOCK])
+                self._words[place + _CLOCK] = slowest
+            self._words[place + _PID] = me.pid
+            self._words[place + _START] = me.start_ticks
+            self._words[place + _STATE] = _HERE
+        return worker
+
+    def _announce(self, num_expected: int | None) -> None:
+        if num_expected is None:
+            return
+        if not 1 <= num_expected <= MAX_WORKERS:
+            raise ConfigError(f"`num_workers` must be 1 to {MAX_WORKERS}, but is {num_expected!r}.")
+        if self.num_expected not in (0, num_expected):
+            raise ConfigError(
+                f"`num_workers` must be what the first worker of {self._label} said "
+                f"({self.num_expected}), but is {num_expected!r}."
+            )
+        self._words[_EXPECTED] = num_expected
+
+    def _free_number(self) -> int:
+        """The next that was never used; beyond those expected, first one that is free again."""
+        states = self._states()
+        fresh = states.index(_EMPTY) if _EMPTY in states else MAX_WORKERS
+        if fresh < self.num_expected:
+            return fresh
+        again = [w for w, state in enumerate(states) if state == _DEAD]
+        return again[0] if again else fresh
+
+    def _refuse_taken(self, worker: int) -> None:
+        if not 0 <= worker < MAX_WORKERS:
+            raise ConfigError(
+                f"Workers of {self._label} must be numbered 0 to {MAX_WORKERS - 1}, but the next "
+                f"is {worker}. Let some leave first."
+            )
+        if self._words[self._place(worker) + _STATE] == _HERE:
+            raise ConfigError(
+                f"Worker {worker} of {self._label} must be one process or thread, but process "
+                f"{self._words[self._place(worker) + _PID]} is it already."
+            )
+
+    def leave(self, worker: int, timeout_s: float) -> None:
+        """Stop counting ``worker``."""
+        with self.lock.exclusive(timeout_s):
+            self._words[self._place(worker) + _STATE] = _LEFT
+
+    def bury(self, timeout_s: float) -> None:
+        """Write down who has died, so that nobody waits for it."""
+        with self.lock.exclusive(timeout_s):
+            self._bury()
+
+    def _bury(self) -> None:
+        for worker in self.here():
+            place = self._place(worker)
+            pid, start = self._words[place + _PID], self._words[place + _START]
+            if not ProcessIdentity(pid, start).alive():
+                self._words[place + _STATE] = _DEAD
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def _place(self, worker: int) -> int:
+        return (1 + worker) * _LINE
+
+    def _states(self) -> list[int]:
+        return self._words[_LINE + _STATE :: _LINE].tolist()
+
+    def here(self) -> list[int]:
+        """Return the workers that have come and neither left nor were found dead."""
+        return [worker for worker, state in enumerate(self._states()) if state == _HERE]
+
+    def holding(self) -> list[int]:
+        """Return whom others wait for: who is here, and who is expected and never came."""
+        expected = self.num_expected
+        return [
+            worker
+            for worker, state in enumerate(self._states())
+            if state == _HERE or (state == _EMPTY and worker < expected)
+        ]
+
+    def expected_missing(self) -> list[int]:
+        """Return the workers that are expected and never came."""
+        return [w for w, state in enumerate(self._states()[: self.num_expected]) if state == _EMPTY]
+
+    def num_workers(self) -> int:
+        """Return how many workers count."""
+        return len(self.holding())
+
+    def is_here(self, worker: int) -> bool:
+        """Tell whether ``worker`` counts."""
+        return self._words[self._place(worker) + _STATE] == _HERE
+
+    # --- clocks -----------------------------------------------------------------------------------
+
+    def clock(self, worker: int) -> int:
+        """Return how many rounds ``worker`` has finished."""
+        return self._words[self._place(worker) + _CLOCK]
+
+    def clocks(self) -> dict[int, int]:
+        """Return the clock of everybody who is waited for."""
+        return {worker: self.clock(worker) for worker in self.holding()}
+
+    def advance(self, worker: int) -> int:
+        """Finish a round, and return how many that makes."""
+        place = self._place(worker) + _CLOCK
+        self._words[place] += 1  # its own word: nobody else writes it
+        return self._words[place]
+
+    def close(self) -> None:
+        """Let go of the page."""
+        self._file.close()
+
+
+class Barrier:
+    """A barrier of whoever is holding, under a name.
+
+    word 0 counts the rounds that are over; word 1 + w is the round that worker w has come to.
+    """
+
+    def __init__(self, name: str, region: Region, membership: Membership) -> None:
+        self.name = name
+        self._words = region.buffer[: self.needed_bytes()].cast("q")
+        self._membership = membership
+
+    @staticmethod
+    def needed_bytes() -> int:
+        """Return the size of a barrier."""
+        return (1 + MAX_WORKERS) * 8
+
+    def wait(self, worker: int, timeout_s: float) -> int:
+        """Come, wait for the others, and return the number of the round, from 1.
+
+        A worker that leaves or dies is no longer waited for. Who gives up at the deadline counts
+        as not having come, and may come again.
+
+        Raises:
+            PeerTimeout: Somebody stayed away; ``.rank`` is the first of them.
+        """
+        words = self._words
+        lock = self._membership.lock
+        with lock.exclusive(timeout_s):
+            number = words[0] + 1
+            words[1 + worker] = number
+            self._finish(number)
+
+        def look() -> None:
+            with lock.exclusive(timeout_s):
+                self._membership._bury()
+                self._finish(number)
+
+        if not await_others(lambda: words[0] >= number, look, timeout_s):
+            self._give_up(worker, number, timeout_s)
+        return number
+
+    def _finish(self, number: int) -> None:
+        if self._words[0] < number and not self._missing(number):
+            self._words[0] = number
+
+    def _missing(self, number: int) -> list[int]:
+        return [w for w in self._membership.holding() if self._words[1 + w] < number]
+
+    def _give_up(self, worker: int, number: int, timeout_s: float) -> None:
+        with self._membership.lock.exclusive(timeout_s):
+            if self._words[0] >= number:
+                return
+            missing = self._missing(number)
+            came = [w for w in self._membership.holding() if w not in missing]
+            self._words[1 + worker] = 0
+        raise PeerTimeout(
+            f"{say_workers(missing)} of {len(missing) + len(came)} did not join barrier "
+            f"{self.name!r} (round {number}) within {timeout_s:g} s; "
+            f"{say_workers(came).lower()} did.",
+            missing[0],
+        )
+
+
+def await_others(ready: Callable[[], bool], look: Callable[[], None], timeout_s: float) -> bool:
+    """Wait until ``ready()``; every 20 ms ``look()`` for who has died. False at the deadline."""
+    if ready():
+        return True
+    waiting = Waiting(timeout_s)
+    look()
+    next_look = now_s() + _LOOK_FOR_DEAD_S
+    while not ready():
+        if waiting.over():
+            look()
+            return ready()
+        if waiting.rest() and now_s() >= next_look:
+            look()
+            next_look = now_s() + _LOOK_FOR_DEAD_S
+    return True
+
+
+def say_workers(numbers: Sequence[int]) -> str:
+    """Say ``[0, 1, 2, 5]`` as "Workers 0–2 and 5".
+
+    Example:
+        >>> say_workers([3]), say_workers([0, 1, 2, 5])
+        ('Worker 3', 'Workers 0–2 and 5')
+    """
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    words = [str(s[0]) if len(s) == 1 else f"{s[0]}–{s[-1]}" for s in spans]
+    listed = ", ".join(words[:-1]) + " and " * (len(words) > 1) + words[-1]
+    return f"Worker{'s' if len(numbers) > 1 else ''} {listed}"

@@ -1,0 +1,282 @@
+"""Bulk-synchronous tables: adds are put down, and taken in by round, in the order of workers.
+
+    worker 0   add add get·········┐                 its i-th get = "I have come to round i"
+    worker 1   add get·····┐       │
+    worker 2       add get │       │  everybody has come: whoever sees it first takes in the adds of
+               ────────────┴───────┴─ worker 0, then 1, then 2; then all read the same bits
+
+    page     | READY | APPLIED |                      words of the table's own line
+    line w   | CLOCK | LOG_ROUND | LOG_COUNT |        worker w's line; written by it alone
+
+A worker's adds lie in its own log until their round is in, so nothing that it put down before it
+died is lost: its log is taken in with the next round. Who takes a round in may die of it: each
+shard knows how many adds of the round it has (see shard.py), and the next one goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import PeerTimeout, StateError
+from phalanx.memory import RangeLock, Region
+from phalanx.tables.membership import Membership, await_others, say_workers
+from phalanx.tables.shard import Entry
+from phalanx.tables.spec import TableSpec
+
+__all__ = ["APPLIED", "READY", "Log", "Rounds"]
+
+READY, APPLIED = range(2)
+_CLOCK, _LOG_ROUND, _LOG_COUNT = range(3)
+_ALL, _ROWS, _VALUE, _NEXT_CHUNK = range(4)
+_HEAD_BYTES = 64
+_SMALLEST_CHUNK = 1 << 16
+_MAX_ENTRIES = 1 << 20
+
+OpenRegion = Callable[[str, int], Region]
+"""Opens a region of the run by name and size."""
+
+
+class Log:
+    """The adds that one worker has put down, in regions that double in size.
+
+    An entry is a head (kind, number of rows), the rows, the delta; each begins on 64 bytes.
+
+    Args:
+        spec: The table.
+        worker: Whose log.
+        line: The worker's line of the page.
+        open_region: Where the regions come from.
+    """
+
+    def __init__(
+        self, spec: TableSpec, worker: int, line: memoryview, open_region: OpenRegion
+    ) -> None:
+        self._spec = spec
+        self._worker = worker
+        self._line = line
+        self._open_region = open_region
+        whole = spec.rows * spec.cols * spec.dtype.itemsize
+        self._first_chunk = _aligned(max(_SMALLEST_CHUNK, whole + 4 * _HEAD_BYTES))
+        self._chunks: list[Region] = []
+        self._at = (0, 0)  # chunk and byte at which the next entry begins
+        self._written = 0
+
+    def put(self, entry: Entry, number: int) -> None:
+        """Put an add down for round ``number``; it counts once the last word is written.
+
+        Raises:
+            OutOfSpace: There is no room for it.
+            StateError: There are too many in one round.
+        """
+        line = self._line
+        if line[_LOG_ROUND] != number:
+            line[_LOG_COUNT] = 0
+            line[_LOG_ROUND] = number
+        if self._written != line[_LOG_COUNT]:
+            self._find_end(line[_LOG_COUNT])
+        if self._written >= _MAX_ENTRIES:
+            raise StateError(
+                f"A round of table {self._spec.name!r} must have at most {_MAX_ENTRIES} adds of a "
+                "worker, but has more. Call `get` to end the round."
+            )
+        chunk, at = self._room_for(self._entry_bytes(entry))
+        self._write(self._chunk(chunk), at, entry)
+        self._at = chunk, at + self._entry_bytes(entry)
+        self._written += 1
+        line[_LOG_COUNT] = self._written
+
+    def entries(self, number: int) -> list[Entry]:
+        """Return what was put down for round ``number``, over the log's own memory."""
+        if self._line[_LOG_ROUND] != number:
+            return []
+        return [self._read(*place) for place in self._places(self._line[_LOG_COUNT])]
+
+    def _find_end(self, count: int) -> None:
+        """Begin anew after a round, or go on in the log of a worker that died."""
+        self._at = (0, 0)
+        for chunk, at in self._places(count):
+            self._at = chunk, at + self._entry_bytes(self._read(chunk, at))
+        self._written = count
+
+    def _places(self, count: int) -> list[tuple[int, int]]:
+        places: list[tuple[int, int]] = []
+        chunk, at = 0, 0
+        while len(places) < count:
+            if self._head(chunk, at)[0] == _NEXT_CHUNK:
+                chunk, at = chunk + 1, 0
+                continue
+            places.append((chunk, at))
+            at += self._entry_bytes(self._read(chunk, at))
+        return places
+
+    def _room_for(self, nbytes: int) -> tuple[int, int]:
+        chunk, at = self._at
+        while at + nbytes + _HEAD_BYTES > self._chunk(chunk).nbytes:  # a head marks the end
+            self._chunk(chunk + 1)  # fails for want of memory before anything is said
+            self._head(chunk, at)[0] = _NEXT_CHUNK
+            chunk, at = chunk + 1, 0
+        return chunk, at
+
+    def _chunk(self, index: int) -> Region:
+        while len(self._chunks) <= index:
+            k = len(self._chunks)
+            name = f"log-{self._worker}-{k}-{self._spec.name}"
+            self._chunks.append(self._open_region(name, self._first_chunk << k))
+        return self._chunks[index]
+
+    def _head(self, chunk: int, at: int) -> memoryview:
+        return self._chunk(chunk).buffer[at : at + _HEAD_BYTES].cast("q")
+
+    def _entry_bytes(self, entry: Entry) -> int:
+        rows = 0 if entry.rows is None else 8 * len(entry.rows)
+        return _HEAD_BYTES + _aligned(rows) + _aligned(entry.delta.numel() * entry.delta.itemsize)
+
+    def _write(self, region: Region, at: int, entry: Entry) -> None:
+        head = region.buffer[at : at + _HEAD_BYTES].cast("q")
+        head[0] = _VALUE if entry.assigns else _ALL if entry.rows is None else _ROWS
+        head[1] = 0 if entry.rows is None else len(entry.rows)
+        at += _HEAD_BYTES
+        if entry.rows is not None:
+            region.tensor(torch.int64, len(entry.rows), at).copy_(entry.rows)
+            at += _aligned(8 * len(entry.rows))
+        flat = entry.delta.reshape(-1)
+        region.tensor(self._spec.dtype, len(flat), at).copy_(flat)
+
+    def _read(self, chunk: int, at: int) -> Entry:
+        kind, num_rows = self._head(chunk, at)[:2]
+        region, spec = self._chunk(chunk), self._spec
+        at += _HEAD_BYTES
+        rows: Tensor | None = None
+        if kind == _ROWS:
+            rows = region.tensor(torch.int64, num_rows, at)
+            at += _aligned(8 * num_rows)
+        num_rows = spec.rows if rows is None else num_rows
+        delta = region.tensor(spec.dtype, num_rows * spec.cols, at).view(num_rows, spec.cols)
+        return Entry(rows, delta, self._worker, kind == _VALUE)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
+class _Arrival(NamedTuple):
+    """A worker that has come to a round and not gone on yet."""
+
+    worker: int
+    number: int
+
+
+class Rounds:
+    """The rounds of one bulk-synchronous table, as one process sees them.
+
+    Args:
+        spec: The table.
+        page: The table's own line.
+        lines: The lines of all workers.
+        lock: Held to take a round in.
+        membership: Who must come.
+        open_region: Where logs lie.
+        take_in: Takes the entries of a round, in order; called with the lock held.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: TableSpec,
+        page: memoryview,
+        lines: memoryview,
+        lock: RangeLock,
+        membership: Membership,
+        open_region: OpenRegion,
+        take_in: Callable[[int, list[Entry], float], None],
+    ) -> None:
+        self._spec = spec
+        self._page = page
+        self._lines = lines
+        self._lock = lock
+        self._membership = membership
+        self._open_region = open_region
+        self._take_in = take_in
+        self._logs: dict[int, Log] = {}
+
+    def _line(self, worker: int) -> memoryview:
+        return self._lines[8 * worker : 8 * worker + 8]
+
+    def _log(self, worker: int) -> Log:
+        if worker not in self._logs:
+            self._logs[worker] = Log(self._spec, worker, self._line(worker), self._open_region)
+        return self._logs[worker]
+
+    def enter(self, worker: int, timeout_s: float) -> None:
+        """Begin with the round that is open now."""
+        with self._lock.exclusive(timeout_s):
+            self._line(worker)[_CLOCK] = self._page[APPLIED]
+
+    def put(self, entry: Entry) -> None:
+        """Put an add down for the round that its worker is in."""
+        self._log(entry.worker).put(entry, self._line(entry.worker)[_CLOCK] + 1)
+
+    def come(self, worker: int) -> _Arrival:
+        """Say that ``worker`` has put down all of its round."""
+        line = self._line(worker)
+        line[_CLOCK] += 1
+        return _Arrival(worker, line[_CLOCK])
+
+    def finish(self, arrival: _Arrival, timeout_s: float) -> None:
+        """Wait until the round is in; take it in if everybody has come.
+
+        Raises:
+            PeerTimeout: Somebody stayed away; ``.rank`` is the first. The arrival is taken back.
+        """
+        page, number = self._page, arrival.number
+
+        def ready() -> bool:
+            if page[APPLIED] >= number:
+                return True
+            if self._missing(number):
+                return False
+            self._apply(number, timeout_s)
+            return page[APPLIED] >= number
+
+        def look() -> None:
+            if self._missing(number):
+                self._membership.bury(timeout_s)
+
+        if not await_others(ready, look, timeout_s):
+            self._give_up(arrival, timeout_s)
+
+    def _missing(self, number: int) -> list[int]:
+        lines = self._lines
+        return [w for w in self._membership.holding() if lines[8 * w + _CLOCK] < number]
+
+    def _apply(self, number: int, timeout_s: float) -> None:
+        with self._lock.exclusive(timeout_s):
+            # again: somebody else was first, or has taken its arrival back, or has joined
+            if self._page[APPLIED] >= number or self._missing(number):
+                return
+            entries = [
+                entry
+                for worker in range(len(self._lines) // 8)
+                if self._lines[8 * worker + _LOG_ROUND] == number
+                for entry in self._log(worker).entries(number)
+            ]
+            self._take_in(number, entries, timeout_s)
+            self._page[APPLIED] = number
+
+    def _give_up(self, arrival: _Arrival, timeout_s: float) -> None:
+        worker, number = arrival
+        with self._lock.exclusive(timeout_s):
+            missing = self._missing(number)
+            if self._page[APPLIED] < number and missing:
+                self._line(worker)[_CLOCK] = number - 1
+                raise PeerTimeout(
+                    f"{say_workers(missing)} of {self._membership.num_workers()} did not come to "
+                    f"get {number} of table {self._spec.name!r} within {timeout_s:g} s. In a "
+                    "bulk-synchronous table all workers make the same gets, or leave.",
+                    missing[0],
+                )
+        self._apply(number, timeout_s)  # the last one came just now

@@ -1,0 +1,371 @@
+"""A range of rows that several processes touch, and that no death leaves half changed.
+
+    header   | WORD | ARMED | COUNT | BLOCK | UNDONE |          8 bytes each
+    WORD     version · 2^24  |  entries of the open round · 4  |  parity of rounds · 2  |  current
+
+# Note [One store decides]
+WORD says everything that has to change together: which of A and B is current, and how much of a
+bulk-synchronous round is in. An add ends with one store of 8 bytes to it, which a kill comes before
+or after, never within.
+
+    add of rows          ids → record; per block: old rows → record, COUNT up, rows changed;
+                         ARMED = WORD before the first is changed; WORD = next
+    add of everything    the result → the other side; WORD = next, other side current
+
+ARMED == WORD therefore means that an add was begun and not finished. Whoever has the lock and sees
+that puts the recorded rows back, the last block first (a row may be in two blocks), and WORD = next
+ends that too.
+
+# Note [Reading without the lock]
+A reader notes WORD, copies, and looks at WORD and ARMED again: if WORD is the same and ARMED is not
+WORD, nothing that it copied was changed meanwhile, for every change ends with a WORD that was never
+there before, and begins with ARMED = WORD (rows) or on the side that was not current (everything;
+for that side to be one that a reader still copies, a WORD must lie between). Else it takes the
+lock as a reader. This needs stores and loads to keep their order, as on x86; elsewhere it always
+takes the lock.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.memory import RangeLock
+from phalanx.replicas import reach
+from phalanx.tables.updaters import Change, Updater
+
+__all__ = ["POINTS", "Entry", "Shard"]
+
+POINTS = (
+    "before lock",
+    "lock held",
+    "undo written",
+    "half the rows written",
+    "before unlock",
+    "after unlock",
+)
+"""Where the chaos tests stop an add, in its order (:func:`phalanx.replicas.reach`)."""
+
+_WORD, _ARMED, _COUNT, _BLOCK, _UNDONE = range(5)
+_CURRENT, _PARITY, _PROGRESS, _VERSION = 1, 2, 4, 1 << 24
+_MAX_PROGRESS = _VERSION // _PROGRESS - 1
+BLOCK_ROWS = 4096  # changed at once, so that what was saved is still in the cache
+_BLOCK_ELEMENTS = 1 << 20  # the same for an add of everything
+_ATTEMPTS = 3
+_FEW = 32
+KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+
+
+class Entry(NamedTuple):
+    """One add, checked: rows (None for all) of the shard, what is added, and by whom.
+
+    ``assigns`` says that the delta is the new value.
+    """
+
+    rows: Tensor | None
+    delta: Tensor
+    worker: int
+    assigns: bool = False
+
+
+class Shard:
+    """One shard, as one process sees it.
+
+    Args:
+        lock: Held alone to change anything.
+        header: Its line of the page.
+        values: Its rows of A and of B.
+        states: For each state its rows of A and of B.
+        ids: Where the undone rows' numbers go.
+        backups: Its rows of each worker's copy.
+        updater: How it takes a delta.
+        first_row: Its first row's number in the table.
+    """
+
+    def __init__(
+        self,
+        *,
+        lock: RangeLock,
+        header: memoryview,
+        values: tuple[Tensor, Tensor],
+        states: Sequence[tuple[Tensor, Tensor]],
+        ids: Tensor,
+        backups: Sequence[Tensor],
+        updater: Updater,
+        first_row: int,
+    ) -> None:
+        self.lock = lock
+        self.values = values
+        self.first_row = first_row
+        self.num_rows = len(values[0])
+        self._header = header
+        self._sides = tuple((values[side], *(s[side] for s in states)) for side in range(2))
+        self._ids = ids
+        self._undo_rows = len(ids)
+        self._backups = backups
+        self._updater = updater
+
+    def begin(self) -> None:
+        """Make the header of a new table."""
+        self._header[_ARMED] = -1
+
+    @property
+    def num_undone(self) -> int:
+        """How many interrupted adds were undone."""
+        return self._header[_UNDONE]
+
+    def current(self) -> Tensor:
+        """Return the values as they are now; for who holds the lock."""
+        return self.values[self._header[_WORD] & _CURRENT]
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
+        """Copy rows (of the shard, None for all) into ``out``; never half of anybody's add."""
+        header, values = self._header, self.values
+        for _ in range(_ATTEMPTS if KEEPS_ORDER else 0):
+            word = header[_WORD]
+            if header[_ARMED] == word:
+                break
+            if rows is None:
+                out.copy_(values[word & _CURRENT])
+            else:
+                torch.index_select(values[word & _CURRENT], 0, rows, out=out)
+            if header[_WORD] == word and header[_ARMED] != word:
+                return
+        self._read_locked(rows, out, timeout_s)
+
+    def _read_locked(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
+        while True:
+            with self.lock.shared(timeout_s):
+                if self._header[_ARMED] != self._header[_WORD]:
+                    _copy_rows(self.current(), rows, out)
+                    return
+            with self.lock.exclusive(timeout_s):
+                self._settle()
+
+    def read_and_back_up(
+        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
+    ) -> None:
+        """Copy rows into ``out``, and remember them as what ``worker`` has read."""
+        backup = self._backups[worker]
+        with self.lock.exclusive(timeout_s):  # nothing may come between value and copy
+            self._settle()
+            _copy_rows(self.current(), rows, out)
+            if rows is None:
+                backup.copy_(out)
+            else:
+                backup[rows] = out
+
+    def read_states(self, timeout_s: float) -> list[Tensor]:
+        """Return copies of the values and of each state, of one moment."""
+        while True:
+            with self.lock.shared(timeout_s):
+                word = self._header[_WORD]
+                if self._header[_ARMED] != word:
+                    return [part.clone() for part in self._sides[word & _CURRENT]]
+            with self.lock.exclusive(timeout_s):
+                self._settle()
+
+    # --- changing ---------------------------------------------------------------------------------
+
+    def add(self, entry: Entry, timeout_s: float) -> None:
+        """Take one add, whole or not at all."""
+        reach("before lock")
+        lock = self.lock
+        lock.acquire_exclusive(timeout_s)
+        try:
+            reach("lock held")
+            word = self._settle()
+            try:
+                self._change(entry, word, word + _VERSION)
+            except BaseException:
+                self._settle()
+                raise
+            reach("before unlock")
+        finally:
+            lock.release_exclusive()
+        reach("after unlock")
+
+    def apply_round(self, number: int, entries: Sequence[Entry], timeout_s: float) -> None:
+        """Take the adds of a round, in their order; go on where somebody was killed.
+
+        Does nothing where the round is in already. Everybody must give the same entries.
+        """
+        with self.lock.exclusive(timeout_s):
+            word = self._settle()
+            if bool(word & _PARITY) == bool(number & 1):
+                return
+            for entry in entries[word // _PROGRESS & _MAX_PROGRESS :]:
+                reach("lock held")
+                try:
+                    self._change(entry, word, word + _VERSION + _PROGRESS)
+                except BaseException:
+                    self._settle()
+                    raise
+                word = self._header[_WORD]
+            over = word & ~(_MAX_PROGRESS * _PROGRESS)
+            self._header[_WORD] = (over + _VERSION) ^ _PARITY
+
+    def assign(self, parts: Sequence[Tensor], timeout_s: float) -> None:
+        """Replace the values, and as many states as are given."""
+        with self.lock.exclusive(timeout_s):
+            word = self._settle()
+            old, new = self._both(word)
+            for index, target in enumerate(new):
+                target.copy_(parts[index] if index < len(parts) else old[index])
+            self._header[_WORD] = (word + _VERSION) ^ _CURRENT
+
+    def begin_backup(self, worker: int, timeout_s: float) -> None:
+        """Give a new worker its first copy of the rows."""
+        if self._backups:
+            with self.lock.exclusive(timeout_s):
+                self._settle()
+                self._backups[worker].copy_(self.current())
+
+    def _both(self, word: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        side = word & _CURRENT
+        return self._sides[side], self._sides[1 - side]
+
+    def _settle(self) -> int:
+        """Undo what somebody who died has begun, and return WORD; the lock is held."""
+        header = self._header
+        word = header[_WORD]
+        if header[_ARMED] != word:
+            return word
+        current, record = self._both(word)
+        count, block = header[_COUNT], header[_BLOCK]
+        for start in reversed(range(0, count, block)):
+            stop = min(start + block, count)
+            rows = self._ids[start:stop]
+            for part, saved in zip(current, record, strict=True):
+                part.index_copy_(0, rows, saved[start:stop])
+        header[_UNDONE] += 1
+        header[_WORD] = word + _VERSION
+        return word + _VERSION
+
+    def _change(self, entry: Entry, word: int, after: int) -> None:
+        rows, delta, worker, assigns = entry
+        if assigns:
+            self._replace(word, delta)
+        elif rows is None:
+            self._change_all(word, delta, worker)
+        else:
+            if self._updater.scale is None or rows.numel() > self._undo_rows:
+                rows, delta = _add_up_repeats(rows, delta)
+            if rows.numel() <= self._undo_rows:
+                self._change_rows(word, rows, delta, worker)
+                self._header[_WORD] = after
+                return
+            self._change_many(word, rows, delta, worker)
+        self._header[_WORD] = after ^ _CURRENT
+
+    # --- an add of rows: in place, with a record --------------------------------------------------
+
+    def _change_rows(self, word: int, rows: Tensor, delta: Tensor, worker: int) -> None:
+        header = self._header
+        current, record = self._both(word)
+        num_rows = rows.numel()
+        if num_rows == 0:
+            return
+        self._ids[:num_rows] = rows
+        header[_COUNT], header[_BLOCK] = 0, BLOCK_ROWS
+        if num_rows <= BLOCK_ROWS:
+            self._change_block(word, current, record, rows, delta, 0, num_rows, worker)
+            return
+        for start in range(0, num_rows, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, num_rows)
+            self._change_block(
+                word, current, record, rows[start:stop], delta[start:stop], start, stop, worker
+            )
+            reach("half the rows written")
+
+    def _change_block(
+        self,
+        word: int,
+        current: tuple[Tensor, ...],
+        record: tuple[Tensor, ...],
+        rows: Tensor,
+        delta: Tensor,
+        start: int,
+        stop: int,
+        worker: int,
+    ) -> None:
+        header, scale = self._header, self._updater.scale
+        old = record[0][start:stop]
+        torch.index_select(current[0], 0, rows, out=old)
+        for part, saved in zip(current[1:], record[1:], strict=True):
+            torch.index_select(part, 0, rows, out=saved[start:stop])
+        header[_COUNT] = stop
+        header[_ARMED] = word
+        reach("undo written")
+        if scale is not None:
+            few = scale == 1 and stop - start <= _FEW
+            if few and len(set(rows.tolist())) == stop - start:  # the same sums, in half the time
+                current[0].index_copy_(0, rows, torch.add(old, delta))
+            else:
+                current[0].index_add_(0, rows, delta, alpha=scale)
+            return
+        news = [saved[start:stop].clone() for saved in record]
+        backup = self._backups[worker][rows] if self._backups else None
+        self._updater.apply(Change(news[0], delta, news[1:], backup))
+        for part, new in zip(current, news, strict=True):
+            part.index_copy_(0, rows, new)
+
+    # --- an add of everything: on the other side --------------------------------------------------
+
+    def _change_all(self, word: int, delta: Tensor, worker: int) -> None:
+        block = max(1, _BLOCK_ELEMENTS // max(1, delta.shape[1]))
+        old, new = self._both(word)
+        scale = self._updater.scale
+        reach("undo written")
+        for start in range(0, self.num_rows, block):
+            rows = slice(start, start + block)
+            if scale is not None:
+                torch.add(old[0][rows], delta[rows], alpha=scale, out=new[0][rows])
+            else:
+                for source, target in zip(old, new, strict=True):
+                    target[rows].copy_(source[rows])
+                backup = self._backups[worker][rows] if self._backups else None
+                states = [state[rows] for state in new[1:]]
+                self._updater.apply(Change(new[0][rows], delta[rows], states, backup))
+            reach("half the rows written")
+
+    def _change_many(self, word: int, rows: Tensor, delta: Tensor, worker: int) -> None:
+        """Change more rows than the record holds, each of them once."""
+        old, new = self._both(word)
+        for source, target in zip(old, new, strict=True):
+            target.copy_(source)
+        reach("undo written")
+        picked = [target[rows] for target in new]
+        backup = self._backups[worker][rows] if self._backups else None
+        self._updater.apply(Change(picked[0], delta, picked[1:], backup))
+        for target, part in zip(new, picked, strict=True):
+            target.index_copy_(0, rows, part)
+        reach("half the rows written")
+
+    def _replace(self, word: int, value: Tensor) -> None:
+        old, new = self._both(word)
+        new[0].copy_(value)
+        for source, target in zip(old[1:], new[1:], strict=True):
+            target.copy_(source)
+
+
+def _copy_rows(values: Tensor, rows: Tensor | None, out: Tensor) -> None:
+    if rows is None:
+        out.copy_(values)
+    else:
+        torch.index_select(values, 0, rows, out=out)
+
+
+def _add_up_repeats(rows: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row once, and the sum of what was to be added to it, in the order given."""
+    unique, places = torch.unique(rows, return_inverse=True)
+    if len(unique) == len(rows):
+        return rows, delta
+    summed = torch.zeros((len(unique), delta.shape[1]), dtype=delta.dtype)
+    return unique, summed.index_add_(0, places, delta)

@@ -1,0 +1,246 @@
+"""What a table is, and where its parts lie in its region.
+
+    region   | page | staging lines | A: values, states | B: values, states | ids | backups |
+
+A and B are each the whole table; which of them is current stands in each shard's header. The other
+one takes the undo record of an add of rows, or the result of an add of everything.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from phalanx.errors import ConfigError
+from phalanx.plan import Staleness, equal_sizes
+from phalanx.tables.membership import MAX_WORKERS
+from phalanx.tables.updaters import Updater, parse_updater, state_dtype
+
+__all__ = ["DTYPES", "Layout", "TableSpec"]
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
+}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NONFINITE = ("reject", "skip", "allow")
+_SMALL_UNDO_ROWS = 4096
+_UNDO_SHARE = 4  # of a shard's rows; more are written beside it instead (see shard.py)
+MAX_SHARDS = 256
+_MAX_ELEMENTS = 1 << 48
+ALIGN_BYTES = 64  # what `Region.tensor` asks for
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """What all workers must agree on.
+
+    Attributes:
+        name: Of the table, within its run.
+        rows: Number of rows, 0 or more.
+        cols: Row width D, at least 1.
+        is_array: Whether it is shown as one dimension (then ``cols`` is 1).
+        dtype: One of float32, float64, bfloat16, int32, int64.
+        updater: How it takes a delta.
+        num_shards: How many ranges of rows are locked apart.
+        staleness: How far ahead a reader may be.
+        nonfinite: What becomes of an add that holds NaN or infinity.
+        num_backups: Workers that have a copy of the rows they read; 0 where none is needed.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    is_array: bool
+    dtype: torch.dtype
+    updater: Updater
+    num_shards: int
+    staleness: Staleness
+    nonfinite: str
+    num_backups: int = 0
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(str(self.name)):
+            raise ConfigError(
+                "`name` must be 1 to 100 letters, digits, dots, dashes and underscores, with a "
+                f"letter or digit first, but is {self.name!r}."
+            )
+        for field, low in (("rows", 0), ("cols", 1), ("num_shards", 1)):
+            value = getattr(self, field)
+            shown = "size" if self.is_array and field == "rows" else field
+            if type(value) is not int or value < low:
+                raise ConfigError(f"`{shown}` must be an integer from {low} on, but is {value!r}.")
+        if self.rows * self.cols > _MAX_ELEMENTS:
+            raise ConfigError(
+                f"A table must have at most {_MAX_ELEMENTS} elements, but has shape {self.shape}."
+            )
+        if self.num_shards > MAX_SHARDS:
+            raise ConfigError(
+                f"`num_shards` must be at most {MAX_SHARDS}, but is {self.num_shards}."
+            )
+        if self.dtype not in DTYPES.values():
+            raise ConfigError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {self.dtype!r}.")
+        if not self.dtype.is_floating_point and not self.updater.any_dtype:
+            raise ConfigError(
+                f"`updater` must be 'sum' for a table of {self.dtype}, but is "
+                f"{self.updater.name!r}."
+            )
+        if self.nonfinite not in _NONFINITE:
+            raise ConfigError(
+                f"`nonfinite` must be 'reject', 'skip' or 'allow', but is {self.nonfinite!r}."
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that users see."""
+        return (self.rows,) if self.is_array else (self.rows, self.cols)
+
+    def to_json(self) -> str:
+        """Write it down for the other workers, or beside a snapshot."""
+        return json.dumps(self.as_mapping())
+
+    def as_mapping(self) -> dict[str, object]:
+        """Return what :meth:`to_json` writes."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "updater": self.updater.options(),
+            "num_shards": self.num_shards,
+            "staleness": self.staleness.bound,
+            "nonfinite": self.nonfinite,
+            "num_backups": self.num_backups,
+        }
+
+    def refuse_other(self, theirs: Mapping[str, object]) -> None:
+        """Raise if another worker made the table of this name otherwise.
+
+        Raises:
+            ConfigError: Naming the first difference.
+        """
+        mine = json.loads(self.to_json())
+        for field, value in mine.items():
+            if theirs.get(field) != value:
+                raise ConfigError(
+                    f"`{field}` of table {self.name!r} must be what its first worker gave "
+                    f"({theirs.get(field)!r}), but is {value!r}."
+                )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets in the region of a table, in bytes.
+
+    Attributes:
+        values: Where the values of A and of B begin.
+        states: For each state, where those of A and of B begin, and its width.
+        ids: Where each shard's list of undone rows begins.
+        backups: Where the workers' copies begin.
+        first_rows: The first row of each shard, and the end of the last.
+        undo_rows: How many rows each shard's undo record holds.
+        nbytes: The size of the region.
+    """
+
+    values: tuple[int, int]
+    states: tuple[tuple[int, int, int], ...]
+    ids: tuple[int, ...]
+    backups: int
+    first_rows: tuple[int, ...]
+    undo_rows: tuple[int, ...]
+    nbytes: int
+
+    PAGE = 64 * (1 + MAX_SHARDS)  # the table's own line, then one per shard
+    LINES = 64 * MAX_WORKERS  # one per worker, see rounds.py
+
+    @classmethod
+    def of(cls, spec: TableSpec) -> Layout:
+        """Lay a table out."""
+        at = cls.PAGE + cls.LINES
+        state_bytes = state_dtype(spec.dtype).itemsize
+        widths = [spec.cols if kind == "element" else 1 for kind in spec.updater.states]
+        sides: list[list[int]] = []
+        for _ in range(2):
+            side = [at]
+            at = _aligned(at + spec.rows * spec.cols * spec.dtype.itemsize)
+            for width in widths:
+                side.append(at)
+                at = _aligned(at + spec.rows * width * state_bytes)
+            sides.append(side)
+        first_rows = [0]
+        for size in equal_sizes(spec.rows, spec.num_shards):
+            first_rows.append(first_rows[-1] + size)
+        undo_rows = [
+            max(min(b - a, _SMALL_UNDO_ROWS), (b - a) // _UNDO_SHARE)
+            for a, b in pairwise(first_rows)
+        ]
+        ids = []
+        for capacity in undo_rows:
+            ids.append(at)
+            at = _aligned(at + 8 * capacity)
+        backups = at
+        at += spec.num_backups * cls.backup_bytes(spec)
+        states = tuple((sides[0][1 + i], sides[1][1 + i], width) for i, width in enumerate(widths))
+        values = (sides[0][0], sides[1][0])
+        return cls(
+            values, states, tuple(ids), backups, tuple(first_rows), tuple(undo_rows), max(at, 64)
+        )
+
+    @staticmethod
+    def backup_bytes(spec: TableSpec) -> int:
+        """Return the size of one worker's copy."""
+        return _aligned(spec.rows * spec.cols * spec.dtype.itemsize)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def make_spec(
+    name: str,
+    rows: int,
+    cols: int,
+    *,
+    is_array: bool,
+    dtype: object,
+    updater: object,
+    num_shards: int,
+    staleness: Staleness,
+    nonfinite: str,
+    num_workers: int,
+) -> TableSpec:
+    """Read what a user gave for a table."""
+    if isinstance(dtype, str):
+        dtype = DTYPES.get(dtype, dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {dtype!r}.")
+    if not isinstance(updater, str | Mapping | Updater):
+        raise ConfigError(
+            "`updater` must be a name, a mapping with a name and options, or an updater, but is "
+            f"{updater!r}."
+        )
+    rule = parse_updater(updater)
+    backups = 0
+    if rule.keeps_backups:
+        backups = num_workers
+        if backups == 0:
+            raise ConfigError(
+                f"`num_workers` must be given to `join` for updater {rule.name!r}, which keeps a "
+                "copy of the rows for each worker, but is not."
+            )
+    return TableSpec(
+        name=name,
+        rows=rows,
+        cols=cols,
+        is_array=is_array,
+        dtype=dtype,
+        updater=rule,
+        num_shards=num_shards,
+        staleness=staleness,
+        nonfinite=nonfinite,
+        num_backups=backups,
+    )

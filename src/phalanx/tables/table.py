@@ -1,0 +1,366 @@
+"""A table, as one worker holds it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError, PeerTimeout, StateError
+from phalanx.plan import Verdict
+from phalanx.tables.membership import Membership, await_others
+from phalanx.tables.shard import Entry
+from phalanx.tables.snapshots import load_parts, save_parts
+from phalanx.tables.spec import TableSpec
+from phalanx.tables.storage import Storage
+from phalanx.tables.values import holds_nonfinite, read_delta, read_out, read_rows
+
+__all__ = ["Numbers", "PendingGet", "Rows", "Table", "TableStats"]
+
+Array = np.ndarray[Any, Any]  # of any shape and dtype: both are checked when they are known
+Numbers = Tensor | Array | Sequence[Any]  # nested sequences have no type of their own
+Rows = Tensor | Array | Sequence[int]
+
+
+class Worker(Protocol):
+    """What a table asks of the worker that holds it."""
+
+    worker_id: int
+    timeout_s: float
+    closed: bool
+    membership: Membership
+
+
+@dataclass
+class TableStats:
+    """What one worker has done with a table.
+
+    Attributes:
+        adds: Adds that were taken, or put down for a round.
+        gets: Gets that were answered.
+        rows_added: Rows in those adds.
+        rows_read: Rows in those gets.
+        skipped: Adds left out because they held NaN or infinity (``nonfinite="skip"``).
+        rejected: Adds refused for that reason (``nonfinite="reject"``).
+        undone: Adds, by anybody, that a death interrupted and the next worker undid.
+        nbytes: The table's shared memory.
+    """
+
+    adds: int = 0
+    gets: int = 0
+    rows_added: int = 0
+    rows_read: int = 0
+    skipped: int = 0
+    rejected: int = 0
+    undone: int = 0
+    nbytes: int = 0
+
+
+class Table:
+    """Rows that several workers add to and read; made by ``world.matrix`` or ``world.array``.
+
+    An add that has returned is in every later read of an asynchronous or bounded table, once; in
+    those of a bulk-synchronous one from the end of its round on. A worker that dies within an add
+    leaves all of it or none of it (of each shard's part, if there are several shards).
+
+    Example:
+        >>> from phalanx import tables
+        >>> with tables.join() as world:
+        ...     table = world.matrix(4, 2, name="embed")
+        ...     table.add([[1, 1], [2, 2], [3, 3]], rows=[0, 2, 2])
+        ...     table.get([2, 0]).tolist()
+        [[5.0, 5.0], [1.0, 1.0]]
+    """
+
+    def __init__(self, spec: TableSpec, storage: Storage, world: Worker) -> None:
+        """Not for callers, who have ``world.matrix`` and ``world.array``."""
+        self._spec = spec
+        self._storage = storage
+        self._world = world
+        self._stats = TableStats(nbytes=storage.nbytes)
+        self._is_bulk = spec.staleness.is_bulk_synchronous
+        self._is_bounded = spec.staleness.is_bounded
+        self._seen_clock = -1  # nobody was behind this one when last looked at
+
+    @property
+    def name(self) -> str:
+        """What the table is called in its run."""
+        return self._spec.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(size,) of an array, (rows, cols) of a matrix."""
+        return self._spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it holds."""
+        return self._spec.dtype
+
+    # --- add --------------------------------------------------------------------------------------
+
+    def add(self, delta: Numbers, rows: Rows | None = None, *, wait: bool = True) -> None:
+        """Give the table a delta, which its updater takes; rows given twice add up.
+
+        Args:
+            delta: For ``rows``, or for the whole table. A tensor or array of the table's dtype, or
+                a sequence of numbers. It may be changed as soon as this returns.
+            rows: int64, 0-based; of an array, the elements.
+            wait: Whether the add has been taken when this returns. On one host it always has.
+
+        Shapes:
+            matrix: rows (K,) with delta (K, cols), or delta (rows, cols).
+            array: rows (K,) with delta (K,), or delta (size,).
+
+        Raises:
+            ConfigError: Shape or dtype is another, a row is outside the table, or the delta holds
+                NaN or infinity and the table rejects those. The table is unchanged.
+            PeerTimeout: Another worker held the shard beyond the deadline.
+
+        Collective: No. Blocks: While another worker adds to the same shard.
+        Moves: the delta, once; the rows that it changes, once more for the undo record.
+        """
+        self._check_open()
+        if wait is not True and wait is not False:
+            raise ConfigError(f"`wait` must be True or False, but is {wait!r}.")
+        spec = self._spec
+        index = None if rows is None else read_rows(rows, spec)
+        value = read_delta(delta, spec, None if index is None else index.numel())
+        if spec.nonfinite != "allow" and holds_nonfinite(value):
+            self._refuse_nonfinite()
+            return
+        self._take(Entry(index, value, self._world.worker_id))
+        self._stats.adds += 1
+        self._stats.rows_added += value.shape[0]
+
+    def _refuse_nonfinite(self) -> None:
+        if self._spec.nonfinite == "skip":
+            self._stats.skipped += 1
+            return
+        self._stats.rejected += 1
+        raise ConfigError(
+            f"`delta` must be finite for table {self.name!r}, but holds NaN or infinity. Make the "
+            "table with `nonfinite='skip'` to leave such adds out."
+        )
+
+    def _take(self, entry: Entry) -> None:
+        if self._is_bulk and self._world.membership.is_here(entry.worker):
+            self._storage.rounds.put(entry)
+        else:
+            self._storage.add(entry, self._world.timeout_s)
+
+    def assign(self, value: Numbers) -> None:
+        """Replace all values, past the updater, whose state stays; only the master may.
+
+        In a bulk-synchronous table it takes part in the round as an add does.
+
+        Raises:
+            ConfigError: Shape or dtype is another.
+            StateError: Another worker is the master.
+        """
+        self._check_open()
+        self._check_master("assign")
+        delta = read_delta(value, self._spec, None, "value")
+        if self._spec.nonfinite != "allow" and holds_nonfinite(delta):
+            raise ConfigError(
+                f"`value` must be finite for table {self.name!r}, but holds NaN or infinity."
+            )
+        if self._is_bulk:
+            self._take(Entry(None, delta, self._world.worker_id, assigns=True))
+        else:
+            self._storage.replace_all([delta], self._world.timeout_s)
+
+    def _check_master(self, what: str) -> None:
+        master = min(self._world.membership.holding(), default=self._world.worker_id)
+        if master != self._world.worker_id:
+            raise StateError(
+                f"`{what}` must be called by the master, worker {master}, but is called by worker "
+                f"{self._world.worker_id}. Write `if world.is_master:` before it."
+            )
+
+    # --- get --------------------------------------------------------------------------------------
+
+    def get(self, rows: Rows | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Read rows, in the order asked, or the whole table; a row may be asked twice.
+
+        Args:
+            rows: int64, 0-based; of an array, the elements.
+            out: Where the rows go, so that nothing is allocated; returned.
+
+        Shapes:
+            matrix: rows (K,) -> (K, cols), or (rows, cols); array: (K,), or (size,).
+
+        Returns:
+            A tensor of the table's dtype on the CPU, the caller's own. It holds every add that this
+            worker made before, and never half of anybody's add (to a shard).
+
+        Raises:
+            ConfigError: A row is outside the table, or ``out`` is of another shape or dtype.
+            PeerTimeout: A worker for whom the table's mode waits stayed away; ``.rank`` is it.
+
+        Collective: In a bulk-synchronous table all workers make the same number of gets.
+        Blocks: Asynchronous: no. Bounded: until nobody is more than k ticks behind. Bulk: until
+        every worker has come to its get, or left.
+        """
+        return self.async_get(rows, out=out).wait()
+
+    def async_get(self, rows: Rows | None = None, *, out: Tensor | None = None) -> PendingGet:
+        """Begin a :meth:`get`; ``wait()`` on the answer ends it. Several may be open.
+
+        In a bulk-synchronous table this ends the worker's round, so adds that follow are of the
+        next one; wait before the next get.
+
+        Raises:
+            ConfigError: As :meth:`get`.
+        """
+        self._check_open()
+        spec = self._spec
+        index = None if rows is None else read_rows(rows, spec)
+        num_rows = spec.rows if index is None else index.numel()
+        if out is None:
+            target = torch.empty((num_rows, spec.cols), dtype=spec.dtype)
+            answer = target.view(-1) if spec.is_array else target
+        else:
+            target, answer = read_out(out, spec, num_rows), out
+        return PendingGet(self, index, target, answer)
+
+    def _come(self) -> object:
+        world = self._world
+        if self._is_bulk and world.membership.is_here(world.worker_id):
+            return self._storage.rounds.come(world.worker_id)
+        return None
+
+    def _read(self, rows: Tensor | None, target: Tensor, arrival: Any) -> None:  # Any: rounds' own
+        world = self._world
+        if arrival is not None:
+            self._storage.rounds.finish(arrival, world.timeout_s)
+        elif self._is_bounded:
+            self._wait_for_slow()
+        self._storage.read(rows, target, world.worker_id, world.timeout_s)
+        self._stats.gets += 1
+        self._stats.rows_read += target.shape[0]
+
+    def _wait_for_slow(self) -> None:
+        membership, worker = self._world.membership, self._world.worker_id
+        bound = self._spec.staleness.bound
+        assert bound is not None
+        if self._seen_clock >= membership.clock(worker) - bound:
+            return
+        wait_for_clocks(
+            self._world,
+            lambda: self._spec.staleness.may_read(
+                worker=worker, clock_by_worker=membership.clocks()
+            ),
+            f"a get of table {self.name!r}",
+        )
+        self._seen_clock = min(membership.clocks().values(), default=0)
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Return when all adds of this worker are taken; on one host they are already."""
+        self._check_open()
+
+    def snapshot(self, directory: str | os.PathLike[str]) -> Path:
+        """Write values and updater's state into ``directory``, synced; others go on meanwhile.
+
+        Each shard is of one moment. For one moment of the whole table, call it between two
+        barriers; of a bulk-synchronous table it holds the rounds that are in.
+
+        Returns:
+            The file of text that makes the snapshot count.
+
+        Raises:
+            CheckpointError: The directory cannot be written to. An older snapshot is intact.
+        """
+        self._check_open()
+        parts = self._storage.copy_all(self._world.timeout_s)
+        return save_parts(self._spec, parts, Path(directory))
+
+    def restore(self, directory: str | os.PathLike[str]) -> None:
+        """Replace values and updater's state by what :meth:`snapshot` wrote; only the master may.
+
+        Call it between two barriers. The number of shards and workers, the mode and the updater's
+        options may be others than then.
+
+        Raises:
+            CheckpointError: It is missing, damaged or of another table. The table is unchanged.
+            StateError: Another worker is the master.
+        """
+        self._check_open()
+        self._check_master("restore")
+        self._storage.replace_all(load_parts(self._spec, Path(directory)), self._world.timeout_s)
+
+    def stats(self) -> TableStats:
+        """Return what this worker has done so far."""
+        stats = TableStats(**vars(self._stats))
+        stats.undone = self._storage.num_undone
+        return stats
+
+    def _check_open(self) -> None:
+        if self._world.closed:
+            raise StateError(
+                f"Table {self.name!r} must belong to a world that is open, but its world is closed."
+            )
+
+    def __repr__(self) -> str:
+        spec = self._spec
+        dtype = str(spec.dtype).removeprefix("torch.")
+        kind = "x".join(str(n) for n in spec.shape)
+        return f"Table({spec.name!r}, {kind} {dtype}, updater={spec.updater!r})"
+
+
+class PendingGet:
+    """A get that has begun; made by :meth:`Table.async_get`."""
+
+    def __init__(self, table: Table, rows: Tensor | None, target: Tensor, answer: Tensor) -> None:
+        """Not for callers, who have :meth:`Table.async_get`."""
+        self._table = table
+        self._rows = rows
+        self._target = target
+        self._answer = answer
+        self._arrival = table._come()
+        self._done = False
+
+    def wait(self) -> Tensor:
+        """Return the rows; a second call returns the same.
+
+        Raises:
+            PeerTimeout: As :meth:`Table.get`.
+        """
+        if not self._done:
+            self._table._read(self._rows, self._target, self._arrival)
+            self._done = True
+        return self._answer
+
+
+def wait_for_clocks(world: Worker, judge: Any, what: str) -> None:  # Any: () -> Verdict
+    """Wait until ``judge()`` lets this worker go on.
+
+    Raises:
+        PeerTimeout: The slowest stayed away; ``.rank`` is it.
+    """
+    verdict: Verdict = judge()
+    if verdict.may_go_on:
+        return
+
+    def ready() -> bool:
+        nonlocal verdict
+        verdict = judge()
+        return verdict.may_go_on
+
+    if not await_others(ready, lambda: world.membership.bury(world.timeout_s), world.timeout_s):
+        slowest = verdict.slowest
+        assert slowest is not None
+        raise PeerTimeout(
+            f"Worker {slowest} must reach clock {verdict.needed_clock} for {what} by worker "
+            f"{world.worker_id} within {world.timeout_s:g} s, but is at clock "
+            f"{world.membership.clock(slowest)}. Let it `tick`, or leave.",
+            slowest,
+        )

@@ -1,0 +1,398 @@
+"""The rules by which a table takes a delta.
+
+Shapes:
+    K: rows of an add, each once.  D: row width.
+    rows_KD, delta_KD of the table's dtype; a state is (K, D) or (K, 1), float32 or float64.
+
+`sum` takes a difference: w += delta. All others take a gradient (or DiLoCo's pseudo-gradient,
+old − new) and go down it. Where rows are given, only those rows and their state change: rows that
+are absent from an add are as if it had not been.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+
+__all__ = [
+    "AdaGrad",
+    "Adam",
+    "Change",
+    "DcAsgd",
+    "Momentum",
+    "Nesterov",
+    "RowFunction",
+    "RowwiseAdaGrad",
+    "Sgd",
+    "Sum",
+    "Updater",
+    "parse_updater",
+    "register_updater",
+]
+
+RowFunction = Callable[[Tensor, Tensor], None]
+
+
+class Change(NamedTuple):
+    """What an updater is given.
+
+    Attributes:
+        rows_KD: The rows, to be changed in place.
+        delta_KD: What was added to them.
+        states: The updater's states of these rows, to be changed in place.
+        backup_KD: The rows as the worker read them last, where the updater asks for that.
+    """
+
+    rows_KD: Tensor
+    delta_KD: Tensor
+    states: list[Tensor]
+    backup_KD: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updater:
+    """One rule with its options; a value, the same in every worker.
+
+    Attributes:
+        name: What it is called in ``updater=``.
+        states: Width of each state: "row" for one number per row, "element" for one per element.
+        keeps_backups: Whether each worker has a copy of the rows as it read them last.
+        any_dtype: Whether it serves tables of integers.
+    """
+
+    name: ClassVar[str] = ""
+    states: ClassVar[tuple[str, ...]] = ()
+    keeps_backups: ClassVar[bool] = False
+    any_dtype: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(
+                    f"Option `{option.name}` of updater {self.name!r} must be a number, but is "
+                    f"{value!r}."
+                )
+            low, high = _RANGES[option.name]
+            if not low <= value < high:
+                raise ConfigError(
+                    f"Option `{option.name}` of updater {self.name!r} must be at least {low:g} and "
+                    f"below {high:g}, but is {value!r}."
+                )
+
+    @property
+    def scale(self) -> float | None:
+        """What a delta is multiplied with and added, where that is all; then repeats may stay."""
+        return None
+
+    def first_states(self) -> list[float]:
+        """Return what each state is filled with at first."""
+        return [0.0] * len(self.states)
+
+    def apply(self, change: Change) -> None:
+        """Change rows and states in place."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, object]:
+        """Return name and options, as :func:`parse_updater` reads them."""
+        return {"name": self.name, **asdict(self)}
+
+
+_RANGES = {
+    "lr": (0.0, math.inf),
+    "momentum": (0.0, 1.0),
+    "beta1": (0.0, 1.0),
+    "beta2": (0.0, 1.0),
+    "eps": (0.0, math.inf),
+    "initial": (0.0, math.inf),
+    "compensation": (0.0, math.inf),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum(Updater):
+    """w += delta. Exact for integers; for floats one rounding per add, in the order of adds."""
+
+    name: ClassVar[str] = "sum"
+    any_dtype: ClassVar[bool] = True
+
+    @property
+    def scale(self) -> float:
+        """1."""
+        return 1
+
+    def apply(self, change: Change) -> None:
+        """Add."""
+        change.rows_KD.add_(change.delta_KD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd(Updater):
+    """w −= lr · g.
+
+    Args:
+        lr: The learning rate.
+    """
+
+    name: ClassVar[str] = "sgd"
+    lr: float = 0.01
+
+    @property
+    def scale(self) -> float:
+        """−lr."""
+        return -self.lr
+
+    def apply(self, change: Change) -> None:
+        """Go down the gradient."""
+        change.rows_KD.add_(change.delta_KD, alpha=-self.lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Momentum(Updater):
+    """s = momentum · s + g;  w −= lr · s.
+
+    Args:
+        lr: The learning rate.
+        momentum: How much of the past stays, below 1.
+
+    Source: as ``torch.optim.SGD(momentum=…)``; one state that all workers share.
+    """
+
+    name: ClassVar[str] = "momentum"
+    states: ClassVar[tuple[str, ...]] = ("element",)
+    lr: float = 0.01
+    momentum: float = 0.9
+
+    def apply(self, change: Change) -> None:
+        """Go down the smoothed gradient."""
+        (s,) = change.states
+        s.mul_(self.momentum).add_(change.delta_KD)
+        change.rows_KD.add_(s, alpha=-self.lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nesterov(Momentum):
+    """s = momentum · s + g;  w −= lr · (g + momentum · s).
+
+    Args:
+        lr: The learning rate; DiLoCo's outer step has 0.7.
+        momentum: How much of the past stays, below 1.
+
+    Source: as ``torch.optim.SGD(nesterov=True)``; DiLoCo, arXiv 2311.08105, algorithm 1.
+    """
+
+    name: ClassVar[str] = "nesterov"
+
+    def apply(self, change: Change) -> None:
+        """Go down the gradient as it is foreseen."""
+        (s,) = change.states
+        s.mul_(self.momentum).add_(change.delta_KD)
+        change.rows_KD.add_(change.delta_KD, alpha=-self.lr)
+        change.rows_KD.add_(s, alpha=-self.lr * self.momentum)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaGrad(Updater):
+    """h += g²;  w −= lr · g / (√h + eps).
+
+    Args:
+        lr: The learning rate.
+        eps: Keeps the division away from 0.
+        initial: What h begins with.
+
+    Source: Duchi et al., JMLR 2011; as ``torch.optim.Adagrad``.
+    """
+
+    name: ClassVar[str] = "adagrad"
+    states: ClassVar[tuple[str, ...]] = ("element",)
+    lr: float = 0.01
+    eps: float = 1e-10
+    initial: float = 0.0
+
+    def first_states(self) -> list[float]:
+        """Return the initial h."""
+        return [self.initial]
+
+    def apply(self, change: Change) -> None:
+        """Go down the scaled gradient."""
+        (h,) = change.states
+        gradient = change.delta_KD.to(h.dtype)
+        h.add_(self._square(gradient))
+        change.rows_KD.sub_((gradient * self.lr).div_(h.sqrt().add_(self.eps)))
+
+    def _square(self, gradient: Tensor) -> Tensor:
+        return gradient.square()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowwiseAdaGrad(AdaGrad):
+    """h += mean of g² over the row, one number per row;  w −= lr · g / (√h + eps).
+
+    Args:
+        lr: The learning rate.
+        eps: Keeps the division away from 0.
+        initial: What h begins with.
+
+    Source: FBGEMM's ``EXACT_ROWWISE_ADAGRAD``, as used for recommendation models.
+    """
+
+    name: ClassVar[str] = "rowwise_adagrad"
+    states: ClassVar[tuple[str, ...]] = ("row",)
+
+    def _square(self, gradient: Tensor) -> Tensor:
+        return gradient.square().mean(1, keepdim=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Updater):
+    """m, v: moving averages of g and g², corrected by how often this row was touched.
+
+    m = β₁m + (1−β₁)g;  v = β₂v + (1−β₂)g²;  w −= lr · m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + eps), with t
+    the number of adds that touched the row.
+
+    Args:
+        lr: The learning rate.
+        beta1: β₁, below 1.
+        beta2: β₂, below 1.
+        eps: Keeps the division away from 0.
+
+    Source: Kingma and Ba, arXiv 1412.6980; for rows as ``torch.optim.SparseAdam``, but with t per
+    row.
+    """
+
+    name: ClassVar[str] = "adam"
+    states: ClassVar[tuple[str, ...]] = ("element", "element", "row")
+    lr: float = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def apply(self, change: Change) -> None:
+        """Go down the normalised average."""
+        m, v, t = change.states
+        gradient = change.delta_KD.to(m.dtype)
+        m.mul_(self.beta1).add_(gradient, alpha=1 - self.beta1)
+        v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        t.add_(1)
+        steps = t.double()  # 1 − β₂ᵗ for small t cancels in float32
+        bias1 = (1 - self.beta1**steps).to(m.dtype)
+        bias2 = (1 - self.beta2**steps).to(m.dtype)
+        change.rows_KD.sub_((m / bias1).mul_(self.lr).div_((v / bias2).sqrt_().add_(self.eps)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DcAsgd(Updater):
+    """w −= lr · (g + λ · g ⊙ g ⊙ (w − w_bak(k))), w_bak(k): the rows as worker k read them.
+
+    It makes up for what the others have added since. Every ``get`` renews the backup of the rows
+    that it returned; at first the backup is the table as the worker found it.
+
+    Args:
+        lr: The learning rate η.
+        compensation: λ; the paper has 0.04 for CIFAR-10.
+
+    Source: Zheng et al., arXiv 1609.08326, equation 10 (λ constant, DC-ASGD-c).
+    """
+
+    name: ClassVar[str] = "dc_asgd"
+    keeps_backups: ClassVar[bool] = True
+    lr: float = 0.01
+    compensation: float = 0.04
+
+    def apply(self, change: Change) -> None:
+        """Go down the compensated gradient."""
+        rows_KD, delta_KD, _, backup_KD = change
+        assert backup_KD is not None
+        drift = (rows_KD - backup_KD).mul_(delta_KD).mul_(delta_KD)
+        rows_KD.sub_(drift.mul_(self.compensation).add_(delta_KD), alpha=self.lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Registered(Updater):
+    """A function of the user's, by the name that it was registered under."""
+
+    any_dtype: ClassVar[bool] = True
+    function: RowFunction
+    registered_as: str
+
+    def __post_init__(self) -> None:
+        pass  # no options
+
+    def apply(self, change: Change) -> None:
+        self.function(change.rows_KD, change.delta_KD)
+
+    def options(self) -> dict[str, object]:
+        return {"name": self.registered_as}
+
+
+_BUILT_IN: dict[str, type[Updater]] = {
+    kind.name: kind
+    for kind in (Sum, Sgd, Momentum, Nesterov, AdaGrad, RowwiseAdaGrad, Adam, DcAsgd)
+}
+_registered: dict[str, _Registered] = {}
+
+
+def register_updater(name: str, function: RowFunction) -> None:
+    """Let ``updater=name`` mean ``function(rows_KD, delta_KD)``, which changes the rows in place.
+
+    Every process that opens such a table registers the function first, under the same name. The
+    rows are copies, each once: what the function raises leaves the table as it was. It runs with
+    the shard locked, so it must not use the table.
+
+    Raises:
+        ConfigError: The name is a built-in updater's, or the function is none.
+
+    Example:
+        >>> register_updater("newest", lambda rows, delta: rows.copy_(delta))
+        >>> parse_updater("newest").options()
+        {'name': 'newest'}
+    """
+    if not name or name in _BUILT_IN:
+        raise ConfigError(f"`name` must be a name of your own, but is {name!r}.")
+    if not callable(function):
+        raise ConfigError(f"`function` must be a function of rows and delta, but is {function!r}.")
+    _registered[name] = _Registered(function=function, registered_as=name)
+
+
+def parse_updater(given: str | Mapping[str, object] | Updater) -> Updater:
+    """Return the updater that was meant: by name, by name and options, or itself.
+
+    Raises:
+        ConfigError: The name or an option is unknown, or an option's value cannot be.
+
+    Example:
+        >>> parse_updater("sgd")
+        Sgd(lr=0.01)
+        >>> parse_updater({"name": "momentum", "lr": 0.1})
+        Momentum(lr=0.1, momentum=0.9)
+    """
+    if isinstance(given, Updater):
+        return given
+    options = {"name": given} if isinstance(given, str) else dict(given)
+    name = options.pop("name", None)
+    if name in _registered and not options:
+        return _registered[str(name)]
+    kind = _BUILT_IN.get(str(name))
+    if kind is None:
+        known = ", ".join(repr(n) for n in [*_BUILT_IN, *_registered])
+        raise ConfigError(f"`updater` must be one of {known}, but is {name!r}.")
+    known_options = [option.name for option in fields(kind)]
+    for option in options:
+        if option not in known_options:
+            known = ", ".join(f"`{o}`" for o in known_options) or "none"
+            raise ConfigError(
+                f"Options of updater {name!r} must be among {known}, but {option!r} is not."
+            )
+    return kind(**options)
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what the state of a table of ``dtype`` is kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,172 @@
+"""What users hand to a table, as tensors that can be trusted.
+
+Everything is checked here, before anything is locked or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.tables.spec import TableSpec
+
+__all__ = ["holds_nonfinite", "read_delta", "read_out", "read_rows"]
+
+_FEW = 32
+
+
+def read_rows(given: object, spec: TableSpec) -> Tensor:
+    """Return a list of rows as (K,) int64, every one of them within the table.
+
+    Raises:
+        ConfigError: It is no list of integers, or a row is outside the table.
+    """
+    rows = given if isinstance(given, Tensor) else _rows_tensor(given)
+    if rows.dtype != torch.int64:
+        rows = _whole_numbers(rows)
+    if rows.dim() != 1:
+        raise ConfigError(
+            f"`rows` must be a list of row numbers, but has shape {tuple(rows.shape)}."
+        )
+    if not rows.is_cpu:
+        rows = rows.cpu()
+    if rows.numel():
+        low, high = _extremes(rows)
+        if low < 0 or high >= spec.rows:
+            outside = low if low < 0 else high
+            plural = "" if spec.rows == 1 else "s"
+            raise ConfigError(
+                f"Row {outside} is outside table {spec.name!r}, which has {spec.rows} row{plural}."
+            )
+    return rows
+
+
+def _extremes(rows: Tensor) -> tuple[int, int]:
+    if rows.numel() <= _FEW:  # then Python is faster
+        numbers = rows.tolist()
+        return min(numbers), max(numbers)
+    low, high = torch.aminmax(rows)
+    return int(low.item()), int(high.item())
+
+
+def _rows_tensor(given: object) -> Tensor:
+    if isinstance(given, np.ndarray):
+        return _from_numpy(given, "rows")
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        if len(given) == 0:
+            return torch.empty(0, dtype=torch.int64)
+        try:
+            return torch.tensor(list(given))
+        except (TypeError, ValueError, RuntimeError) as exc:
+            raise ConfigError(f"`rows` must be a list of integers, but is {given!r}.") from exc
+    raise ConfigError(f"`rows` must be a list of integers, but is {given!r}.")
+
+
+def _whole_numbers(rows: Tensor) -> Tensor:
+    if rows.dtype == torch.bool or rows.dtype.is_floating_point or rows.dtype.is_complex:
+        raise ConfigError(
+            f"`rows` must hold integers, but holds {rows.dtype}. Give row numbers, 0-based."
+        )
+    return rows.to(torch.int64)
+
+
+def _from_numpy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], name: str) -> Tensor:
+    try:
+        return torch.tensor(array) if not array.flags.writeable else torch.as_tensor(array)
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(
+            f"`{name}` must be an array that torch can take over, but is not: {exc}. "
+            "Give `np.ascontiguousarray(…)` of a native number type."
+        ) from exc
+
+
+def read_delta(given: object, spec: TableSpec, num_rows: int | None, name: str = "delta") -> Tensor:
+    """Return what is added as (K, D) of the table's dtype.
+
+    Args:
+        given: Tensor, numpy array or nested sequence. The first two must have the table's dtype.
+        spec: The table.
+        num_rows: K, or None for the whole table.
+        name: What it is called in messages.
+
+    Raises:
+        ConfigError: Shape or dtype is another.
+    """
+    delta = given if isinstance(given, Tensor) else _delta_tensor(given, spec, name)
+    if delta.dtype != spec.dtype:
+        raise ConfigError(
+            f"`{name}` must be of {spec.dtype} like table {spec.name!r}, but is of {delta.dtype}. "
+            f"Give `{name}.to({spec.dtype})`."
+        )
+    wanted = spec.shape if num_rows is None else (num_rows, *spec.shape[1:])
+    if delta.shape != wanted:
+        raise ConfigError(
+            f"`{name}` must have shape {wanted} for table {spec.name!r}, but has "
+            f"{tuple(delta.shape)}."
+        )
+    if delta.layout is not torch.strided:
+        delta = delta.to_dense()
+    if not delta.is_cpu:
+        delta = delta.cpu()
+    if delta.requires_grad:
+        delta = delta.detach()
+    if not delta.is_contiguous():
+        delta = delta.contiguous()
+    return delta.view(-1, 1) if spec.is_array else delta
+
+
+def _delta_tensor(given: object, spec: TableSpec, name: str) -> Tensor:
+    if isinstance(given, np.ndarray):
+        return _from_numpy(given, name)
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise ConfigError(
+            f"`{name}` must be a tensor, an array or a sequence of numbers, but is {given!r}."
+        )
+    try:
+        found = torch.tensor(given)
+        if len(given) == 0 or (found.numel() == 0 and found.dim() == len(spec.shape)):
+            found = found.to(spec.dtype)
+            return found.view(0, spec.cols) if found.shape == (0,) and not spec.is_array else found
+        fits = found.dtype.is_floating_point <= spec.dtype.is_floating_point
+        if fits and found.dtype != torch.bool and not found.dtype.is_complex:
+            return torch.tensor(given, dtype=spec.dtype)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
+        raise ConfigError(f"`{name}` must hold numbers in rows of equal length: {exc}.") from exc
+    raise ConfigError(f"`{name}` must hold numbers that fit {spec.dtype}, but holds {found.dtype}.")
+
+
+def read_out(out: object, spec: TableSpec, num_rows: int) -> Tensor:
+    """Return ``out`` as (K, D), the same memory.
+
+    Raises:
+        ConfigError: It is no dense CPU tensor of the result's shape and dtype.
+    """
+    wanted = (num_rows, *spec.shape[1:])
+    if not isinstance(out, Tensor) or out.shape != wanted or out.dtype != spec.dtype:
+        shown = f"{out.dtype}, {tuple(out.shape)}" if isinstance(out, Tensor) else repr(out)
+        raise ConfigError(f"`out` must be a tensor of {spec.dtype}, {wanted}, but is {shown}.")
+    if not out.is_cpu or not out.is_contiguous() or out.requires_grad:
+        raise ConfigError(
+            "`out` must be a contiguous tensor on the CPU that needs no gradient, but is not."
+        )
+    return out.view(-1, 1) if spec.is_array else out
+
+
+def holds_nonfinite(delta: Tensor) -> bool:
+    """Tell whether NaN or infinity is in ``delta``; a sum that is finite saves the closer look.
+
+    Example:
+        >>> holds_nonfinite(torch.tensor([1.0, float("nan")])), holds_nonfinite(torch.ones(3))
+        (True, False)
+    """
+    if not delta.dtype.is_floating_point or delta.numel() == 0:
+        return False
+    total = delta.sum().item()
+    if total - total == 0:  # as neither NaN nor infinity does
+        return False
+    low, high = torch.aminmax(delta)
+    return not bool(torch.isfinite(low) & torch.isfinite(high))

@@ -1,0 +1,452 @@
+"""The workers of a run on this host, and one worker's place among them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError, StateError
+from phalanx.memory import Region, RunDirectory
+from phalanx.plan import Staleness
+from phalanx.tables.joining import read_ticket
+from phalanx.tables.membership import Barrier, Membership, await_others
+from phalanx.tables.spec import TableSpec, make_spec
+from phalanx.tables.storage import Storage, agree_on
+from phalanx.tables.table import Numbers, Table, wait_for_clocks
+from phalanx.tables.updaters import Updater
+from phalanx.tables.values import holds_nonfinite, read_delta
+
+__all__ = ["World", "join"]
+
+_LONGEST_S = 1e6
+
+
+class _House:
+    """What the workers of one process share: the run's regions, locks and tables."""
+
+    def __init__(self, run: str | None) -> None:
+        self.run = run
+        self._directory = None if run is None else RunDirectory.join(f"tables-{run}")
+        self._regions: dict[str, Region] = {}  # of a run that is this process alone
+        self._mutex = threading.RLock()
+        self._storages: dict[str, Storage] = {}
+        self._barriers: dict[str, Barrier] = {}
+        self._num_workers = 0
+        if self._directory is not None:  # at the latest when the interpreter ends
+            weakref.finalize(self, self._directory.close)
+
+    def enter(self, *, create: bool) -> None:
+        """Open the page; not in ``__init__``, so that a failure can leave the run again."""
+        region = self.open_region("members", Membership.needed_bytes(), create=create)
+        self.membership = Membership(region, "this process" if self.run is None else self.run)
+
+    def open_region(self, name: str, nbytes: int, *, create: bool = True) -> Region:
+        if self._directory is not None:
+            return self._directory.open_region(name, nbytes, create=create)
+        with self._mutex:
+            if name not in self._regions:
+                self._regions[name] = Region.create(nbytes, label=name)
+            return self._regions[name]
+
+    def storage(self, spec: TableSpec, timeout_s: float) -> Storage:
+        agree_on(spec, self.open_region, self.membership, timeout_s)
+        with self._mutex:
+            if spec.name not in self._storages:
+                self._storages[spec.name] = Storage(spec, self.open_region, self.membership)
+            return self._storages[spec.name]
+
+    def barrier(self, name: str) -> Barrier:
+        with self._mutex:
+            if name not in self._barriers:
+                digest = hashlib.sha256(name.encode()).hexdigest()[:32]
+                region = self.open_region(f"barrier-{digest}", Barrier.needed_bytes())
+                self._barriers[name] = Barrier(name, region, self.membership)
+            return self._barriers[name]
+
+    def count(self, change: int) -> None:
+        """Count a worker of this process in or out; the last one closes the house."""
+        with self._mutex:
+            self._num_workers += change
+            if self._num_workers == 0:
+                self.close()
+
+    def close(self) -> None:
+        for storage in self._storages.values():
+            storage.close()
+        if hasattr(self, "membership"):
+            self.membership.close()
+        if self._directory is not None:
+            self._directory.close()
+        self._regions.clear()
+
+
+class World:
+    """One worker's place in a run; made by :func:`join`.
+
+    Attributes:
+        worker_id: This worker's number, from 0.
+        timeout_s: How long its calls wait for others.
+        staleness: The mode of its tables, where they are not given one.
+        run: The run's name, or None for this process alone.
+    """
+
+    def __init__(
+        self, house: _House, worker_id: int, staleness: Staleness, timeout_s: float
+    ) -> None:
+        """Not for callers, who have :func:`join`."""
+        self.worker_id = worker_id
+        self.timeout_s = timeout_s
+        self.staleness = staleness
+        self.run = house.run
+        self.membership = house.membership
+        self.closed = False
+        self._house = house
+        self._pid = os.getpid()
+        self._num_tables = 0
+        self._tick_bound: int | None = staleness.bound if staleness.is_bounded else None
+        house.count(+1)
+
+    # --- who is here ------------------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers are waited for: those here, and those expected who never came."""
+        return self.membership.num_workers()
+
+    @property
+    def workers(self) -> list[int]:
+        """The numbers of the workers that are here; who is dead is no longer among them."""
+        self._check_open()
+        self.membership.bury(self.timeout_s)
+        return self.membership.here()
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this is the lowest worker that is waited for."""
+        return min(self.membership.holding(), default=self.worker_id) == self.worker_id
+
+    def barrier(self, name: str = "barrier", timeout_s: float | None = None) -> int:
+        """Wait until every worker has come to the barrier ``name``; return the round, from 1.
+
+        Raises:
+            PeerTimeout: A worker stayed away; ``.rank`` is the first. Who gives up may come again.
+
+        Collective: All workers. Blocks: Until the last has come, left or died.
+        """
+        self._check_open()
+        self._check_counted("barrier")
+        timeout_s = self.timeout_s if timeout_s is None else _seconds(timeout_s)
+        return self._house.barrier(name).wait(self.worker_id, timeout_s)
+
+    def tick(self) -> int:
+        """End this worker's round; return how many it has ended.
+
+        It counts for tables with bounded staleness. In bulk-synchronous ones the gets are the
+        rounds.
+
+        Raises:
+            PeerTimeout: The slowest worker is more than one beyond the bound behind; ``.rank`` is
+                it. The round is ended all the same.
+
+        Blocks: While this worker is more than one beyond the bound ahead.
+        """
+        self._check_open()
+        self._check_counted("tick")
+        clock = self.membership.advance(self.worker_id)
+        if self._tick_bound is not None:
+            judge = Staleness(self._tick_bound)
+            wait_for_clocks(
+                self,
+                lambda: judge.may_begin_round(
+                    worker=self.worker_id, clock_by_worker=self.membership.clocks()
+                ),
+                f"round {clock + 1}",
+            )
+        return clock
+
+    def thread_worker(self) -> World:
+        """Join the same run as one more worker, for another thread of this process.
+
+        Example:
+            >>> with join(num_workers=2) as world, world.thread_worker() as other:
+            ...     world.worker_id, other.worker_id, world.workers
+            (0, 1, [0, 1])
+        """
+        self._check_open()
+        worker = self.membership.enter(worker=None, num_expected=None, timeout_s=self.timeout_s)
+        return World(self._house, worker, self.staleness, self.timeout_s)
+
+    def leave(self) -> None:
+        """Stop counting as a worker: nobody waits for this one any more. Tables stay readable."""
+        if not self.closed and self.membership.is_here(self.worker_id):
+            self.membership.leave(self.worker_id, self.timeout_s)
+
+    def close(self) -> None:
+        """Leave and let go of everything; the last one out removes what the run has shared.
+
+        Blocks: Until the workers that were announced have come, else they would come to a run that
+        is not there any more; at most ``timeout_s``.
+        """
+        if not self.closed and os.getpid() == self._pid and self.run is not None:
+            await_others(
+                lambda: not self.membership.expected_missing(), lambda: None, self.timeout_s
+            )
+        self._leave_and_close()
+
+    def _leave_and_close(self) -> None:
+        if self.closed:
+            return
+        if os.getpid() == self._pid:  # a forked child is not this worker
+            self.leave()
+        self.closed = True
+        self._house.count(-1)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._leave_and_close()
+
+    # --- tables -----------------------------------------------------------------------------------
+
+    def array(
+        self,
+        size: int,
+        dtype: torch.dtype | str = torch.float32,
+        *,
+        updater: str | dict[str, object] | Updater = "sum",
+        init: Numbers | float | None = None,
+        name: str | None = None,
+        sync: bool | None = None,
+        staleness: int | None = None,
+        num_shards: int = 1,
+        nonfinite: str = "reject",
+    ) -> Table:
+        """Open a table of one dimension; see :meth:`matrix`.
+
+        Example:
+            >>> with join() as world:
+            ...     table = world.array(3, init=[1, 2, 3])
+            ...     table.add([10, 20, 30])
+            ...     table.get().tolist()
+            [11.0, 22.0, 33.0]
+        """
+        return self._table(
+            size, 1, True, dtype, updater, init, name, sync, staleness, num_shards, nonfinite
+        )
+
+    def matrix(
+        self,
+        rows: int,
+        cols: int,
+        dtype: torch.dtype | str = torch.float32,
+        *,
+        updater: str | dict[str, object] | Updater = "sum",
+        init: Numbers | float | None = None,
+        name: str | None = None,
+        sync: bool | None = None,
+        staleness: int | None = None,
+        num_shards: int = 1,
+        nonfinite: str = "reject",
+    ) -> Table:
+        """Open a table of rows; all workers that give its name have the same one.
+
+        The master's ``init`` fills it, past the updater; the others wait until it has.
+
+        Args:
+            rows: How many, 0 or more.
+            cols: Row width, at least 1.
+            dtype: float32, float64, bfloat16, int32 or int64.
+            updater: A name, a mapping of name and options, or an updater.
+            init: What it holds at first: one number or all of them; 0 if None.
+            name: None for the next number, counted by each worker: then all open their tables in
+                the same order.
+            sync: True for bulk-synchronous; False for asynchronous; None for the world's mode.
+            staleness: k for bounded staleness; 0 is bulk-synchronous.
+            num_shards: Ranges of rows that are locked apart. More let more workers add at once;
+                an add then costs several times as much where it has few rows, and is whole or
+                absent per shard.
+            nonfinite: What becomes of an add with NaN or infinity: "reject" refuses it, "skip"
+                leaves it out and counts it, "allow" takes it.
+
+        Raises:
+            ConfigError: An argument cannot be, or another worker opened it otherwise.
+            OutOfSpace: There is not so much memory. A table takes twice its values and states, and
+                8 bytes more for every fourth row.
+            PeerTimeout: The master did not open it; ``.rank`` is its number.
+
+        Collective: All workers, in bulk-synchronous tables. Blocks: Until the master has opened it.
+        """
+        return self._table(
+            rows, cols, False, dtype, updater, init, name, sync, staleness, num_shards, nonfinite
+        )
+
+    def _table(
+        self,
+        rows: int,
+        cols: int,
+        is_array: bool,
+        dtype: torch.dtype | str,
+        updater: str | dict[str, object] | Updater,
+        init: Numbers | float | None,
+        name: str | None,
+        sync: bool | None,
+        staleness: int | None,
+        num_shards: int,
+        nonfinite: str,
+    ) -> Table:
+        self._check_open()
+        spec = make_spec(
+            f"table-{self._num_tables}" if name is None else name,
+            rows,
+            cols,
+            is_array=is_array,
+            dtype=dtype,
+            updater=updater,
+            num_shards=num_shards,
+            staleness=_read_mode(sync, staleness, self.staleness),
+            nonfinite=nonfinite,
+            num_workers=self._num_slots(),
+        )
+        first = _read_init(init, spec)
+        storage = self._house.storage(spec, self.timeout_s)
+        storage.open(self.worker_id, first, self.timeout_s)
+        self._num_tables += name is None
+        self._note_bound(spec.staleness)
+        return Table(spec, storage, self)
+
+    def _num_slots(self) -> int:
+        """How many workers there can ever be, where that is known."""
+        alone = self._house.run is None and self.membership.here() == [0]
+        return self.membership.num_expected or int(alone)
+
+    def _note_bound(self, staleness: Staleness) -> None:
+        if staleness.is_bounded and staleness.bound is not None:
+            bounds = [b for b in (self._tick_bound, staleness.bound) if b is not None]
+            self._tick_bound = min(bounds)
+
+    def _check_open(self) -> None:
+        if self.closed or os.getpid() != self._pid:
+            why = "is closed" if self.closed else "was joined by the process that forked this one"
+            raise StateError(f"The world must be joined by this worker, but {why}. Call `join`.")
+
+    def _check_counted(self, what: str) -> None:
+        if not self.membership.is_here(self.worker_id):
+            raise StateError(
+                f"`{what}` must be called by a worker of the run, but worker {self.worker_id} has "
+                "left."
+            )
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return f"World(worker {self.worker_id}, closed)"
+        where = "this process" if self.run is None else f"run {self.run!r}"
+        return f"World(worker {self.worker_id} of {self.num_workers} in {where})"
+
+
+def join(
+    run: str | None = None,
+    *,
+    sync: bool = False,
+    staleness: int | None = None,
+    num_workers: int | None = None,
+    create: bool = True,
+    timeout_s: float = 30.0,
+) -> World:
+    """Become a worker: of this process alone, of the run torchrun started, or of run ``run``.
+
+    Args:
+        run: A name that the processes of one run on this host agree on. None for torchrun's run if
+            its variables are there, else for this process and its threads alone.
+        sync: Whether tables are bulk-synchronous unless they say otherwise.
+        staleness: k for bounded staleness, unless tables say otherwise; 0 is bulk-synchronous.
+        num_workers: How many will come. Then barriers and rounds wait for those too who have not
+            come yet; else only for those who are here.
+        create: Whether to begin the run if nobody has.
+        timeout_s: How long calls wait for others.
+
+    Raises:
+        ConfigError: The name is none, or others said another ``num_workers``.
+        StateError: There is no such run, and ``create`` is False.
+        OutOfSpace: There is no room in ``/dev/shm``.
+        UnsupportedError: torchrun's workers are on several hosts.
+
+    Example:
+        >>> with join() as world:
+        ...     world.worker_id, world.num_workers, world.is_master
+        (0, 1, True)
+    """
+    timeout_s = _seconds(timeout_s)
+    mode = _read_mode(sync, staleness, Staleness(None))
+    ticket = read_ticket(run, num_workers)
+    house = _House(ticket.run)
+    try:
+        _enter(house, create)
+        worker = house.membership.enter(
+            worker=ticket.worker, num_expected=ticket.num_workers, timeout_s=timeout_s
+        )
+    except BaseException:
+        house.close()
+        raise
+    return World(house, worker, mode, timeout_s)
+
+
+def _enter(house: _House, create: bool) -> None:
+    try:
+        house.enter(create=create or house.run is None)
+    except StateError as exc:
+        raise StateError(
+            f"Run {house.run!r} must have been begun by another worker, but is not there. Start "
+            "that one first, or join with `create=True`."
+        ) from exc
+
+
+def _seconds(timeout_s: object) -> float:
+    if (
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, int | float)
+        or not 0 <= timeout_s < _LONGEST_S
+    ):
+        raise ConfigError(
+            f"`timeout_s` must be seconds from 0 to {_LONGEST_S:g}, but is {timeout_s!r}."
+        )
+    return float(timeout_s)
+
+
+def _read_mode(sync: object, staleness: int | None, default: Staleness) -> Staleness:
+    if sync is not None and not isinstance(sync, bool):
+        raise ConfigError(f"`sync` must be True or False, but is {sync!r}.")
+    if staleness is not None:
+        if sync and staleness != 0:
+            raise ConfigError(
+                f"`staleness` must be absent where `sync` is True, but is {staleness!r}."
+            )
+        return Staleness(staleness)
+    return default if sync is None else Staleness(0 if sync else None)
+
+
+def _read_init(init: object, spec: TableSpec) -> Tensor | float | None:
+    if init is None:
+        return None
+    value: Tensor | float
+    if isinstance(init, int | float) and not isinstance(init, bool):
+        if isinstance(init, float) and not spec.dtype.is_floating_point:
+            raise ConfigError(f"`init` must be an integer for {spec.dtype}, but is {init!r}.")
+        value, finite = init, math.isfinite(init)
+    else:
+        value = read_delta(init, spec, None, "init")
+        finite = not holds_nonfinite(value)
+    if spec.nonfinite != "allow" and not finite:
+        raise ConfigError(
+            f"`init` must be finite for table {spec.name!r}, but holds NaN or infinity."
+        )
+    return value

@@ -1,0 +1,34 @@
+"""The course that most chaos tests share: three workers, slices of several blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.course import Course, differing, make_blocks_small
+
+
+@pytest.fixture(scope="package", autouse=True)
+def small_blocks() -> Iterator[None]:
+    """Let workers step slices of tiny models too, in several blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        make_blocks_small(patch)
+        yield
+
+
+@pytest.fixture(scope="package")
+def _running(small_blocks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
+    with Course(tmp_path_factory.mktemp("orders"), replicas=3) as running:
+        running.warm_up()
+        yield running
+
+
+@pytest.fixture
+def course(_running: Course, tmp_path: Path) -> Iterator[Course]:
+    """Two trainings that are the same; what a test leaves different is put right after it."""
+    yield _running
+    if differing(_running.disturbed.everything(), _running.undisturbed.everything()):
+        _running.start_over(tmp_path / "undisturbed")
+    _running.orders.withdraw()

@@ -1,0 +1,274 @@
+"""A training with worker processes, and beside it the same training that nothing happens to.
+
+Both do one update after another, and everything is compared after each: so it is known which fault
+changed something, and one crew of workers serves many faults.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import phalanx
+from phalanx.replicas import ProcessCrew, faults
+from phalanx.replicas.worker_process import WorkerProcess
+from phalanx.train import shared_stepping, slices
+from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur
+
+DEADLINE_S = 90.0  # for anything; far more than all of it takes
+MICROBATCHES = 7
+BLOCK_ELEMENTS = 128  # small enough for several blocks in each worker's slice
+
+
+def make_blocks_small(patch: Any) -> None:  # Any: pytest's MonkeyPatch, or what acts as it
+    """Let workers step slices of tiny models too, in several blocks."""
+    patch.setattr(slices, "BLOCK_ELEMENTS", BLOCK_ELEMENTS)
+    patch.setattr(shared_stepping, "LEAST_SLICE_ELEMENTS", 0)
+
+
+class _Passed(torch.autograd.Function):
+    """The identity, whose backward pass comes by a point."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        faults.reach("inside backward")
+        return grad
+
+
+class Net(nn.Module):
+    """Batch norm, dropout, a counter, a parameter used twice, and two points in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 40)
+        self.norm = nn.BatchNorm1d(40)
+        self.drop = nn.Dropout(0.3)
+        self.middle = nn.Linear(40, 40)
+        self.last = nn.Linear(40, 3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        # More than the kernel keeps of a message that nobody reads.
+        self.register_buffer("table", torch.zeros(1 << 17), persistent=False)
+
+    def forward(self, x_NLI: Tensor) -> Tensor:
+        self.seen += 1
+        hidden = self.norm(self.first(x_NLI).transpose(1, 2))  # L > 1: one row is enough
+        hidden = self.drop(torch.relu(hidden).mean(2))
+        faults.reach("inside forward")
+        hidden = _Passed.apply(torch.relu(self.middle(self.middle(hidden))))
+        scores: Tensor = self.last(hidden)
+        return scores
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [
+            {"params": parameters[:3], "lr": 3e-3, "weight_decay": 0.1},
+            {"params": parameters[3:], "lr": 1e-3},
+        ]
+    )
+
+
+def rate(step: int) -> float:
+    return 0.6 + 0.4 * math.cos(step / 7)
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, rate)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """5 batches of 15 rows and one of 6, of which one microbatch is empty."""
+    draw = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(size, 2, 6, generator=draw), torch.randint(0, 3, (size,), generator=draw))
+        for size in (15, 15, 15, 15, 15, 6)
+    ]
+
+
+class Watched:
+    """A trainer and what it has told."""
+
+    def __init__(self, crew: str, replicas: int, timeout_s: float = DEADLINE_S) -> None:
+        torch.manual_seed(3)
+        self.losses: list[float] = []
+        self.lost: list[phalanx.WorkerLost] = []
+        self.trainer = phalanx.Trainer(
+            Net(),
+            nn.functional.cross_entropy,
+            adamw,
+            crew=crew,
+            replicas=replicas,
+            microbatches=MICROBATCHES,
+            seed=11,
+            clip_norm=0.5,
+            scheduler=schedule,
+            timeout_s=timeout_s,
+            max_failures=None,
+            on_failure=self.lost.append,
+            callbacks=[self._note],
+        )
+        self._data = batches()
+
+    def _note(self, event: object) -> None:
+        if isinstance(event, phalanx.StepDone):
+            self.losses.append(event.loss)
+
+    def step(self) -> None:
+        self.trainer.fit(self._data, steps=1)
+
+    def everything(self) -> dict[str, object]:
+        """Return all that must be the same, by name."""
+        trainer = self.trainer
+        state = trainer.optimizer.state_dict()["state"]
+        assert trainer.scheduler is not None
+        return {
+            **{f"model.{name}": value for name, value in trainer.module.state_dict().items()},
+            **{f"optimizer.{i}.{k}": v for i, each in state.items() for k, v in each.items()},
+            "rates": [group["lr"] for group in trainer.optimizer.param_groups],
+            "scheduler": trainer.scheduler.last_epoch,
+            "position": trainer._position,
+            "losses": self.losses,
+        }
+
+
+def differing(ours: dict[str, object], theirs: dict[str, object]) -> list[str]:
+    """Return the names of what is not the same, bit for bit."""
+    return sorted(
+        name
+        for name in ours.keys() | theirs.keys()
+        if name not in ours or name not in theirs or not _same(ours[name], theirs[name])
+    )
+
+
+def _same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        return torch.equal(ours, theirs)
+    return ours == theirs
+
+
+class Course:
+    """The two trainings; use it as a context manager.
+
+    Args:
+        folder: For orders; empty.
+        replicas: Number of workers.
+        timeout_s: After which a worker counts as hung.
+    """
+
+    def __init__(self, folder: Path, replicas: int, timeout_s: float = DEADLINE_S) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.orders = Orders(folder)
+        self.timeout_s = timeout_s
+        self.disturbed = Watched("processes", replicas, timeout_s)
+        self.undisturbed = Watched("inline", 1)
+
+    def __enter__(self) -> Course:
+        faults.plant(Saboteur(str(self.folder)))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        faults.plant(None)
+        self.disturbed.trainer.close()
+        self.undisturbed.trainer.close()
+
+    @property
+    def crew(self) -> ProcessCrew:
+        engine = self.disturbed.trainer._engine
+        assert engine is not None
+        assert isinstance(engine.crew, ProcessCrew)
+        return engine.crew
+
+    def worker(self, index: int) -> WorkerProcess:
+        return self.crew._workers[index]
+
+    # -- updates -----------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Do the updates before the workers step slices of their own."""
+        for _ in range(3):
+            self.step()
+        self.compare()
+
+    def step(self) -> None:
+        self.disturbed.step()
+        self.undisturbed.step()
+
+    def compare(self) -> None:
+        """Fail unless everything is the same in both."""
+        names = differing(self.disturbed.everything(), self.undisturbed.everything())
+        assert not names, f"differ after step {self.undisturbed.trainer.steps}: {', '.join(names)}"
+
+    def start_over(self, folder: Path) -> None:
+        """Give the disturbed one the other's state, after something went wrong."""
+        self.orders.withdraw()
+        self.undisturbed.trainer.save(folder)
+        self.disturbed.trainer.resume(folder)
+        self.disturbed.losses[:] = self.undisturbed.losses
+        self.disturbed.lost.clear()
+        self.compare()
+
+    # -- faults ------------------------------------------------------
+
+    def await_workers(self) -> None:
+        """Wait until all replacements are ready."""
+        for worker in self.crew._workers:
+            assert worker.poll_ready(DEADLINE_S)
+
+    def await_word(self, index: int) -> None:
+        """Wait until a replacement says that it is ready, or ends; leave it to the crew to see."""
+        worker = self.worker(index)
+        assert worker.ready or wait([worker._connection, worker._process.sentinel], DEADLINE_S)
+
+    def await_end(self, index: int) -> None:
+        assert wait([self.worker(index)._process.sentinel], DEADLINE_S)
+
+    def suffer(
+        self, orders: dict[int, Order], *, compared: bool = True
+    ) -> list[phalanx.WorkerLost]:
+        """Do updates until all orders, by worker, are carried out; return the losses, by worker.
+
+        Which microbatches a worker gets is a matter of time, so it may take some updates until it
+        comes by a point of theirs.
+        """
+        for index, order in orders.items():
+            self.await_word(index)
+            self.orders.give(index, order)
+        self.disturbed.lost.clear()
+        left = set(orders)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while left:
+            assert time.monotonic() < deadline_s, f"not carried out: {[orders[i] for i in left]}"
+            self.step()
+            left -= {index for index in left if self.orders.fired_s(index) is not None}
+            if compared:
+                self.compare()
+        found = [self.told_of(index, REASONS[orders[index].deed]) for index in sorted(orders)]
+        # With little patience, and on a busy machine, others may have been late as well.
+        assert self.timeout_s < DEADLINE_S or len(self.disturbed.lost) == len(found)
+        return found
+
+    def told_of(self, index: int, reason: str) -> phalanx.WorkerLost:
+        """Return what was told of a worker that was lost for that reason."""
+        told = self.disturbed.lost
+        found = [each for each in told if each.worker == index and reason in each.reason]
+        assert found, f"worker {index} should have been lost, {reason!r}, but: {told}"
+        return found[0]
+
+    def kill(self, index: int) -> None:
+        """Kill a worker from outside, and wait until it is gone."""
+        os.kill(self.worker(index).pid, signal.SIGKILL)
+        self.await_end(index)

@@ -1,0 +1,142 @@
+"""Planted bugs: what happens after a death is done wrong on purpose, and the comparison says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+
+from phalanx.replicas import ProcessCrew, process_crew
+from phalanx.replicas.worker import Birth
+from phalanx.train import Trainer, slices
+from phalanx.train.position import Loss
+from tests.chaos.course import DEADLINE_S, Course, differing
+from tests.chaos.saboteur import Order
+
+pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+
+Desk = process_crew._Desk
+
+
+def assert_caught(course: Course, name: str) -> None:
+    """Fail unless the comparison fails, and names ``name``."""
+    with pytest.raises(AssertionError, match=rf"differ after step.*\b{name}\b"):
+        course.compare()
+
+
+@pytest.fixture
+def returned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Return a set that gets every microbatch that a worker has died with."""
+    microbatches: set[int] = set()
+    real = Desk.give_back
+
+    def give_back(desk: Any, microbatch: int) -> None:
+        microbatches.add(microbatch)
+        real(desk, microbatch)
+
+    monkeypatch.setattr(Desk, "give_back", give_back)
+    return microbatches
+
+
+def test_a_lost_microbatch_is_caught(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_back(desk: Any, microbatch: int) -> None:
+        desk._job.sums.put(microbatch, None)
+        desk.count()
+
+    monkeypatch.setattr(Desk, "give_back", give_back)
+    course.suffer({1: Order("gradients written")}, compared=False)
+    assert_caught(course, "model.first.weight")
+
+
+def test_a_doubled_microbatch_is_caught(
+    course: Course, monkeypatch: pytest.MonkeyPatch, returned: set[int]
+) -> None:
+    """The dead worker's gradients are added, and those of whoever repeats its work."""
+    real = ProcessCrew._count
+
+    def count(crew: Any, index: int, microbatch: int, done: Any, slot: Any, run: Any) -> None:
+        if microbatch in returned:
+            for gradient in slot.gradients:
+                gradient.mul_(2)
+        real(crew, index, microbatch, done, slot, run)
+
+    monkeypatch.setattr(ProcessCrew, "_count", count)
+    course.suffer({0: Order("gradients written")}, compared=False)
+    assert returned
+    assert_caught(course, "model.first.weight")
+
+
+def test_a_half_stepped_slice_is_caught(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that was new already is stepped once more."""
+    monkeypatch.setattr(slices.Slice, "_undo_half_done", lambda _: None)
+    course.suffer({1: Order("block stepped")}, compared=False)
+    assert_caught(course, "optimizer.0.exp_avg")
+
+
+@pytest.mark.night
+def test_a_slice_that_nobody_completes_is_caught(
+    course: Course, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ProcessCrew.errand
+
+    def errand(crew: Any, index: int, make: Any) -> bool:
+        real(crew, index, make)
+        return True
+
+    monkeypatch.setattr(ProcessCrew, "errand", errand)
+    course.suffer({0: Order("block done")}, compared=False)
+    assert_caught(course, "model.first.weight")
+
+
+def test_a_wrong_seed_on_retry_is_caught(
+    course: Course, monkeypatch: pytest.MonkeyPatch, returned: set[int]
+) -> None:
+    real = ProcessCrew._compute
+
+    def compute(crew: Any, index: int, microbatch: int, run: Any) -> None:
+        if microbatch in returned:
+            seed = (*run.task.seed[:-1], run.task.seed[-1] + 1000)
+            run = dataclasses.replace(run, task=dataclasses.replace(run.task, seed=seed))
+        real(crew, index, microbatch, run)
+
+    monkeypatch.setattr(ProcessCrew, "_compute", compute)
+    course.suffer({1: Order("before forward")}, compared=False)
+    assert returned
+    assert_caught(course, "losses")
+
+
+def test_a_position_that_is_advanced_twice_is_caught(
+    course: Course, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Trainer._tell_of_failures
+
+    def tell(trainer: Any, step: int) -> None:
+        before = len(course.disturbed.lost)
+        real(trainer, step)
+        if len(course.disturbed.lost) > before:
+            trainer._position = trainer._position.next_batch(Loss(0.0, 0.0, 0))
+
+    monkeypatch.setattr(Trainer, "_tell_of_failures", tell)
+    course.suffer({0: Order("inside backward")}, compared=False)
+    assert_caught(course, "position")
+
+
+def test_stale_statistics_are_caught(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement starts from the buffers of the day when the crew was opened."""
+    course.await_workers()
+    crew = course.crew
+    nowhere = [None] * len(crew._mirrored.places)
+    old = crew._shelved(Birth(crew._packed_module(), nowhere, crew._slots.layout))
+    with monkeypatch.context() as patch:
+        patch.setattr(crew, "_birth", old)
+        course.suffer({1: Order("slice taken")})
+    course.await_workers()
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not differing(course.disturbed.everything(), course.undisturbed.everything()):
+        assert time.monotonic() < deadline_s, "the replacement's statistics made no difference"
+        course.step()
+    assert_caught(course, "model.norm.running_mean")
+    course.kill(1)  # the next one is born as it should be
+    course.disturbed.step()

@@ -1,0 +1,261 @@
+"""Workers that die: at every point, in every way, alone and together. The bits stay the same."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.replicas import sums
+from phalanx.replicas.faults import POINTS
+from phalanx.train import checkpoint
+from tests.chaos.course import MICROBATCHES, Course
+from tests.chaos.saboteur import MODULE_POINTS, Order
+
+pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+
+ON_THE_WAY = [point for point in (*POINTS, *MODULE_POINTS) if point != "born"]
+WITH_A_MICROBATCH = {*POINTS[1:7], *MODULE_POINTS}
+MOST_STEPS = 1000
+KINDS = ["kill", "segfault", "exit", "terminate", "memory and die"]
+
+
+def deaths() -> list[object]:
+    """Every point with ``kill -9``, the workers by turns; at night every kind for all."""
+    gate = [(point, index % 3, "kill") for index, point in enumerate(ON_THE_WAY)]
+    every = itertools.product(ON_THE_WAY, (0, 1, 2), KINDS)
+    rest = [pytest.param(*each, marks=pytest.mark.night) for each in every if each not in gate]
+    return [*gate, *rest]
+
+
+def test_the_slices_have_several_blocks(course: Course) -> None:
+    course.step()
+    stepper = course.disturbed.trainer._engine._stepper
+    assert [len(planned.plan.blocks) >= 3 for planned in stepper._slices] == [True] * 3
+
+
+@pytest.mark.parametrize(("point", "worker", "deed"), deaths())
+def test_a_death_changes_nothing(course: Course, point: str, worker: int, deed: str) -> None:
+    (lost,) = course.suffer({worker: Order(point, deed)})
+    assert (lost.microbatch is not None) == (point in WITH_A_MICROBATCH)
+    assert lost.step == course.disturbed.trainer.steps
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        {
+            0: Order("block stepped", "segfault", passing=2),
+            2: Order("block saved", "exit", passing=3),
+        },
+        pytest.param(
+            {
+                1: Order("gradients half written", passing=2),
+                2: Order("inside backward", "exit", passing=2),
+            },
+            marks=pytest.mark.night,
+        ),
+        pytest.param(
+            {worker: Order("block done", passing=worker + 1) for worker in range(3)},
+            marks=pytest.mark.night,
+        ),
+    ],
+    ids=["slices", "microbatches", "all slices"],
+)
+def test_several_workers_die_at_once(course: Course, orders: dict[int, Order]) -> None:
+    course.await_workers()
+    course.suffer(orders)
+
+
+@pytest.mark.parametrize("deed", ["kill", pytest.param("exit", marks=pytest.mark.night)])
+def test_a_replacement_that_dies_while_it_starts_is_replaced(course: Course, deed: str) -> None:
+    course.await_workers()
+    course.disturbed.lost.clear()
+    course.kill(0)  # between two updates
+    course.orders.give(0, Order("born", deed))
+    course.step()
+    assert not course.worker(0).poll_ready(0.0)  # the step has not waited for it
+    course.await_word(0)
+    assert course.orders.fired_s(0) is not None
+    course.step()
+    course.compare()
+    first, second = course.disturbed.lost
+    assert (first.worker, second.worker, second.microbatch) == (0, 0, None)
+    assert second.step == first.step + 1
+
+
+def test_a_system_that_starts_no_process_in_mid_step_is_an_error_of_the_next_step(
+    course: Course, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slice is completed all the same; a step that is half done could not be refused."""
+
+    def launch(_: int) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    course.await_workers()
+    with monkeypatch.context() as patch:
+        patch.setattr(course.crew, "_launch", launch)
+        course.orders.give(1, Order("block stepped"))
+        course.step()
+        assert course.orders.fired_s(1) is not None
+    course.compare()
+    with pytest.raises(OSError, match="no more processes"):
+        course.step()
+    course.compare()
+    course.step()  # the dead one is noticed again, and replaced
+    course.compare()
+
+
+def test_what_a_replacement_raises_when_it_starts_does_not_tear_a_step(
+    course: Course, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = course.crew.errand
+
+    def poll_ready(_: float) -> bool:
+        raise RuntimeError("cannot take the model over")
+
+    def errand(index: int, make: Any) -> bool:
+        with monkeypatch.context() as patch:
+            if index == 0:
+                patch.setattr(course.worker(0), "poll_ready", poll_ready)
+            return real(index, make)
+
+    course.await_workers()
+    with monkeypatch.context() as patch:
+        patch.setattr(course.crew, "errand", errand)
+        course.step()
+    course.compare()
+    with pytest.raises(RuntimeError, match="cannot take the model over"):
+        course.step()
+    course.compare()
+    course.step()
+    course.compare()
+
+
+def test_a_death_while_partial_sums_are_added_changes_nothing(
+    course: Course, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At both levels of the tree that threads add: additions 1 and 4 of 5."""
+    real = sums._add
+    done = itertools.count(1)
+    kill_at: dict[int, int] = {}
+
+    def add(left: sums.Partial | None, right: sums.Partial | None) -> sums.Partial | None:
+        victim = kill_at.pop(next(done), None)
+        if victim is not None:
+            course.kill(victim)
+        return real(left, right)
+
+    monkeypatch.setattr(sums, "_add", add)
+    course.await_workers()
+    course.disturbed.lost.clear()
+    assert MICROBATCHES == 7
+    for addition, victim in ((1, 0), (4, 1)):
+        course.await_word(victim)
+        course.step()
+        kill_at[addition] = victim
+        done = itertools.count(1)
+        course.disturbed.step()
+        assert not kill_at
+        course.undisturbed.step()
+        course.step()
+        course.compare()
+    assert [lost.worker for lost in course.disturbed.lost] == [0, 1]
+
+
+WRITES = [
+    {"sync model.safetensors": 0, "rename run.writing": 1},
+    {"sync optimizer.safetensors": 0, "sync run.writing": 1},
+    {"sync order.safetensors": 0, "rename run": 1},
+    {"sync checkpoint.json": 0, "sync above": 1},
+]
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [WRITES[0], *(pytest.param(each, marks=pytest.mark.night) for each in WRITES[1:])],
+    ids=" and ".join,
+)
+def test_a_death_while_a_checkpoint_is_written_changes_neither_run_nor_checkpoint(
+    course: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victims: dict[str, int]
+) -> None:
+    """``victims`` says which worker dies just before which write step."""
+    folder = tmp_path / "above" / "run"
+    real_sync, real_rename = checkpoint._sync, Path.rename
+    left = dict(victims)
+
+    def pass_by(step: str) -> None:
+        victim = left.pop(step, None)
+        if victim is not None:
+            course.kill(victim)
+
+    def sync(path: Path) -> None:
+        pass_by(f"sync {path.name}")
+        real_sync(path)
+
+    def rename(path: Path, target: Path) -> Path:
+        pass_by(f"rename {path.name}")
+        return real_rename(path, target)
+
+    course.await_workers()
+    course.disturbed.trainer.save(folder)  # so that there is one to replace
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_sync", sync)
+        patch.setattr(Path, "rename", rename)
+        course.disturbed.trainer.save(folder)
+    assert not left, "write steps that were not met"
+    course.disturbed.trainer.resume(folder)
+    course.step()
+    course.compare()
+
+
+def test_the_only_worker_may_die(tmp_path: Path) -> None:
+    """When it starts for the first time, with a microbatch, and with its slice."""
+    with Course(tmp_path / "orders", replicas=1) as course:
+        course.orders.give(0, Order("born"))
+        course.warm_up()
+        assert course.orders.fired_s(0) is not None
+        assert [(lost.step, lost.microbatch) for lost in course.disturbed.lost] == [(1, None)]
+        course.suffer({0: Order("inside forward", "terminate", passing=4)})
+        course.suffer({0: Order("block stepped", "memory and die", passing=3)})
+
+
+def steps_until_it_raises(course: Course) -> None:
+    for _ in range(MOST_STEPS):
+        course.step()
+        course.compare()
+
+
+@pytest.mark.parametrize("deed", ["memory", "leave"])
+def test_what_a_worker_raises_in_a_microbatch_refuses_the_step_and_changes_nothing(
+    course: Course, deed: str
+) -> None:
+    """A worker that may have no more memory, or calls `sys.exit`, lives on: it is the caller's."""
+    course.await_word(1)
+    course.orders.give(1, Order("inside backward", deed))
+    with pytest.raises((MemoryError, SystemExit)) as raised:
+        steps_until_it_raises(course)
+    assert any("Raised by replica 1" in note for note in raised.value.__notes__)
+    assert course.orders.fired_s(1) is not None
+    course.compare()
+    course.step()
+    course.compare()
+
+
+@pytest.mark.parametrize("point", ["slice taken", "block stepped"])
+@pytest.mark.parametrize("deed", ["memory", "leave"])
+def test_what_a_worker_raises_in_its_slice_is_made_good(
+    course: Course, point: str, deed: str
+) -> None:
+    course.await_workers()
+    course.disturbed.lost.clear()
+    course.orders.give(0, Order(point, deed))
+    course.step()
+    assert course.orders.fired_s(0) is not None
+    course.compare()
+    course.step()
+    course.compare()
+    assert course.disturbed.lost == []

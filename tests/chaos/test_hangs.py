@@ -1,0 +1,78 @@
+"""Workers that live and do not answer: they are dumped, killed and replaced; the bits stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+
+import pytest
+
+from phalanx.replicas.worker import Keep
+from phalanx.replicas.worker_process import START_S
+from tests.chaos.course import DEADLINE_S, Course
+from tests.chaos.saboteur import Order
+
+pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+
+TIMEOUT_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
+    with Course(tmp_path_factory.mktemp("orders"), 2, timeout_s=TIMEOUT_S) as running:
+        running.warm_up()
+        yield running
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        {0: Order("inside forward", "stop"), 1: Order("block stepped", "hang")},
+        pytest.param(
+            {0: Order("slice taken", "stop"), 1: Order("inside backward", "spin")},
+            marks=pytest.mark.night,
+        ),
+    ],
+    ids=["stop and hang", "stop and spin"],
+)
+def test_a_worker_that_hangs_is_replaced_and_changes_nothing(
+    hanging: Course, orders: dict[int, Order]
+) -> None:
+    hanging.await_workers()
+    for lost in hanging.suffer(orders):
+        assert "saboteur.py" in lost.dump, lost
+
+
+def test_a_replacement_that_hangs_while_it_starts_is_replaced(hanging: Course) -> None:
+    hanging.await_workers()
+    hanging.kill(0)
+    hanging.orders.give(0, Order("born", "stop"))
+    hanging.step()
+    hanging.disturbed.lost.clear()
+    starting = hanging.worker(0)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while hanging.orders.fired_s(0) is None:
+        assert not wait([starting._process.sentinel], 0.01)
+        assert time.monotonic() < deadline_s
+    assert starting._started_s < time.monotonic()  # the same clock as ours
+    starting._started_s -= START_S
+    while not hanging.disturbed.lost:  # the other one may be done before anybody looks
+        assert time.monotonic() < deadline_s
+        hanging.step()
+    hanging.compare()
+    hanging.told_of(0, f"gave no answer for {START_S:g} s")
+
+
+def test_a_worker_that_reads_nothing_of_a_long_message_is_replaced(hanging: Course) -> None:
+    hanging.await_workers()
+    hanging.disturbed.lost.clear()
+    os.kill(hanging.worker(1).pid, signal.SIGSTOP)
+    long = Keep("long", bytes(1 << 24))
+    done = hanging.crew.each(lambda index: index == 1 and hanging.crew.errand(1, lambda _: long))
+    assert done == [False, False]
+    hanging.step()
+    hanging.compare()
+    assert hanging.told_of(1, f"gave no answer for {TIMEOUT_S:g} s").microbatch is None

@@ -1,0 +1,306 @@
+"""One contract of parameter tables: workers are one process, its threads, or processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from phalanx import tables
+from phalanx.errors import PeerTimeout
+from tests.multiprocess.children import Children, Parent
+
+DEADLINE_S = 60.0
+
+
+def run_threads(run: str, num_workers: int, body: Callable, **how: object) -> list:
+    results: list = [None] * num_workers
+    raised: list[BaseException] = []
+
+    def work(world: tables.World) -> None:
+        try:
+            with world:
+                results[world.worker_id] = body(world)
+        except BaseException as exc:
+            raised.append(exc)
+
+    world = tables.join(num_workers=num_workers, timeout_s=DEADLINE_S, **how)
+    worlds = [world, *(world.thread_worker() for _ in range(num_workers - 1))]
+    threads = [threading.Thread(target=work, args=(w,)) for w in worlds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * DEADLINE_S)
+    assert not any(thread.is_alive() for thread in threads)
+    if raised:
+        raise raised[0]
+    return results
+
+
+def _process(parent: Parent, run: str, num_workers: int, body: Callable, how: dict) -> None:
+    torch.set_num_threads(1)
+    with tables.join(run, num_workers=num_workers, timeout_s=DEADLINE_S, **how) as world:
+        result = body(world)
+        parent.tell((world.worker_id, result))
+
+
+def run_processes(run: str, num_workers: int, body: Callable, **how: object) -> list:
+    with Children() as children:
+        started = [
+            children.start(_process, run, num_workers, body, how) for _ in range(num_workers)
+        ]
+        results = dict(child.get() for child in started)
+        for child in started:
+            child.process.join(DEADLINE_S)
+    assert sorted(results) == list(range(num_workers))
+    return [results[worker] for worker in range(num_workers)]
+
+
+FORMATIONS = [
+    pytest.param(run_threads, 1, id="one process"),
+    pytest.param(run_threads, 2, id="2 threads"),
+    pytest.param(run_threads, 3, id="3 threads"),
+    pytest.param(run_processes, 1, id="1 process"),
+    pytest.param(run_processes, 2, id="2 processes"),
+    pytest.param(run_processes, 3, id="3 processes"),
+]
+in_every_formation = pytest.mark.parametrize(("workers", "n"), FORMATIONS)
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    """Return a name of a run, and see that nothing of it is left afterwards."""
+    name = f"t{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
+    yield name
+    left = [entry for entry in os.listdir("/dev/shm") if name in entry]
+    assert not left
+
+
+# --- the laws of Multiverso's own tests -----------------------------------------------------------
+
+
+def array_law(world: tables.World, rounds: int, size: int) -> None:
+    table = world.array(size, name="law")
+    delta = torch.arange(1, size + 1, dtype=torch.float32)
+    n = world.num_workers
+    for i in range(rounds):
+        table.add(delta)
+        table.add(delta, wait=False)
+        world.barrier()
+        assert torch.equal(table.get(), delta * 2 * (i + 1) * n)
+        world.barrier()
+
+
+@in_every_formation
+def test_after_each_barrier_an_array_holds_everybodys_adds(workers, n, run):
+    workers(run, n, partial(array_law, rounds=100, size=10_000))
+
+
+def matrix_law(world: tables.World, num_shards: int) -> None:
+    rows, cols, some = 11, 10, [0, 1, 5, 10]
+    table = world.matrix(rows, cols, name="law", num_shards=num_shards)
+    delta = torch.arange(1, rows * cols + 1, dtype=torch.float32).view(rows, cols)
+    expected = torch.zeros(rows, cols)
+    for _ in range(20):
+        table.add(delta)
+        table.add(delta[some], rows=some)
+        expected += delta * world.num_workers
+        expected[some] += delta[some] * world.num_workers
+        world.barrier()
+        assert torch.equal(table.get(), expected)
+        assert torch.equal(table.get(some), expected[some])
+        world.barrier()
+
+
+@in_every_formation
+@pytest.mark.parametrize("num_shards", [1, 4, 20])
+def test_after_each_barrier_a_matrix_holds_everybodys_rows(workers, n, num_shards, run):
+    workers(run, n, partial(matrix_law, num_shards=num_shards))
+
+
+def master_init(world: tables.World) -> list[float]:
+    table = world.array(3, name="first", init=[1.0, 2.0, 3.0] if world.is_master else [9, 9, 9])
+    return table.get().tolist()
+
+
+@in_every_formation
+def test_the_masters_initial_value_is_there_for_everybody_once(workers, n, run):
+    assert workers(run, n, master_init) == [[1.0, 2.0, 3.0]] * n
+
+
+def shifted_by_momentum(world: tables.World) -> list[float]:
+    return world.array(2, name="m", init=5.0, updater={"name": "sgd", "lr": 1.0}).get().tolist()
+
+
+@in_every_formation
+def test_the_initial_value_never_goes_through_the_updater(workers, n, run):
+    assert workers(run, n, shifted_by_momentum) == [[5.0, 5.0]] * n
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
+def bulk_rounds(world: tables.World, num_shards: int) -> list[list]:
+    table = world.matrix(7, 3, name="bulk", num_shards=num_shards, init=1.0)
+    generator = torch.Generator().manual_seed(world.worker_id)
+    seen = []
+    for i in range(10):
+        table.add(torch.randn(7, 3, generator=generator))
+        for _ in range(world.worker_id):
+            table.add(torch.randn(2, 3, generator=generator), rows=[i % 7, 3])
+        seen.append(table.get().tolist())  # exact: every float32 is a Python float
+    return seen
+
+
+def bulk_rounds_by_one(n: int) -> list[list]:
+    """The same, added up by plain torch in the order of workers."""
+    table = torch.ones(7, 3)
+    generators = [torch.Generator().manual_seed(worker) for worker in range(n)]
+    seen = []
+    for i in range(10):
+        for worker, generator in enumerate(generators):
+            table += torch.randn(7, 3, generator=generator)
+            for _ in range(worker):
+                part = torch.randn(2, 3, generator=generator)
+                table.index_add_(0, torch.tensor([i % 7, 3]), part)
+        seen.append(table.tolist())
+    return seen
+
+
+@in_every_formation
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_in_bulk_synchronous_mode_every_get_is_equal_bit_for_bit(workers, n, num_shards, run):
+    expected = bulk_rounds_by_one(n)
+    for seen in workers(run, n, partial(bulk_rounds, num_shards=num_shards), sync=True):
+        assert seen == expected
+
+
+def unequal_lengths(world: tables.World) -> float:
+    table = world.array(1, name="bulk")
+    for _ in range(2 * (world.worker_id + 1)):
+        table.add([1.0])
+        value = table.get()
+    world.leave()
+    return value.item()
+
+
+@in_every_formation
+def test_workers_of_unequal_length_finish_in_bulk_synchronous_mode(workers, n, run):
+    last = workers(run, n, unequal_lengths, sync=True)
+    # The i-th get holds everybody's adds up to the i-th of those who still take part.
+    assert last == [sum(min(2 * (w + 1), 2 * (me + 1)) for w in range(n)) for me in range(n)]
+
+
+def stale_rounds(world: tables.World, bound: int) -> list[tuple[int, list[float]]]:
+    """Everybody writes its clock into its own column: a get shows how far behind the others are."""
+    n = world.num_workers
+    table = world.array(n, name="clocks")
+    seen = []
+    for clock in range(1, 20):
+        table.add([1.0], rows=[world.worker_id])
+        world.tick()
+        seen.append((clock, table.get().tolist()))
+    world.leave()
+    return seen
+
+
+@in_every_formation
+@pytest.mark.parametrize("bound", [1, 3])
+def test_with_bounded_staleness_nobody_reads_from_further_ahead(workers, n, bound, run):
+    seen = workers(run, n, partial(stale_rounds, bound=bound), staleness=bound)
+    for worker, gets in enumerate(seen):
+        for clock, columns in gets:
+            assert columns[worker] == clock
+            assert min(columns) >= clock - bound
+
+
+def read_alone(world: tables.World) -> float:
+    """In asynchronous mode nobody waits: worker 0 goes through all rounds while others stand."""
+    table = world.array(1, name="async")
+    world.barrier("opened")
+    if world.worker_id == 0:
+        for _ in range(50):
+            table.add([1.0])
+            world.tick()
+            table.get()
+    world.barrier("done")
+    return table.get().item()
+
+
+@in_every_formation
+def test_in_asynchronous_mode_nobody_waits(workers, n, run):
+    assert workers(run, n, read_alone) == [50.0] * n
+
+
+def stay_away(world: tables.World, how: str) -> tuple[str, int | None] | None:
+    table = world.array(2, name="t", init=1.0)
+    world.barrier("opened")
+    if world.worker_id == world.num_workers - 1:
+        world.barrier("over")
+        return None
+    world.timeout_s, kept = 0.2, world.timeout_s
+    try:
+        if how == "barrier":
+            world.barrier("epoch")
+        else:
+            for _ in range(4):
+                world.tick()
+                table.get()
+        raised = None
+    except PeerTimeout as exc:
+        raised = str(exc), exc.rank
+    world.timeout_s = kept
+    world.barrier("over")
+    return raised
+
+
+@pytest.mark.parametrize(("workers", "n"), [p for p in FORMATIONS if p.values[1] > 1])
+@pytest.mark.parametrize("how", ["barrier", "sync", "staleness"])
+def test_who_stays_away_makes_the_others_fail_at_the_deadline_with_its_id(workers, n, how, run):
+    mode = {"sync": {"sync": True}, "staleness": {"staleness": 1}}.get(how, {})
+    *waiting, away = workers(run, n, partial(stay_away, how=how), **mode)
+    assert away is None
+    for message, rank in waiting:
+        # with three workers, who waits may name another one that has given up before
+        assert rank == n - 1 or n == 3
+        assert "within 0.2 s" in message
+
+
+# --- edges ----------------------------------------------------------------------------------------
+
+
+def edges(world: tables.World) -> None:
+    n = world.num_workers
+    nothing = world.matrix(0, 4, name="nothing", num_shards=3)
+    nothing.add(torch.empty(0, 4), rows=[])
+    assert nothing.get().shape == (0, 4)
+    one = world.array(1, name="one", num_shards=2)
+    one.add([1.0])
+    world.barrier()
+    assert one.get().tolist() == [float(n)]
+    few = world.matrix(2, 3, name="few", num_shards=5)
+    few.add([[1, 1, 1], [2, 2, 2], [3, 3, 3]], rows=[1, 0, 1])
+    few.add([], rows=[])
+    world.barrier()
+    assert few.get([1, 0, 1]).tolist() == [[4.0 * n] * 3, [2.0 * n] * 3, [4.0 * n] * 3]
+
+
+@in_every_formation
+def test_no_rows_one_element_and_fewer_rows_than_shards(workers, n, run):
+    workers(run, n, edges)
+
+
+def several_gets(world: tables.World) -> None:
+    table = world.matrix(4, 2, name="t", init=3.0)
+    pending = [table.async_get([row]) for row in (3, 1, 1)]
+    assert [p.wait().tolist() for p in reversed(pending)] == [[[3.0, 3.0]]] * 3
+    assert pending[0].wait() is pending[0].wait()
+
+
+@in_every_formation
+def test_several_gets_may_be_open(workers, n, run):
+    workers(run, n, several_gets)

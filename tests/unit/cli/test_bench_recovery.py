@@ -1,0 +1,233 @@
+"""`phalanx bench recovery`: nothing here depends on how fast anything is."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import sys
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from phalanx.cli.bench import bench_app
+from phalanx.cli.bench import recovery as recovery_module
+from phalanx.cli.bench.machine import describe_machine
+from phalanx.cli.bench.recovering import Beat, Job, command
+from phalanx.cli.bench.recovery_report import (
+    TARGETS,
+    Disturbed,
+    Kill,
+    as_json,
+    draw_recovery,
+    percentile,
+    recovery_table,
+)
+from phalanx.errors import ConfigError, PeerLost
+
+MACHINE = describe_machine()
+
+
+def kill(*, running=0.03, noticed=0.03, whole=2.0):
+    return Kill(running_s=running, noticed_s=noticed, whole_s=whole)
+
+
+def disturbed(name="processes", *kills, ordinary=(0.01, 0.02, 0.03)):
+    return Disturbed(name=name, ordinary_s=ordinary, kills=kills or (kill(),))
+
+
+# --- percentiles and targets ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "percent", "value"),
+    [(1, 50, 1), (1, 99, 1), (4, 50, 2), (5, 50, 3), (20, 99, 20), (100, 99, 99), (200, 99, 198)],
+)
+def test_a_percentile_is_one_of_the_values(count, percent, value):
+    values = [float(number) for number in range(1, count + 1)]
+    random.Random(0).shuffle(values)
+    assert percentile(values, percent) == value
+
+
+def rows_of(*results):
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(recovery_table(results, "mlp", 2))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    return [" ".join(line.split()) for line in lines]
+
+
+def test_a_target_is_an_ordinary_step_and_so_much_more():
+    met = disturbed("processes", kill(running=0.119), kill(running=0.121), kill(running=0.1))
+    missed = disturbed("processes", kill(running=0.121), kill(running=0.521))
+    assert "step that was running, p50 119.0 ≤120.0 ✓" in rows_of(met)
+    assert "step that was running, p50 121.0 ≤120.0 ✗" in rows_of(missed)
+    assert "step that was running, p99 521.0 ≤520.0 ✗" in rows_of(missed)
+
+
+def test_the_peer_stands_beside_without_a_target():
+    rows = rows_of(
+        disturbed("processes", kill(noticed=0.04)), disturbed("torchrun", kill(running=7.5))
+    )
+    assert "step that was running, p50 30.0 ≤120.0 ✓ 7500" in rows
+    assert "step that noticed it, p99 40.0 30.0" in rows
+    assert "all workers back, p50 2000 2000" in rows
+
+
+def test_the_record_holds_every_kill_and_verdict():
+    results = [disturbed("processes", kill(), kill(running=0.9)), disturbed("torchrun")]
+    report = json.loads(as_json(results, {"x": "It fell."}, MACHINE, model="mlp", workers=2))
+    assert report["schema"] == "phalanx.bench.recovery/1"
+    assert (report["model"], report["workers"]) == ("mlp", 2)
+    assert report["failures"] == {"x": "It fell."}
+    ours = report["contestants"]["processes"]
+    assert ours["kills"][1] == {"running_s": 0.9, "noticed_s": 0.03, "whole_s": 2.0}
+    assert ours["percentiles_s"]["running_s"] == {"p50": 0.03, "p99": 0.9}
+    assert [each["met"] for each in ours["targets"]] == [True, False]
+    assert [each["extra_s"] for each in ours["targets"]] == [each.extra_s for each in TARGETS]
+    assert report["contestants"]["torchrun"]["targets"] == []
+
+
+@pytest.mark.parametrize(
+    "results", [[disturbed(), disturbed("torchrun", kill(running=7.0))], [disturbed()], []]
+)
+def test_a_figure_is_drawn_whoever_fell_out(tmp_path, results):
+    draw_recovery(results, MACHINE, tmp_path / "recovery.png", model="mlp", workers=2)
+    assert (tmp_path / "recovery.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- what follows a kill --------------------------------------------------------------------------
+
+
+class Told:
+    """A training that tells of these steps; a kill is at second 10."""
+
+    name = "told"
+
+    def __init__(self, *beats):
+        self._beats = list(beats)
+
+    def next(self):
+        return self._beats.pop(0)
+
+    def is_behind(self):
+        return False
+
+
+def beat(stop_s, *, working=2, pids=(71, 72), lost=(), life=0):
+    return Beat(stop_s=stop_s, seconds=0.5, life=life, working=working, pids=pids, lost=tuple(lost))
+
+
+BEFORE = beat(9.0)
+
+
+@pytest.mark.parametrize(
+    ("beats", "expected"),
+    [
+        (  # the running step notices it; the one before it ended before the kill
+            [
+                beat(9.5),
+                beat(10.5, working=1, lost=[72], pids=(71, 73)),
+                beat(11.0, working=1, pids=(71, 73)),
+                beat(14.0, pids=(71, 73)),
+            ],
+            kill(running=0.5, noticed=0.5, whole=4.0),
+        ),
+        (  # the victim had done its part of the running step
+            [
+                beat(10.25),
+                beat(11.0, working=1, lost=[72], pids=(71, 73)),
+                beat(14.0, pids=(71, 73)),
+            ],
+            kill(running=0.25, noticed=1.0, whole=4.0),
+        ),
+        (  # all is started anew; the survivor may have told of the step that was running, or not
+            [beat(10.25), beat(17.0, pids=(81, 82), life=1)],
+            kill(running=7.0, noticed=7.0, whole=7.0),
+        ),
+        (
+            [beat(17.0, pids=(81, 82), life=1)],
+            kill(running=7.0, noticed=7.0, whole=7.0),
+        ),
+    ],
+)
+def test_what_follows_a_kill_is_told_by_the_steps_that_end_after_it(beats, expected):
+    assert recovery_module._watch(Told(*beats), BEFORE, 72, 10.0) == expected
+
+
+def test_nobody_is_killed_before_all_workers_have_been_at_work_for_a_while():
+    settled = recovery_module._SETTLED_STEPS
+    early = [beat(float(number)) for number in range(settled - 1)]
+    late = [beat(100.0 + number) for number in range(settled)]
+    training = Told(*early, beat(50.0, working=1), *late, beat(200.0))
+    assert recovery_module._settle(training) == late[-1]
+
+
+# --- the processes --------------------------------------------------------------------------------
+
+LINE = '{"stop_s": %s, "seconds": 0.5, "life": 0, "working": 2, "pids": [1, 2], "lost": []}'
+DIES = f"print('{LINE % 1.0}', flush=True)\nraise SystemExit('no such layout')\n"
+
+
+def test_a_training_that_ends_by_itself_is_reported_with_its_last_words():
+    with recovery_module.Training("dying", (sys.executable, "-c", DIES)) as training:
+        assert training.next() == Beat(stop_s=1.0, seconds=0.5, life=0, working=2, pids=(1, 2))
+        with pytest.raises(PeerLost, match=r"ended by itself\. It said last:\nno such layout"):
+            training.next()
+
+
+def test_a_training_goes_with_the_one_who_reads_it():
+    endless = f"import itertools\nfor n in itertools.count(): print('{LINE}' % n, flush=True)\n"
+    with recovery_module.Training("endless", (sys.executable, "-c", endless)) as training:
+        training.next()
+        pid = training._process.pid
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_torchrun_restarts_its_ranks_and_phalanx_needs_no_such_thing():
+    job = Job(model="mlp", workers=3)
+    words = command("torchrun", job, max_restarts=4)
+    assert {"--nproc-per-node=3", "--max-restarts=4"} <= set(words)
+    assert not any("restart" in word for word in command("processes", job, max_restarts=4))
+
+
+def run_recovery(*words):
+    return CliRunner().invoke(bench_app, ["recovery", *words])
+
+
+def test_real_workers_are_killed_and_the_files_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(recovery_module, "_SETTLED_STEPS", 2)
+    monkeypatch.setattr(recovery_module, "_ORDINARY_STEPS", 5)
+    out = tmp_path / "a" / "b"
+    result = run_recovery("--model=tiny", "--kills=2", "--restarts=0", f"--out={out}")
+    assert result.exit_code == 0, result.output
+    report = json.loads((out / "recovery.json").read_text())
+    assert list(report["contestants"]) == ["processes"]
+    kills = report["contestants"]["processes"]["kills"]
+    assert len(kills) == 2
+    assert all(0 <= each["running_s"] <= each["noticed_s"] <= each["whole_s"] for each in kills)
+    assert (out / "recovery.png").exists()
+
+
+def test_a_failed_contestant_is_shown_and_the_command_says_so_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(recovery_module, "command", lambda *_, **__: (sys.executable, "-c", DIES))
+    result = run_recovery("--model=tiny", "--kills=1", "--restarts=1", f"--out={tmp_path}")
+    assert result.exit_code == 1
+    assert "processes failed." in result.output
+    assert "torchrun failed." in result.output
+    assert "no such layout" in result.output
+    assert set(json.loads((tmp_path / "recovery.json").read_text())["failures"]) == {
+        "processes",
+        "torchrun",
+    }
+
+
+def test_an_unknown_model_is_refused_before_anything_runs(tmp_path):
+    result = run_recovery("--model=bert", f"--out={tmp_path / 'out'}")
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith("`--model` must be of mlp, cnn, gpt, but has 'bert'")
+    assert not (tmp_path / "out").exists()

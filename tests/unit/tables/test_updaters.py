@@ -1,0 +1,188 @@
+"""Updaters against closed forms in float64, written out here a second time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from phalanx import tables
+from phalanx.errors import ConfigError
+
+STEPS, ROWS, COLS = 50, 6, 3
+
+
+def closed_form(name: str, w: torch.Tensor, gradients: list) -> torch.Tensor:
+    """Go through (rows, gradient) pairs one number at a time."""
+    w = w.clone()
+    s, h, v, t = (torch.zeros_like(w) for _ in range(4))
+    for rows, gradient in gradients:
+        for r, g_row in zip(rows, gradient, strict=True):
+            mean_square = (g_row**2).mean()
+            for c, g in enumerate(g_row):
+                if name == "sum":
+                    w[r, c] += g
+                elif name == "sgd":
+                    w[r, c] -= 0.1 * g
+                elif name in ("momentum", "nesterov"):
+                    s[r, c] = 0.9 * s[r, c] + g
+                    w[r, c] -= 0.1 * (g + 0.9 * s[r, c] if name == "nesterov" else s[r, c])
+                elif name in ("adagrad", "rowwise_adagrad"):
+                    h[r, c] += g**2 if name == "adagrad" else mean_square
+                    w[r, c] -= 0.1 * g / (math.sqrt(h[r, c]) + 1e-6)
+                elif name == "adam":
+                    t[r, c] += 1
+                    s[r, c] = 0.9 * s[r, c] + 0.1 * g
+                    v[r, c] = 0.99 * v[r, c] + 0.01 * g * g
+                    m_hat = s[r, c] / (1 - 0.9 ** t[r, c])
+                    v_hat = v[r, c] / (1 - 0.99 ** t[r, c])
+                    w[r, c] -= 0.1 * m_hat / (math.sqrt(v_hat) + 1e-8)
+    return w
+
+
+OPTIONS = {
+    "sum": {},
+    "sgd": {"lr": 0.1},
+    "momentum": {"lr": 0.1, "momentum": 0.9},
+    "nesterov": {"lr": 0.1, "momentum": 0.9},
+    "adagrad": {"lr": 0.1, "eps": 1e-6},
+    "rowwise_adagrad": {"lr": 0.1, "eps": 1e-6},
+    "adam": {"lr": 0.1, "beta2": 0.99},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_an_updater_follows_its_closed_form(name, num_shards):
+    first = torch.randn(ROWS, COLS, dtype=torch.float64)
+    gradients = []
+    for step in range(STEPS):
+        rows = list(range(ROWS)) if step % 3 == 0 else torch.randperm(ROWS)[: step % 5].tolist()
+        gradients.append((rows, torch.randn(len(rows), COLS, dtype=torch.float64)))
+    with tables.join() as world:
+        table = world.matrix(
+            ROWS,
+            COLS,
+            torch.float64,
+            updater={"name": name, **OPTIONS[name]},
+            init=first,
+            num_shards=num_shards,
+        )
+        assert torch.equal(table.get(), first)
+        for rows, gradient in gradients:
+            if len(rows) == ROWS:
+                table.add(gradient)
+            else:
+                table.add(gradient, rows=rows)
+        torch.testing.assert_close(
+            table.get(), closed_form(name, first, gradients), rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("name", ["momentum", "nesterov", "adagrad", "adam"])
+def test_a_dense_updater_is_torchs_own(name):
+    weight = torch.randn(ROWS, COLS, dtype=torch.float64)
+    twin = weight.clone().requires_grad_()
+    options = OPTIONS[name]
+    optimizer = {
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6),
+        "adam": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.99)),
+    }[name]([twin])
+    with tables.join() as world:
+        table = world.matrix(
+            ROWS, COLS, torch.float64, updater={"name": name, **options}, init=weight
+        )
+        for _ in range(STEPS):
+            gradient = torch.randn(ROWS, COLS, dtype=torch.float64)
+            twin.grad = gradient.clone()
+            optimizer.step()
+            table.add(gradient)
+        torch.testing.assert_close(table.get(), twin.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_dc_asgd_follows_equation_10_of_the_paper():
+    """Two workers; each one's backup is the model as it was when that worker pulled last."""
+    lr, lam = 0.1, 0.5
+    first = torch.randn(ROWS, COLS, dtype=torch.float64)
+    w, backups = first.clone(), [first.clone(), first.clone()]
+    with tables.join(num_workers=2) as one, one.thread_worker() as two:
+        updater = {"name": "dc_asgd", "lr": lr, "compensation": lam}
+        handles = [
+            world.matrix(ROWS, COLS, torch.float64, name="t", updater=updater, init=first)
+            for world in (one, two)
+        ]
+        for step in range(STEPS):
+            worker = (step // 2 + step % 3) % 2
+            g = torch.randn(ROWS, COLS, dtype=torch.float64)
+            if step % 4 == 0:
+                torch.testing.assert_close(handles[worker].get(), w, rtol=1e-12, atol=1e-12)
+                backups[worker] = w.clone()
+            if step % 5 == 0:
+                rows = [4, 1]
+                torch.testing.assert_close(handles[worker].get(rows), w[rows])
+                backups[worker][rows] = w[rows]
+                w[rows] -= lr * (
+                    g[rows] + lam * g[rows] * g[rows] * (w[rows] - backups[worker][rows])
+                )
+                handles[worker].add(g[rows], rows=rows)
+            else:
+                w = w - lr * (g + lam * g * g * (w - backups[worker]))
+                handles[worker].add(g)
+        torch.testing.assert_close(handles[0].get(), w, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_given_twice_add_up_before_the_updater_sees_them():
+    with tables.join() as world:
+        table = world.array(3, torch.float64, updater={"name": "adagrad", "lr": 1.0, "eps": 0.0})
+        table.add([1.0, 2.0], rows=[1, 1])  # h = (1 + 2)², so the step is 1, not two of them
+        assert table.get().tolist() == [0.0, -1.0, 0.0]
+
+
+def test_a_registered_function_is_an_updater_and_what_it_raises_changes_nothing():
+    def newest(rows, delta):
+        rows.copy_(delta)
+        if (delta == 13).any():
+            raise RuntimeError("unlucky")
+
+    tables.register_updater("newest for tests", newest)
+    with tables.join() as world:
+        table = world.matrix(5, 2, torch.int32, updater="newest for tests", init=7)
+        table.add([[1, 2], [3, 4]], rows=[4, 0])
+        before = table.get()
+        assert before.tolist() == [[3, 4], [7, 7], [7, 7], [7, 7], [1, 2]]
+        for rows in ([1, 2], None):
+            delta = torch.full((5 if rows is None else 2, 2), 13, dtype=torch.int32)
+            with pytest.raises(RuntimeError, match="unlucky"):
+                table.add(delta, rows=rows)
+            assert torch.equal(table.get(), before)
+
+
+@pytest.mark.parametrize(
+    ("updater", "message"),
+    [
+        ("best", "`updater` must be one of 'sum', 'sgd', .* but is 'best'"),
+        ({"lr": 1}, "`updater` must be one of .* but is None"),
+        ({"name": "sgd", "rate": 1}, "Options of updater 'sgd' must be among `lr`, but 'rate'"),
+        ({"name": "sgd", "lr": -1}, "Option `lr` of updater 'sgd' must be at least 0 and below"),
+        ({"name": "sgd", "lr": float("nan")}, "Option `lr` of updater 'sgd'"),
+        ({"name": "sgd", "lr": "fast"}, "Option `lr` of updater 'sgd' must be a number"),
+        ({"name": "adam", "beta1": 1.0}, "Option `beta1` of updater 'adam' must be .* below 1"),
+        (3, "`updater` must be a name, a mapping .* but is 3"),
+    ],
+)
+def test_an_unknown_updater_or_option_is_refused(updater, message):
+    with tables.join() as world, pytest.raises(ConfigError, match=message):
+        world.array(3, updater=updater)
+
+
+def test_integer_tables_take_sums_only():
+    with tables.join() as world, pytest.raises(ConfigError, match="must be 'sum' for a table of"):
+        world.array(3, torch.int64, updater="adam")
+
+
+def test_dc_asgd_must_know_how_many_workers_there_are():
+    with tables.join("dc-unknown") as world, pytest.raises(ConfigError, match="`num_workers` must"):
+        world.array(3, updater="dc_asgd")
