@@ -195,9 +195,11 @@ class Chaos:
         self._complete = self._all_are_there()
         if len(self.faults) >= self._options.kills:
             self.trainer.stop()
-        elif self._plan is None and event.step >= FIRST_STEPS:
-            if self._complete or self._options.anytime:
-                self._strike()
+        elif self._plan is None and event.step >= FIRST_STEPS and self._may_strike():
+            self._strike()
+
+    def _may_strike(self) -> bool:
+        return self._complete or self._options.anytime
 
     def _settle(self, done: phalanx.StepDone) -> None:
         """See what has become of the plan in this update."""
@@ -268,7 +270,7 @@ def milliseconds(values: Sequence[float]) -> str:
 def table_of(found: Sequence[Fault], ordinary_s: float) -> Table:
     table = Table(
         title="Recovery in milliseconds, p50 / p99",
-        caption=f"an ordinary update takes {ordinary_s * 1e3:.0f} ms (median of those between faults)",
+        caption=f"an ordinary update takes {ordinary_s * 1e3:.0f} ms (median between faults)",
     )
     table.add_column("fault", no_wrap=True)
     table.add_column("number", justify="right")
