@@ -1,6 +1,6 @@
 """Train digits by named inputs on three uneven replicas, with a mask, a monitor and two metrics.
 
-Run it with ``python examples/05_executor_group.py``. The digits come with Phalanx.
+Run it with ``python examples/03_executor_group.py``. The digits come with Phalanx.
 """
 
 from __future__ import annotations
