@@ -395,7 +395,7 @@ class ProcessCrew(Crew):
                 stop_s=done.stop_s,
             )
         )
-        job.sums.put(microbatch, Partial(gradients, done.statistics, owners=(slot,)))
+        job.sums.put(microbatch, Partial(gradients, done.statistics.open(), owners=(slot,)))
         run.desk.count()
 
 

@@ -8,6 +8,7 @@ microbatch left it; of a sum, each microbatch brings what it has added.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from phalanx.plan import BufferRules
 from phalanx.replicas.seen import Seen
 
 __all__ = [
+    "Bundle",
     "Statistic",
     "StatisticsOfReplica",
     "check_statistics",
@@ -56,6 +58,43 @@ class Statistic:
 
 
 Statistics = dict[str, Statistic]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Statistics on their way to another process: small tensors cost more to send than large ones.
+
+    Attributes:
+        heads: Of each: name, dtype, shape, weight and rule.
+        values: All their numbers, by dtype, in the order of the heads.
+    """
+
+    heads: tuple[tuple[str, torch.dtype, tuple[int, ...], float, str], ...]
+    values: dict[torch.dtype, Tensor]
+
+    @classmethod
+    def of(cls, statistics: Statistics) -> Bundle:
+        """Copy ``statistics`` into a bundle."""
+        pieces: dict[torch.dtype, list[Tensor]] = {}
+        for each in statistics.values():
+            pieces.setdefault(each.value.dtype, []).append(each.value.flatten())
+        return cls(
+            tuple(
+                (name, each.value.dtype, tuple(each.value.shape), each.weight, each.rule)
+                for name, each in statistics.items()
+            ),
+            {dtype: torch.cat(values) for dtype, values in pieces.items()},
+        )
+
+    def open(self) -> Statistics:
+        """Return the statistics, which lie in the bundle's memory."""
+        rest = dict(self.values)
+        found: Statistics = {}
+        for name, dtype, shape, weight, rule in self.heads:
+            size = math.prod(shape)
+            found[name] = Statistic(rest[dtype][:size].view(shape), weight, rule)
+            rest[dtype] = rest[dtype][size:]
+        return found
 
 
 def merge_statistics(left: Statistics, right: Statistics) -> Statistics:

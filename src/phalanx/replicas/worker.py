@@ -29,7 +29,7 @@ from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.parcel import load, pack
 from phalanx.replicas.replica import Replica
 from phalanx.replicas.shelf import Place, Shelf
-from phalanx.replicas.statistics import Statistic
+from phalanx.replicas.statistics import Bundle
 from phalanx.replicas.stopwatch import Stopwatch
 
 __all__ = [
@@ -141,7 +141,7 @@ class Done:
     """
 
     result: bytes
-    statistics: dict[str, Statistic]
+    statistics: Bundle
     present: tuple[bool, ...]
     drew: bool
     drew_aside: bool
@@ -254,7 +254,7 @@ class Worker:
         faults.reach("before reply")
         return Done(
             result=pack(result),
-            statistics=written,
+            statistics=Bundle.of(written),
             present=present,
             drew=turn.drew.is_set(),
             drew_aside=drew_aside,

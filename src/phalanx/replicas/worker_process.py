@@ -25,6 +25,7 @@ __all__ = ["START_S", "Lost", "WorkerProcess"]
 START_S = 120.0  # from its start until a worker is ready; importing may take its time
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
 _DUMP_S = 1.0
+_DUMP_END = b" in <module>\n"  # the outermost frame of the main thread, which is written last
 _GOODBYE_S = 1.0
 _EXIT_S = 0.03
 _LARGEST_DUMP = 64 << 10
@@ -189,10 +190,11 @@ class WorkerProcess:
             os.kill(self.pid, signal.SIGUSR1)
             os.kill(self.pid, signal.SIGCONT)  # one that was stopped could not write it
         pieces: list[bytes] = []
-        while self._dump.poll(_DUMP_S if not pieces else _DUMP_S / 10):
+        while self._dump.poll(_DUMP_S):  # it comes in many small pieces
             piece = os.read(self._dump.fileno(), _LARGEST_DUMP)
             pieces.append(piece)
-            if not piece or sum(map(len, pieces)) > _LARGEST_DUMP:
+            ended = not piece or b"".join(pieces).endswith(_DUMP_END)
+            if ended or sum(map(len, pieces)) > _LARGEST_DUMP:
                 break
         return b"".join(pieces).decode(errors="replace")
 
