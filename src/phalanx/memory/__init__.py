@@ -13,7 +13,7 @@ from phalanx.memory.flat import (
     zeros,
 )
 from phalanx.memory.locks import LockFile, RangeLock
-from phalanx.memory.process import ProcessIdentity, die_with_parent
+from phalanx.memory.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.memory.region import Region
 from phalanx.memory.run_directory import RunDirectory
 from phalanx.memory.waiting import Waiting
@@ -35,5 +35,6 @@ __all__ = [
     "die_with_parent",
     "in_memory_order",
     "keep_freed_memory",
+    "signal_main_thread",
     "zeros",
 ]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from phalanx.errors import PeerLost, UnsupportedError
 
-__all__ = ["ProcessIdentity", "die_with_parent"]
+__all__ = ["ProcessIdentity", "die_with_parent", "signal_main_thread"]
 
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
@@ -105,3 +105,19 @@ def die_with_parent(parent_pid: int) -> None:
     # The parent may have ended before the line above; then this process was given another one.
     if os.getppid() != parent_pid:
         raise PeerLost(f"The parent, process {parent_pid}, must be alive, but has ended.")
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread of process ``pid``, and to no other of its threads.
+
+    The kernel gives a signal for a process to any thread of it; one that finds the others running
+    cannot tell reliably where they are.
+
+    Raises:
+        OSError: There is no such process.
+    """
+    tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
+    if tgkill is None:  # a C library older than glibc 2.30
+        os.kill(pid, number)
+    elif tgkill(pid, pid, number) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

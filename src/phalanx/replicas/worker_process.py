@@ -13,6 +13,7 @@ from typing import Any
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
+from phalanx.memory import signal_main_thread
 from phalanx.replicas.faults import planted
 from phalanx.replicas.mailbox import Mailbox
 from phalanx.replicas.parcel import load, pack
@@ -187,7 +188,7 @@ class WorkerProcess:
     def _ask_for_dump(self) -> str:
         """Let the worker's fault handler write where its threads are, if it still can."""
         with contextlib.suppress(OSError):
-            os.kill(self.pid, signal.SIGUSR1)
+            signal_main_thread(self.pid, signal.SIGUSR1)
             os.kill(self.pid, signal.SIGCONT)  # one that was stopped could not write it
         pieces: list[bytes] = []
         while self._dump.poll(_DUMP_S):  # it comes in many small pieces

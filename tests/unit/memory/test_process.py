@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from phalanx.errors import PeerLost
-from phalanx.memory import ProcessIdentity, die_with_parent
+from phalanx.memory import ProcessIdentity, die_with_parent, signal_main_thread
 
 
 def forked(action=lambda: None) -> tuple[int, int]:
@@ -83,3 +86,34 @@ def test_a_parent_that_is_not_the_expected_one_has_ended():
     pid, writer = forked(ask)
     os.close(writer)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+_BLOCKED_IN_MAIN = """
+import signal, sys, threading
+signal.signal(signal.SIGUSR1, lambda *_: None)
+idle = threading.Thread(target=threading.Event().wait, daemon=True)
+idle.start()  # a thread that would take a signal for the process
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+print("ready", flush=True)
+sys.stdin.readline()
+print(signal.SIGUSR1 in signal.sigpending(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("send", "waits"), [(signal_main_thread, "True"), (os.kill, "False")])
+def test_a_signal_for_the_main_thread_waits_for_the_main_thread(send, waits):
+    with subprocess.Popen(
+        [sys.executable, "-c", _BLOCKED_IN_MAIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout.readline() == b"ready\n"
+        send(child.pid, signal.SIGUSR1)
+        out, _ = child.communicate(b"\n", timeout=60)
+    assert out.decode().strip() == waits
+
+
+def test_a_process_that_is_gone_gets_no_signal():
+    pid, writer = forked()
+    os.close(writer)
+    os.waitpid(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        signal_main_thread(pid, signal.SIGUSR1)
