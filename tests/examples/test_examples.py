@@ -58,3 +58,20 @@ def test_the_examples_of_a_page_run(page: str, promise: str, tmp_path: Path) -> 
     )
     assert run.returncode == 0, run.stderr
     assert re.search(promise, run.stdout), run.stdout
+
+
+def test_the_page_on_ranks_runs_under_torchrun(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ranks.md").read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
+         "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("steps done: 20") == 1, run.stdout
+    assert (tmp_path / "checkpoint").is_dir()

@@ -155,7 +155,7 @@ NOWHERE: tuple[str, ...] = ()
 DOORS: dict[str, Door] = {
     "reads the environment": Door(
         names("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"),
-        allowed=("cli/bench/", "tables/joining.py"),
+        allowed=("cli/bench/", "tables/joining.py", "world/exchange.py"),
         caught=(
             "import os\nos.environ['HOME']",
             "import os as o\no.getenv('HOME')",

@@ -19,6 +19,7 @@ Workloads = Literal["auto"] | tuple[float, ...] | None
 # These may change when a run goes on; all others decide its numbers and must stay.
 _CHANGEABLE = ("replicas", "workloads", "epochs", "crew", "timeout_s", "max_failures", "memory_dir")
 _OF_WORKERS = {"crew": "threads", "timeout_s": 300.0, "max_failures": 20, "memory_dir": None}
+_CREWS = tuple(crew for crew in CREWS if crew != "ranks")  # the command is no rank of a job
 _LARGEST_SEED = 2**63 - 1  # what torch's generators take
 
 
@@ -59,8 +60,11 @@ class TrainOptions:
             raise ConfigError(f"`--seed` must be from 0 to 2**63 - 1, but is {self.seed!r}.")
         if self.codec is not None:
             resolve_codec(self.codec)
-        if self.crew not in CREWS:
-            raise ConfigError(f"`--crew` must be one of {', '.join(CREWS)}, but is {self.crew!r}.")
+        if self.crew not in _CREWS:
+            raise ConfigError(
+                f"`--crew` must be one of {', '.join(_CREWS)}, but is {self.crew!r}. For ranks of "
+                "a job write a script with a `Trainer`."
+            )
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise ConfigError(f"`--timeout-s` must be above 0 seconds, but is {self.timeout_s!r}.")
         if self.max_failures < 0:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Overlap, overlaps, part_bounds
+from phalanx.plan import overlaps, part_bounds
 
 __all__ = [
     "ALIGN_BYTES",
@@ -79,6 +79,21 @@ class Segment:
     def view(self, buffer: Tensor, place: int, like: Tensor) -> Tensor:
         """Return the ``place``-th member's elements of ``buffer`` in the shape of ``like``."""
         return buffer.as_strided(like.shape, dense_strides(like), self.starts[place])
+
+    def pieces(self, start: int, stop: int, out: Tensor) -> list[tuple[int, int, int, Tensor]]:
+        """Return what of which member lies between ``start`` and ``stop``.
+
+        Args:
+            out: What stands for these elements: 1-D, of their number.
+
+        Returns:
+            By member: its index, its own first and last element there, and their place in ``out``.
+        """
+        found = []
+        for place, low, high in overlaps(self.starts, self.sizes, start, stop):
+            first = self.starts[place] - start
+            found.append((self.members[place], low, high, out[first + low : first + high]))
+        return found
 
 
 class FlatParameters:
@@ -194,15 +209,19 @@ class FlatParameters:
 
     def parts(self, num_parts: int) -> list[Part]:
         """Divide all buffers into ``num_parts`` shares of nearly equal size, at whole blocks."""
-        bounds = [
+        bounds = self.bounds(num_parts)
+        return [
+            Part([Range(s, *b[part]) for s, b in zip(self.segments, bounds, strict=True)])
+            for part in range(num_parts)
+        ]
+
+    def bounds(self, num_parts: int) -> list[list[tuple[int, int]]]:
+        """Return, by segment, the first and last element of each of ``num_parts`` shares."""
+        return [
             part_bounds(
                 segment.values.numel(), num_parts, max(1, BLOCK_BYTES // segment.values.itemsize)
             )
             for segment in self.segments
-        ]
-        return [
-            Part([Range(s, *b[part]) for s, b in zip(self.segments, bounds, strict=True)])
-            for part in range(num_parts)
         ]
 
     def release(self) -> None:
@@ -221,15 +240,7 @@ class Range:
         self.stop = stop
         self.values = segment.values[start:stop]
         self.gradients = segment.gradients[start:stop]
-        self._pieces = [
-            self._piece(o) for o in overlaps(segment.starts, segment.sizes, start, stop)
-        ]
-
-    def _piece(self, overlap: Overlap) -> tuple[int, int, int, Tensor]:
-        place, start, stop = overlap
-        first = self.segment.starts[place]
-        out = self.segment.gradients[first + start : first + stop]
-        return self.segment.members[place], start, stop, out
+        self._pieces = segment.pieces(start, stop, self.gradients)
 
     def sum_gradients(self, operands: Sequence[Sequence[Tensor | None]]) -> None:
         """Write the sum of one or two sets of gradients to the buffer.

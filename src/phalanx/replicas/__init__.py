@@ -1,7 +1,7 @@
 """One model many times: the threads, copies and sums behind every container."""
 
 from phalanx.replicas.batch_norm import batch_norm_names
-from phalanx.replicas.crew import Crew, Report, Span, Turn, blame, default_intra_op
+from phalanx.replicas.crew import Crew, Job, Report, Span, Turn, blame, default_intra_op
 from phalanx.replicas.devices import (
     known_devices,
     present_devices,
@@ -32,7 +32,7 @@ from phalanx.replicas.statistics import (
     merge_statistics,
     write_statistics,
 )
-from phalanx.replicas.sums import Partial, PartialSums
+from phalanx.replicas.sums import Partial, PartialSums, TreeSums
 from phalanx.replicas.team import Team
 from phalanx.replicas.thread_crew import ThreadCrew
 from phalanx.replicas.worker import Worker
@@ -41,6 +41,7 @@ __all__ = [
     "CallerModes",
     "Crew",
     "Draws",
+    "Job",
     "Partial",
     "PartialSums",
     "Place",
@@ -53,6 +54,7 @@ __all__ = [
     "Statistic",
     "Team",
     "ThreadCrew",
+    "TreeSums",
     "Turn",
     "Worker",
     "WorkerFailure",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.codecs import Feedback
-from phalanx.plan import Shares, workload_sizes
+from phalanx.plan import Node, Shares, workload_sizes
 from phalanx.replicas.draws import Draws, derive_seed
 from phalanx.replicas.intra_op import num_cores
 from phalanx.replicas.replica import Replica
@@ -73,6 +73,8 @@ class Report:
     Attributes:
         results: What `run` returned, by microbatch; None for microbatches of weight 0.
         operands: The last one or two partial sums of gradients and statistics, left one first.
+        sums: Where only some microbatches were run: what their sums have come to, by node of the
+            tree.
         replica_of: Who computed each microbatch; -1 for those left out.
         seconds: What each pinned microbatch took until its gradients were there: without waiting
             for other replicas, and before any merging; 0 for those left out.
@@ -80,6 +82,7 @@ class Report:
 
     results: list[Any]  # Any: whatever the caller's `run` returns
     operands: list[Partial] = field(default_factory=list)
+    sums: dict[Node, Partial | None] = field(default_factory=dict)
     replica_of: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -122,6 +125,7 @@ class Crew(ABC):
         seed: tuple[int, ...],
         pinned: bool = False,
         feedback: Feedback | None = None,
+        only: range | None = None,
     ) -> Report:
         """Run every microbatch of weight above 0 on some replica.
 
@@ -132,6 +136,7 @@ class Crew(ABC):
             pinned: Microbatch i goes to replica i, and to another only if that one is lost.
             feedback: Each microbatch's gradient passes through its codec, in the slot of the
                 microbatch's index; new errors are pending when this returns.
+            only: Run these, while others run elsewhere; default: all.
 
         Returns:
             The results by microbatch, and the sums along the tree of the gradients that ``run``
@@ -142,7 +147,9 @@ class Crew(ABC):
                 that the caller can see has changed then.
         """
         draws = self._draws is not False
-        job = Job(microbatches, run, weights, seed, pinned, draws=draws, feedback=feedback)
+        job = Job(
+            microbatches, run, weights, seed, pinned, draws=draws, feedback=feedback, only=only
+        )
         before = torch.get_rng_state()
         self._start(job)
         if not job.draws and self._drew_aside(job, before):
@@ -150,7 +157,9 @@ class Crew(ABC):
             # before: forget this run, and do it again with a generator for each microbatch.
             if feedback is not None:
                 feedback.rollback()
-            job = Job(microbatches, run, weights, seed, pinned, draws=True, feedback=feedback)
+            job = Job(
+                microbatches, run, weights, seed, pinned, draws=True, feedback=feedback, only=only
+            )
             self._start(job)
             self._draws = True
         elif self._draws is None:
@@ -159,7 +168,8 @@ class Crew(ABC):
 
     def _start(self, job: Job) -> None:
         if job.pinned:
-            job.shares = Shares([int(weight > 0) for weight in job.weights], stealing=False)
+            own = [int(job.weights[index] > 0) for index in job.leaves]
+            job.shares = Shares(own, stealing=False)
         else:
             job.shares = Shares(workload_sizes(len(job.queue), self.workloads))
         self._work_on(job)
@@ -195,7 +205,11 @@ class Crew(ABC):
 
 
 class Job:
-    """The state of one run, shared by the threads of the crew."""
+    """The state of one run, shared by the threads of the crew.
+
+    Args:
+        only: The microbatches that this crew runs, while others run elsewhere; None for all.
+    """
 
     def __init__(
         self,
@@ -206,6 +220,7 @@ class Job:
         pinned: bool,
         draws: bool,
         feedback: Feedback | None,
+        only: range | None,
     ) -> None:
         self.microbatches = microbatches
         self.run = run
@@ -217,9 +232,10 @@ class Job:
         self.drew = threading.Event()
         self.drew_aside = threading.Event()  # from the own generator of a worker's process
         self.sums = PartialSums(len(microbatches))
-        self.queue = [index for index, weight in enumerate(weights) if weight > 0]
-        for index, weight in enumerate(weights):
-            if not weight > 0:
+        self.leaves = range(len(microbatches)) if only is None else only
+        self.queue = [index for index in self.leaves if weights[index] > 0]
+        for index in self.leaves:
+            if not weights[index] > 0:
                 self.sums.put(index, None)
         self.shares = Shares([])
         self.failed = False
@@ -236,15 +252,18 @@ class Job:
         return None if place is None else self.queue[place]
 
     def turn(self, replica: Replica, index: int) -> Turn:
+        """Put microbatch ``index`` into the hands of ``replica``."""
         seed = derive_seed(*self.seed, index) if self.draws else None
         return Turn(
             replica=replica, index=index, batch=self.microbatches[index], seed=seed, drew=self.drew
         )
 
     def report(self) -> Report:
+        """Return what the run gave, when it is over."""
         return Report(
             results=self.results,
             operands=self.sums.operands(),
+            sums=self.sums.waiting(),
             replica_of=self.replica_of,
             spans=sorted(self.spans, key=lambda span: span.start_s),
             seconds=self.seconds,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -11,7 +13,9 @@ from phalanx.plan import Node, SummationTree
 from phalanx.replicas.replica import add_gradients
 from phalanx.replicas.statistics import Statistic, merge_statistics
 
-__all__ = ["Partial", "PartialSums"]
+__all__ = ["Partial", "PartialSums", "TreeSums"]
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -26,21 +30,28 @@ class Partial:
     owners: tuple[object, ...] = ()
 
 
-class PartialSums:
+class TreeSums(Generic[T]):
     """Wait for both operands of an addition, then let the thread that brought the second one add.
 
     The last addition is left to the caller, who has all threads at hand to share it.
     A leaf without rows is None and does not take part.
+
+    Args:
+        add: Returns the sum of a left and a right operand; it may be one of them, changed in place.
     """
 
-    def __init__(self, num_leaves: int) -> None:
+    def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
         self._tree = SummationTree(num_leaves)
+        self._add = add
         self._lock = threading.Lock()
-        self._waiting: dict[Node, Partial | None] = {}
+        self._waiting: dict[Node, T | None] = {}
 
-    def put(self, leaf: int, value: Partial | None) -> None:
+    def put(self, leaf: int, value: T | None) -> None:
         """Bring the sum of ``leaf``, and add it to what waits for it."""
-        node = Node(0, leaf)
+        self.put_node(Node(0, leaf), value)
+
+    def put_node(self, node: Node, value: T | None) -> None:
+        """Bring the sum of all leaves below ``node``, and add it to what waits for it."""
         while True:
             sibling = self._tree.sibling(node)
             with self._lock:
@@ -49,21 +60,31 @@ class PartialSums:
                     self._waiting[node] = value
                     return
                 other = None if sibling is None else self._waiting.pop(sibling)
-            value = _add(value, other) if node.index % 2 == 0 else _add(other, value)
+            value = self._sum(value, other) if node.index % 2 == 0 else self._sum(other, value)
             node = self._tree.parent(node)
 
-    def operands(self) -> list[Partial]:
+    def _sum(self, left: T | None, right: T | None) -> T | None:
+        if left is None or right is None:
+            return right if left is None else left
+        return self._add(left, right)
+
+    def waiting(self) -> dict[Node, T | None]:
+        """Return the sums that wait for others, in the order of the tree."""
+        return dict(sorted(self._waiting.items(), key=lambda item: item[0]))
+
+    def operands(self) -> list[T]:
         """Return the one or two sums that are left when all leaves were put, left one first."""
-        return [
-            value
-            for _, value in sorted(self._waiting.items(), key=lambda item: item[0])
-            if value is not None
-        ]
+        return [value for value in self.waiting().values() if value is not None]
 
 
-def _add(left: Partial | None, right: Partial | None) -> Partial | None:
-    if left is None or right is None:
-        return right if left is None else left
+class PartialSums(TreeSums[Partial]):
+    """Sums of gradients and statistics."""
+
+    def __init__(self, num_leaves: int) -> None:
+        super().__init__(num_leaves, _add)
+
+
+def _add(left: Partial, right: Partial) -> Partial:
     taken_over = any(a is None for a in left.gradients)  # some of the right one's stay in use
     return Partial(
         add_gradients(left.gradients, right.gradients),

@@ -30,7 +30,9 @@ from phalanx.types import Device, WeightFn
 __all__ = [
     "check_fit",
     "check_options",
+    "check_ranks",
     "check_replicas",
+    "check_resize",
     "check_shard_loading",
     "check_told",
     "make_optimizer",
@@ -117,6 +119,30 @@ def check_replicas(replicas: int | str | Sequence[Device], crew: str) -> None:
         raise ConfigError(
             f"`replicas` must be 1 for crew='inline', which is the caller's own thread, but is "
             f"{count!r}. Use crew='threads' for more."
+        )
+
+
+def check_ranks(crew: str, workloads: Any, codec: Any) -> None:
+    """Refuse what ranks cannot do together."""
+    if crew != "ranks":
+        return
+    if isinstance(workloads, str):
+        raise UnsupportedError(
+            "`workloads` must be numbers for crew='ranks', whose ranks would measure different "
+            f"ones, but is {workloads!r}. Give this rank's replicas' shares."
+        )
+    if codec is not None:
+        raise UnsupportedError(
+            f"`codec` must be None for crew='ranks', but is {codec!r}. Use `codec_hook` with DDP."
+        )
+
+
+def check_resize(crew: str) -> None:
+    """Refuse another number of replicas where others would have to know of it."""
+    if crew == "ranks":
+        raise UnsupportedError(
+            "`resize()` must be told to one process that owns all replicas, but crew='ranks' has "
+            "several. Call `save()`, and `resume()` in a job of another size."
         )
 
 

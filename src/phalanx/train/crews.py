@@ -15,11 +15,21 @@ from phalanx.memory import Allocate, zeros
 from phalanx.replicas import Crew, ProcessCrew, Shelf, ThreadCrew, WorkerFailure
 from phalanx.train.events import WorkerLost
 from phalanx.train.formation import Formation
+from phalanx.train.ranks import open_ranks, write_once
 from phalanx.train.work import Work
 
-__all__ = ["CREWS", "CrewMaker", "FailureLog"]
+__all__ = ["CREWS", "CrewMaker", "FailureLog", "writer_of"]
 
-CREWS = ("threads", "processes", "inline")
+CREWS = ("threads", "processes", "inline", "ranks")
+
+
+def writer_of(crew: str) -> Callable[[Callable[[], None]], None]:
+    """Return what calls a function that writes files: once, however many processes there are."""
+    return write_once if crew == "ranks" else _call
+
+
+def _call(write: Callable[[], None]) -> None:
+    write()
 
 
 class FailureLog:
@@ -101,7 +111,7 @@ class CrewMaker:
         self._timed = timed
         self._timeout_s = timeout_s
         self._on_failure: Callable[[WorkerFailure], None] = failures.add
-        self._inline = kind == "inline"
+        self._kind = kind
         self._shelf = Shelf(memory_dir) if kind == "processes" else None
 
     @property
@@ -114,14 +124,15 @@ class CrewMaker:
     ) -> Crew:
         """Open a crew over ``module``."""
         if self._shelf is None:
-            return ThreadCrew(
+            local = ThreadCrew(
                 module,
                 formation.devices,
                 workloads=workloads,
                 intra_op=formation.intra_op,
                 timed=self._timed,
-                inline=self._inline,
+                inline=self._kind == "inline",
             )
+            return local if self._kind != "ranks" else open_ranks(local, module)
         return ProcessCrew(
             module,
             len(formation.devices),

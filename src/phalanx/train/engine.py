@@ -34,6 +34,8 @@ from phalanx.train.crews import CrewMaker
 from phalanx.train.cutting import Cut, Cutter
 from phalanx.train.formation import Formation
 from phalanx.train.position import Loss
+from phalanx.train.rank_stepping import RankStepper
+from phalanx.train.ranks import RankCrew, RankSums
 from phalanx.train.shared_stepping import SharedStepper
 from phalanx.train.stepping import (
     FlatStepper,
@@ -42,6 +44,7 @@ from phalanx.train.stepping import (
     norm_of_gradients,
     open_stepper,
 )
+from phalanx.train.sums import LocalSums
 from phalanx.train.work import Outcome
 from phalanx.types import Nested
 
@@ -96,6 +99,11 @@ class Engine:
             self._flat.release()
             raise
         self._parts = self._flat.parts(len(self.crew))
+        self._sums: LocalSums | RankSums
+        if isinstance(self.crew, RankCrew):
+            self._sums = RankSums(self._flat, self.crew, self._places)
+        else:
+            self._sums = LocalSums(self._flat, len(self.crew), self._places)
         # One replica with one slice, and nothing to clip: there is nothing to add or to share.
         self._alone = (
             isinstance(self.crew, ThreadCrew)
@@ -112,6 +120,10 @@ class Engine:
         if isinstance(self._stepper, FlatStepper):
             self._stepper.dissolve()
         self._flat.release()
+
+    def complete_state(self) -> None:
+        """Bring the optimizer's whole state into this process, where ranks have a part each."""
+        self._stepper.complete()
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -137,13 +149,18 @@ class Engine:
         if self._alone:
             return WholeStepper(self._optimizer, self._flat)
         crew = self.crew
+        if isinstance(crew, RankCrew) and isinstance(self._sums, RankSums):
+            own = partial(RankStepper, crew=crew, sums=self._sums)
+            return open_stepper(self._optimizer, self._flat, own)
         if isinstance(crew, ProcessCrew):
             return open_stepper(self._optimizer, self._flat, partial(SharedStepper, crew=crew))
         return open_stepper(self._optimizer, self._flat, partial(FlatStepper, num_parts=len(crew)))
 
     def cut(self, batch: Nested, workloads: Sequence[float]) -> Cut:
         """Cut ``batch`` as this formation computes it, for replicas with ``workloads``."""
-        return self._cutter.cut(batch, workloads)
+        crew = self.crew
+        everybody = crew.all_workloads if isinstance(crew, RankCrew) else workloads
+        return self._cutter.cut(batch, everybody)
 
     def compute(self, pieces: Cut, run: Callable[[Turn], Outcome], seed: tuple[int, ...]) -> Report:
         """Run all microbatches; nothing that the caller can see changes."""
@@ -188,16 +205,18 @@ class Engine:
         statistics = self._merged_statistics(report.operands)
         if count is not None:
             count(report)
-        missing = self._missing(report.operands)
+        missing = self._sums.take(report)
         if missing and isinstance(self._stepper, FlatStepper):
+            self._stepper.complete()
             self._stepper.dissolve()
             self._stepper = WholeStepper(self._optimizer, self._flat)
-        operands = [self._in_flat_order(operand) for operand in report.operands]
         summed = self._clip_norm is not None or isinstance(self._stepper, WholeStepper)
         if self._alone and isinstance(self._stepper, WholeStepper):
-            self._stepper.show(operands[0])
+            assert isinstance(self._sums, LocalSums)
+            self._stepper.show(self._sums.operands[0])
         elif summed:
-            self.crew.each(lambda part: self._parts[part].sum_gradients(operands))
+            self.crew.each(self._sums.sum_part)
+            self._sums.share()
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
         self._stepper.prepare(missing)
@@ -208,7 +227,7 @@ class Engine:
         def finish(part: int) -> None:
             start_s = now_s()
             if not summed:
-                self._parts[part].sum_gradients(operands)
+                self._sums.sum_part(part)
             self._stepper.step_part(part)
             with lock:
                 spans.append(Span(replica=part, microbatch=None, start_s=start_s, stop_s=now_s()))
@@ -247,17 +266,6 @@ class Engine:
                 each.gradients.mul_(coefficient)
 
         self.crew.each(scale)
-
-    def _missing(self, operands: Sequence[Partial]) -> list[int]:
-        """Return the parameters that got no gradient from any microbatch."""
-        return [
-            index
-            for index, place in enumerate(self._places)
-            if place < 0 or all(operand.gradients[place] is None for operand in operands)
-        ]
-
-    def _in_flat_order(self, operand: Partial) -> list[Tensor | None]:
-        return [None if place < 0 else operand.gradients[place] for place in self._places]
 
     def _merged_statistics(self, operands: Sequence[Partial]) -> dict[str, Statistic]:
         merged: dict[str, Statistic] = {}

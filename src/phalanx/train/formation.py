@@ -12,6 +12,7 @@ import torch
 from phalanx.clock import now_s
 from phalanx.replicas import default_intra_op, num_cores, resolve_devices
 from phalanx.types import Device
+from phalanx.world import num_ranks_here
 
 __all__ = ["Formation", "candidates", "try_out"]
 
@@ -58,13 +59,19 @@ def candidates(
 
 
 def given(
-    replicas: int | str | Sequence[Device], home: torch.device, intra_op: int | None
+    replicas: int | str | Sequence[Device], home: torch.device, intra_op: int | None, crew: str
 ) -> Formation | None:
-    """Return the formation that the user asked for; None for "auto"."""
+    """Return the formation that the user asked for; None for one that is to be found out.
+
+    A rank has one replica unless told otherwise: there are as many ranks as the job was told.
+    """
     if isinstance(replicas, str):
-        return None
+        if crew != "ranks":
+            return None
+        replicas = 1
     devices = resolve_devices(replicas, home)
-    return Formation(devices, intra_op or default_intra_op(devices))
+    everybody = devices * (num_ranks_here() if crew == "ranks" else 1)
+    return Formation(devices, intra_op or default_intra_op(everybody))
 
 
 def try_out(

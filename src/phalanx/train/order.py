@@ -103,6 +103,15 @@ class Reader:
         self._order, self._is_stored, self._iterator = order, order is not None, None
 
 
+def is_complete(loader: Iterable[Nested], batches: int) -> bool:
+    """Tell whether ``batches`` are all, without asking for another, where the loader knows it."""
+    try:
+        length = len(loader)  # type: ignore[arg-type]
+    except TypeError:  # a generator, or a DataLoader over an IterableDataset
+        return False
+    return 0 < length <= batches
+
+
 def begin_epoch(loader: object, epoch: int) -> None:
     """Tell the loader's sampler which epoch begins, from its first sample on."""
     sampler = getattr(loader, "sampler", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from phalanx.train.checkpoint import Stored, load_stored, pack_state, save_store
 from phalanx.train.order import Order
 from phalanx.train.position import Position
 
-__all__ = ["TrainerState", "capture_state", "restore_state"]
+__all__ = ["TrainerState", "capture_state", "restore_state", "warn_of_changes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,18 @@ def restore_state(
     if state.scheduler is not None:
         state.scheduler.load_state_dict(unpack_like(packed_scheduler, state.scheduler.state_dict()))
     return restored
+
+
+def warn_of_changes(restored: Restored, now: TrainerState) -> None:
+    """Warn, at the line of our caller's caller, of what keeps a run from going on bit for bit."""
+    for name in ("microbatches", "seed"):
+        was, given = getattr(restored, name), getattr(now, name)
+        if was != given:
+            warnings.warn(
+                f"`{name}` must be {was!r} as in the checkpoint to continue bit for bit, but is "
+                f"{given!r}.",
+                stacklevel=3,
+            )
 
 
 # Any: JSON.

@@ -31,12 +31,19 @@ from phalanx.memory import (
     zeros,
 )
 
-__all__ = ["FlatStepper", "Stepper", "WholeStepper", "open_stepper"]
+__all__ = [
+    "STEP",
+    "FlatStepper",
+    "Stepper",
+    "WholeStepper",
+    "norm_of_gradients",
+    "open_stepper",
+]
 
 _ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad)
 _FUSED_ON_CPU = (SGD, Adam, AdamW, Adagrad)
 _EachThread = Callable[[Callable[[int, int], None]], object]
-_SCALAR = "step"  # the one state entry of these optimizers that has not the parameter's shape
+STEP = "step"  # the one state entry of these optimizers that has not the parameter's shape
 
 
 class Stepper(Protocol):
@@ -53,6 +60,9 @@ class Stepper(Protocol):
 
     def finish(self) -> None:
         """Finish in the caller's thread."""
+
+    def complete(self) -> None:
+        """See that all of the optimizer's state is in this process."""
 
 
 def open_stepper(
@@ -103,6 +113,9 @@ class WholeStepper:
     def finish(self) -> None:
         pass
 
+    def complete(self) -> None:
+        pass
+
 
 class FlatStepper:
     """An elementwise optimizer, cut into parts.
@@ -111,6 +124,7 @@ class FlatStepper:
         optimizer: The user's; its options and state stay the truth.
         flat: The parameters, grouped as the optimizer groups them.
         num_parts: Number of threads.
+        own: Which parts are this process's, where others have the rest; default: all.
         allocate: Makes zeros for the state, beside the parameters.
     """
 
@@ -120,8 +134,10 @@ class FlatStepper:
         flat: FlatParameters,
         num_parts: int,
         *,
+        own: range | None = None,
         allocate: Allocate = zeros,
     ) -> None:
+        self._own = range(num_parts) if own is None else own
         self._allocate = allocate
         self._optimizer = optimizer
         self._flat = flat
@@ -137,7 +153,7 @@ class FlatStepper:
             piece.copy_options(self._optimizer)
 
     def step_part(self, part: int) -> None:
-        self._pieces[part].step()
+        self._pieces[self._own[part]].step()
 
     def finish(self) -> None:
         """Make the state that a first step created visible in the user's optimizer."""
@@ -145,13 +161,22 @@ class FlatStepper:
         if signature != self._bound:
             self._gather_state()
             self._bound = tuple(self._pieces[0].signature())
+        self._count()
+
+    def _count(self) -> None:
+        """Tell the user's optimizer of one more step."""
         for place, counters in self._counters.items():
-            own = self._first_owned(self._flat.segments[place])
-            if own is not None:
-                counters.copy_(own[1][_SCALAR])
+            owned = self._owned(self._flat.segments[place])
+            if owned:
+                counters.copy_(owned[0][1][STEP])
+            else:  # the segment is another process's
+                counters.add_(1)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
 
         self._remember()
+
+    def complete(self) -> None:
+        """It is."""
 
     def fits(self) -> bool:
         """Tell whether nobody has put another state, other groups or hooks into the optimizer."""
@@ -187,11 +212,10 @@ class FlatStepper:
     def _gather_state(self) -> None:
         """Join the parts' state to one run of memory, of which the user's optimizer sees views."""
         for segment in self._flat.segments:
-            owned = [piece.owned(segment) for piece in self._pieces]
-            parts = [own for own in owned if own is not None]
+            parts = self._owned(segment)
             for key in list(parts[0][1]) if parts else ():
                 value = parts[0][1][key]
-                if isinstance(value, Tensor) and key != _SCALAR:
+                if isinstance(value, Tensor) and key != STEP:
                     whole = self._allocate(segment.values.numel(), value.dtype, value.device)
                     for where, state in parts:
                         whole[where.start : where.stop] = state[key]
@@ -199,7 +223,7 @@ class FlatStepper:
                 self._install(segment, key, value)
 
     def _whole(self, segment: Segment, key: str, values: Sequence[Any]) -> Any:
-        if not isinstance(values[0], Tensor) or key == _SCALAR:
+        if not isinstance(values[0], Tensor) or key == STEP:
             return values[0]
         whole = self._allocate(segment.values.numel(), values[0].dtype, segment.values.device)
         for place, value in enumerate(values):
@@ -207,13 +231,14 @@ class FlatStepper:
             segment.view(whole, place, like).copy_(value)
         return whole
 
-    def _first_owned(self, segment: Segment) -> tuple[Range, dict[str, Any]] | None:
-        owned = (piece.owned(segment) for piece in self._pieces)
-        return next((own for own in owned if own is not None), None)
+    def _owned(self, segment: Segment) -> list[tuple[Range, dict[str, Any]]]:
+        """Return this process's parts of ``segment``, with their state."""
+        found = [self._pieces[part].owned(segment) for part in self._own]
+        return [each for each in found if each is not None]
 
     def _install(self, segment: Segment, key: str, value: Any) -> None:
         """Give ``value`` to the parts (cut) and to the user's optimizer (as views of it)."""
-        is_whole = isinstance(value, Tensor) and key != _SCALAR
+        is_whole = isinstance(value, Tensor) and key != STEP
         for piece in self._pieces:
             own = piece.owned(segment)
             if own is None:
@@ -338,10 +363,10 @@ def _state_is_uniform(optimizer: Optimizer, flat: FlatParameters) -> bool:
         kinds = [{key for key, value in state.items() if value is not None} for state in states]
         if any(kind != kinds[0] for kind in kinds):
             return False
-        moments = [v for state in states for k, v in state.items() if k != _SCALAR]
+        moments = [v for state in states for k, v in state.items() if k != STEP]
         if any(isinstance(v, Tensor) and v.dtype != segment.values.dtype for v in moments):
             return False
-        steps = [float(state[_SCALAR]) for state in states if _SCALAR in state]
+        steps = [float(state[STEP]) for state in states if STEP in state]
         if len(set(steps)) > 1:
             return False
     return True

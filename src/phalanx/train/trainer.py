@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,14 +22,16 @@ from phalanx.replicas import Report, caller_intra_op
 from phalanx.train.arguments import (
     check_fit,
     check_options,
+    check_ranks,
     check_replicas,
+    check_resize,
     check_shard_loading,
     check_told,
     make_optimizer,
     make_scheduler,
     read_folder,
 )
-from phalanx.train.crews import CrewMaker, FailureLog
+from phalanx.train.crews import CrewMaker, FailureLog, writer_of
 from phalanx.train.cutting import Cutter
 from phalanx.train.engine import Engine, check_members, counted
 from phalanx.train.evaluation import evaluate
@@ -43,10 +44,10 @@ from phalanx.train.events import (
     WorkerLost,
 )
 from phalanx.train.formation import Formation, candidates, given
-from phalanx.train.order import Reader
+from phalanx.train.order import Reader, is_complete
 from phalanx.train.position import Loss, Position
 from phalanx.train.sharding import Loaders
-from phalanx.train.state import TrainerState, capture_state, restore_state
+from phalanx.train.state import TrainerState, capture_state, restore_state, warn_of_changes
 from phalanx.train.trial import Trial
 from phalanx.train.work import Work
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
@@ -80,7 +81,10 @@ class Trainer:
         seed: Where dropout and its like start; each microbatch of each step has numbers of its own.
         crew: "threads": replicas are threads of this process. "processes": they are worker
             processes of this host, which take nothing with them when they die. "inline": the one
-            replica runs in the caller's thread, where a debugger finds it.
+            replica runs in the caller's thread, where a debugger finds it. "ranks": every process
+            of a `torch.distributed` job has such a trainer, is given the same batches, and computes
+            its share of them with its replicas; each steps and keeps a slice of the optimizer's
+            state (ZeRO, stage 1).
         timeout_s: How long a microbatch may take before its worker process counts as hung.
         max_failures: How many worker processes may be lost in all; None for any number.
         on_failure: Called with every `WorkerLost`, after the update that it was lost in.
@@ -151,11 +155,12 @@ class Trainer:
             module, replicas, microbatches, intra_op, crew, clip_norm, timeout_s, max_failures
         )
         check_told(seed, on_failure, metrics, channels_last, callbacks)
+        check_ranks(crew, workloads, codec)
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
         self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
-        self._formation = given(replicas, self._home, self._intra_op)
+        self._formation = given(replicas, self._home, self._intra_op, crew)
         self._workloads = fixed_workloads(workloads)
         if self._workloads is not None:
             num_replicas = len(self._formation.devices) if self._formation else None
@@ -178,6 +183,7 @@ class Trainer:
         self._callbacks = tuple(callbacks)
         self._next_formation: Formation | None = None  # what `resize()` asked for
         self._crew = crew
+        self._write = writer_of(crew)
         self._failures = FailureLog(max_failures)
         self._on_failure = on_failure
         self._open_crew = partial(
@@ -328,7 +334,8 @@ class Trainer:
         """
         self._check_open()
         check_replicas(replicas, self._crew)
-        formation = given(replicas, self._home, self._intra_op)
+        check_resize(self._crew)
+        formation = given(replicas, self._home, self._intra_op, self._crew)
         if formation is None:
             raise ConfigError(
                 "`replicas` must be a number or devices to resize to, but is 'auto'. Give a number."
@@ -358,7 +365,7 @@ class Trainer:
         self.module.train()
         loader = self._loaders.open(loader)
         batches = self._reader.batches(loader, self._position.batch, self.epochs)
-        while not self._epoch_is_complete(loader):
+        while not is_complete(loader, self._position.batch):
             if self._shall_end(None, last_step):
                 return None
             batch = next(batches, _END)
@@ -379,14 +386,6 @@ class Trainer:
         if last_epoch is not None and self.epochs >= last_epoch:
             return True
         return self._stopped or (last_step is not None and self.steps >= last_step)
-
-    def _epoch_is_complete(self, loader: Iterable[Nested]) -> bool:
-        """Tell it without asking for another batch, where the loader knows its length."""
-        try:
-            length = len(loader)  # type: ignore[arg-type]
-        except TypeError:  # a generator, or a DataLoader over an IterableDataset
-            return False
-        return 0 < length <= self._position.batch
 
     def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
         train = {"loss": self._position.mean_loss, **self._metrics.compute()}
@@ -418,7 +417,9 @@ class Trainer:
 
         def count(report: Report) -> None:
             self._metrics.count(
-                counted(report), replica_of=report.replica_of, each=engine.crew.each
+                counted(report),
+                replica_of=[max(0, each) for each in report.replica_of],  # -1: another rank's
+                each=engine.crew.each,
             )
 
         update = engine.update(
@@ -451,7 +452,7 @@ class Trainer:
             self._loaders.open(loader),
             self.module,
             self._open_engine,
-            self._work.evaluation(),
+            self._work.evaluation(keep_outputs=bool(self._metrics)),
             metrics=self._metrics,
             workloads=lambda: self.workloads,
             seed=(self._seed, self.steps),
@@ -460,9 +461,15 @@ class Trainer:
     # -- state -------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
-        """Write everything that :meth:`resume` needs to ``folder``, as a whole or not at all."""
+        """Write everything that :meth:`resume` needs to ``folder``, as a whole or not at all.
+
+        With crew="ranks" all ranks must call it; rank 0 writes.
+        """
         self._check_open()
-        capture_state(self._state(), read_folder("folder", folder))
+        path = read_folder("folder", folder)
+        if self._engine is not None:
+            self._engine.complete_state()
+        self._write(partial(capture_state, self._state(), path))
 
     def resume(self, folder: str | Path) -> None:
         """Continue from what :meth:`save` wrote: model, optimizer, scheduler, position, data order.
@@ -485,16 +492,7 @@ class Trainer:
         if self._formation is None and restored.formation is not None:
             count, intra_op = restored.formation
             self._formation = Formation((self._home,) * count, self._intra_op or intra_op)
-        for name, was, now in (
-            ("microbatches", restored.microbatches, self._microbatches),
-            ("seed", restored.seed, self._seed),
-        ):
-            if was != now:
-                warnings.warn(
-                    f"`{name}` must be {was!r} as in the checkpoint to continue bit for bit, but "
-                    f"is {now!r}.",
-                    stacklevel=2,
-                )
+        warn_of_changes(restored, state)
         self._balancer = self._open_balancer(restored.workloads)
         if self._engine is not None:
             self._engine.reload_state()
@@ -535,6 +533,7 @@ class Trainer:
             self._close_engine()
             self._formation, self._balancer = resized, None
         if self._engine is not None and not self._engine.fits():
+            self._engine.complete_state()
             self._close_engine()
         if self._engine is None:
             trial = Trial(self.module, self._cutter, self._work, batch)

@@ -62,9 +62,9 @@ class Work:
         """
         return _Training(self, tuple(scales), keep_outputs)
 
-    def evaluation(self) -> Callable[[Turn], Outcome]:
+    def evaluation(self, keep_outputs: bool) -> Callable[[Turn], Outcome]:
         """Return what runs a microbatch forward only."""
-        return _Evaluation(self)
+        return _Evaluation(self, keep_outputs)
 
     def evaluate(self, turn: Turn, keep_outputs: bool) -> tuple[Tensor, Outcome]:
         """Run one microbatch forward."""
@@ -137,9 +137,10 @@ class _Evaluation:
     """Forward only."""
 
     work: Work
+    keep_outputs: bool
 
     def __call__(self, turn: Turn) -> Outcome:
-        return self.work.evaluate(turn, keep_outputs=True)[1]
+        return self.work.evaluate(turn, self.keep_outputs)[1]
 
 
 def _refuse_graphs(batch: Nested) -> None:

@@ -1,0 +1,125 @@
+"""What the ranks of a job tell each other of a step before they add their gradients.
+
+JSON and tensors in safetensors' form, no pickle. Floats travel as hexadecimals: every bit counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from phalanx.errors import UnsupportedError
+from phalanx.plan import Node
+from phalanx.replicas import Partial, Statistic
+from phalanx.train.work import Outcome
+from phalanx.types import Nested
+
+__all__ = ["Account"]
+
+_TEXT = "text"
+
+
+@dataclass
+class Account:
+    """One rank's part in a step.
+
+    Attributes:
+        moment: What all ranks must agree on: which step, of which batch.
+        error: What it raised instead of computing; None if all went well.
+        outcomes: By microbatch.
+        absent: By node of the tree, the parameters that got no gradient; no entry for a node
+            without rows.
+        statistics: By node, what its microbatches left in the buffers.
+    """
+
+    moment: str
+    error: str | None = None
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    absent: dict[Node, frozenset[int]] = field(default_factory=dict)
+    statistics: dict[Node, dict[str, Statistic]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, moment: str, results: Sequence[Outcome | None], sums: Mapping[Node, Partial | None]
+    ) -> Account:
+        """Return the account of what was computed here."""
+        account = cls(moment, outcomes={i: r for i, r in enumerate(results) if r is not None})
+        for node, partial in sums.items():
+            if partial is not None:
+                account.absent[node] = frozenset(
+                    place for place, each in enumerate(partial.gradients) if each is None
+                )
+                account.statistics[node] = partial.statistics
+        return account
+
+    def pack(self) -> bytes:
+        """Write it down."""
+        tensors: dict[str, Tensor] = {}
+        text = {
+            "moment": self.moment,
+            "error": self.error,
+            "outcomes": [
+                [index, each.loss.hex(), _put(tensors, each.outputs), _put(tensors, each.targets)]
+                for index, each in self.outcomes.items()
+            ],
+            "absent": [[n.level, n.index, sorted(each)] for n, each in self.absent.items()],
+            "statistics": [
+                [n.level, n.index, name, each.weight.hex(), each.rule, _put(tensors, each.value)]
+                for n, found in self.statistics.items()
+                for name, each in found.items()
+            ],
+        }
+        tensors[_TEXT] = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
+        return safetensors.torch.save(tensors)
+
+    @classmethod
+    def read(cls, packed: bytes) -> Account:
+        """Undo :meth:`pack`."""
+        tensors = safetensors.torch.load(packed)
+        text = json.loads(tensors[_TEXT].numpy().tobytes())
+        account = cls(text["moment"], text["error"])
+        for index, loss, outputs, targets in text["outcomes"]:
+            account.outcomes[index] = Outcome(
+                float.fromhex(loss), _take(tensors, outputs), _take(tensors, targets)
+            )
+        for level, index, absent in text["absent"]:
+            account.absent[Node(level, index)] = frozenset(absent)
+            account.statistics[Node(level, index)] = {}
+        for level, index, name, weight, rule, value in text["statistics"]:
+            account.statistics[Node(level, index)][name] = Statistic(
+                _take(tensors, value), float.fromhex(weight), rule
+            )
+        return account
+
+
+def _put(tensors: dict[str, Tensor], value: Nested) -> Any:  # Any: what JSON can hold
+    """Set the tensors of ``value`` aside, and return what is left of it."""
+    leaves, structure = _pytree.tree_flatten(value)
+    names: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            names.append([str(len(tensors))])
+            tensors[str(len(tensors))] = leaf.detach().cpu().contiguous().clone()
+        else:
+            names.append(leaf)
+    try:
+        json.dumps(names)
+        return [names, _pytree.treespec_dumps(structure)]
+    except (TypeError, NotImplementedError) as error:
+        raise UnsupportedError(
+            "Outputs and targets must be tensors, numbers and texts in lists, tuples and dicts to "
+            f"be counted by metrics over ranks, but hold something else: {error}."
+        ) from error
+
+
+def _take(tensors: Mapping[str, Tensor], packed: Any) -> Nested:
+    names, structure = packed
+    leaves = [tensors[each[0]] if isinstance(each, list) else each for each in names]
+    return _pytree.tree_unflatten(leaves, _pytree.treespec_loads(structure))

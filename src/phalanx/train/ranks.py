@@ -1,0 +1,451 @@
+"""A trainer's replicas in several processes of one job, each with its own range of microbatches.
+
+Every rank runs the same script over the same batches. It computes its range, and says what came of
+it (`accounts`). Then the gradients' partial sums travel: each rank owns a slice of the flat
+buffers, receives that slice of every partial sum, and adds them along the tree, so that nobody sees
+who computed what:
+
+    rank 0   microbatches 0 1 2 3   sum a |----|----|      slice 0 of a + b at rank 0
+    rank 1   microbatches 4 5 6 7   sum b |----|----|      slice 1 of a + b at rank 1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.codecs import Feedback
+from phalanx.errors import ConfigError, PeerError
+from phalanx.memory import FlatParameters
+from phalanx.plan import Node, flatten, workload_sizes
+from phalanx.replicas import (
+    Crew,
+    Job,
+    Partial,
+    Report,
+    Statistic,
+    ThreadCrew,
+    TreeSums,
+    Turn,
+    merge_statistics,
+)
+from phalanx.train.accounts import Account
+from phalanx.types import Nested
+from phalanx.world import Exchange
+
+__all__ = ["RankCrew", "RankReport", "RankSums", "open_ranks", "write_once"]
+
+T = TypeVar("T")
+_TRACED = 64  # elements of each microbatch that tell one batch from another
+
+
+@dataclasses.dataclass(kw_only=True)
+class RankReport(Report):
+    """What a run over all ranks gave.
+
+    Attributes:
+        accounts: Every rank's, by rank. The operands hold the statistics alone; gradients are still
+            where they were computed, in `sums`.
+    """
+
+    accounts: list[Account] = dataclasses.field(default_factory=list)
+
+
+class RankCrew(Crew):
+    """This rank's replicas, as a part of the job's.
+
+    Args:
+        local: The replicas here.
+        exchange: The job's ranks.
+
+    Attributes:
+        counts: Replicas by rank.
+        all_workloads: Their relative shares, rank after rank.
+
+    Raises:
+        ConfigError: Ranks differ in their model; it says which.
+    """
+
+    def __init__(self, local: ThreadCrew, module: nn.Module, exchange: Exchange) -> None:
+        self.local = local
+        self.exchange = exchange
+        self.workloads = local.workloads
+        self.parameters = local.parameters
+        own = json.dumps({"workloads": local.workloads, "model": _digest_of(module)})
+        told = [json.loads(each) for each in exchange.gather(own.encode())]
+        for rank, each in enumerate(told):
+            if each["model"] != told[0]["model"]:
+                raise ConfigError(
+                    f"All ranks must train the same model, but rank {rank}'s has other parameters "
+                    "than rank 0's. Build it from the same arguments in every process."
+                )
+        self.counts = [len(each["workloads"]) for each in told]
+        self.all_workloads = [share for each in told for share in each["workloads"]]
+        self._powers = [sum(each["workloads"]) for each in told]
+
+    @property
+    def first(self) -> int:
+        """The number of this rank's first replica among all."""
+        return sum(self.counts[: self.exchange.rank])
+
+    def run(
+        self,
+        microbatches: Sequence[Nested],
+        run: Callable[[Turn], Any],
+        *,
+        weights: Sequence[float],
+        seed: tuple[int, ...],
+        pinned: bool = False,
+        feedback: Feedback | None = None,
+        only: range | None = None,
+    ) -> RankReport:
+        """Run this rank's microbatches, and learn what the others' gave.
+
+        Raises:
+            Exception: What ``run`` raised here.
+            PeerError: Another rank raised something; nothing has changed anywhere then.
+        """
+        assert only is None
+        assert feedback is None  # refused by `check_ranks`
+        told = {"seed": seed, "weights": [each.hex() for each in weights]}
+        moment = json.dumps({**told, "rows": _trace_of(microbatches)})
+        try:
+            report = super().run(
+                microbatches,
+                run,
+                weights=weights,
+                seed=seed,
+                pinned=pinned,
+                only=self._own(len(microbatches), pinned),
+            )
+            account = Account.of(moment, report.results, report.sums)
+            packed = account.pack()
+        except BaseException as error:
+            failed = Account(moment, f"{type(error).__name__}: {error}")
+            self.exchange.gather(failed.pack())
+            raise
+        accounts = [Account.read(each) for each in self.exchange.gather(packed)]
+        _check(accounts)
+        for each in accounts:
+            for index, outcome in each.outcomes.items():
+                report.results[index] = outcome
+        report.operands = _statistics_of(accounts, len(microbatches))
+        fields = {each.name: getattr(report, each.name) for each in dataclasses.fields(report)}
+        return RankReport(**fields, accounts=accounts)
+
+    def _own(self, num_microbatches: int, pinned: bool) -> range:
+        """Return which microbatches are this rank's."""
+        sizes = self.counts if pinned else workload_sizes(num_microbatches, self._powers)
+        stop = list(accumulate(sizes))[self.exchange.rank]
+        return range(stop - sizes[self.exchange.rank], stop)
+
+    def align(self, module: nn.Module) -> None:
+        """Give all ranks the parameters and buffers of rank 0."""
+        tensors = [*module.parameters(), *module.buffers()]
+        with torch.no_grad():
+            for tensor in tensors:
+                whole = tensor.detach().contiguous()
+                self.exchange.spread([(whole, 0)])
+                if whole.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(whole)
+
+    # -- what the replicas here do -----------------------------------
+
+    def each(self, task: Callable[[int], T]) -> list[T]:
+        """Run ``task(replica index)`` in every local replica's thread at once."""
+        return self.local.each(task)
+
+    @property
+    def intra_op(self) -> int:
+        """Threads inside operators, per replica."""
+        return self.local.intra_op
+
+    def __len__(self) -> int:
+        return len(self.local)
+
+    def matches_source(self) -> bool:
+        """Tell whether the replicas can follow all that was done to the module since."""
+        return self.local.matches_source()
+
+    def outdate(self) -> None:
+        """Make the next run copy everything from the module, whatever its versions say."""
+        self.local.outdate()
+
+    def close(self) -> None:
+        """Dismiss the threads; closing twice does nothing."""
+        self.local.close()
+
+    def _work_on(self, job: Job) -> None:
+        self.local._work_on(job)
+
+    def _drew_aside(self, job: Job, before: Tensor) -> bool:
+        return self.local._drew_aside(job, before)
+
+
+def open_ranks(local: ThreadCrew, module: nn.Module) -> RankCrew:
+    """Join the replicas of all ranks, and begin with rank 0's parameters and buffers.
+
+    Raises:
+        StateError: This process is in no group.
+        ConfigError: Ranks differ in their model.
+    """
+    try:
+        crew = RankCrew(local, module, Exchange())
+        crew.align(module)
+    except BaseException:
+        local.close()
+        raise
+    return crew
+
+
+def write_once(write: Callable[[], None]) -> None:
+    """Let rank 0 write for all; every rank returns when it has.
+
+    Raises:
+        Exception: What ``write`` raised, at rank 0.
+        PeerError: It raised something there; at the others.
+    """
+    exchange = Exchange()
+    failure = ""
+    try:
+        if exchange.rank == 0:
+            write()
+    except BaseException as error:
+        failure = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        told = exchange.gather(failure.encode())[0]
+    if told:
+        raise PeerError(f"Rank 0 must write for all ranks, but raised {told.decode()}", 0)
+
+
+def _check(accounts: Sequence[Account]) -> None:
+    for rank, account in enumerate(accounts):
+        if account.error is not None:
+            raise PeerError(
+                f"All ranks must complete their microbatches, but rank {rank} raised "
+                f"{account.error}. The step was refused everywhere and nothing has changed.",
+                rank,
+            )
+        if account.moment != accounts[0].moment:
+            raise ConfigError(
+                f"All ranks must be at the same step of the same batches, but rank {rank} is not "
+                "where rank 0 is. Give every rank the whole batch, from loaders with the same "
+                "seed (no `DistributedSampler`), and the same `seed` and `microbatches`."
+            )
+
+
+def _trace_of(microbatches: Sequence[Nested]) -> int:
+    """Return a checksum of the beginnings of a batch's rows; 0 where they are not here."""
+    trace = 0
+    for microbatch in microbatches:
+        for leaf in flatten(microbatch)[0]:
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
+                row = leaf.detach().reshape(-1)[:_TRACED].cpu().contiguous()
+                trace = zlib.crc32(row.view(torch.uint8).numpy().tobytes(), trace)
+    return trace
+
+
+def _statistics_of(accounts: Sequence[Account], num_leaves: int) -> list[Partial]:
+    """Return what all ranks' microbatches left in the buffers, added along the tree."""
+    sums: TreeSums[dict[str, Statistic]] = TreeSums(num_leaves, merge_statistics)
+    _put_all(
+        sums, num_leaves, {node: s for each in accounts for node, s in each.statistics.items()}
+    )
+    return [Partial([], operand) for operand in sums.operands()]
+
+
+def _digest_of(module: nn.Module) -> str:
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()
+
+
+class RankSums:
+    """Sum the ranks' gradients into the flat buffers, each rank its slice.
+
+    Args:
+        flat: Parameters and gradients.
+        crew: This rank's replicas.
+        places: Where each of the flat parameters stands among the crew's, or -1.
+
+    Attributes:
+        slices: By rank, its ranges of the segments: (start, stop) each.
+    """
+
+    def __init__(self, flat: FlatParameters, crew: RankCrew, places: Sequence[int]) -> None:
+        self._flat = flat
+        self._crew = crew
+        self._exchange = crew.exchange
+        self._places = places
+        self.slices = _slices_of(flat, crew.counts)
+        self._sent = _Buffer(flat, self.slices)
+
+    def take(self, report: Report) -> list[int]:
+        """Add up this rank's slice, and return which parameters got no gradient from anybody."""
+        assert isinstance(report, RankReport)
+        nodes = [sorted(account.absent) for account in report.accounts]
+        own = self._exchange.rank
+        sums: TreeSums[_Slice] = TreeSums(len(report.results), _add)
+        arrived: dict[Node, _Slice] = {}
+        for place in range(max(map(len, nodes))):
+            senders = [len(each) > place for each in nodes]
+            if senders[own]:
+                partial = report.sums[nodes[own][place]]
+                assert partial is not None
+                self._sent.fill([None if p < 0 else partial.gradients[p] for p in self._places])
+            buffers = self._swap(senders)
+            for rank, buffer in buffers.items():
+                node = nodes[rank][place]
+                absent = self._in_flat_order(report.accounts[rank].absent[node])
+                arrived[node] = _Slice(buffer, absent)
+        _put_all(sums, len(report.results), arrived)
+        absent = self._write(sums.operands())
+        return sorted(absent)
+
+    def _swap(self, senders: Sequence[bool]) -> dict[int, _Buffer]:
+        """Send everyone its slice of what `_sent` holds; return our own slices, by sender."""
+        own = self._exchange.rank
+        slices = self.slices[own]
+        size = _num_bytes(self._flat, slices)
+        room = torch.empty(size * sum(senders), dtype=torch.uint8, device=self._sent.device)
+        sent = self._sent.bytes if senders[own] else self._sent.bytes[:0]
+        sizes = [_num_bytes(self._flat, each) if senders[own] else 0 for each in self.slices]
+        self._exchange.swap(sent, sizes, room, [size if sends else 0 for sends in senders])
+        ranks = [rank for rank, sends in enumerate(senders) if sends]
+        return {
+            rank: _Buffer(self._flat, [slices], room[place * size : (place + 1) * size])
+            for place, rank in enumerate(ranks)
+        }
+
+    def _in_flat_order(self, absent: frozenset[int]) -> frozenset[int]:
+        return frozenset(
+            index for index, place in enumerate(self._places) if place < 0 or place in absent
+        )
+
+    def _write(self, operands: Sequence[_Slice]) -> frozenset[int]:
+        """Write the sum to the gradient buffers; return what is missing in it."""
+        slices = self.slices[self._exchange.rank]
+        if not operands:
+            raise ConfigError("A step needs at least one microbatch with rows, but has none.")
+        total = operands[0] if len(operands) == 1 else _add(*operands)
+        for segment, (start, stop), values in zip(
+            self._flat.segments, slices, total.buffer.ranges, strict=True
+        ):
+            segment.gradients[start:stop].copy_(values)
+        return total.absent
+
+    def sum_part(self, part: int) -> None:
+        """All was added when it was taken."""
+
+    def share(self) -> None:
+        """Give all ranks the whole gradient."""
+        self.spread([(place, s.gradients) for place, s in enumerate(self._flat.segments)])
+
+    def spread(self, tensors: Sequence[tuple[int, Tensor]]) -> None:
+        """Give all ranks each owner's slice of tensors: pairs of (segment, tensor as long)."""
+        self._exchange.spread(
+            [
+                (tensor[slice(*slices[place])], rank)
+                for rank, slices in enumerate(self.slices)
+                for place, tensor in tensors
+            ]
+        )
+
+
+def _slices_of(flat: FlatParameters, counts: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Return each rank's range of each segment: those of its replicas' parts together."""
+    bounds = flat.bounds(sum(counts))
+    stops = list(accumulate(counts))
+    return [
+        [(part[stop - count][0], part[stop - 1][1]) for part in bounds]
+        for stop, count in zip(stops, counts, strict=True)
+    ]
+
+
+def _num_bytes(flat: FlatParameters, slices: Sequence[tuple[int, int]]) -> int:
+    return sum(
+        (stop - start) * segment.values.itemsize
+        for segment, (start, stop) in zip(flat.segments, slices, strict=True)
+    )
+
+
+class _Buffer:
+    """Bytes that hold slices of all segments, one after the other, for one rank or for each.
+
+    Attributes:
+        ranges: The slices as tensors, in that order.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        slices: Sequence[Sequence[tuple[int, int]]],
+        room: Tensor | None = None,
+    ) -> None:
+        self.device = flat.segments[0].values.device
+        size = sum(_num_bytes(flat, each) for each in slices)
+        self.bytes = (
+            torch.zeros(size, dtype=torch.uint8, device=self.device) if room is None else room
+        )
+        self.ranges: list[Tensor] = []
+        self._pieces: list[tuple[int, int, int, Tensor]] = []
+        at = 0
+        for each in slices:
+            for segment, (start, stop) in zip(flat.segments, each, strict=True):
+                end = at + (stop - start) * segment.values.itemsize
+                values = self.bytes[at:end].view(segment.values.dtype)
+                self.ranges.append(values)
+                self._pieces += segment.pieces(start, stop, values)
+                at = end
+
+    def fill(self, gradients: Sequence[Tensor | None]) -> None:
+        """Copy gradients in (1-D, in flat order); None leaves zeros."""
+        for index, start, stop, out in self._pieces:
+            gradient = gradients[index]
+            if gradient is None:
+                out.zero_()
+            else:
+                out.copy_(gradient[start:stop])
+
+    def members(self) -> list[tuple[int, Tensor]]:
+        """Return each parameter's part of this, by index."""
+        return [(index, out) for index, _, _, out in self._pieces]
+
+
+@dataclasses.dataclass
+class _Slice:
+    """One rank's slice of a partial sum, and which parameters have nothing in it."""
+
+    buffer: _Buffer
+    absent: frozenset[int]
+
+
+def _add(left: _Slice, right: _Slice) -> _Slice:
+    if not left.absent and not right.absent:
+        torch._foreach_add_(left.buffer.ranges, right.buffer.ranges)
+        return left
+    pairs = zip(left.buffer.members(), right.buffer.members(), strict=True)
+    for (index, own), (_, other) in pairs:
+        if index in left.absent:  # not added to zeros: that would turn -0 into 0
+            own.copy_(other)
+        elif index not in right.absent:
+            own.add_(other)
+    return _Slice(left.buffer, left.absent & right.absent)
+
+
+def _put_all(sums: TreeSums[T], num_leaves: int, arrived: Mapping[Node, T]) -> None:
+    """Put what has arrived; leaves below none of these nodes had no rows."""
+    covered: set[int] = set()
+    for node, value in arrived.items():
+        covered |= set(range(node.index << node.level, (node.index + 1) << node.level))
+        sums.put_node(node, value)
+    for leaf in set(range(num_leaves)) - covered:
+        sums.put(leaf, None)

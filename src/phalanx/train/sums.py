@@ -1,0 +1,58 @@
+"""From the partial sums of a run to the gradient in the flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from phalanx.memory import FlatParameters
+from phalanx.replicas import Report
+
+__all__ = ["GradientSums", "LocalSums"]
+
+
+class GradientSums(Protocol):
+    """How the last additions are made."""
+
+    def take(self, report: Report) -> list[int]:
+        """Take over a run's sums; return the parameters without any gradient, in flat order."""
+
+    def sum_part(self, part: int) -> None:
+        """Write one part of the gradient to the flat buffers, in that part's thread."""
+
+    def share(self) -> None:
+        """See that all of the gradient is there, when all parts were summed."""
+
+
+class LocalSums:
+    """All sums lie in this process; every replica's thread adds its part of the last two.
+
+    Args:
+        flat: Parameters and gradients.
+        num_parts: Number of threads.
+        places: Where each of the flat parameters stands among the crew's, or -1.
+    """
+
+    def __init__(self, flat: FlatParameters, num_parts: int, places: Sequence[int]) -> None:
+        self._parts = flat.parts(num_parts)
+        self._places = places
+        self.operands: list[list[Tensor | None]] = []
+
+    def take(self, report: Report) -> list[int]:
+        self.operands = [
+            [None if place < 0 else operand.gradients[place] for place in self._places]
+            for operand in report.operands
+        ]
+        return [
+            index
+            for index in range(len(self._places))
+            if all(operand[index] is None for operand in self.operands)
+        ]
+
+    def sum_part(self, part: int) -> None:
+        self._parts[part].sum_gradients(self.operands)
+
+    def share(self) -> None:
+        """They are."""

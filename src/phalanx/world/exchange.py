@@ -1,0 +1,110 @@
+"""What the ranks of one group tell each other beside a user's own collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.errors import PeerError, PeerLost, StateError
+
+__all__ = ["Exchange", "num_ranks_here"]
+
+
+class Exchange:
+    """The default group, for documents and for slices of memory.
+
+    Every method is a collective: all ranks call it, in the same order.
+
+    Attributes:
+        rank: Who we are.
+        size: How many ranks there are.
+
+    Raises:
+        StateError: There is no group.
+    """
+
+    def __init__(self) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise StateError(
+                "Ranks must be in a process group, but `torch.distributed` has none. Call "
+                "`torch.distributed.init_process_group()` first, in every process of the job."
+            )
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._device = _device_of_documents()
+
+    def gather(self, document: bytes) -> list[bytes]:
+        """Return every rank's document, by rank."""
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        own = torch.tensor([len(document)], dtype=torch.int64, device=self._device)
+        with _telling():
+            dist.all_gather_into_tensor(sizes, own)
+        lengths = sizes.tolist()
+        longest = max(lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        if document:
+            padded[: len(document)] = torch.frombuffer(bytearray(document), dtype=torch.uint8)
+        found = torch.empty(self.size * longest, dtype=torch.uint8, device=self._device)
+        if longest:
+            with _telling():
+                dist.all_gather_into_tensor(found, padded.to(self._device))
+        rows = found.cpu().view(self.size, longest)
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def swap(
+        self, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, sizes: Sequence[int]
+    ) -> None:
+        """Send each rank a slice of ``sent`` and receive one from each.
+
+        Args:
+            sent: 1-D; the slices by receiver, one after the other.
+            sent_sizes: Elements of each.
+            received: 1-D, of the same dtype; the slices by sender.
+            sizes: Elements of each.
+        """
+        with _telling():
+            dist.all_to_all_single(received, sent, list(sizes), list(sent_sizes))
+
+    def spread(self, slices: Sequence[tuple[Tensor, int]]) -> None:
+        """Make each tensor everywhere what it is at its owner: pairs of (tensor, owner's rank)."""
+        with _telling():
+            pending = [
+                dist.broadcast(tensor, owner, async_op=True)
+                for tensor, owner in slices
+                if tensor.numel()
+            ]
+            for work in pending:
+                if work is not None:
+                    work.wait()
+
+
+def num_ranks_here() -> int:
+    """Return how many ranks of the job run on this host, as its launcher says; 1 without any."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _device_of_documents() -> torch.device:
+    """Return where this group takes tensors: on a CPU if it can."""
+    backend = dist.get_backend()
+    if backend == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[None]:
+    """Say of a backend's error what it means; our own backend's says it itself."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except RuntimeError as error:
+        raise PeerLost(
+            f"All ranks must take part in every step, but one is gone or late: {error}. The model "
+            "may be in the middle of a step: start the job again from its last checkpoint."
+        ) from error
