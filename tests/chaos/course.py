@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import phalanx
-from phalanx.replicas import ProcessCrew, faults
+from phalanx.memory import faults
+from phalanx.replicas import ProcessCrew
 from phalanx.replicas.worker_process import WorkerProcess
 from phalanx.train import shared_stepping, slices
 from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur

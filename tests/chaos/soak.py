@@ -30,11 +30,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.replicas import faults
+from phalanx.memory import faults
+from phalanx.replicas import points
 from phalanx.train import shared_stepping
 from tests.chaos.saboteur import MODULE_POINTS, REASONS, Order, Orders, Saboteur
 
-POINTS = [point for point in (*faults.POINTS, *MODULE_POINTS) if point != "born"]
+POINTS = [point for point in (*points.POINTS, *MODULE_POINTS) if point != "born"]
 SIGNALS = {
     "kill": signal.SIGKILL,
     "segfault": signal.SIGSEGV,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.replicas import sums
-from phalanx.replicas.faults import POINTS
+from phalanx.replicas.points import POINTS
 from phalanx.train import checkpoint
 from tests.chaos.course import MICROBATCHES, Course
 from tests.chaos.saboteur import MODULE_POINTS, Order

@@ -11,7 +11,7 @@ import torch
 
 from phalanx import tables
 from phalanx.errors import StateError
-from phalanx.replicas import faults
+from phalanx.memory import faults
 from phalanx.tables import shard
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 

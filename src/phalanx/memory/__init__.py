@@ -2,6 +2,7 @@
 
 from phalanx.memory.allocator import keep_freed_memory
 from phalanx.memory.barrier import SharedBarrier
+from phalanx.memory.faults import Fault, plant, planted, reach
 from phalanx.memory.flat import (
     Allocate,
     FlatParameters,
@@ -20,6 +21,7 @@ from phalanx.memory.waiting import Waiting
 
 __all__ = [
     "Allocate",
+    "Fault",
     "FlatParameters",
     "LockFile",
     "Part",
@@ -35,6 +37,9 @@ __all__ = [
     "die_with_parent",
     "in_memory_order",
     "keep_freed_memory",
+    "plant",
+    "planted",
+    "reach",
     "signal_main_thread",
     "zeros",
 ]

@@ -14,7 +14,6 @@ from phalanx.replicas.draws import (
     derive_seed,
     seed_of_process,
 )
-from phalanx.replicas.faults import reach
 from phalanx.replicas.intra_op import caller_intra_op, hold_caller_at_one_thread, num_cores
 from phalanx.replicas.memory_format import (
     restore_memory_format,
@@ -71,7 +70,6 @@ __all__ = [
     "merge_statistics",
     "num_cores",
     "present_devices",
-    "reach",
     "resolve_device",
     "resolve_devices",
     "restore_memory_format",

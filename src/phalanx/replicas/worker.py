@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.clock import now_s
-from phalanx.memory import die_with_parent, keep_freed_memory
-from phalanx.replicas import faults
+from phalanx.memory import die_with_parent, keep_freed_memory, plant, reach
 from phalanx.replicas.crew import Turn
 from phalanx.replicas.draws import derive_seed
 from phalanx.replicas.intra_op import set_intra_op
@@ -164,7 +163,7 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
     die_with_parent(start.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     faulthandler.register(signal.SIGUSR1, file=dump.fileno(), all_threads=True)
-    faults.plant(start.fault, start.worker)
+    plant(start.fault, start.worker)
     torch.set_num_interop_threads(1)
     set_intra_op(start.intra_op)
     keep_freed_memory()
@@ -184,7 +183,7 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
                     birth: Birth = load(shelf.at(place).numpy().tobytes())
                     worker = Worker(start.worker, birth, shelf)
                     _warm_up()
-                    faults.reach("born")
+                    reach("born")
                     answer: Any = None
                 case _:
                     assert worker is not None
@@ -219,7 +218,7 @@ class Worker:
         if isinstance(message, Errand):
             return load(message.call)(self)
         assert isinstance(message, Task)
-        faults.reach("microbatch taken")
+        reach("microbatch taken")
         return self._compute(message)
 
     def _compute(self, task: Task) -> Done:
@@ -237,9 +236,9 @@ class Worker:
         replica = self._replica
         try:
             with task.modes.entered(_CPU):
-                faults.reach("before forward")
+                reach("before forward")
                 result = run(turn)
-                faults.reach("after backward")
+                reach("after backward")
                 written = replica.statistics.collect(task.weight)
                 present = self._write(task.slot, replica.take_gradients())
         except BaseException:
@@ -251,7 +250,7 @@ class Worker:
         if drew_aside:
             torch.set_rng_state(before)
         busy_s = watch.lap()
-        faults.reach("before reply")
+        reach("before reply")
         return Done(
             result=pack(result),
             statistics=Bundle.of(written),
@@ -292,9 +291,9 @@ class Worker:
         ]
         half = len(pairs) // 2
         _copy(pairs[:half])
-        faults.reach("gradients half written")
+        reach("gradients half written")
         _copy(pairs[half:])
-        faults.reach("gradients written")
+        reach("gradients written")
         return present
 
 

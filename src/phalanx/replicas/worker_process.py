@@ -13,8 +13,7 @@ from typing import Any
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
-from phalanx.memory import signal_main_thread
-from phalanx.replicas.faults import planted
+from phalanx.memory import planted, signal_main_thread
 from phalanx.replicas.mailbox import Mailbox
 from phalanx.replicas.parcel import load, pack
 from phalanx.replicas.patience import limit_patience

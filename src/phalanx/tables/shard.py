@@ -34,8 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.memory import RangeLock
-from phalanx.replicas import reach
+from phalanx.memory import RangeLock, reach
 from phalanx.tables.updaters import Change, Updater
 
 __all__ = ["POINTS", "Entry", "Shard"]
@@ -48,7 +47,7 @@ POINTS = (
     "before unlock",
     "after unlock",
 )
-"""Where the chaos tests stop an add, in its order (:func:`phalanx.replicas.reach`)."""
+"""Where the chaos tests stop an add, in its order (:func:`phalanx.memory.reach`)."""
 
 _WORD, _ARMED, _COUNT, _BLOCK, _UNDONE = range(5)
 _CURRENT, _PARITY, _PROGRESS, _VERSION = 1, 2, 4, 1 << 24

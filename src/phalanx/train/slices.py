@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.memory import Range
-from phalanx.replicas import Place, Shelf, Worker, reach
+from phalanx.memory import Range, reach
+from phalanx.replicas import Place, Shelf, Worker
 
 __all__ = ["BLOCK_ELEMENTS", "Slice", "SlicePlan", "SliceStep", "plan_slice"]
 

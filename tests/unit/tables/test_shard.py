@@ -9,7 +9,7 @@ import torch
 
 from phalanx import tables
 from phalanx.errors import PeerTimeout
-from phalanx.replicas import faults
+from phalanx.memory import faults
 from phalanx.tables import shard
 
 ROWS = 8
