@@ -135,11 +135,7 @@ class RunDirectory:
             StateError: It is not there and ``create`` is False; or this membership has ended.
             OutOfSpace: There is not so much room.
         """
-        if self.closed:
-            raise StateError(
-                f"Run directory {self.path.name!r} must be joined by this process, but is closed. "
-                "After a fork, call `RunDirectory.join` again."
-            )
+        self._check_open()
         _checked(name, "name")
         if type(nbytes) is not int or nbytes < 1:
             raise ConfigError(f"`nbytes` must be a positive integer, but is {nbytes!r}.")
@@ -151,6 +147,26 @@ class RunDirectory:
                 f"Region {name!r} must be made by a member of the run first, but is not there."
             )
         return region
+
+    def remove_region(self, name: str) -> None:
+        """Let nobody find the region ``name`` any more; who has it open keeps it.
+
+        Where it is not there, do nothing. A new one of that name is another region.
+
+        Raises:
+            ConfigError: The name is none.
+            StateError: This membership has ended.
+        """
+        self._check_open()
+        with suppress(FileNotFoundError):
+            os.unlink(_checked(name, "name") + _SUFFIX, dir_fd=self._directory_fd)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise StateError(
+                f"Run directory {self.path.name!r} must be joined by this process, but is closed. "
+                "After a fork, call `RunDirectory.join` again."
+            )
 
     def _existing(self, name: str, nbytes: int) -> Region | None:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

@@ -1,5 +1,7 @@
 """Parameter tables on one host: workers add deltas to shared rows, and read them."""
 
+from phalanx.tables.first_rows import Uniform
+from phalanx.tables.key_table import KeyTable
 from phalanx.tables.process_world import barrier, init, num_workers, shutdown, worker_id
 from phalanx.tables.table import PendingGet, Table, TableStats
 from phalanx.tables.updaters import (
@@ -20,6 +22,7 @@ __all__ = [
     "AdaGrad",
     "Adam",
     "DcAsgd",
+    "KeyTable",
     "Momentum",
     "Nesterov",
     "PendingGet",
@@ -28,6 +31,7 @@ __all__ = [
     "Sum",
     "Table",
     "TableStats",
+    "Uniform",
     "Updater",
     "World",
     "barrier",

@@ -31,7 +31,7 @@ __all__ = ["APPLIED", "READY", "Log", "Rounds"]
 
 READY, APPLIED = range(2)
 _CLOCK, _LOG_ROUND, _LOG_COUNT = range(3)
-_ALL, _ROWS, _VALUE, _NEXT_CHUNK = range(4)
+_ALL, _ROWS, _VALUE, _NEXT_CHUNK, _ROW_VALUES = range(5)
 _HEAD_BYTES = 64
 _SMALLEST_CHUNK = 1 << 16
 _MAX_ENTRIES = 1 << 20
@@ -137,7 +137,8 @@ class Log:
 
     def _write(self, region: Region, at: int, entry: Entry) -> None:
         head = region.buffer[at : at + _HEAD_BYTES].cast("q")
-        head[0] = _VALUE if entry.assigns else _ALL if entry.rows is None else _ROWS
+        kinds = (_ALL, _VALUE) if entry.rows is None else (_ROWS, _ROW_VALUES)
+        head[0] = kinds[entry.assigns]
         head[1] = 0 if entry.rows is None else len(entry.rows)
         at += _HEAD_BYTES
         if entry.rows is not None:
@@ -151,12 +152,12 @@ class Log:
         region, spec = self._chunk(chunk), self._spec
         at += _HEAD_BYTES
         rows: Tensor | None = None
-        if kind == _ROWS:
+        if kind in (_ROWS, _ROW_VALUES):
             rows = region.tensor(torch.int64, num_rows, at)
             at += _aligned(8 * num_rows)
         num_rows = spec.rows if rows is None else num_rows
         delta = region.tensor(spec.dtype, num_rows * spec.cols, at).view(num_rows, spec.cols)
-        return Entry(rows, delta, self._worker, kind == _VALUE)
+        return Entry(rows, delta, self._worker, kind in (_VALUE, _ROW_VALUES))
 
 
 def _aligned(nbytes: int) -> int:

@@ -36,7 +36,7 @@ def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         whole = directory / f".{spec.name}.{os.getpid()}.tmp"
-        save_file({_part_name(i): part for i, part in enumerate(parts)}, whole)
+        save_file(dict(zip(_part_names(spec), parts, strict=True)), whole)
         digest = _digest(whole)
         data = directory / f"{spec.name}-{digest[:16]}.safetensors"
         _sync(whole)
@@ -58,8 +58,9 @@ def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
     return manifest
 
 
-def _part_name(index: int) -> str:
-    return "values" if index == 0 else f"state {index - 1}"
+def _part_names(spec: TableSpec) -> list[str]:
+    states = [f"state {i}" for i in range(len(spec.updater.states))]
+    return [*(["keys"] if spec.has_keys else []), "values", *states]
 
 
 def _remove_older(directory: Path, name: str, kept: Path) -> None:
@@ -121,15 +122,17 @@ def _read_parts(spec: TableSpec, data: Path, digest: str) -> list[Tensor]:
         if _digest(data) != digest:
             raise CheckpointError(f"{str(data)!r} must be as it was written, but is damaged.")
         tensors = load_file(data)
-        parts = [tensors[_part_name(i)] for i in range(1 + len(spec.updater.states))]
+        parts = [tensors[name] for name in _part_names(spec)]
     except (OSError, SafetensorError, KeyError) as exc:
         raise CheckpointError(
             f"{str(data)!r} must hold the tensors of table {spec.name!r}, but does not ({exc})."
         ) from exc
-    if parts[0].shape != (spec.rows, spec.cols) or parts[0].dtype != spec.dtype:
+    values = parts[int(spec.has_keys)]
+    shape = (len(parts[0]) if spec.has_keys else spec.rows, spec.cols)
+    if values.shape != shape or values.dtype != spec.dtype:
         raise CheckpointError(
-            f"{str(data)!r} must hold {spec.dtype}, {(spec.rows, spec.cols)}, but holds "
-            f"{parts[0].dtype}, {tuple(parts[0].shape)}."
+            f"{str(data)!r} must hold {spec.dtype}, {shape}, but holds "
+            f"{values.dtype}, {tuple(values.shape)}."
         )
     return parts
 

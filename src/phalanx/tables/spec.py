@@ -50,6 +50,7 @@ class TableSpec:
         num_shards: How many ranges of rows are locked apart.
         staleness: How far ahead a reader may be.
         nonfinite: What becomes of an add that holds NaN or infinity.
+        capacity: Of a keys table: for how many keys there is room at first. Else 0.
         num_backups: Workers that have a copy of the rows they read; 0 where none is needed.
     """
 
@@ -63,6 +64,7 @@ class TableSpec:
     staleness: Staleness
     nonfinite: str
     num_backups: int = 0
+    capacity: int = 0
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(str(self.name)):
@@ -97,8 +99,13 @@ class TableSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that users see."""
+        """The shape that users see; a keys table's begins with 0."""
         return (self.rows,) if self.is_array else (self.rows, self.cols)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether rows are found by key, and come as keys come."""
+        return self.capacity > 0
 
     def to_json(self) -> str:
         """Write it down for the other workers, or beside a snapshot."""
@@ -108,13 +115,14 @@ class TableSpec:
         """Return what :meth:`to_json` writes."""
         return {
             "name": self.name,
-            "shape": list(self.shape),
+            "shape": ["keys", self.cols] if self.has_keys else list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),
             "updater": self.updater.options(),
             "num_shards": self.num_shards,
             "staleness": self.staleness.bound,
             "nonfinite": self.nonfinite,
             "num_backups": self.num_backups,
+            "capacity": self.capacity,
         }
 
     def refuse_other(self, theirs: Mapping[str, object]) -> None:
@@ -212,6 +220,7 @@ def make_spec(
     staleness: Staleness,
     nonfinite: str,
     num_workers: int,
+    capacity: int = 0,
 ) -> TableSpec:
     """Read what a user gave for a table."""
     if isinstance(dtype, str):
@@ -243,4 +252,5 @@ def make_spec(
         staleness=staleness,
         nonfinite=nonfinite,
         num_backups=backups,
+        capacity=capacity,
     )

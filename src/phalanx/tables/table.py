@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.plan import Verdict
+from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.shard import Entry
 from phalanx.tables.snapshots import load_parts, save_parts
@@ -78,7 +79,7 @@ class Table:
         [[5.0, 5.0], [1.0, 1.0]]
     """
 
-    def __init__(self, spec: TableSpec, storage: Storage, world: Worker) -> None:
+    def __init__(self, spec: TableSpec, storage: Storage | KeyStorage, world: Worker) -> None:
         """Not for callers, who have ``world.matrix`` and ``world.array``."""
         self._spec = spec
         self._storage = storage

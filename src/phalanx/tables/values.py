@@ -20,7 +20,7 @@ _FEW = 32
 
 
 def read_rows(given: object, spec: TableSpec) -> Tensor:
-    """Return a list of rows as (K,) int64, every one of them within the table.
+    """Return a list of rows as (K,) int64, every one of them within the table; or of keys, any.
 
     Raises:
         ConfigError: It is no list of integers, or a row is outside the table.
@@ -34,7 +34,7 @@ def read_rows(given: object, spec: TableSpec) -> Tensor:
         )
     if not rows.is_cpu:
         rows = rows.cpu()
-    if rows.numel():
+    if rows.numel() and not spec.has_keys:
         low, high = _extremes(rows)
         if low < 0 or high >= spec.rows:
             outside = low if low < 0 else high
@@ -71,7 +71,10 @@ def _whole_numbers(rows: Tensor) -> Tensor:
         raise ConfigError(
             f"`rows` must hold integers, but holds {rows.dtype}. Give row numbers, 0-based."
         )
-    return rows.to(torch.int64)
+    numbers = rows.to(torch.int64)
+    if rows.dtype == torch.uint64 and bool((numbers < 0).any()):
+        raise ConfigError("`rows` must be below 2^63, but one is not. Give int64 numbers.")
+    return numbers
 
 
 def _from_numpy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], name: str) -> Tensor:

@@ -14,7 +14,11 @@ from torch import Tensor
 from phalanx.errors import ConfigError, StateError
 from phalanx.memory import Region, RunDirectory
 from phalanx.plan import Staleness
+from phalanx.tables.first_rows import Uniform, read_first_row
 from phalanx.tables.joining import read_ticket
+from phalanx.tables.key_shard import MAX_CAPACITY
+from phalanx.tables.key_storage import KeyStorage
+from phalanx.tables.key_table import KeyTable
 from phalanx.tables.membership import Barrier, Membership, await_others
 from phalanx.tables.spec import TableSpec, make_spec
 from phalanx.tables.storage import Storage, agree_on
@@ -36,6 +40,7 @@ class _House:
         self._regions: dict[str, Region] = {}  # of a run that is this process alone
         self._mutex = threading.RLock()
         self._storages: dict[str, Storage] = {}
+        self._key_storages: dict[str, KeyStorage] = {}
         self._barriers: dict[str, Barrier] = {}
         self._num_workers = 0
         if self._directory is not None:  # at the latest when the interpreter ends
@@ -51,15 +56,31 @@ class _House:
             return self._directory.open_region(name, nbytes, create=create)
         with self._mutex:
             if name not in self._regions:
+                if not create:
+                    raise StateError(f"Region {name!r} must be made first, but is not there.")
                 self._regions[name] = Region.create(nbytes, label=name)
             return self._regions[name]
 
+    def remove_region(self, name: str) -> None:
+        if self._directory is not None:
+            self._directory.remove_region(name)
+            return
+        with self._mutex:
+            self._regions.pop(name, None)
+
     def storage(self, spec: TableSpec, timeout_s: float) -> Storage:
-        agree_on(spec, self.open_region, self.membership, timeout_s)
+        agree_on(spec, Storage.regions(spec), self.open_region, self.membership, timeout_s)
         with self._mutex:
             if spec.name not in self._storages:
                 self._storages[spec.name] = Storage(spec, self.open_region, self.membership)
             return self._storages[spec.name]
+
+    def key_storage(self, spec: TableSpec, timeout_s: float) -> KeyStorage:
+        agree_on(spec, KeyStorage.regions(spec), self.open_region, self.membership, timeout_s)
+        with self._mutex:
+            if spec.name not in self._key_storages:
+                self._key_storages[spec.name] = KeyStorage(spec, self, self.membership)
+            return self._key_storages[spec.name]
 
     def barrier(self, name: str) -> Barrier:
         with self._mutex:
@@ -77,7 +98,7 @@ class _House:
                 self.close()
 
     def close(self) -> None:
-        for storage in self._storages.values():
+        for storage in (*self._storages.values(), *self._key_storages.values()):
             storage.close()
         if hasattr(self, "membership"):
             self.membership.close()
@@ -290,6 +311,63 @@ class World:
             rows, cols, False, dtype, updater, init, name, sync, staleness, num_shards, nonfinite
         )
 
+    def keys(
+        self,
+        cols: int,
+        dtype: torch.dtype | str = torch.float32,
+        *,
+        updater: str | dict[str, object] | Updater = "sum",
+        init: Uniform | Numbers | float | None = None,
+        name: str | None = None,
+        sync: bool | None = None,
+        staleness: int | None = None,
+        num_shards: int = 1,
+        nonfinite: str = "reject",
+        capacity: int = 1024,
+    ) -> KeyTable:
+        """Open a table of rows that are found by key and come as keys come; see :meth:`matrix`.
+
+        Args:
+            cols: Row width, at least 1.
+            dtype: float32, float64, bfloat16, int32 or int64.
+            updater: A name, a mapping of name and options, or an updater.
+            init: What every row holds at first, and what keys read as that are not there: a number,
+                a row, or :class:`~phalanx.tables.Uniform`. The master's counts.
+            name: As for :meth:`matrix`.
+            sync: As for :meth:`matrix`.
+            staleness: As for :meth:`matrix`.
+            num_shards: Parts, by key, that are locked apart and grow apart.
+            nonfinite: As for :meth:`matrix`.
+            capacity: For how many keys there is room at first; the next power of two. Where they
+                are more, the table moves into one twice as large, or larger.
+
+        Raises:
+            ConfigError: An argument cannot be, or another worker opened it otherwise.
+            OutOfSpace: There is not so much memory. For each key that there is room for, a table
+                takes twice its values and states, and 26 bytes.
+            PeerTimeout: The master did not open it; ``.rank`` is its number.
+
+        Example:
+            >>> with join() as world:
+            ...     table = world.keys(3, capacity=100)
+            ...     table.add([[1, 2, 3]], rows=[-(1 << 60)])
+            ...     table
+            KeyTable('table-0', keys x 3 float32, updater=Sum())
+        """
+        self._check_open()
+        if type(capacity) is not int or not 1 <= capacity <= MAX_CAPACITY:
+            raise ConfigError(
+                f"`capacity` must be an integer from 1 to {MAX_CAPACITY}, but is {capacity!r}."
+            )
+        spec = self._spec(
+            0, cols, False, dtype, updater, name, sync, staleness, num_shards, nonfinite, capacity
+        )
+        first = read_first_row(init, spec)
+        storage = self._house.key_storage(spec, self.timeout_s)
+        storage.open(self.worker_id, first, self.timeout_s)
+        self._count_table(name, spec)
+        return KeyTable(spec, storage, self)
+
     def _table(
         self,
         rows: int,
@@ -305,7 +383,30 @@ class World:
         nonfinite: str,
     ) -> Table:
         self._check_open()
-        spec = make_spec(
+        spec = self._spec(
+            rows, cols, is_array, dtype, updater, name, sync, staleness, num_shards, nonfinite
+        )
+        first = _read_init(init, spec)
+        storage = self._house.storage(spec, self.timeout_s)
+        storage.open(self.worker_id, first, self.timeout_s)
+        self._count_table(name, spec)
+        return Table(spec, storage, self)
+
+    def _spec(
+        self,
+        rows: int,
+        cols: int,
+        is_array: bool,
+        dtype: torch.dtype | str,
+        updater: str | dict[str, object] | Updater,
+        name: str | None,
+        sync: bool | None,
+        staleness: int | None,
+        num_shards: int,
+        nonfinite: str,
+        capacity: int = 0,
+    ) -> TableSpec:
+        return make_spec(
             f"table-{self._num_tables}" if name is None else name,
             rows,
             cols,
@@ -316,13 +417,12 @@ class World:
             staleness=_read_mode(sync, staleness, self.staleness),
             nonfinite=nonfinite,
             num_workers=self._num_slots(),
+            capacity=capacity,
         )
-        first = _read_init(init, spec)
-        storage = self._house.storage(spec, self.timeout_s)
-        storage.open(self.worker_id, first, self.timeout_s)
+
+    def _count_table(self, name: str | None, spec: TableSpec) -> None:
         self._num_tables += name is None
         self._note_bound(spec.staleness)
-        return Table(spec, storage, self)
 
     def _num_slots(self) -> int:
         """How many workers there can ever be, where that is known."""

@@ -1,0 +1,156 @@
+"""What a row holds before anybody has added to it, where rows are made as keys come.
+
+Every worker must see the same row under a key that is not there yet, so the rule lies in shared
+memory: the master writes it, all read it.
+
+    words    | KIND | LOW | HIGH | SEED | · · · · |      LOW and HIGH are the bits of a float64
+    row      the constant row; zeros where KIND says uniform
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.memory import Region
+from phalanx.tables.hash_index import Int64s, mix
+from phalanx.tables.spec import TableSpec
+from phalanx.tables.values import holds_nonfinite, read_delta
+
+__all__ = ["FirstRow", "FirstRows", "Uniform", "read_first_row"]
+
+_KIND, _LOW, _HIGH, _SEED = range(4)
+_CONSTANT, _UNIFORM = range(2)
+_HEAD_BYTES = 64
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """First rows of a keys table, drawn evenly between two numbers.
+
+    A row depends on its key and the seed alone: whoever makes it, and in whatever order, it is the
+    same. The numbers are not torch's.
+
+    Args:
+        low: Nothing less is drawn.
+        high: Nothing more is drawn.
+        seed: Another one draws other rows; an int64.
+
+    Raises:
+        ConfigError: The bounds are no finite numbers in this order, or the seed is no int64.
+
+    Example:
+        >>> from phalanx import tables
+        >>> with tables.join() as world:
+        ...     table = world.keys(2, init=tables.Uniform(-0.5, 0.5, seed=3))
+        ...     first = table.get([-7])
+        ...     table.add([[1.0, 2.0]], rows=[-7])
+        ...     torch.equal(table.get([-7]), first + torch.tensor([1.0, 2.0]))
+        True
+    """
+
+    low: float
+    high: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (_is_finite(self.low) and _is_finite(self.high) and self.low < self.high):
+            raise ConfigError(
+                f"`low` and `high` must be finite numbers, `low` the smaller, but are {self.low!r} "
+                f"and {self.high!r}."
+            )
+        if type(self.seed) is not int or not -(1 << 63) <= self.seed < 1 << 63:
+            raise ConfigError(f"`seed` must be an integer of 64 bits, but is {self.seed!r}.")
+
+    def draw(self, keys: Int64s, cols: int) -> Tensor:
+        """Return the rows of ``keys``, as (K, cols) float64."""
+        start = mix(np.array([self.seed]).view(np.uint64))
+        of_row = mix(keys.view(np.uint64) + start)
+        words = mix(of_row[:, None] + np.arange(1, cols + 1, dtype=np.uint64) * _STEP)
+        shares = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return torch.from_numpy(self.low + shares * (self.high - self.low))
+
+
+def _is_finite(given: object) -> bool:
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return False
+    return math.isfinite(given)
+
+
+FirstRow = Uniform | Tensor
+"""A rule, or the row itself as (1, cols)."""
+
+
+def read_first_row(given: object, spec: TableSpec) -> FirstRow:
+    """Return what a user gave as ``init`` of a keys table.
+
+    Raises:
+        ConfigError: It is neither a number, nor a row of the table, nor a rule that fits its dtype.
+    """
+    if isinstance(given, Uniform):
+        if not spec.dtype.is_floating_point:
+            raise ConfigError(
+                f"`init` must be an integer or a row for {spec.dtype}, but is {given}."
+            )
+        return given
+    if given is None or (isinstance(given, int | float) and not isinstance(given, bool)):
+        if isinstance(given, float) and not spec.dtype.is_floating_point:
+            raise ConfigError(f"`init` must be an integer for {spec.dtype}, but is {given!r}.")
+        row = torch.full((1, spec.cols), given or 0, dtype=spec.dtype)
+    elif isinstance(given, Tensor | np.ndarray):
+        row = read_delta(given[None], spec, 1, "init").clone()
+    elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        row = read_delta([given], spec, 1, "init")
+    else:
+        raise ConfigError(
+            f"`init` must be a number, a row of {spec.cols} numbers or `tables.Uniform(…)`, but is "
+            f"{given!r}."
+        )
+    if spec.nonfinite != "allow" and holds_nonfinite(row):
+        raise ConfigError(
+            f"`init` must be finite for table {spec.name!r}, but holds NaN or infinity."
+        )
+    return row
+
+
+class FirstRows:
+    """The rule in shared memory.
+
+    Args:
+        spec: The table.
+        region: Where it lies; zeros, which mean a row of zeros, until :meth:`write`.
+        offset_bytes: Where it begins.
+    """
+
+    def __init__(self, spec: TableSpec, region: Region, offset_bytes: int) -> None:
+        head = region.buffer[offset_bytes : offset_bytes + _HEAD_BYTES]
+        self._words, self._bounds = head.cast("q"), head.cast("d")
+        self._row = region.tensor(spec.dtype, spec.cols, offset_bytes + _HEAD_BYTES).view(1, -1)
+
+    @staticmethod
+    def needed_bytes(spec: TableSpec) -> int:
+        """Return how much room it takes."""
+        return _HEAD_BYTES + spec.cols * spec.dtype.itemsize
+
+    def write(self, first: FirstRow) -> None:
+        """Lay the rule down, before anybody reads it."""
+        if isinstance(first, Tensor):
+            self._row.copy_(first)
+            return
+        self._bounds[_LOW], self._bounds[_HIGH] = first.low, first.high
+        self._words[_SEED] = first.seed
+        self._words[_KIND] = _UNIFORM
+
+    def of(self, keys: Int64s) -> Tensor:
+        """Return the first rows of ``keys``: (K, cols), or (1, cols) where all are the same."""
+        if self._words[_KIND] == _CONSTANT:
+            return self._row
+        rule = Uniform(self._bounds[_LOW], self._bounds[_HIGH], self._words[_SEED])
+        return rule.draw(keys, self._row.shape[1]).to(self._row.dtype)

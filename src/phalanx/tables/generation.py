@@ -1,0 +1,317 @@
+"""The rows of one shard of a keys table, as long as they fit: one region that does not grow.
+
+    region   | page | A, B, ids, backups as in spec.py | entries | keys |
+    page     line 0   BASE | NEXT | FOR          line 1   the header of a `Shard`
+
+It is a shard whose rows are found by key. Slots are given out in order and never taken back, so a
+key's slot is its own for good, in the generations that follow too.
+
+# Note [A key comes with its add]
+The keys that are there are those of the first N slots, and N has to change together with the rows:
+by the one store that ends an add (see shard.py).
+
+    N = BASE  while FOR == WORD     an add is under way that brings NEXT − BASE new keys
+    N = NEXT  otherwise             for WORD is another as soon as that add has ended
+
+So new keys are written down first: their rows in slots that do not count yet, their entries in the
+index, where a search passes over slots from N on; then comes the add. If it does not end, the next
+one who has the lock finds FOR == WORD, makes NEXT = BASE and drops the entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from phalanx.memory import RangeLock, Region, reach
+from phalanx.tables.first_rows import FirstRows
+from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
+from phalanx.tables.parts import view_backups, view_parts
+from phalanx.tables.shard import _ARMED, _WORD, KEEPS_ORDER, Entry, Shard
+from phalanx.tables.spec import ALIGN_BYTES, Layout, TableSpec
+from phalanx.tables.updaters import Change, Updater
+
+__all__ = ["POINTS", "Full", "Generation", "Retired", "generation_bytes"]
+
+POINTS = ("keys written", "keys indexed", "keys pending")
+"""Where the chaos tests stop an add of new keys, in its order, before the points of a `Shard`."""
+
+Absent = NDArray[np.bool_] | None
+
+_BASE, _NEXT, _FOR = range(3)
+_ATTEMPTS = 3
+
+
+class Full(Exception):
+    """There are more keys than the generation holds."""
+
+    def __init__(self, num_keys: int) -> None:
+        super().__init__(num_keys)
+        self.num_keys = num_keys
+
+
+class Retired(Exception):
+    """The shard has grown into another generation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Assign(Updater):
+    """The delta is the new value."""
+
+    def apply(self, change: Change) -> None:
+        change.rows_KD.copy_(change.delta_KD)
+
+
+def _sized(spec: TableSpec, capacity: int) -> TableSpec:
+    return replace(spec, rows=capacity, num_shards=1)
+
+
+def _index_offsets(spec: TableSpec, capacity: int) -> tuple[int, int, int]:
+    entries = -(-Layout.of(_sized(spec, capacity)).nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    keys = entries + 4 * ENTRIES_PER_KEY * capacity
+    return entries, keys, keys + 8 * capacity
+
+
+def generation_bytes(spec: TableSpec, capacity: int) -> int:
+    """Return the size of the region for ``capacity`` keys."""
+    return _index_offsets(spec, capacity)[-1]
+
+
+class Generation(Shard):
+    """One generation, as one process sees it. Rows of entries, and rows to read, are keys.
+
+    Args:
+        spec: The table.
+        serial: The generation's number.
+        capacity: How many keys it holds, a power of two from 16 on.
+        region: Its memory, of :func:`generation_bytes`.
+        lock: The shard's, the same for all its generations.
+        first_rows: What a row holds at first.
+        newest: Tells the number of the newest generation.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        serial: int,
+        capacity: int,
+        region: Region,
+        lock: RangeLock,
+        first_rows: FirstRows,
+        newest: Callable[[], int],
+    ) -> None:
+        sized = _sized(spec, capacity)
+        layout = Layout.of(sized)
+        page = region.buffer[: layout.PAGE].cast("q")
+        values, *states = view_parts(region, sized, layout)
+        ids = region.tensor(torch.int64, layout.undo_rows[0], layout.ids[0])
+
+        def over_the_rows(updater: Updater, backups: list[Tensor]) -> dict[str, Any]:
+            return {
+                "lock": lock,
+                "header": page[8:16],
+                "values": values,
+                "states": states,
+                "ids": ids,
+                "backups": backups,
+                "updater": updater,
+                "first_row": 0,
+            }
+
+        super().__init__(**over_the_rows(spec.updater, view_backups(region, sized, layout)))
+        self._assigner = Shard(**over_the_rows(_Assign(), []))
+        self.serial = serial
+        self.capacity = capacity
+        self.nbytes = region.nbytes
+        self._counts = page[:8]
+        self._first_rows = first_rows
+        self._first_states = spec.updater.first_states()
+        self._newest = newest
+        entries, keys, _ = _index_offsets(spec, capacity)
+        self._keys = region.tensor(torch.int64, capacity, keys)
+        self._index = HashIndex(
+            region.tensor(torch.int32, ENTRIES_PER_KEY * capacity, entries).numpy(),
+            self._keys.numpy(),
+        )
+
+    # --- beginning --------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Make the header of a new table."""
+        super().begin()
+        self._counts[_FOR] = -1
+
+    def take_over(self, older: Generation, keys: Tensor, parts: Sequence[Tensor]) -> None:
+        """Go on for another generation, settled and locked, with these keys and their rows."""
+        self.begin()
+        self._header[:] = older._header  # rounds go on, and the same side is current
+        current, _ = self._both(self._header[_WORD])
+        num_keys = len(keys)
+        for target, part in zip(current, parts, strict=True):
+            target[:num_keys] = part
+        for backup in self._backups:
+            backup[:num_keys] = parts[0]
+        reach("half the keys copied")
+        self._index.insert(keys.numpy(), 0)
+        self._counts[_NEXT] = num_keys
+
+    def grow_from(self, older: Generation) -> None:
+        """Go on for a smaller generation, settled and locked."""
+        keys, *parts = older.view_all()
+        self.take_over(older, keys, parts)
+        for backup, theirs in zip(self._backups, older._backups, strict=True):
+            backup[: len(keys)] = theirs[: len(keys)]
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def num_keys(self) -> int:
+        """Return how many keys are there."""
+        counts, header = self._counts, self._header
+        while True:  # NEXT comes first and last: then what lies between is of one moment
+            coming = counts[_NEXT]
+            pending = counts[_FOR]
+            num_keys = counts[_BASE] if header[_WORD] == pending else coming
+            if counts[_NEXT] == coming:
+                return num_keys
+
+    def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
+        """Copy the rows of keys into ``out``; never half of anybody's add."""
+        assert rows is not None
+        keys = rows.numpy()
+        for _ in range(_ATTEMPTS if KEEPS_ORDER else 0):
+            num_keys = self.num_keys()
+            slots, absent = self._look_up(keys, num_keys)
+            super().read(torch.from_numpy(slots), out, timeout_s)
+            if absent is None:
+                return
+            if self.num_keys() == num_keys:  # else an add has brought some of them, and may have
+                self._fill_in(
+                    out, keys, absent
+                )  # changed others of these rows before they were read
+                return
+        self._read_keys_locked(keys, out, timeout_s)
+
+    def _read_keys_locked(self, keys: Int64s, out: Tensor, timeout_s: float) -> None:
+        while True:
+            with self.lock.shared(timeout_s):
+                if self._header[_ARMED] != self._header[_WORD]:
+                    self._copy_out(keys, out)
+                    return
+            with self.lock.exclusive(timeout_s):
+                self._settle()
+
+    def read_and_back_up(
+        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
+    ) -> None:
+        """Copy the rows of keys into ``out``, and remember them as what ``worker`` has read."""
+        assert rows is not None
+        with self.lock.exclusive(timeout_s):
+            self._settle()
+            slots, absent = self._copy_out(rows.numpy(), out)
+            if absent is None:
+                self._backups[worker][slots] = out
+            else:
+                there = torch.from_numpy(~absent)
+                self._backups[worker][slots[there]] = out[there]
+
+    def _copy_out(self, keys: Int64s, out: Tensor) -> tuple[Tensor, Absent]:
+        slots, absent = self._look_up(keys, self.num_keys())
+        found = torch.from_numpy(slots)
+        torch.index_select(self.current(), 0, found, out=out)
+        if absent is not None:
+            self._fill_in(out, keys, absent)
+        return found, absent
+
+    def _look_up(self, keys: Int64s, num_keys: int) -> tuple[Int64s, Absent]:
+        """Return slots, 0 for keys that are not there, and which those are, if any."""
+        slots = self._index.find(keys)
+        absent = (slots < 0) | (slots >= num_keys)
+        if not absent.any():
+            return slots, None
+        slots[absent] = 0
+        return slots, absent
+
+    def _fill_in(self, out: Tensor, keys: Int64s, absent: NDArray[np.bool_]) -> None:
+        out[torch.from_numpy(absent)] = self._first_rows.of(keys[absent])
+
+    def view_all(self) -> list[Tensor]:
+        """Return the keys, their values and their states, where they lie; the lock is held."""
+        num_keys = self.num_keys()
+        current, _ = self._both(self._header[_WORD])
+        return [self._keys[:num_keys], *(part[:num_keys] for part in current)]
+
+    def copy_keys(self, timeout_s: float) -> Tensor:
+        """Return a copy of the keys, of one moment."""
+        if KEEPS_ORDER:  # slots are not taken back, and not counted before they are written
+            return self._keys[: self.num_keys()].clone()
+        with self.lock.shared(timeout_s):
+            return self._keys[: self.num_keys()].clone()
+
+    def copy_all(self, timeout_s: float) -> list[Tensor]:
+        """Return copies of the keys, their values and their states, of one moment."""
+        while True:
+            with self.lock.shared(timeout_s):
+                if self._header[_ARMED] != self._header[_WORD]:
+                    return [part.clone() for part in self.view_all()]
+            with self.lock.exclusive(timeout_s):
+                self._settle()
+
+    # --- changing: the lock is held ---------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Undo what somebody who died has begun."""
+        self._settle()
+
+    def _settle(self) -> int:
+        if self._newest() != self.serial:
+            raise Retired
+        counts = self._counts
+        if counts[_FOR] == self._header[_WORD]:
+            counts[_NEXT] = counts[_BASE]
+            self._index.drop(counts[_BASE])
+            counts[_FOR] = -1
+        return super()._settle()
+
+    def _change(self, entry: Entry, word: int, after: int) -> None:
+        assert entry.rows is not None
+        slots = torch.from_numpy(self._slots_for(entry.rows.numpy(), word))
+        placed = entry._replace(rows=slots, assigns=False)
+        if entry.assigns:
+            self._assigner._change(placed, word, after)
+        else:
+            super()._change(placed, word, after)
+
+    def _slots_for(self, keys: Int64s, word: int) -> Int64s:
+        """Return the slots of keys; those that are not there get one, for the add at ``word``."""
+        slots = self._index.find(keys)
+        absent = slots < 0
+        if absent.any():
+            self._bring(np.unique(keys[absent]), word)
+            slots[absent] = self._index.find(keys[absent])
+        return slots
+
+    def _bring(self, keys: Int64s, word: int) -> None:
+        counts = self._counts
+        first = self.num_keys()
+        after = first + len(keys)
+        if after > self.capacity:
+            raise Full(after)
+        values, *states = self._both(word)[0]
+        values[first:after] = self._first_rows.of(keys)
+        for state, number in zip(states, self._first_states, strict=True):
+            state[first:after] = number
+        for backup in self._backups:
+            backup[first:after] = values[first:after]
+        reach("keys written")
+        counts[_BASE] = first
+        counts[_FOR] = word
+        self._index.insert(keys, first)
+        reach("keys indexed")
+        counts[_NEXT] = after
+        reach("keys pending")

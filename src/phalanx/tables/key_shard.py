@@ -1,0 +1,233 @@
+"""One shard of a keys table: generations, each larger than the one before.
+
+    line     NEWEST | OLDEST          NEWEST = number · 2^8 + log2 of the capacity: one store
+    regions  keys-<shard>-<number>-<table>
+
+A generation is filled before it is named in NEWEST. What changes rows looks at NEWEST when it has
+the lock, and begins again where another generation has come; who only reads may go on in the old
+one, whose rows are as they were when it was replaced, which was while that read was under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from phalanx.errors import OutOfSpace, StateError
+from phalanx.memory import RangeLock, Region, Waiting, reach
+from phalanx.tables.first_rows import FirstRows
+from phalanx.tables.generation import Full, Generation, Retired, generation_bytes
+from phalanx.tables.shard import Entry
+from phalanx.tables.spec import TableSpec
+
+__all__ = ["MAX_CAPACITY", "POINTS", "KeyShard", "Regions", "first_region"]
+
+POINTS = ("growth begun", "half the keys copied", "growth ready", "growth done")
+"""Where the chaos tests stop who makes a generation, in its order."""
+
+_NEWEST, _OLDEST = range(2)
+_SERIAL = 1 << 8
+_LEAST_EXPONENT, _MOST_EXPONENT = 4, 30
+MAX_CAPACITY = 1 << _MOST_EXPONENT  # of a shard: slots are written in 32 bits
+
+T = TypeVar("T")
+
+
+class Regions(Protocol):
+    """Where regions come from and go to."""
+
+    def open_region(self, name: str, nbytes: int, *, create: bool = True) -> Region:
+        """Return the region of that name and size."""
+        ...
+
+    def remove_region(self, name: str) -> None:
+        """Let nobody find it any more, if it is there."""
+        ...
+
+
+def _region_name(spec: TableSpec, index: int, serial: int) -> str:
+    return f"keys-{index}-{serial}-{spec.name}"
+
+
+def _exponent_for(num_keys: int) -> int:
+    return max(_LEAST_EXPONENT, (num_keys - 1).bit_length())
+
+
+def _first_exponent(spec: TableSpec) -> int:
+    return _exponent_for(-(-spec.capacity // spec.num_shards))
+
+
+def first_region(spec: TableSpec, index: int) -> tuple[str, int]:
+    """Return name and size of a shard's first generation."""
+    return _region_name(spec, index, 0), generation_bytes(spec, 1 << _first_exponent(spec))
+
+
+class KeyShard:
+    """The shard, as one process sees it.
+
+    Args:
+        spec: The table.
+        index: The shard's number.
+        line: Its line of the table's page.
+        lock: Held alone to change anything, or to grow.
+        first_rows: What a row holds at first.
+        regions: Where generations lie.
+    """
+
+    first_row = 0  # rows are keys, and no shard counts them from elsewhere
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        index: int,
+        line: memoryview,
+        lock: RangeLock,
+        first_rows: FirstRows,
+        regions: Regions,
+    ) -> None:
+        self._spec = spec
+        self._index = index
+        self._line = line
+        self._lock = lock
+        self._first_rows = first_rows
+        self._regions = regions
+        self._known: Generation | None = None
+
+    def begin(self) -> None:
+        """Make the first generation of a new table."""
+        self._line[_NEWEST] = _first_exponent(self._spec)
+        self.newest().begin()
+
+    @property
+    def num_rows(self) -> int:
+        """How many keys are there."""
+        return self.newest().num_keys()
+
+    @property
+    def num_undone(self) -> int:
+        """How many interrupted adds were undone."""
+        return self.newest().num_undone
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the newest generation takes."""
+        return self.newest().nbytes
+
+    def _serial(self) -> int:
+        return self._line[_NEWEST] // _SERIAL
+
+    def newest(self) -> Generation:
+        """Return the generation that counts now."""
+        known = self._known
+        while known is None or known.serial != self._serial():
+            word = self._line[_NEWEST]
+            try:
+                known = self._open(word, create=False)
+            except StateError:
+                if self._line[_NEWEST] == word:
+                    raise
+                continue  # it was replaced, and removed, before we could open it
+            self._known = known
+        return known
+
+    def _open(self, word: int, *, create: bool) -> Generation:
+        serial, exponent = divmod(word, _SERIAL)
+        nbytes = generation_bytes(self._spec, 1 << exponent)
+        name = _region_name(self._spec, self._index, serial)
+        return Generation(
+            self._spec,
+            serial,
+            1 << exponent,
+            self._regions.open_region(name, nbytes, create=create),
+            self._lock,
+            self._first_rows,
+            self._serial,
+        )
+
+    # --- as a shard of any table ------------------------------------------------------------------
+
+    def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
+        """Copy the rows of keys into ``out``; never half of anybody's add."""
+        self._call(lambda found, left_s: found.read(rows, out, left_s), timeout_s)
+
+    def read_and_back_up(
+        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
+    ) -> None:
+        """Copy the rows of keys into ``out``, and remember them as what ``worker`` has read."""
+        self._call(
+            lambda found, left_s: found.read_and_back_up(rows, out, worker, left_s), timeout_s
+        )
+
+    def add(self, entry: Entry, timeout_s: float) -> None:
+        """Take one add, whole or not at all; make room for its new keys first."""
+        self._call(lambda found, left_s: found.add(entry, left_s), timeout_s)
+
+    def apply_round(self, number: int, entries: Sequence[Entry], timeout_s: float) -> None:
+        """Take the adds of a round, in their order; go on where somebody was killed."""
+        self._call(lambda found, left_s: found.apply_round(number, entries, left_s), timeout_s)
+
+    def begin_backup(self, worker: int, timeout_s: float) -> None:
+        """Give a new worker its first copy of the rows."""
+        self._call(lambda found, left_s: found.begin_backup(worker, left_s), timeout_s)
+
+    def copy_keys(self, timeout_s: float) -> Tensor:
+        """Return a copy of the keys, of one moment."""
+        return self._call(lambda found, left_s: found.copy_keys(left_s), timeout_s)
+
+    def copy_all(self, timeout_s: float) -> list[Tensor]:
+        """Return copies of the keys, their values and their states, of one moment."""
+        return self._call(lambda found, left_s: found.copy_all(left_s), timeout_s)
+
+    def _call(self, call: Callable[[Generation, float], T], timeout_s: float) -> T:
+        waiting, left_s = Waiting(timeout_s), timeout_s
+        while True:
+            found = self.newest()
+            try:
+                return call(found, left_s)
+            except Retired:
+                pass
+            except Full as full:
+                self._grow(found, full.num_keys, waiting.remaining_s())
+            left_s = waiting.remaining_s()
+
+    # --- generations ------------------------------------------------------------------------------
+
+    def _grow(self, old: Generation, num_keys: int, timeout_s: float) -> None:
+        if num_keys > MAX_CAPACITY:
+            raise OutOfSpace(
+                f"A shard of table {self._spec.name!r} must have at most {MAX_CAPACITY} keys, but "
+                f"{num_keys} are to come. Make the table with more `num_shards`.",
+                None,
+                None,
+            )
+        with self._lock.exclusive(timeout_s):
+            if self._serial() == old.serial:  # else somebody else was first
+                old.settle()
+                self._publish(_exponent_for(num_keys), lambda new: new.grow_from(old))
+
+    def replace(self, keys: Tensor, parts: Sequence[Tensor], timeout_s: float) -> None:
+        """Replace everything by these keys and their values and states."""
+        with self._lock.exclusive(timeout_s):
+            old = self.newest()
+            old.settle()
+            exponent = max(_exponent_for(len(keys)), _first_exponent(self._spec))
+            self._publish(exponent, lambda new: new.take_over(old, keys, parts))
+
+    def _publish(self, exponent: int, fill: Callable[[Generation], None]) -> None:
+        line, serial = self._line, self._serial() + 1
+        reach("growth begun")
+        self._regions.remove_region(self._name(serial))  # of somebody who died filling it
+        new = self._open(serial * _SERIAL + exponent, create=True)
+        fill(new)
+        reach("growth ready")
+        line[_NEWEST] = serial * _SERIAL + exponent
+        self._known = new
+        reach("growth done")
+        for old in range(line[_OLDEST], serial):  # more than one where somebody died here
+            self._regions.remove_region(self._name(old))
+        line[_OLDEST] = serial
+
+    def _name(self, serial: int) -> str:
+        return _region_name(self._spec, self._index, serial)

@@ -1,0 +1,97 @@
+"""The memory of a keys table: a page that stays, and shards that grow.
+
+region   | page | workers' lines | the first rows' rule |
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.memory import Region
+from phalanx.tables.first_rows import FirstRow, FirstRows
+from phalanx.tables.hash_index import mix
+from phalanx.tables.key_shard import KeyShard, Regions, first_region
+from phalanx.tables.membership import Membership
+from phalanx.tables.sharded import Sharded
+from phalanx.tables.spec import Layout, TableSpec
+
+__all__ = ["KeyStorage"]
+
+_FIRST_ROWS = Layout.PAGE + Layout.LINES
+
+
+class KeyStorage(Sharded):
+    """The memory of one keys table, as one process sees it.
+
+    Args:
+        spec: What all workers agree on.
+        regions: Where the regions come from.
+        membership: Who works here.
+    """
+
+    shards: list[KeyShard]
+
+    def __init__(self, spec: TableSpec, regions: Regions, membership: Membership) -> None:
+        region = _open_page(spec, regions)
+        super().__init__(spec, region, regions.open_region, membership)
+        self._first_rows = FirstRows(spec, region, _FIRST_ROWS)
+        self.shards = [
+            KeyShard(spec, i, self._line(i), self._lock_of(i), self._first_rows, regions)
+            for i in range(spec.num_shards)
+        ]
+
+    @staticmethod
+    def regions(spec: TableSpec) -> dict[str, int]:
+        """Return names and sizes of what a new table takes."""
+        return {
+            f"table-{spec.name}": _FIRST_ROWS + FirstRows.needed_bytes(spec),
+            **dict(first_region(spec, index) for index in range(spec.num_shards)),
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the table takes now, logs apart."""
+        return self.region.nbytes + sum(shard.nbytes for shard in self.shards)
+
+    def _write_first(self, init: FirstRow) -> None:
+        self._first_rows.write(init)
+        for shard in self.shards:
+            shard.begin()
+
+    def _owners(self, rows: Tensor) -> Tensor:
+        # The upper bits: the lower ones say where in a shard's index a key begins to be sought.
+        owners = (mix(rows.numpy()) >> np.uint64(32)) % np.uint64(len(self.shards))
+        return torch.from_numpy(owners.view(np.int64))
+
+    # --- all of it --------------------------------------------------------------------------------
+
+    def num_keys(self) -> int:
+        """Return how many keys are there."""
+        return sum(shard.num_rows for shard in self.shards)
+
+    def keys(self, timeout_s: float) -> Tensor:
+        """Return the keys that are there, in ascending order."""
+        keys = torch.cat([shard.copy_keys(timeout_s) for shard in self.shards])
+        return keys.sort().values
+
+    def copy_all(self, timeout_s: float) -> list[Tensor]:
+        """Return the keys, ascending, their values and their states; each shard's of one moment."""
+        found = [shard.copy_all(timeout_s) for shard in self.shards]
+        keys, *parts = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
+        keys, order = keys.sort()
+        return [keys, *(part[order] for part in parts)]
+
+    def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
+        """Replace everything by these keys, each once, and their values and states."""
+        keys, *others = parts
+        owners = self._owners(keys)
+        for index, shard in enumerate(self.shards):
+            mine = owners == index
+            shard.replace(keys[mine], [part[mine] for part in others], timeout_s)
+
+
+def _open_page(spec: TableSpec, regions: Regions) -> Region:
+    name = f"table-{spec.name}"
+    return regions.open_region(name, KeyStorage.regions(spec)[name])

@@ -1,0 +1,204 @@
+"""What all tables' memory has in common: shards, and the way of adds and reads to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import PeerTimeout
+from phalanx.memory import LockFile, RangeLock, Region
+from phalanx.tables.membership import Membership, await_others
+from phalanx.tables.rounds import READY, OpenRegion, Rounds
+from phalanx.tables.shard import Entry
+from phalanx.tables.spec import Layout, TableSpec
+
+__all__ = ["Sharded"]
+
+
+class Part(Protocol):
+    """A shard of any kind; see :class:`phalanx.tables.shard.Shard`."""
+
+    first_row: int
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_undone(self) -> int: ...
+    def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None: ...
+    def read_and_back_up(
+        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
+    ) -> None: ...
+    def add(self, entry: Entry, timeout_s: float) -> None: ...
+    def apply_round(self, number: int, entries: Sequence[Entry], timeout_s: float) -> None: ...
+    def begin_backup(self, worker: int, timeout_s: float) -> None: ...
+
+
+class Sharded:
+    """A table's memory; who makes it gives it its shards.
+
+    Args:
+        spec: What all workers agree on.
+        region: The one that all workers open, with the page at its begin.
+        open_region: Where others come from.
+        membership: Who works here.
+    """
+
+    shards: Sequence[Part]
+
+    def __init__(
+        self, spec: TableSpec, region: Region, open_region: OpenRegion, membership: Membership
+    ) -> None:
+        self.spec = spec
+        self.region = region
+        self._membership = membership
+        self._file = LockFile(region)
+        self._page = region.buffer[: Layout.PAGE].cast("q")
+        self._lock = self._file.range(0, 64, label=f"rounds of table {spec.name}")
+        self.rounds = Rounds(
+            spec=spec,
+            page=self._page[:8],
+            lines=region.buffer[Layout.PAGE : Layout.PAGE + Layout.LINES].cast("q"),
+            lock=self._lock,
+            membership=membership,
+            open_region=open_region,
+            take_in=self._take_in,
+        )
+
+    def _line(self, index: int) -> memoryview:
+        return self._page[8 * (1 + index) : 8 * (2 + index)]
+
+    def _lock_of(self, index: int) -> RangeLock:
+        label = f"shard {index} of table {self.spec.name}"
+        return self._file.range(64 * (1 + index), 64, label=label)
+
+    # --- the first value --------------------------------------------------------------------------
+
+    def open(self, worker: int, init: Any, timeout_s: float) -> None:  # Any: as _write_first's
+        """Fill the table as the master, or wait until the master has; then begin as ``worker``.
+
+        Raises:
+            PeerTimeout: The master did not open the table; ``.rank`` is its number.
+        """
+
+        def ready() -> bool:
+            if not self._page[READY] and min(self._membership.holding(), default=worker) == worker:
+                self._fill(init, timeout_s)
+            return bool(self._page[READY])
+
+        if not await_others(ready, lambda: self._membership.bury(timeout_s), timeout_s):
+            master = min(self._membership.holding())
+            raise PeerTimeout(
+                f"Worker {master}, the master, must open table {self.spec.name!r} first, but did "
+                f"not within {timeout_s:g} s.",
+                master,
+            )
+        if self.spec.staleness.is_bulk_synchronous:
+            self.rounds.enter(worker, timeout_s)
+        for shard in self.shards:
+            shard.begin_backup(worker, timeout_s)
+
+    def _fill(self, init: Any, timeout_s: float) -> None:
+        with self._lock.exclusive(timeout_s):
+            if not self._page[READY]:
+                self._write_first(init)
+                self._page[READY] = 1
+
+    def _write_first(self, init: Any) -> None:
+        """Make the shards, with their first values; the table is not open yet."""
+        raise NotImplementedError
+
+    # --- reading and changing ---------------------------------------------------------------------
+
+    def read(self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float) -> None:
+        """Copy rows, checked, into ``out``."""
+        if len(self.shards) == 1:
+            self._read_from(self.shards[0], rows, out, worker, timeout_s)
+        elif rows is None:
+            for shard in self.shards:
+                part = out[shard.first_row : shard.first_row + shard.num_rows]
+                self._read_from(shard, None, part, worker, timeout_s)
+        else:
+            for shard, places in self._route(rows):
+                part = torch.empty((len(places), out.shape[1]), dtype=out.dtype)
+                self._read_from(shard, rows[places] - shard.first_row, part, worker, timeout_s)
+                out.index_copy_(0, places, part)
+
+    def _read_from(
+        self, shard: Part, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
+    ) -> None:
+        if self.spec.num_backups and self._membership.is_here(worker):
+            shard.read_and_back_up(rows, out, worker, timeout_s)
+        else:
+            shard.read(rows, out, timeout_s)
+
+    def add(self, entry: Entry, timeout_s: float) -> None:
+        """Take one add, checked, shard by shard."""
+        for shard, part in self._parts_of(entry):
+            shard.add(part, timeout_s)
+
+    def _take_in(self, number: int, entries: list[Entry], timeout_s: float) -> None:
+        """Take a round's adds; every shard counts each, also those that have no row of it."""
+        by_shard: list[list[Entry]] = [[] for _ in self.shards]
+        index_by_shard = {id(shard): index for index, shard in enumerate(self.shards)}
+        for entry in entries:
+            for part in by_shard:
+                part.append(self._nothing(entry))
+            for shard, piece in self._parts_of(entry):
+                by_shard[index_by_shard[id(shard)]][-1] = piece
+        for shard, pieces in zip(self.shards, by_shard, strict=True):
+            shard.apply_round(number, pieces, timeout_s)
+
+    def _nothing(self, entry: Entry) -> Entry:
+        return Entry(
+            torch.empty(0, dtype=torch.int64),
+            torch.empty((0, self.spec.cols), dtype=self.spec.dtype),
+            entry.worker,
+        )
+
+    def _parts_of(self, entry: Entry) -> list[tuple[Part, Entry]]:
+        if len(self.shards) == 1:
+            return [(self.shards[0], entry)]
+        rows, delta, worker, assigns = entry
+        if rows is None:
+            return [
+                (
+                    shard,
+                    Entry(
+                        None,
+                        delta[shard.first_row : shard.first_row + shard.num_rows],
+                        worker,
+                        assigns,
+                    ),
+                )
+                for shard in self.shards
+            ]
+        return [
+            (shard, Entry(rows[places] - shard.first_row, delta[places], worker, assigns))
+            for shard, places in self._route(rows)
+        ]
+
+    def _owners(self, rows: Tensor) -> Tensor:
+        """Return the shard of each row."""
+        raise NotImplementedError
+
+    def _route(self, rows: Tensor) -> list[tuple[Part, Tensor]]:
+        """Return for each shard that has any of the rows where in the list they stand."""
+        owner = self._owners(rows)
+        routed = []
+        for index, shard in enumerate(self.shards):
+            places = (owner == index).nonzero().view(-1)
+            if len(places):
+                routed.append((shard, places))
+        return routed
+
+    @property
+    def num_undone(self) -> int:
+        """How many interrupted adds were undone, by anybody."""
+        return sum(shard.num_undone for shard in self.shards)
+
+    def close(self) -> None:
+        """Let go of the locks; the memory goes with the last tensor over it."""
+        self._file.close()
