@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -304,3 +305,123 @@ def several_gets(world: tables.World) -> None:
 @in_every_formation
 def test_several_gets_may_be_open(workers, n, run):
     workers(run, n, several_gets)
+
+
+# --- rows found by key ----------------------------------------------------------------------------
+
+
+def keys_law(world: tables.World, num_shards: int) -> None:
+    """The law of matrices, with keys that come in the second half too; the table grows."""
+    n = world.num_workers  # before anybody leaves
+    rows, cols, some = 11, 10, [0, 1, 5, 10]
+    keys = torch.arange(rows) * 10**17 - 4 * 10**17
+    table = world.keys(cols, name="law", num_shards=num_shards, init=0.5, capacity=1)
+    delta = torch.arange(1, rows * cols + 1, dtype=torch.float32).view(rows, cols)
+    expected = torch.full((rows, cols), 0.5)
+    for i in range(20):
+        table.add(delta, rows=keys + i // 10)
+        table.add(delta[some], rows=keys[some])
+        world.barrier()
+        if i < 10:
+            expected += delta * n
+        expected[some] += delta[some] * n
+        assert torch.equal(table.get(keys), expected)
+        assert torch.equal(table.get(keys[some]), expected[some])
+        assert len(table) == (rows if i < 10 else 2 * rows)
+        world.barrier()
+    added = 0.5 + delta * 10 * n
+    assert torch.equal(table.get(keys + 1), added)
+    assert torch.equal(table.keys(), torch.cat([keys, keys + 1]).sort().values)
+
+
+@in_every_formation
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_after_each_barrier_a_keys_table_holds_everybodys_rows(workers, n, num_shards, run):
+    workers(run, n, partial(keys_law, num_shards=num_shards))
+
+
+def master_rule(world: tables.World) -> tuple[list, list]:
+    n = world.num_workers
+    init = tables.Uniform(0.0, 1.0, seed=5) if world.is_master else tables.Uniform(8.0, 9.0)
+    table = world.keys(3, name="first", init=init)
+    before = table.get([-7, 10**18])
+    world.barrier()
+    table.add([[1, 1, 1]] * 2, rows=[-7, 10**18])
+    world.barrier()
+    return before.tolist(), (table.get([-7, 10**18]) - n).tolist()
+
+
+@in_every_formation
+def test_the_masters_rule_makes_the_same_first_rows_for_everybody(workers, n, run):
+    expected = tables.Uniform(0.0, 1.0, seed=5).draw(np.array([-7, 10**18]), 3).float()
+    for before, after in workers(run, n, master_rule):
+        assert before == expected.tolist()
+        assert torch.allclose(torch.tensor(after), expected, atol=1e-6)  # 1 was added n times
+
+
+def bulk_keys(world: tables.World, num_shards: int) -> list[tuple[list, list]]:
+    table = world.keys(3, name="bulk", num_shards=num_shards, init=1.0, capacity=1)
+    generator = torch.Generator().manual_seed(world.worker_id)
+    seen = []
+    for i in range(12):
+        keys = torch.randperm(60, generator=generator)[:7] - 30
+        table.add(torch.randn(7, 3, generator=generator), rows=keys)
+        for _ in range(world.worker_id):
+            table.add(torch.randn(2, 3, generator=generator), rows=[i - 70, 3])
+        if world.is_master and i % 4 == 3:
+            table.assign(torch.randn(2, 3, generator=generator), rows=[-70, -200])
+        values = table.get(torch.arange(-80, 80))
+        world.barrier("read")  # else the next round may bring keys before they are counted
+        seen.append((values.tolist(), table.keys().tolist()))
+        world.barrier("counted")
+    return seen
+
+
+def bulk_keys_by_one(n: int) -> list[tuple[list, list]]:
+    """The same, added up by plain torch in the order of workers."""
+    rows = torch.ones(400, 3)  # of keys -300 to 99
+    there: set[int] = set()
+    generators = [torch.Generator().manual_seed(worker) for worker in range(n)]
+    seen = []
+    for i in range(12):
+        for worker, generator in enumerate(generators):
+            keys = torch.randperm(60, generator=generator)[:7] - 30
+            rows.index_add_(0, keys + 300, torch.randn(7, 3, generator=generator))
+            there.update(keys.tolist())
+            for _ in range(worker):
+                delta = torch.randn(2, 3, generator=generator)
+                rows.index_add_(0, torch.tensor([i - 70, 3]) + 300, delta)
+                there.update([i - 70, 3])
+            if worker == 0 and i % 4 == 3:
+                rows[[230, 100]] = torch.randn(2, 3, generator=generator)
+                there.update([-70, -200])
+        seen.append((rows[220:380].tolist(), sorted(there)))
+    return seen
+
+
+@in_every_formation
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_in_bulk_synchronous_mode_keys_come_with_their_round(workers, n, num_shards, run):
+    expected = bulk_keys_by_one(n)
+    for seen in workers(run, n, partial(bulk_keys, num_shards=num_shards), sync=True):
+        assert seen == expected
+
+
+def stale_keys(world: tables.World) -> list[tuple[int, list[float]]]:
+    n = world.num_workers
+    table = world.keys(1, name="clocks", capacity=1)
+    seen = []
+    for clock in range(1, 20):
+        table.add([[1.0]] * 2, rows=[world.worker_id, -clock])
+        world.tick()
+        seen.append((clock, table.get(range(n)).view(-1).tolist()))
+    world.leave()
+    return seen
+
+
+@in_every_formation
+def test_with_bounded_staleness_nobody_reads_keys_from_further_ahead(workers, n, run):
+    for worker, gets in enumerate(workers(run, n, stale_keys, staleness=2)):
+        for clock, columns in gets:
+            assert columns[worker] == clock
+            assert min(columns) >= clock - 2

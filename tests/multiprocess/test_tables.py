@@ -19,13 +19,6 @@ DEADLINE_S = 60.0
 ROWS, COLS = 9, 4
 
 
-@pytest.fixture
-def run(request: pytest.FixtureRequest) -> str:
-    name = f"k{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
-    yield name
-    assert not [entry for entry in os.listdir("/dev/shm") if name in entry]
-
-
 def open_table(world: tables.World, updater: str, num_shards: int = 1) -> tables.Table:
     return world.matrix(ROWS, COLS, name="t", init=1.0, updater=updater, num_shards=num_shards)
 

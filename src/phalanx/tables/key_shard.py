@@ -130,6 +130,7 @@ class KeyShard:
                     raise
                 continue  # it was replaced, and removed, before we could open it
             self._known = known
+            self._remove_older(known.serial)
         return known
 
     def _open(self, word: int, *, create: bool) -> Generation:
@@ -225,9 +226,16 @@ class KeyShard:
         line[_NEWEST] = serial * _SERIAL + exponent
         self._known = new
         reach("growth done")
-        for old in range(line[_OLDEST], serial):  # more than one where somebody died here
+        self._remove_older(serial)
+
+    def _remove_older(self, serial: int) -> None:
+        """Let go of the memory of earlier generations; who comes to a new one looks after it too.
+
+        Without the lock: no number is given twice, so what is removed here was to be removed.
+        """
+        for old in range(self._line[_OLDEST], serial):
             self._regions.remove_region(self._name(old))
-        line[_OLDEST] = serial
+        self._line[_OLDEST] = serial
 
     def _name(self, serial: int) -> str:
         return _region_name(self._spec, self._index, serial)

@@ -8,6 +8,7 @@ import torch
 
 from phalanx import tables
 from phalanx.errors import CheckpointError, ConfigError, StateError
+from phalanx.tables.generation import Generation
 
 NAN = float("nan")
 EDGES = [0, -1, 7, (1 << 63) - 1, -(1 << 63), 10**18]
@@ -250,3 +251,59 @@ def test_only_the_master_assigns_and_a_closed_world_says_so():
     for call in (table.keys, lambda: len(table), lambda: table.get([1])):
         with pytest.raises(StateError, match="is closed"):
             call()
+
+
+# --- readers that meet a writer -------------------------------------------------------------------
+
+
+def test_a_reader_that_found_a_key_missing_reads_again_where_an_add_brings_it(monkeypatch):
+    """The index is searched, then the add comes, then the rows are read."""
+    with tables.join(num_workers=2) as one, one.thread_worker() as two:
+        reader, writer = (w.keys(1, name="t") for w in (one, two))
+        writer.add([[1]], rows=[1])
+        look_up = Generation._look_up
+        overtaken = []
+
+        def slow_look_up(found, keys, num_keys):
+            answer = look_up(found, keys, num_keys)
+            if not overtaken:
+                overtaken.append(True)
+                writer.add([[1], [2]], rows=[1, 2])
+            return answer
+
+        monkeypatch.setattr(Generation, "_look_up", slow_look_up)
+        assert reader.get([1, 2]).tolist() == [[2.0], [2.0]]
+        assert overtaken
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_a_reader_whom_every_look_is_overtaken_takes_the_lock(monkeypatch, keeps_order):
+    monkeypatch.setattr("phalanx.tables.generation.KEEPS_ORDER", keeps_order)
+    with tables.join(num_workers=2) as one, one.thread_worker() as two:
+        reader, writer = (w.keys(1, name="t") for w in (one, two))
+        look_up = Generation._look_up
+        came = []
+
+        def slow_look_up(found, keys, num_keys):
+            answer = look_up(found, keys, num_keys)
+            if found.lock._num_readers == 0:
+                came.append(-1 - len(came))
+                writer.add([[1]] * 9, rows=range(9 * came[-1], 9 * came[-1] + 9))
+            return answer
+
+        monkeypatch.setattr(Generation, "_look_up", slow_look_up)
+        assert reader.get([1, 2]).tolist() == [[0.0], [0.0]]
+        assert len(came) == (3 if keeps_order else 0)
+
+
+def test_a_reader_may_end_in_the_generation_it_began_in(monkeypatch):
+    with tables.join(num_workers=2) as one, one.thread_worker() as two:
+        reader, writer = (w.keys(1, name="t", capacity=16) for w in (one, two))
+        writer.add([[1]], rows=[1])
+        old = reader._storage.shards[0].newest()
+        writer.add([[1]] * 100, rows=range(100))
+        assert reader._storage.shards[0].newest() is not old
+        out = torch.empty(2, 1)
+        old.read(torch.tensor([1, 2]), out, 1.0)
+        assert out.tolist() == [[1.0], [0.0]]
+        assert reader.get([1, 2]).tolist() == [[2.0], [1.0]]
