@@ -1,8 +1,10 @@
 """Parameter tables on one host: workers add deltas to shared rows, and read them."""
 
+from phalanx.tables.embedding import TableEmbedding, TableEmbeddingBag
 from phalanx.tables.first_rows import Uniform
 from phalanx.tables.key_table import KeyTable
 from phalanx.tables.process_world import barrier, init, num_workers, shutdown, worker_id
+from phalanx.tables.shared_module import SharedModule
 from phalanx.tables.table import PendingGet, Table, TableStats
 from phalanx.tables.updaters import (
     AdaGrad,
@@ -28,8 +30,11 @@ __all__ = [
     "PendingGet",
     "RowwiseAdaGrad",
     "Sgd",
+    "SharedModule",
     "Sum",
     "Table",
+    "TableEmbedding",
+    "TableEmbeddingBag",
     "TableStats",
     "Uniform",
     "Updater",

@@ -141,6 +141,8 @@ class Sharded:
 
     def _take_in(self, number: int, entries: list[Entry], timeout_s: float) -> None:
         """Take a round's adds; every shard counts each, also those that have no row of it."""
+        if self.spec.updater.merges_rounds is not None and entries:
+            entries = [_merge(entries, self.spec.updater.merges_rounds)]
         by_shard: list[list[Entry]] = [[] for _ in self.shards]
         index_by_shard = {id(shard): index for index, shard in enumerate(self.shards)}
         for entry in entries:
@@ -202,3 +204,13 @@ class Sharded:
     def close(self) -> None:
         """Let go of the locks; the memory goes with the last tensor over it."""
         self._file.close()
+
+
+def _merge(entries: list[Entry], how: str) -> Entry:
+    """Make one add of a round's, in their order; each is of the whole table."""
+    merged = entries[0].delta.clone()
+    for entry in entries[1:]:
+        merged.add_(entry.delta)
+    if how == "mean":
+        merged.div_(len(entries))
+    return Entry(None, merged, entries[0].worker)

@@ -65,12 +65,15 @@ class Updater:
         states: Width of each state: "row" for one number per row, "element" for one per element.
         keeps_backups: Whether each worker has a copy of the rows as it read them last.
         any_dtype: Whether it serves tables of integers.
+        merges_rounds: How the adds of a bulk-synchronous round, all of them of the whole table,
+            become one before it is taken: "sum" or "mean". None takes one after the other.
     """
 
     name: ClassVar[str] = ""
     states: ClassVar[tuple[str, ...]] = ()
     keeps_backups: ClassVar[bool] = False
     any_dtype: ClassVar[bool] = False
+    merges_rounds: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for option in fields(self):

@@ -26,7 +26,7 @@ from phalanx.tables.table import Numbers, Table, wait_for_clocks
 from phalanx.tables.updaters import Updater
 from phalanx.tables.values import holds_nonfinite, read_delta
 
-__all__ = ["World", "join"]
+__all__ = ["World", "join", "read_mode"]
 
 _LONGEST_S = 1e6
 
@@ -414,7 +414,7 @@ class World:
             dtype=dtype,
             updater=updater,
             num_shards=num_shards,
-            staleness=_read_mode(sync, staleness, self.staleness),
+            staleness=read_mode(sync, staleness, self.staleness),
             nonfinite=nonfinite,
             num_workers=self._num_slots(),
             capacity=capacity,
@@ -486,7 +486,7 @@ def join(
         (0, 1, True)
     """
     timeout_s = _seconds(timeout_s)
-    mode = _read_mode(sync, staleness, Staleness(None))
+    mode = read_mode(sync, staleness, Staleness(None))
     ticket = read_ticket(run, num_workers)
     house = _House(ticket.run)
     try:
@@ -522,7 +522,8 @@ def _seconds(timeout_s: object) -> float:
     return float(timeout_s)
 
 
-def _read_mode(sync: object, staleness: int | None, default: Staleness) -> Staleness:
+def read_mode(sync: object, staleness: int | None, default: Staleness) -> Staleness:
+    """Read the mode that a caller gave for a table; ``default`` if none."""
     if sync is not None and not isinstance(sync, bool):
         raise ConfigError(f"`sync` must be True or False, but is {sync!r}.")
     if staleness is not None:

@@ -1,0 +1,205 @@
+"""Tensors of a module, laid end to end, and the table through which workers exchange them.
+
+    tensors   | w1 | b1 | w2 |  of any shape, device and float dtype
+    flat      | w1 · b1 · w2 |  float32, or float64 for tensors of that
+
+One exchange is: note what the module holds, give the table what has become of it since the last
+one, get what everybody made of it, and put that into the module. A PeerTimeout may end it after any
+of these; the next call goes on from there, so that nothing is given twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.tables.table import PendingGet, Table
+
+__all__ = ["Exchange", "Flat", "StatisticsExchange", "split_by_dtype"]
+
+
+class Flat:
+    """Tensors by name, and how they lie in one flat tensor.
+
+    Args:
+        tensors: By name, none of them twice; read and changed in place.
+        dtype: Of the flat tensor.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._tensors = tensors
+        self.size = sum(_real(tensor).numel() for tensor in tensors.values())
+
+    def gather(self, flat: Tensor | None = None) -> Tensor:
+        """Copy the tensors into ``flat``, a new one if None."""
+        flat = torch.empty(self.size, dtype=self.dtype) if flat is None else flat
+        for part, tensor in zip(self._parts(flat), self._tensors.values(), strict=True):
+            part.copy_(_real(tensor.detach()))
+        return flat
+
+    def scatter(self, flat: Tensor) -> None:
+        """Copy ``flat`` into the tensors."""
+        for part, tensor in zip(self._parts(flat), self._tensors.values(), strict=True):
+            _real(tensor.detach()).copy_(part)
+
+    def round(self, flat: Tensor) -> None:
+        """Round ``flat`` to what the tensors can hold."""
+        for part, tensor in zip(self._parts(flat), self._tensors.values(), strict=True):
+            if _real(tensor).dtype != self.dtype:
+                part.copy_(part.to(_real(tensor).dtype))
+
+    def name_nonfinite(self, flat: Tensor) -> str:
+        """Return the name of the first tensor whose part is not finite."""
+        parts = zip(self._parts(flat), self._tensors, strict=True)
+        return next(name for part, name in parts if not bool(part.isfinite().all()))
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        tensors = [_real(tensor) for tensor in self._tensors.values()]
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class Exchange:
+    """Parameters, of which a table takes the differences.
+
+    ``note``, ``give``, ``ask``, ``wait`` and ``put``, in this order, make one exchange.
+
+    Args:
+        flat: The tensors.
+        table: An array of ``flat.size``.
+        downhill: Whether the updater goes down what it is given.
+        averages: Whether what is given is divided by the number of workers.
+
+    # Note [Between two exchanges]
+    ``_base`` is what the last exchange put into the module, ``_held`` what the module held when it
+    was noted. From ``give`` to ``receive`` the table has it: it is not given again.
+    """
+
+    def __init__(self, flat: Flat, table: Table, *, downhill: bool, averages: bool) -> None:
+        self.flat = flat
+        self.table = table
+        self._sign = -1.0 if downhill else 1.0
+        self._averages = averages
+        self._base = torch.zeros(flat.size, dtype=flat.dtype)
+        self._held = torch.empty_like(self._base)
+        self._spare = torch.empty_like(self._base)  # the difference, then the answer
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as after an exchange, whatever came of the last one."""
+        self._given = self._resumed = False
+        self._pending: PendingGet | None = None
+        self._answer: Tensor | None = None
+
+    def note(self) -> None:
+        """Look at what the tensors hold, unless the last exchange is not over.
+
+        Raises:
+            ConfigError: A tensor has become NaN or infinite. Nothing is changed.
+        """
+        self._resumed = self._given
+        if self._given:
+            return
+        difference = torch.sub(self.flat.gather(self._held), self._base, out=self._spare)
+        if bool(difference.sum().isfinite()):
+            return
+        unmoved = (self._held == self._base) | (self._held.isnan() & self._base.isnan())
+        difference[unmoved] = 0  # a mask of infinities, say
+        if not bool(difference.isfinite().all()):
+            raise ConfigError(
+                f"`{self.flat.name_nonfinite(difference)}` must be finite to be shared, but holds "
+                "NaN or infinity."
+            )
+
+    def give(self, num_workers: int) -> None:
+        """Give the table what was noted."""
+        if not self._given:
+            self._add(num_workers)
+            self._given = True
+
+    def _add(self, num_workers: int) -> None:
+        factor = self._sign / (num_workers if self._averages else 1)
+        self.table.add(self._spare if factor == 1 else self._spare * factor)
+        self._base.add_(self._spare)  # what the table holds now, if nobody else adds
+
+    def ask(self) -> None:
+        """Begin to get the answer, unless it is on its way."""
+        if self._pending is None and self._answer is None:
+            self._pending = self.table.async_get(out=self._room())
+
+    def _room(self) -> Tensor:
+        return self._spare
+
+    def wait(self) -> None:
+        """Wait for the answer.
+
+        Raises:
+            PeerTimeout: As a table's ``get``.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None  # one that fails is asked for anew
+            self._answer = self._read_answer(pending.wait())
+
+    def _read_answer(self, answer: Tensor) -> Tensor:
+        return answer
+
+    def put(self, *, alone: bool) -> None:
+        """Put the answer into the tensors.
+
+        Args:
+            alone: Whether no other worker is there. Then the tensors stay as they are if the table
+                holds what was given; put back, they might differ from it in the last bit.
+        """
+        got = self._answer
+        assert got is not None
+        if not (alone and torch.equal(got, self._base)):
+            if self._resumed:  # trained on since it was noted
+                self.flat.scatter(self.flat.gather().sub_(self._held).add_(got))
+            else:
+                self.flat.scatter(got)
+        self.flat.round(got)
+        self._base, self._spare = got, self._base
+        self.forget()
+
+
+class StatisticsExchange(Exchange):
+    """Running statistics: the table takes the values, and a weight for each (see ``Blend``).
+
+    Args:
+        flat: The tensors.
+        table: A matrix of ``flat.size`` rows and 2 columns.
+        in_rounds: Whether the table merges rounds.
+    """
+
+    def __init__(self, flat: Flat, table: Table, *, in_rounds: bool) -> None:
+        super().__init__(flat, table, downhill=False, averages=not in_rounds)
+
+    def _add(self, num_workers: int) -> None:
+        weight = 1.0 / num_workers if self._averages else 1.0
+        self.table.add(torch.stack((self._held, torch.full_like(self._held, weight)), 1))
+
+    def _room(self) -> Tensor:
+        return torch.empty((self.flat.size, 2), dtype=self.flat.dtype)
+
+    def _read_answer(self, answer: Tensor) -> Tensor:
+        return answer[:, 0].contiguous()
+
+
+def split_by_dtype(tensors: Sequence[tuple[str, Tensor]]) -> dict[torch.dtype, dict[str, Tensor]]:
+    """Group tensors by the dtype of the table that serves them: float64, or float32 for the rest.
+
+    Narrower floats are kept in float32, so that small changes add up before they are rounded.
+    """
+    groups: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        wide = tensor.dtype in (torch.float64, torch.complex128)
+        groups.setdefault(torch.float64 if wide else torch.float32, {})[name] = tensor
+    return groups

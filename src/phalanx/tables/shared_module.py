@@ -1,0 +1,302 @@
+"""A module that every worker trains a copy of, and that they exchange through tables.
+
+    worker 0   step step step ┐ sync: what has become of my copy since the last sync → table
+    worker 1   step step step ┤       what everybody made of it                      → my copy
+    worker 2   step step step ┘
+
+every=1, merge="sum", asynchronous   ASGD as Multiverso and Downpour have it
+every=k, merge="mean", sync=True     local SGD
+the same with outer="nesterov"       DiLoCo
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from phalanx.errors import ConfigError, StateError
+from phalanx.plan import check_argument, read_count
+from phalanx.tables.exchange import Exchange, Flat, StatisticsExchange, split_by_dtype
+from phalanx.tables.module_updaters import Blend, choose_updater, read_outer
+from phalanx.tables.snapshots import load_parts
+from phalanx.tables.updaters import Nesterov
+from phalanx.tables.world import World, read_mode
+
+__all__ = ["SharedModule"]
+
+
+class SharedModule:
+    """Keep the workers' copies of a module together, by their changes since the last exchange.
+
+    Every worker trains its own copy with an optimizer of its own, and calls :meth:`step` after each
+    of its steps. Parameters exchange differences; floating-point buffers (running statistics) are
+    averaged; integer and boolean buffers (counters) begin with the master's and are each worker's
+    own from there. Tied parameters are one; frozen ones are shared, and stay as they are.
+
+    =============  =================================================================================
+    mode           after a sync the copy holds
+    =============  =================================================================================
+    synchronous    the same bits for everybody: the sum or mean of the changes of those who took
+                   part, taken at once; with ``outer`` one outer step per sync
+    asynchronous   all changes that have been added by then; with ``outer`` an outer step for every
+                   worker's sync, of ``1 / num_workers`` of its change for "mean"
+    staleness k    the same, and at least all but the others' last k syncs; each ends a round
+    =============  =================================================================================
+
+    Args:
+        module: Whose parameters and buffers are shared. It takes the master's values, at once, or
+            what became of them for a worker that comes later.
+        world: This worker's place, from :func:`phalanx.tables.join`.
+        every: How many steps there are between two exchanges.
+        merge: "mean" makes one step as long as a worker's own of what n workers found; "sum" one
+            that may be n times as long.
+        outer: None, or "nesterov": the shared values go down old − new with momentum, in tables
+            that all workers share. ``{"name": "nesterov", "lr": 0.7, "momentum": 0.9}`` are its
+            options and what they are if not given; ``tables.Nesterov(…)`` does as well.
+        sync, staleness: The mode; the world's if None, as for ``world.array``.
+        name: What its tables' names begin with; None numbers them, in the order of opening.
+
+    Raises:
+        ConfigError: An argument cannot be; the module has no parameters, or one without memory; or
+            another worker's module is of another shape.
+
+    Determinism: Synchronous: all copies have the same bits, whatever the timing; sums go in the
+    order of workers. With one worker and no ``outer`` training is plain training, to the bit.
+    Collective: Synchronous: all workers construct it, and sync equally often or leave.
+    Moves: Both ways, 4 bytes for each element (8 for float64); it keeps three more copies, and the
+    tables hold two, four with ``outer``.
+
+    Example:
+        >>> from phalanx import tables
+        >>> net = nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> with tables.join(sync=True) as world:
+        ...     shared = SharedModule(net, world, every=20, outer="nesterov")
+        ...     for _ in range(40):
+        ...         optimizer.zero_grad()
+        ...         net(torch.ones(5, 3)).square().mean().backward()
+        ...         optimizer.step()
+        ...         _ = shared.step()
+        >>> shared.num_syncs
+        2
+
+    Source: microsoft/Multiverso's MVModelParamManager for the differences; Stich, arXiv 1805.09767
+    (local SGD); Douillard et al., arXiv 2311.08105 (DiLoCo), algorithm 1.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World,
+        every: int = 1,
+        merge: str = "mean",
+        outer: str | dict[str, object] | Nesterov | None = None,
+        *,
+        sync: bool | None = None,
+        staleness: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        check_argument(isinstance(module, nn.Module), "module", "be an nn.Module", module)
+        check_argument(isinstance(world, World), "world", "be what `join` returned", world)
+        check_argument(merge in ("sum", "mean"), "merge", "be 'sum' or 'mean'", merge)
+        self.module = module
+        self.every = read_count("every", every, 1, "step")
+        self.merge = merge
+        self.outer = read_outer(outer)
+        self.num_steps = 0
+        self.num_syncs = 0
+        self._world = world
+        self._staleness = read_mode(sync, staleness, world.staleness)
+        self._bound = self._staleness.bound if self._staleness.is_bounded else None
+        self._ticked = False
+        parameters, statistics, counters = _sort_tensors(module)
+        self._exchanges = [
+            *(self._open_parameters(name, Flat(*group)) for group in parameters),
+            *(self._open_statistics(name, Flat(*group)) for group in statistics),
+        ]
+        self._take_counters(name, counters)
+        self._receive()
+
+    # --- opening ----------------------------------------------------------------------------------
+
+    def _table_name(self, name: str | None, what: str, dtype: torch.dtype) -> str | None:
+        return None if name is None else f"{name}.{what}.{str(dtype).removeprefix('torch.')}"
+
+    def _open_parameters(self, name: str | None, flat: Flat) -> Exchange:
+        in_rounds = self._staleness.is_bulk_synchronous
+        table = self._world.array(
+            flat.size,
+            flat.dtype,
+            updater=choose_updater(self.merge, self.outer, in_rounds=in_rounds),
+            init=flat.gather(),
+            name=self._table_name(name, "parameters", flat.dtype),
+            nonfinite="allow",  # looked at before, with the tensor's name
+            sync=in_rounds,
+            staleness=self._bound,
+        )
+        return Exchange(
+            flat,
+            table,
+            downhill=self.outer is not None,
+            averages=self.merge == "mean" and not in_rounds,
+        )
+
+    def _open_statistics(self, name: str | None, flat: Flat) -> Exchange:
+        in_rounds = self._staleness.is_bulk_synchronous
+        values = flat.gather()
+        table = self._world.matrix(
+            flat.size,
+            2,
+            flat.dtype,
+            updater=Blend(),
+            init=torch.stack((values, torch.zeros_like(values)), 1),
+            name=self._table_name(name, "statistics", flat.dtype),
+            nonfinite="allow",
+            sync=in_rounds,
+            staleness=self._bound,
+        )
+        return StatisticsExchange(flat, table, in_rounds=in_rounds)
+
+    def _take_counters(self, name: str | None, counters: dict[str, Tensor]) -> None:
+        if counters:
+            flat = Flat(counters, torch.int64)
+            values = flat.gather()
+            table_name = self._table_name(name, "counters", flat.dtype)
+            table = self._world.array(
+                flat.size, flat.dtype, init=values, name=table_name, sync=False
+            )
+            flat.scatter(table.get())
+
+    # --- exchanging -------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Count one step of this worker; sync with every ``every``-th, and return whether it did.
+
+        Call it after ``optimizer.step()``.
+
+        Raises:
+            PeerTimeout: As :meth:`sync`. The step is counted.
+        """
+        self.num_steps += 1
+        due = self.num_steps % self.every == 0
+        if due:
+            self.sync()
+        return due
+
+    def sync(self) -> None:
+        """Exchange with the others now: add what has changed, get what everybody made of it.
+
+        Gradients and the state of the worker's own optimizer are left alone.
+
+        Raises:
+            ConfigError: A parameter or statistic has become NaN or infinite; nothing is changed.
+            PeerTimeout: A worker for whom the mode waits stayed away; ``.rank`` is it. What was
+                added stays; the next ``sync`` goes on from there and gives nothing twice, and what
+                was trained between the two is kept for the sync after.
+            StateError: This worker has left the world.
+
+        Collective: Synchronous: all workers. Blocks: As a table's ``get`` in its mode.
+        """
+        world = self._world
+        if world.closed or not world.membership.is_here(world.worker_id):
+            raise StateError(
+                f"`sync` must be called by a worker of the run, but worker {world.worker_id} has "
+                "left."
+            )
+        for exchange in self._exchanges:
+            exchange.note()
+        num_workers = world.num_workers
+        for exchange in self._exchanges:
+            exchange.give(num_workers)
+        if self._staleness.is_bounded and not self._ticked:
+            self._ticked = True  # a tick that fails has ended the round all the same
+            world.tick()
+        self._receive()
+        self._ticked = False
+        self.num_syncs += 1
+
+    def _receive(self) -> None:
+        # All are asked for before one is waited for: a worker that joins between the rounds of two
+        # tables would else be waited for in one, while it waits in the other.
+        for exchange in self._exchanges:
+            exchange.ask()
+        for exchange in self._exchanges:
+            exchange.wait()
+        alone = self.outer is None and self._world.num_workers == 1
+        for exchange in self._exchanges:
+            exchange.put(alone=alone)
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def snapshot(self, directory: str | os.PathLike[str]) -> list[Path]:
+        """Write the shared values and the outer step's state into ``directory``.
+
+        One worker is enough, and others go on. Between two barriers all of it is of one moment;
+        else each of its tables is. Counters and the workers' optimizers are not in it.
+
+        Raises:
+            CheckpointError: The directory cannot be written to. An older snapshot is intact.
+        """
+        return [exchange.table.snapshot(directory) for exchange in self._exchanges]
+
+    def restore(self, directory: str | os.PathLike[str]) -> None:
+        """Go back to a snapshot: shared values, the outer step's state, and every worker's copy.
+
+        What a worker has trained since its last sync is dropped. Give ``name`` when the module is
+        shared, so that the tables find theirs.
+
+        Raises:
+            CheckpointError: It is missing, damaged or of another module. Nothing is changed.
+            PeerTimeout: A worker did not come.
+
+        Collective: All workers. Blocks: Until all have come.
+        """
+        for exchange in self._exchanges:  # everybody looks, so that all go on or none
+            load_parts(exchange.table._spec, Path(directory))
+        self._world.barrier("restore a module")
+        if self._world.is_master:
+            for exchange in self._exchanges:
+                exchange.table.restore(directory)
+        self._world.barrier("restored a module")
+        for exchange in self._exchanges:
+            exchange.forget()
+        self._receive()
+
+    def __repr__(self) -> str:
+        outer = "" if self.outer is None else f", outer={self.outer!r}"
+        return (
+            f"SharedModule({type(self.module).__name__}, every={self.every}, "
+            f"merge={self.merge!r}{outer}, {self._staleness!r})"
+        )
+
+
+Groups = list[tuple[dict[str, Tensor], torch.dtype]]
+
+
+def _sort_tensors(module: nn.Module) -> tuple[Groups, Groups, dict[str, Tensor]]:
+    """Return parameters, floating-point buffers and all other buffers, each tensor once."""
+    parameters: list[tuple[str, Tensor]] = list(module.named_parameters())
+    buffers = list(module.named_buffers())
+    for name, tensor in parameters + buffers:
+        lazy = is_lazy(tensor)
+        if lazy or tensor.is_meta or tensor.layout is not torch.strided:
+            kind = "not initialised" if lazy else "meta" if tensor.is_meta else str(tensor.layout)
+            raise ConfigError(f"`{name}` must be a dense tensor with memory, but is {kind}.")
+    if not parameters:
+        raise ConfigError(f"`module` must have parameters, but {type(module).__name__} has none.")
+    for name, tensor in parameters:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigError(f"`{name}` must be of floating point, but is of {tensor.dtype}.")
+    known = {id(tensor) for _, tensor in parameters}
+    buffers = [(name, tensor) for name, tensor in buffers if id(tensor) not in known]
+    floating = [item for item in buffers if item[1].is_floating_point() or item[1].is_complex()]
+    counters = {n: t for n, t in buffers if not (t.is_floating_point() or t.is_complex())}
+    return _groups(parameters), _groups(floating), counters
+
+
+def _groups(tensors: list[tuple[str, Tensor]]) -> Groups:
+    return [(group, dtype) for dtype, group in split_by_dtype(tensors).items()]

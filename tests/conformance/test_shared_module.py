@@ -1,0 +1,566 @@
+"""Copies of one module that exchange through tables, beside a plain single-process computation.
+
+Workers are one process, its threads, or processes; what they find is worked out in float64.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx import tables
+from phalanx.errors import ConfigError, PeerTimeout, StateError
+from tests.conformance.test_tables import FORMATIONS, in_every_formation, run_threads
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    name = f"s{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
+    yield name
+    assert not [entry for entry in os.listdir("/dev/shm") if name in entry]
+
+
+class Net(nn.Module):
+    """Ties, a frozen parameter, batch norm, two dtypes, and constants that are infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.second = nn.Linear(7, 7).double()
+        self.tied = nn.Linear(7, 7).double()
+        self.tied.weight = self.second.weight
+        self.tied.bias.requires_grad_(False)
+        self.register_buffer("mask", torch.tensor([0.0, -INF, NAN]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tied(self.second(self.norm(self.first(x)).double()).tanh())
+
+
+def fill(net: nn.Module, seed: int) -> None:
+    """Give a net its values by a generator of its own: the global one is shared by threads."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+
+
+def seeded_net(seed: int) -> Net:
+    net = Net()
+    fill(net, seed)
+    return net
+
+
+def batch_of(worker: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    return torch.randn(6, 5, generator=generator), torch.randn(6, 7, generator=generator)
+
+
+def train_step(net: nn.Module, optimizer: torch.optim.Optimizer, worker: int, step: int) -> None:
+    x, y = batch_of(worker, step)
+    optimizer.zero_grad()
+    (net(x) - y).square().mean().backward()
+    optimizer.step()
+
+
+def state_of(net: nn.Module) -> dict[str, list]:
+    return {name: value.tolist() for name, value in net.state_dict().items() if name != "mask"}
+
+
+def sgd(net: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=lr)
+
+
+# --- what everybody begins with -------------------------------------------------------------------
+
+
+def begin(world: tables.World) -> dict[str, list]:
+    net = seeded_net(world.worker_id)
+    net.norm.num_batches_tracked.fill_(10 + world.worker_id)
+    tables.SharedModule(net, world)
+    return state_of(net)
+
+
+@in_every_formation
+@pytest.mark.parametrize("mode", [{}, {"sync": True}, {"staleness": 1}], ids=str)
+def test_every_copy_begins_with_the_masters_values(workers, n, mode, run):
+    found = workers(run, n, begin, **mode)
+    master = seeded_net(0)
+    master.norm.num_batches_tracked.fill_(10)
+    assert found == [state_of(master)] * n
+
+
+# --- one worker -----------------------------------------------------------------------------------
+
+
+def train_shared(world: tables.World, every: int, merge: str) -> dict[str, list]:
+    net = seeded_net(7)
+    shared = tables.SharedModule(net, world, every, merge)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    for step in range(30):
+        train_step(net, optimizer, world.worker_id, step)
+        assert shared.step() == ((step + 1) % every == 0)
+    assert (shared.num_steps, shared.num_syncs) == (30, 30 // every)
+    return state_of(net)
+
+
+@pytest.mark.parametrize("workers", [p.values[0] for p in FORMATIONS if p.values[1] == 1])
+@pytest.mark.parametrize("mode", [{}, {"sync": True}, {"staleness": 2}], ids=str)
+@pytest.mark.parametrize(("every", "merge"), [(1, "sum"), (1, "mean"), (7, "mean")])
+def test_one_worker_trains_as_if_it_were_alone_to_the_bit(workers, mode, every, merge, run):
+    net = seeded_net(7)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    for step in range(30):
+        train_step(net, optimizer, 0, step)
+    found = workers(run, 1, partial(train_shared, every=every, merge=merge), **mode)
+    assert found == [state_of(net)]
+
+
+# --- synchronous ----------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """A float64 net without buffers, so that everything can be worked out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4).double(), nn.Linear(4, 7).double()
+        fill(self, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x.double()).tanh())
+
+
+def train_plain(
+    world: tables.World, every: int, merge: str, outer: object, steps: int
+) -> dict[str, list]:
+    net = Plain()
+    shared = tables.SharedModule(net, world, every, merge, outer)
+    optimizer = sgd(net)
+    for step in range(steps):
+        train_step(net, optimizer, world.worker_id, step)
+        shared.step()
+    return state_of(net)
+
+
+def rounds_by_hand(n: int, every: int, merge: str, outer: bool, steps: int) -> dict[str, Tensor]:
+    """What n workers would make of it, worked out in one process."""
+    lr, momentum = 0.7, 0.9
+    nets = [Plain() for _ in range(n)]
+    optimizers = [sgd(net) for net in nets]
+    shared = [p.detach().clone() for p in nets[0].parameters()]
+    velocity = [torch.zeros_like(p) for p in shared]
+    for step in range(steps):
+        for worker, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            train_step(net, optimizer, worker, step)
+        if (step + 1) % every:
+            continue
+        for index, value in enumerate(shared):
+            found = [list(net.parameters())[index].detach() - value for net in nets]
+            change = sum(found) / (n if merge == "mean" else 1)
+            if outer:
+                velocity[index] = momentum * velocity[index] - change
+                change = -lr * (-change + momentum * velocity[index])
+            value += change
+        for net in nets:
+            for parameter, value in zip(net.parameters(), shared, strict=True):
+                parameter.data.copy_(value)
+    return nets[0].state_dict()
+
+
+@in_every_formation
+@pytest.mark.parametrize(
+    ("every", "merge", "outer"),
+    [(1, "mean", None), (1, "sum", None), (4, "mean", None), (4, "mean", "nesterov"),
+     (3, "sum", "nesterov")],
+)  # fmt: skip
+def test_synchronous_rounds_are_what_one_process_works_out(workers, n, every, merge, outer, run):
+    body = partial(train_plain, every=every, merge=merge, outer=outer, steps=12)
+    found = workers(run, n, body, sync=True)
+    wanted = rounds_by_hand(n, every, merge, outer is not None, 12)
+    assert all(state == found[0] for state in found)  # the same bits
+    for name, value in wanted.items():
+        # 12 steps of sums of at most 3 float64 numbers, in another order
+        torch.testing.assert_close(
+            torch.tensor(found[0][name], dtype=torch.float64), value, rtol=1e-12, atol=1e-14
+        )
+
+
+def test_mean_of_every_step_is_sgd_with_the_averaged_gradient(run):
+    n, steps = 3, 10
+    found = run_threads(
+        run, n, partial(train_plain, every=1, merge="mean", outer=None, steps=steps), sync=True
+    )
+    net = Plain()
+    optimizer = sgd(net)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for worker in range(n):
+            x, y = batch_of(worker, step)
+            ((net(x) - y).square().mean() / n).backward()
+        optimizer.step()
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(
+            torch.tensor(found[0][name], dtype=torch.float64), value, rtol=1e-12, atol=1e-14
+        )
+
+
+def train_with_statistics(world: tables.World) -> list[tuple[list, list, list, int]]:
+    net = seeded_net(0)
+    shared = tables.SharedModule(net, world, merge="sum")
+    seen = []
+    for step in range(4):
+        with torch.no_grad():
+            net.train()(batch_of(world.worker_id, step)[0] * (1 + world.worker_id))
+        before = net.norm.running_mean.tolist(), net.norm.running_var.tolist()
+        shared.sync()
+        seen.append((*before, net.norm.running_mean.tolist(), net.norm.running_var.tolist(),
+                     net.norm.num_batches_tracked.item()))  # fmt: skip
+    assert net.mask.tolist()[:2] == [0.0, -INF]
+    assert net.mask.isnan().tolist() == [False, False, True]
+    return seen
+
+
+@in_every_formation
+def test_statistics_are_averaged_whatever_merge_is_and_counters_are_not(workers, n, run):
+    found = workers(run, n, train_with_statistics, sync=True)
+    for step in range(4):
+        for before, after in ((0, 2), (1, 3)):
+            mean = torch.tensor([worker[step][before] for worker in found]).double().mean(0)
+            for worker in found:
+                # one rounding per sum of at most three float32 numbers
+                torch.testing.assert_close(
+                    torch.tensor(worker[step][after]).double(), mean, rtol=1e-6, atol=1e-7
+                )
+                assert worker[step][after] == found[0][step][after]
+        assert [worker[step][4] for worker in found] == [step + 1] * n
+
+
+# --- asynchronous and bounded ---------------------------------------------------------------------
+
+
+def sync_in_turn(world: tables.World, merge: str, outer: object) -> list[float]:
+    """Everybody moves its copy by its own number and syncs, one after the other."""
+    net = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(net.weight, 1.0)
+    shared = tables.SharedModule(net, world, merge=merge, outer=outer)
+    seen = []
+    for step in range(3):
+        for worker in range(world.num_workers):
+            world.barrier()
+            if worker == world.worker_id:
+                with torch.no_grad():
+                    net.weight += (worker + 1) * 0.25 + step
+                shared.sync()
+                seen.append(net.weight.item())
+    world.barrier()
+    return seen
+
+
+def turns_by_hand(n: int, merge: str, outer: bool) -> list[list[float]]:
+    value, velocity = 1.0, 0.0
+    copies, seen = [1.0] * n, [[] for _ in range(n)]
+    for step in range(3):
+        for worker in range(n):
+            change = ((worker + 1) * 0.25 + step) / (n if merge == "mean" else 1)
+            if outer:
+                velocity = 0.5 * velocity - change
+                change = -0.25 * (-change + 0.5 * velocity)
+            value += change
+            copies[worker] = value
+            seen[worker].append(value)
+    return seen
+
+
+@in_every_formation
+@pytest.mark.parametrize("merge", ["sum", "mean"])
+@pytest.mark.parametrize("outer", [None, {"name": "nesterov", "lr": 0.25, "momentum": 0.5}])
+def test_asynchronous_changes_are_taken_as_they_come(workers, n, merge, outer, run):
+    found = workers(run, n, partial(sync_in_turn, merge=merge, outer=outer))
+    wanted = turns_by_hand(n, merge, outer is not None)
+    for seen, want in zip(found, wanted, strict=True):
+        assert seen == pytest.approx(want, rel=1e-14)
+
+
+def add_ones(world: tables.World, bound: int | None) -> list[float]:
+    net = nn.Linear(1, 1, bias=False)
+    shared = tables.SharedModule(net, world, merge="sum", staleness=bound)
+    start, seen = net.weight.item(), []
+    world.barrier()
+    for _ in range(20):
+        with torch.no_grad():
+            net.weight += 1
+        shared.sync()
+        seen.append(net.weight.item() - start)
+    world.leave()
+    return seen
+
+
+@in_every_formation
+@pytest.mark.parametrize("bound", [None, 1, 3])
+def test_with_bounded_staleness_a_sync_holds_all_but_the_others_last_rounds(workers, n, bound, run):
+    for seen in workers(run, n, partial(add_ones, bound=bound)):
+        for clock, total in enumerate(seen, 1):
+            behind = clock if bound is None else min(bound, clock)
+            assert clock + (n - 1) * (clock - behind) - 0.01 <= total <= 20 * n + 0.01
+
+
+def unequal_paces(world: tables.World) -> list[float]:
+    """One worker syncs rarely; its old statistics must not push the others' below zero."""
+    net = nn.BatchNorm1d(1)
+    shared = tables.SharedModule(net, world)
+    net.running_var.fill_(10.0)
+    shared.sync()
+    world.barrier()
+    seen = []
+    for _ in range(12):
+        if world.is_master:
+            net.running_var.fill_(1.0)
+            shared.sync()
+            seen.append(net.running_var.item())
+    world.barrier()
+    net.running_var.fill_(1.0)
+    shared.sync()
+    seen.append(net.running_var.item())
+    world.barrier()
+    return seen
+
+
+@in_every_formation
+def test_asynchronous_statistics_stay_between_the_workers_values(workers, n, run):
+    for seen in workers(run, n, unequal_paces):
+        assert all(1.0 <= value <= 10.0 for value in seen)
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def stay_away(world: tables.World) -> tuple[int | None, list[float], list[float]]:
+    """Worker 0 syncs while another stays away, trains on, and syncs again when it has come."""
+    net = nn.Sequential(nn.Linear(1, 1, bias=False).double(), nn.Linear(1, 1, bias=False))
+    for parameter in net.parameters():
+        nn.init.constant_(parameter, 0.0)
+    shared = tables.SharedModule(net, world, merge="sum")
+    rank = None
+    world.barrier("opened")
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += 1
+    if world.worker_id == 0:
+        kept, world.timeout_s = world.timeout_s, 0.2
+        for _ in range(2):
+            with pytest.raises(PeerTimeout, match=r"within 0\.2 s") as caught:
+                shared.sync()
+            rank = caught.value.rank
+        world.timeout_s = kept
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter += 10
+    world.barrier("tried")
+    shared.sync()
+    first = [p.item() for p in net.parameters()]
+    shared.sync()
+    world.barrier("first")
+    return rank, first, [p.item() for p in net.parameters()]
+
+
+@pytest.mark.parametrize(("workers", "n"), [p for p in FORMATIONS if p.values[1] == 2])
+def test_a_sync_that_timed_out_goes_on_and_gives_nothing_twice(workers, n, run):
+    (rank, mine, after), (_, theirs, last) = workers(run, n, stay_away, sync=True)
+    assert rank == 1
+    assert mine == [12.0, 12.0]  # both ones, and the ten that it has trained since
+    assert theirs == [2.0, 2.0]
+    assert after == last == [12.0, 12.0]
+
+
+def go_nan(world: tables.World) -> None:
+    net = seeded_net(0)
+    shared = tables.SharedModule(net, world, merge="sum")
+    before = [exchange.table.get().clone() for exchange in shared._exchanges]
+    for tensor, name in ((net.tied.bias, "tied.bias"), (net.norm.running_var, "norm.running_var")):
+        kept = tensor.detach().clone()
+        for poison in (NAN, INF):
+            tensor.detach()[1] = poison
+            held = state_of(net)
+            with pytest.raises(ConfigError, match=f"`{name}` must be finite to be shared, but"):
+                shared.sync()
+            assert repr(state_of(net)) == repr(held)
+        tensor.detach().copy_(kept)
+    for exchange, was in zip(shared._exchanges, before, strict=True):
+        torch.testing.assert_close(exchange.table.get(), was, rtol=0, atol=0, equal_nan=True)
+    shared.sync()
+
+
+def test_what_is_not_finite_is_refused_by_name_and_changes_nothing(run):
+    run_threads(run, 1, go_nan)
+
+
+def test_a_worker_that_has_left_does_not_sync():
+    with tables.join() as world:
+        shared = tables.SharedModule(Plain(), world)
+        world.leave()
+        with pytest.raises(StateError, match="`sync` must be called by a worker of the run"):
+            shared.sync()
+    with pytest.raises(StateError, match="`sync` must be called by a worker of the run"):
+        shared.sync()
+
+
+def sparse_net() -> nn.Module:
+    net = nn.Linear(2, 2)
+    net.register_buffer("sparse", torch.eye(2).to_sparse())
+    return net
+
+
+def whole_number_net() -> nn.Module:
+    net = nn.Module()
+    net.whole = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"module": "net"}, "`module` must be an nn.Module, but is 'net'"),
+        ({"module": nn.ReLU()}, "`module` must have parameters, but ReLU has none"),
+        ({"module": nn.LazyLinear(3)}, "`weight` must be a dense tensor with memory, but is not"),
+        ({"module": nn.Linear(2, 2, device="meta")}, "`weight` must be a dense .*, but is meta"),
+        (
+            {"module": sparse_net()},
+            "`sparse` must be a dense tensor with memory, but is torch.spar",
+        ),
+        (
+            {"module": whole_number_net()},
+            "`whole` must be of floating point, but is of torch.int64",
+        ),
+        ({"world": None}, "`world` must be what `join` returned, but is None"),
+        ({"every": 0}, "`every` must be at least 1 step, but is 0"),
+        ({"every": 2.5}, "`every` must be a whole number, but is 2.5"),
+        ({"merge": "max"}, "`merge` must be 'sum' or 'mean', but is 'max'"),
+        ({"merge": None}, "`merge` must be 'sum' or 'mean', but is None"),
+        ({"outer": "adam"}, "`outer` must be None, 'nesterov', .* but is 'adam'"),
+        ({"outer": tables.Sgd()}, "`outer` must be None, 'nesterov'"),
+        ({"outer": {"lr": 1.0}}, "`outer` must be None, 'nesterov'"),
+        ({"outer": {"name": "nesterov", "eps": 1}}, "Options of updater 'nesterov' must be among"),
+        ({"outer": {"name": "nesterov", "momentum": 1.0}}, "Option `momentum` .* below 1"),
+        ({"outer": {"name": "nesterov", "lr": -1}}, "Option `lr` of updater 'nesterov'"),
+        ({"sync": 1}, "`sync` must be True or False, but is 1"),
+        ({"staleness": -1}, "`staleness` must be a number of rounds"),
+        ({"sync": True, "staleness": 2}, "`staleness` must be absent where `sync` is True"),
+        ({"name": "a/b"}, "`name` must be 1 to 100 letters"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(change, message):
+    net = nn.Linear(2, 2)
+    with tables.join() as world, pytest.raises(ConfigError, match=message):
+        tables.SharedModule(**{"module": net, "world": world, **change})
+
+
+def test_another_workers_module_of_another_shape_is_refused():
+    with tables.join(num_workers=2) as world, world.thread_worker() as other:
+        tables.SharedModule(nn.Linear(2, 3), world, name="net")
+        with pytest.raises(ConfigError, match=r"`shape` of table 'net.parameters.float32' must be"):
+            tables.SharedModule(nn.Linear(2, 2), other, name="net")
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_floats_lose_no_small_changes(dtype):
+    """Each change is below half of the last bit at 256; alone none of them would count."""
+    step = torch.finfo(dtype).eps * 256 / 4
+    with tables.join(num_workers=2) as world, world.thread_worker() as other:
+        nets = [nn.Linear(1, 1, bias=False).to(dtype) for _ in range(2)]
+        for net in nets:
+            nn.init.constant_(net.weight, 0.0)
+        still = tables.SharedModule(nets[0], world, merge="sum", name="net")
+        small = tables.SharedModule(nets[1], other, merge="sum", name="net")
+        with torch.no_grad():
+            nets[0].weight += 256
+        still.sync()
+        for turn in range(8):
+            nets[1].weight.data.zero_()
+            small._exchanges[0]._base.zero_()
+            nets[1].weight.data += step
+            small.sync()
+            still.sync()
+            assert nets[0].weight.item() == torch.tensor(256 + step * (turn + 1)).to(dtype).item()
+
+
+def test_complex_parameters_and_odd_buffers_are_shared():
+    class Odd(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((2, 3), complex(value, 2 * value)))
+            self.register_buffer("flags", torch.tensor([value > 1, True]))
+            self.register_buffer("bytes", torch.tensor([int(value)], dtype=torch.uint8))
+            self.register_buffer("phase", torch.tensor([complex(value)]), persistent=False)
+
+    with tables.join(num_workers=2) as world, world.thread_worker() as other:
+        nets = [Odd(1.0), Odd(3.0)]
+        shared = [
+            tables.SharedModule(net, w, merge="sum", name="odd")
+            for net, w in zip(nets, (world, other), strict=True)
+        ]
+        assert nets[1].flags.tolist() == [False, True]
+        assert nets[1].bytes.tolist() == [1]
+        with torch.no_grad():
+            nets[1].weight += 1j
+        shared[1].sync()
+        shared[0].sync()
+        assert torch.equal(nets[0].weight, torch.full((2, 3), 1 + 3j))
+        assert nets[0].phase.tolist() == [1.0]
+
+
+def test_a_parameter_keeps_its_place_layout_and_optimizer_state():
+    with tables.join() as world:
+        net = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.Adam(net.parameters())
+        places = [p.data_ptr() for p in net.parameters()]
+        shared = tables.SharedModule(net, world, outer="nesterov")
+        net(torch.ones(1, 3, 4, 4)).sum().backward()
+        optimizer.step()
+        shared.sync()
+        assert [p.data_ptr() for p in net.parameters()] == places
+        assert net.weight.is_contiguous(memory_format=torch.channels_last)
+        assert all(p.grad is not None and optimizer.state[p] for p in net.parameters())
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def train_and_go_back(world: tables.World, directory: str) -> tuple[dict, dict]:
+    net = seeded_net(1)
+    shared = tables.SharedModule(net, world, 2, outer="nesterov", name="net")
+    optimizer = sgd(net)
+
+    def train(steps: range) -> dict[str, list]:
+        for step in steps:
+            train_step(net, optimizer, world.worker_id, step)
+            shared.step()
+        return state_of(net)
+
+    train(range(6))
+    world.barrier()
+    if world.is_master:
+        shared.snapshot(directory)
+    world.barrier()
+    once = train(range(6, 13))
+    shared.restore(directory)
+    assert shared.num_steps == 13
+    shared.num_steps = 6
+    return once, train(range(6, 13))
+
+
+@in_every_formation
+def test_a_restored_snapshot_goes_on_to_the_same_bits(workers, n, run, tmp_path):
+    body = partial(train_and_go_back, directory=str(tmp_path))
+    for once, again in workers(run, n, body, sync=True):
+        once.pop("norm.num_batches_tracked"), again.pop("norm.num_batches_tracked")
+        assert once == again

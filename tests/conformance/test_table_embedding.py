@@ -1,0 +1,399 @@
+"""Embeddings over a table, beside torch's own over a parameter: the same values, the same rows."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from phalanx import tables
+from phalanx.errors import ConfigError
+from tests.conformance.test_tables import in_every_formation
+
+ROWS, DIM, LR = 11, 3, 0.5
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    name = f"e{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
+    yield name
+    assert not [entry for entry in os.listdir("/dev/shm") if name in entry]
+
+
+def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def open_table(world: tables.World, **how: object) -> tables.Table:
+    dtype = how.get("dtype", torch.float32)
+    how = {"name": "t", "init": weights(dtype=dtype), "updater": tables.Sgd(lr=LR), **how}
+    return world.matrix(ROWS, DIM, **how)
+
+
+def torchs_own(
+    kind: type[nn.Module], dtype: torch.dtype = torch.float32, **how: object
+) -> nn.Module:
+    return kind(ROWS, DIM, _weight=weights(dtype=dtype), **how)
+
+
+def some_loss(out: Tensor) -> Tensor:
+    """Every element has a gradient of its own, and rows that stand twice get different ones."""
+    factors = torch.arange(1, out.numel() + 1, dtype=out.dtype).view(out.shape) / 8
+    return (out * factors).tanh().sum()
+
+
+# --- TableEmbedding -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("padding", [None, 0, 10])
+@pytest.mark.parametrize("shape", [(7,), (4, 5), (2, 1, 3), (0,), (3, 0), ()])
+def test_values_and_trained_rows_are_those_of_nn_embedding(shape, padding, dtype):
+    ours_first = torch.Generator().manual_seed(1)
+    twin = torchs_own(nn.Embedding, dtype, padding_idx=padding)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
+    with tables.join() as world:
+        table = open_table(world, dtype=dtype)
+        embedding = tables.TableEmbedding(table, padding_idx=padding)
+        for _ in range(4):
+            indices = torch.randint(0, ROWS, shape, generator=ours_first)
+            out, want = embedding(indices), twin(indices)
+            assert torch.equal(out, want)
+            assert out.dtype == dtype
+            optimizer.zero_grad()
+            some_loss(out).backward()
+            some_loss(want).backward()
+            optimizer.step()
+            assert torch.equal(table.get(), twin.weight)
+
+
+def test_int32_indices_and_other_layouts_serve():
+    with tables.join() as world:
+        embedding = tables.TableEmbedding(open_table(world))
+        indices = torch.arange(6).view(2, 3).t()
+        assert torch.equal(embedding(indices), weights()[indices])
+        assert torch.equal(embedding(indices.int()), weights()[indices])
+
+
+def test_a_padding_row_has_no_part_in_an_updater_with_state():
+    with tables.join() as world:
+        table = open_table(world, updater="adam")
+        embedding = tables.TableEmbedding(table, padding_idx=2)
+        some_loss(embedding(torch.tensor([2, 3, 2]))).backward()
+        _, m, v, t = table._storage.copy_all(1.0)
+        assert t.view(-1).tolist() == [0, 0, 0, 1] + [0] * 7
+        assert not m[2].any()
+        assert not v[2].any()
+        some_loss(embedding(torch.tensor([2, 2]))).backward()  # nothing but padding
+        assert torch.equal(table.get([2])[0], weights()[2])
+
+
+def test_nothing_is_pushed_without_a_backward_pass():
+    with tables.join() as world:
+        table = open_table(world)
+        embedding = tables.TableEmbedding(table)
+        with torch.no_grad():
+            assert not embedding(torch.tensor([1])).requires_grad
+        embedding(torch.tensor([1]))
+        torch.autograd.grad(
+            (embedding(torch.tensor([1])) * (x := torch.ones(1, requires_grad=True))).sum(), x
+        )
+        assert torch.equal(table.get(), weights())
+        assert table.stats().adds == 0
+
+
+def test_every_backward_pass_pushes_once():
+    with tables.join() as world:
+        table = open_table(world)
+        embedding = tables.TableEmbedding(table)
+        out = embedding(torch.tensor([4, 4]))
+        out.sum().backward(retain_graph=True)
+        out.sum().backward()
+        assert table.stats().adds == 2
+        torch.testing.assert_close(table.get([4])[0], weights()[4] - 4 * LR)
+
+
+def test_it_stands_within_a_module_and_has_nothing_for_its_optimizer():
+    with tables.join() as world:
+        table = open_table(world)
+        net = nn.Sequential(tables.TableEmbedding(table), nn.Linear(DIM, 2))
+        assert [name for name, _ in net.named_parameters()] == ["1.weight", "1.bias"]
+        assert list(net.state_dict()) == ["1.weight", "1.bias"]
+        net(torch.tensor([5])).sum().backward()
+        assert not torch.equal(table.get([5])[0], weights()[5])
+        assert "TableEmbedding(Table('t', 11x3 float32" in repr(net)
+
+
+# --- prefetch -------------------------------------------------------------------------------------
+
+
+def test_prefetched_rows_hold_what_was_added_since_and_are_got_once():
+    with tables.join() as world:
+        table = open_table(world)
+        embedding = tables.TableEmbedding(table)
+        twin = torchs_own(nn.Embedding)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
+        batches = [torch.tensor(rows) for rows in ([1, 2, 2], [2, 3], [1, 1], [9])]
+        embedding.prefetch(batches[0])
+        for here, after in zip(batches, [*batches[1:], None], strict=True):
+            out = embedding(here)
+            if after is not None:
+                embedding.prefetch(after)
+            optimizer.zero_grad()
+            some_loss(out).backward()
+            some_loss(twin(here)).backward()
+            optimizer.step()
+            assert torch.equal(table.get(), twin.weight)
+        assert table.stats().gets == 2 * len(batches)
+        assert embedding._prefetched == []
+
+
+def test_prefetched_batches_may_be_passed_over_and_do_not_pile_up():
+    with tables.join() as world:
+        embedding = tables.TableEmbedding(open_table(world))
+        for row in range(3):
+            embedding.prefetch(torch.tensor([row]))
+        assert torch.equal(embedding(torch.tensor([5])), weights()[[5]])
+        assert len(embedding._prefetched) == 3
+        assert torch.equal(embedding(torch.tensor([1])), weights()[[1]])
+        assert len(embedding._prefetched) == 1
+        changed = torch.tensor([4])
+        embedding.prefetch(changed)
+        changed.fill_(6)
+        assert torch.equal(embedding(changed), weights()[[6]])
+        for row in range(40):
+            embedding.prefetch(torch.tensor([row % ROWS]))
+        assert len(embedding._prefetched) == 16
+
+
+# --- TableEmbeddingBag ----------------------------------------------------------------------------
+
+
+def compare_bags(
+    mode: str, indices: Tensor, offsets: Tensor | None, given: Tensor | None, **how: object
+) -> None:
+    twin = torchs_own(nn.EmbeddingBag, mode=mode, **how)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
+    with tables.join() as world:
+        table = open_table(world)
+        bags = tables.TableEmbeddingBag(table, mode, **how)
+        for _ in range(2):
+            mine, theirs = (None if given is None else given.clone().requires_grad_() for _ in "ab")
+            out, want = bags(indices, offsets, mine), twin(indices, offsets, theirs)
+            assert torch.equal(out, want)
+            optimizer.zero_grad()
+            some_loss(out).backward()
+            some_loss(want).backward()
+            optimizer.step()
+            # Sums over the places of a row in the order of its places, in both; rounding of the
+            # mean's division may differ by one bit.
+            torch.testing.assert_close(table.get(), twin.weight.detach(), rtol=1e-6, atol=1e-6)
+            if mine is not None:
+                assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 4])
+@pytest.mark.parametrize(
+    ("indices", "offsets", "last"),
+    [
+        ([[1, 4, 4], [4, 4, 4], [10, 0, 1]], None, False),
+        ([1, 4, 4, 2, 10], [0, 2, 2, 3], False),
+        ([1, 4, 4, 2, 10], [0, 2, 5], True),
+        ([4, 4], [0], False),
+        ([], [0, 0], False),
+        ([3, 5], [0, 2], False),
+    ],
+)
+def test_bags_are_those_of_nn_embedding_bag(mode, padding, indices, offsets, last):
+    indices = torch.tensor(indices, dtype=torch.int64)
+    offsets = None if offsets is None else torch.tensor(offsets)
+    compare_bags(mode, indices, offsets, None, padding_idx=padding, include_last_offset=last)
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 1, 1]])
+def test_weights_of_samples_count_and_get_their_gradient(offsets):
+    indices = torch.tensor([[1, 4, 4], [4, 0, 1]])
+    if offsets is not None:
+        indices, offsets = indices.view(-1), torch.tensor(offsets)
+    given = torch.randn(indices.shape, generator=torch.Generator().manual_seed(2))
+    compare_bags("sum", indices, offsets, given, padding_idx=0)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, ROWS - 1), max_size=6), min_size=1, max_size=6),
+    st.sampled_from(["sum", "mean", "max"]),
+    st.one_of(st.none(), st.integers(0, ROWS - 1)),
+)
+def test_any_bags_are_those_of_nn_embedding_bag(bags, mode, padding):
+    flat = torch.tensor([row for bag in bags for row in bag], dtype=torch.int64)
+    sizes = torch.tensor([0, *(len(bag) for bag in bags[:-1])])
+    compare_bags(mode, flat, sizes.cumsum(0), None, padding_idx=padding)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_rows_of_no_indices_are_bags_of_zeros(mode):
+    """Here torch's own raises an error about a step."""
+    with tables.join() as world:
+        bags = tables.TableEmbeddingBag(open_table(world), mode)
+        out = bags(torch.empty(2, 0, dtype=torch.int64))
+        assert torch.equal(out, torch.zeros(2, DIM))
+        out.sum().backward()
+
+
+def test_bags_are_prefetched_too():
+    with tables.join() as world:
+        table = open_table(world)
+        bags = tables.TableEmbeddingBag(table, "sum")
+        bags.prefetch(torch.tensor([3, 1, 3]))
+        out = bags(torch.tensor([3, 1, 3]), torch.tensor([0, 1]))
+        assert torch.equal(out, torch.stack([weights()[3], weights()[1] + weights()[3]]))
+        assert table.stats().gets == 1
+
+
+# --- several workers ------------------------------------------------------------------------------
+
+
+def train_bulk(world: tables.World) -> list:
+    """Synchronous rounds: everybody's gradients of a round, in the order of workers."""
+    table = open_table(world)
+    embedding = tables.TableEmbedding(table)
+    embedding.prefetch(torch.tensor([world.worker_id, 0, 0]))
+    for step in range(5):
+        out = embedding(torch.tensor([world.worker_id, step, step]))
+        some_loss(out).backward()
+        embedding.prefetch(torch.tensor([world.worker_id, step + 1, step + 1]))
+    embedding(torch.tensor([world.worker_id, 5, 5]))
+    return table.get().tolist()
+
+
+@in_every_formation
+def test_synchronous_workers_train_the_rows_of_one_model(workers, n, run):
+    rows = weights()
+    for step in range(5):
+        parts = []
+        for worker in range(n):
+            embedding = nn.Embedding.from_pretrained(rows.clone(), freeze=False)
+            some_loss(embedding(torch.tensor([worker, step, step]))).backward()
+            parts.append(embedding.weight.grad)
+        for part in parts:
+            touched = part.abs().sum(1) > 0
+            rows[touched] = torch.add(rows[touched], part[touched], alpha=-LR)
+    assert workers(run, n, train_bulk, sync=True) == [rows.tolist()] * n
+
+
+def train_async(world: tables.World) -> tuple[list, int]:
+    """Every worker adds to all rows; with a gradient that is constant, the order is no matter."""
+    table = open_table(world, init=0.0, updater=tables.Sgd(lr=1.0))
+    embedding = tables.TableEmbedding(table)
+    for _ in range(20):
+        embedding(torch.arange(ROWS).repeat(2)).sum().backward()
+    world.barrier()
+    return table.get().tolist(), table.stats().adds
+
+
+@in_every_formation
+def test_asynchronous_gradients_are_all_there(workers, n, run):
+    for rows, adds in workers(run, n, train_async):
+        assert rows == [[-40.0 * n] * DIM] * ROWS
+        assert adds == 20
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+LIST = torch.tensor([1, 2, 3])
+SOME = torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize("kind", [tables.TableEmbedding, tables.TableEmbeddingBag])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda w: None, "`table` must be what `world.matrix` returned, but is None"),
+        (lambda w: w.array(3), "`table` must be a matrix of floating point, but is Table"),
+        (lambda w: w.matrix(3, 2, "int64"), "`table` must be a matrix of floating point"),
+    ],
+)
+def test_a_table_that_cannot_be_embedded_is_refused(kind, make, message):
+    with tables.join() as world, pytest.raises(ConfigError, match=message):
+        kind(make(world))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"padding_idx": 1.5}, "`padding_idx` must be a whole number, but is 1.5"),
+        ({"mode": "min"}, "`mode` must be 'sum', 'mean' or 'max', but is 'min'"),
+        ({"include_last_offset": 1}, "`include_last_offset` must be True, False or None, but is 1"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments, message):
+    with tables.join() as world, pytest.raises(ConfigError, match=message):
+        tables.TableEmbeddingBag(open_table(world), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([1, 2], r"`indices` must be a tensor, but is \[1, 2\]"),
+        (torch.ones(2), "`indices` must be int64 or int32, but are torch.float32"),
+        (torch.tensor([True]), "`indices` must be int64 or int32, but are torch.bool"),
+        (torch.tensor([ROWS]), "Row 11 is outside table 't', which has 11 rows"),
+        (torch.tensor([-1]), "Row -1 is outside table 't'"),
+    ],
+)
+def test_indices_that_cannot_be_are_refused_and_nothing_is_prefetched(indices, message):
+    with tables.join() as world:
+        embedding = tables.TableEmbedding(open_table(world))
+        with pytest.raises(ConfigError, match=message):
+            embedding(indices)
+        with pytest.raises(ConfigError, match=message):
+            embedding.prefetch(indices)
+        assert embedding._prefetched == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments", "message"),
+    [
+        ("sum", (LIST,), r"`indices` must have shape \(B, N\), or \(K,\) with `offsets`, but have"),
+        ("sum", (LIST.view(1, 3), SOME), r"`indices` must have shape .* \(1, 3\) with offsets"),
+        ("sum", (LIST.view(1, 1, 3),), "`indices` must have shape"),
+        ("sum", (7,), "`indices` must be a tensor, but is 7"),
+        ("sum", (LIST, [0, 1]), "`offsets` must be a tensor"),
+        ("sum", (LIST, SOME.float()), "`offsets` must be a row of integers that rise from 0"),
+        ("sum", (LIST, SOME + 1), "`offsets` must be a row of integers that rise from 0"),
+        ("sum", (LIST, SOME.view(1, 2)), "`offsets` must be a row of integers"),
+        ("sum", (LIST, torch.tensor([0, 2, 1])), "`offsets` must be a row of integers that rise"),
+        ("sum", (LIST, torch.tensor([0, 4])), r"at most the number of indices \(3\), but are"),
+        (
+            "mean",
+            (LIST, SOME, torch.ones(3)),
+            "`per_sample_weights` must be absent for mode 'mean'",
+        ),
+        (
+            "sum",
+            (LIST, SOME, torch.ones(2)),
+            "`per_sample_weights` must be torch.float32, \\(3,\\)",
+        ),
+        ("sum", (LIST, SOME, torch.ones(3).double()), "`per_sample_weights` must be torch.float32"),
+        ("sum", (LIST, SOME, 1.0), "`per_sample_weights` must be a tensor, but is 1.0"),
+    ],
+)
+def test_bags_that_do_not_fit_are_refused(mode, arguments, message):
+    with tables.join() as world:
+        table = open_table(world)
+        with pytest.raises(ConfigError, match=message):
+            tables.TableEmbeddingBag(table, mode)(*arguments)
+        assert table.stats().gets == 0
+
+
+def test_a_last_offset_that_is_not_the_end_is_refused():
+    with tables.join() as world:
+        bags = tables.TableEmbeddingBag(open_table(world), include_last_offset=True)
+        for offsets in (SOME, torch.tensor([], dtype=torch.int64)):
+            with pytest.raises(ConfigError, match=r"The last of `offsets` must be .* \(3\)"):
+                bags(LIST, offsets)
