@@ -212,7 +212,7 @@ class MatrixTableHandler:
 
 def _floats(given: Data, shape: tuple[int, ...], name: str) -> Tensor:
     """Return numbers of any shape and dtype as a float32 tensor of ``shape``."""
-    numbers = given.detach().cpu() if isinstance(given, Tensor) else given
+    numbers = given.detach().float().cpu() if isinstance(given, Tensor) else given
     try:
         array = np.asarray(numbers, dtype=np.float32)
     except (TypeError, ValueError) as exc:

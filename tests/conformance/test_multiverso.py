@@ -1,0 +1,489 @@
+"""Multiverso's own laws under its own names, its bugs, and the page for those who come from it.
+
+Workers are this process, or processes that torchrun's variables have told who they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from phalanx import tables
+from phalanx.compat import multiverso
+from phalanx.compat.multiverso import (
+    ArrayTableHandler,
+    MatrixTableHandler,
+    barrier,
+    init,
+    is_master_worker,
+    num_workers,
+    server_id,
+    shutdown,
+    worker_id,
+    workers_num,
+)
+from phalanx.errors import ConfigError, StateError
+from tests.multiprocess.children import Children, Parent
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "migrating_multiverso.md").read_text(encoding="utf-8")
+JOIN_S = 60.0
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> Iterator[str]:
+    name = f"m{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
+    yield name
+    assert not [entry for entry in os.listdir("/dev/shm") if name in entry]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    init()
+    yield
+    shutdown()
+
+
+def in_this_process(run: str, n: int, body: Callable[[], Any], sync: bool = False) -> list[Any]:
+    init(sync)
+    try:
+        return [body()]
+    finally:
+        shutdown()
+
+
+def _worker(parent: Parent, run: str, rank: int, n: int, body: Callable, sync: bool) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(n), "TORCHELASTIC_RUN_ID": run}
+    init(sync)
+    result = body()
+    shutdown()
+    parent.tell(result)
+
+
+def in_processes(run: str, n: int, body: Callable[[], Any], sync: bool = False) -> list[Any]:
+    with Children() as children:
+        started = [children.start(_worker, run, rank, n, body, sync) for rank in range(n)]
+        results = [child.get() for child in started]
+        for child in started:
+            child.process.join(JOIN_S)
+    return results
+
+
+in_every_formation = pytest.mark.parametrize(
+    ("workers", "n"),
+    [
+        pytest.param(in_this_process, 1, id="this process"),
+        pytest.param(in_processes, 1, id="1 process"),
+        pytest.param(in_processes, 2, id="2 processes"),
+        pytest.param(in_processes, 3, id="3 processes"),
+    ],
+)
+
+
+# --- the bindings' own tests ----------------------------------------------------------------------
+
+
+def array_law(how: str) -> None:
+    """After each barrier: (j + 1) · (i + 1) · 2 · workers."""
+    size = 10_000
+    table = ArrayTableHandler(size)
+    barrier()
+    delta = np.arange(1, size + 1, dtype=np.float32)
+    given = {"array": delta, "list": delta.tolist(), "tensor": torch.tensor(delta)}[how]
+    for i in range(100 if how == "array" else 3):
+        table.add(given)
+        table.add(given, sync=True)
+        barrier()
+        value = table.get()
+        assert value.dtype == np.float32
+        assert np.array_equal(value, delta * (i + 1) * 2 * workers_num())
+        barrier()
+
+
+@in_every_formation
+def test_the_array_law(workers, n, run):
+    workers(run, n, partial(array_law, "array"))
+
+
+@pytest.mark.parametrize("how", ["list", "tensor"])
+def test_the_array_law_for_other_kinds_of_data(how, run):
+    in_this_process(run, 1, partial(array_law, how))
+
+
+def matrix_law() -> None:
+    rows, cols, some = 11, 10, [0, 1, 5, 10]
+    table = MatrixTableHandler(rows, cols)
+    barrier()
+    delta = np.arange(1, rows * cols + 1, dtype=np.float32).reshape(rows, cols)
+    expected = np.zeros((rows, cols), np.float32)
+    for _ in range(20):
+        table.add(delta)
+        table.add(delta[some], some)
+        expected += delta * num_workers()
+        expected[some] += delta[some] * num_workers()
+        barrier()
+        assert np.array_equal(table.get(), expected)
+        assert np.array_equal(table.get(some), expected[some])
+        barrier()
+
+
+@in_every_formation
+def test_the_matrix_law(workers, n, run):
+    workers(run, n, matrix_law)
+
+
+def masters_values() -> tuple[list[float], list[float]]:
+    mine = float(worker_id() + 1)
+    array = ArrayTableHandler(3, init_value=[mine, mine, mine])
+    matrix = MatrixTableHandler(2, 2, init_value=np.full((2, 2), mine))
+    barrier()
+    return array.get().tolist(), matrix.get().reshape(-1).tolist()
+
+
+@in_every_formation
+@pytest.mark.parametrize("sync", [False, True])
+def test_the_masters_initial_value_counts_and_no_other(workers, n, sync, run):
+    assert workers(run, n, masters_values, sync) == [([1.0] * 3, [1.0] * 4)] * n
+
+
+def synchronous_gets() -> list[list[float]]:
+    table = ArrayTableHandler(2)
+    seen = []
+    for i in range(10 * (worker_id() + 1)):
+        table.add([worker_id() + 0.1, i])
+        seen.append(table.get().tolist())
+    return seen
+
+
+@in_every_formation
+def test_in_sync_mode_the_ith_get_is_the_same_for_all_and_lengths_may_differ(workers, n, run):
+    found = workers(run, n, synchronous_gets, True)
+    for seen, longer in pairwise(found):
+        assert seen == longer[: len(seen)]
+    assert [len(seen) for seen in found] == [10 * (worker + 1) for worker in range(n)]
+
+
+def who_i_am() -> tuple[int, int, int, int, bool]:
+    me = worker_id(), server_id(), num_workers(), workers_num(), is_master_worker()
+    barrier()
+    return me
+
+
+@in_every_formation
+def test_workers_of_one_run_have_numbers_of_their_own(workers, n, run):
+    assert workers(run, n, who_i_am) == [(w, w, n, n, w == 0) for w in range(n)]
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def test_data_may_be_of_any_kind_and_shape_of_the_right_size(alone):
+    array, matrix = ArrayTableHandler(4), MatrixTableHandler(2, 2)
+    parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+    for data in ([1, 1, 1, 1], np.ones((2, 2), np.int64), parameter, torch.ones(4).bfloat16()):
+        array.add(data)
+        matrix.add(data)
+    matrix.add([5, 5], row_ids=np.array([1]))
+    matrix.add([5, 5], row_ids=torch.tensor([1]))
+    assert array.get().tolist() == [4.0] * 4
+    assert matrix.get().tolist() == [[4.0, 4.0], [14.0, 14.0]]
+    one = ArrayTableHandler(1, init_value=3)
+    one.add(4.5)
+    assert one.get().tolist() == [7.5]
+
+
+def test_what_get_returns_and_add_takes_is_the_callers_own(alone):
+    table = ArrayTableHandler(2, init_value=(value := np.ones(2, np.float32)))
+    value[:] = 7
+    delta = np.ones(2, np.float32)
+    table.add(delta)
+    delta[:] = 9
+    table.get()[:] = 8
+    assert table.get().tolist() == [2.0, 2.0]
+
+
+def test_the_order_of_calls_is_said():
+    for call in (barrier, num_workers, worker_id, server_id, is_master_worker):
+        with pytest.raises(StateError, match="`init` must be called first"):
+            call()
+    with pytest.raises(StateError, match="`init` must be called first"):
+        ArrayTableHandler(3)
+    shutdown()
+    init()
+    with pytest.raises(StateError, match="`init` must be called once"):
+        init()
+    shutdown()
+    init()
+    assert ArrayTableHandler(1).get().tolist() == [0.0]
+    shutdown()
+
+
+def test_the_names_are_those_of_the_bindings():
+    torch_names = {"init", "barrier", "shutdown", "num_workers", "worker_id", "server_id"}
+    python_names = {"workers_num", "is_master_worker", "ArrayTableHandler", "MatrixTableHandler"}
+    assert set(multiverso.__all__) == torch_names | python_names
+
+
+# --- bugs of the original -------------------------------------------------------------------------
+
+
+def test_other_sizes_are_refused(alone):
+    array, matrix = ArrayTableHandler(3), MatrixTableHandler(3, 2)
+    for call, message in (
+        (lambda: array.add([1, 2]), r"`data` must hold 3 numbers, for shape \(3,\), but holds 2"),
+        (lambda: array.add(np.ones(4)), "`data` must hold 3 numbers"),
+        (lambda: array.add("a"), "`data` must hold numbers, but does not"),
+        (lambda: array.add([[1, 2], [3]]), "`data` must hold numbers, but does not"),
+        (lambda: matrix.add(np.ones(5)), r"`data` must hold 6 numbers, for shape \(3, 2\)"),
+        (lambda: matrix.add(np.ones(6), [0]), r"`data` must hold 2 numbers, for shape \(1, 2\)"),
+        (lambda: ArrayTableHandler(3, [1, 2]), "`init_value` must hold 3 numbers"),
+        (lambda: ArrayTableHandler(-1), "`size` must be an integer from 0 on, but is -1"),
+        (lambda: MatrixTableHandler(2, 0), "`cols` must be an integer from 1 on, but is 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
+    assert array.get().tolist() == [0.0] * 3
+    assert matrix.get().tolist() == [[0.0, 0.0]] * 3
+
+
+def test_rows_outside_the_table_are_refused(alone):
+    table = MatrixTableHandler(3, 2)
+    for rows in ([3], [-1], [0, 9000]):
+        with pytest.raises(ConfigError, match=r"Row -?\d+ is outside table"):
+            table.add(np.ones((len(rows), 2)), rows)
+        with pytest.raises(ConfigError, match=r"Row -?\d+ is outside table"):
+            table.get(rows)
+    for rows in (5, "a", [0.5]):
+        with pytest.raises((ConfigError, TypeError)):
+            table.get(rows)
+    assert not table.get().any()
+
+
+def test_a_row_asked_twice_comes_twice(alone):
+    table = MatrixTableHandler(3, 2, init_value=[[0, 1], [2, 3], [4, 5]])
+    assert table.get([2, 0, 2]).tolist() == [[4, 5], [0, 1], [4, 5]]
+    table.add([[1, 1], [2, 2]], row_ids=[1, 1])
+    assert table.get([1]).tolist() == [[5, 6]]
+
+
+def test_several_gets_may_be_under_way():
+    with tables.join() as world:
+        table = world.array(2, init=[1.0, 2.0])
+        pending = [table.async_get() for _ in range(3)]
+        assert [get.wait().tolist() for get in reversed(pending)] == [[1.0, 2.0]] * 3
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_an_array_may_have_one_element_or_none(alone, size):
+    table = ArrayTableHandler(size, init_value=[1.0] * size)
+    table.add([2.0] * size)
+    assert table.get().tolist() == [3.0] * size
+
+
+def test_a_refused_call_raises_and_the_worker_goes_on(alone):
+    table = ArrayTableHandler(2)
+    with pytest.raises(ConfigError):
+        table.add([1.0])
+    with pytest.raises(ConfigError, match="must be finite"):
+        table.add([float("nan"), 1.0])
+    table.add([1.0, 2.0])
+    assert table.get().tolist() == [1.0, 2.0]
+
+
+def test_adagrad_is_that_of_torch():
+    weights = torch.tensor([1.0, -2.0, 3.0])
+    parameter = nn.Parameter(weights.clone())
+    optimizer = torch.optim.Adagrad([parameter], lr=0.1)
+    with tables.join() as world:
+        table = world.array(3, init=weights, updater={"name": "adagrad", "lr": 0.1})
+        for step in range(20):
+            gradient = torch.sin(torch.arange(3.0) + step) * 3
+            table.add(gradient)
+            parameter.grad = gradient
+            optimizer.step()
+            torch.testing.assert_close(table.get(), parameter.detach(), rtol=1e-6, atol=1e-7)
+
+
+UPDATERS = ["sum", "sgd", "momentum", "nesterov", "adagrad", "rowwise_adagrad", "adam", "dc_asgd"]
+
+
+@pytest.mark.parametrize("updater", UPDATERS)
+def test_every_updater_serves_plain_adds(updater):
+    with tables.join() as world:
+        table = world.matrix(3, 2, init=1.0, updater=updater)
+        table.add(torch.ones(3, 2))
+        table.add([[1.0, 1.0]], rows=[2])
+        value = table.get()
+        assert value.isfinite().all()
+        assert (value > 1).all() if updater == "sum" else (value < 1).all()
+
+
+@pytest.mark.parametrize("updater", UPDATERS)
+def test_the_initial_value_is_what_was_given_for_every_updater(updater):
+    with tables.join() as world:
+        assert world.array(2, init=[5.0, -3.0], updater=updater).get().tolist() == [5.0, -3.0]
+
+
+def test_delay_compensation_begins_with_the_initial_model():
+    """With shadows of zeros the first step would be compensated for a way that nobody went."""
+    with tables.join() as world:
+        rule = {"name": "dc_asgd", "lr": 0.5, "compensation": 10.0}
+        table = world.array(1, "float64", init=[100.0], updater=rule)
+        table.add([2.0])
+        assert table.get().tolist() == [99.0]
+
+
+def test_a_mean_of_changes_is_to_be_had():
+    with tables.join(num_workers=2, sync=True) as world, world.thread_worker() as other:
+        del other  # counts as a worker, and gives nothing
+        net = nn.Linear(1, 1, bias=False)
+        shared = tables.SharedModule(net, world, sync=False, merge="mean")
+        start = net.weight.item()
+        with torch.no_grad():
+            net.weight += 4
+        shared.sync()
+        assert net.weight.item() == pytest.approx(start + 2)
+
+
+def test_statistics_of_a_shared_module_are_averaged():
+    with tables.join(num_workers=2) as world, world.thread_worker() as other:
+        nets = [nn.BatchNorm1d(1) for _ in range(2)]
+        shared = [
+            tables.SharedModule(net, w, merge="sum", name="net")
+            for net, w in zip(nets, (world, other), strict=True)
+        ]
+        for net in nets:
+            net.running_var.fill_(4.0)
+        for each in [*shared, *shared]:
+            each.sync()
+            assert all(1.0 <= net.running_var.item() <= 4.0 for net in nets)
+
+
+def stay_killed(parent: Parent, run: str) -> None:
+    os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": run}
+    init(sync=True)
+    table = ArrayTableHandler(1)
+    table.add([1.0])
+    parent.tell(table.get().item())
+    parent.hear()
+
+
+def go_on(parent: Parent, run: str) -> None:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": run}
+    init(sync=True)
+    table = ArrayTableHandler(1)
+    table.add([1.0])
+    parent.tell(table.get().item())
+    for _ in range(3):
+        table.add([1.0])
+        value = table.get().item()
+    barrier()
+    parent.tell((value, num_workers()))
+    shutdown()
+
+
+def test_a_killed_worker_holds_nobody_up(run):
+    with Children() as children:
+        victim, other = children.start(stay_killed, run), children.start(go_on, run)
+        assert (victim.get(), other.get()) == (2.0, 2.0)
+        victim.kill()
+        assert other.get() == (5.0, 1)
+        other.process.join(JOIN_S)
+
+
+def rounds_apart() -> list[float]:
+    first, second = ArrayTableHandler(1), ArrayTableHandler(1)
+    seen = []
+    for turn in range(4):
+        first.add([1.0])
+        if turn == worker_id():
+            for _ in range(turn):  # adds without gets; to one of the two only
+                second.add([1.0])
+        seen.append(first.get().item())
+    seen.append(second.get().item())
+    return seen
+
+
+@in_every_formation
+def test_synchronous_tables_count_their_rounds_apart(workers, n, run):
+    wanted = [float(n * turn) for turn in (1, 2, 3, 4)] + [float(sum(range(n)))]
+    assert workers(run, n, rounds_apart, True) == [wanted] * n
+
+
+def test_adds_leave_nothing_behind(alone):
+    table = ArrayTableHandler(4)
+    table.add([1, 1, 1, 1])
+    before, files = table._table.stats().nbytes, len(os.listdir("/proc/self/fd"))
+    for _ in range(1000):
+        table.add([1, 1, 1, 1], sync=False)
+    assert table._table.stats().nbytes == before
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_syncing_every_0_steps_is_refused():
+    with tables.join() as world, pytest.raises(ConfigError, match="`every` must be at least 1"):
+        tables.SharedModule(nn.Linear(1, 1), world, every=0)
+
+
+def test_tables_have_dtypes_and_updaters_of_their_own():
+    with tables.join() as world:
+        counts = world.array(2, "int64")
+        weights = world.array(2, "float64", updater={"name": "sgd", "lr": 1.0})
+        counts.add([2**60, 1])
+        weights.add([1e-12, 1.0])
+        assert counts.get().tolist() == [2**60, 1]
+        assert weights.get().tolist() == [-1e-12, -1.0]
+
+
+def test_a_table_is_stored_and_restored(tmp_path):
+    with tables.join() as world:
+        table = world.array(2, init=[1.0, 2.0], name="kept")
+        table.snapshot(tmp_path)
+        table.add([5.0, 5.0])
+        table.restore(tmp_path)
+        assert table.get().tolist() == [1.0, 2.0]
+
+
+# --- docs/migrating_multiverso.md -----------------------------------------------------------------
+
+
+def test_the_examples_of_the_page_say_what_they_promise(capsys):
+    place: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(block, place)
+    promised = re.findall(r"print\(.*\)  # (.*)", PAGE)
+    assert capsys.readouterr().out.splitlines() == promised == ["[1. 2. 3.]", "2.0"]
+
+
+def test_the_names_of_the_page_exist():
+    rows = re.findall(r"^\| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", PAGE, re.MULTILINE)[1:]
+    old = set(re.findall(r"`(\w+)\(", "".join(row[2] for row in rows)))
+    assert old - {"add", "get"} == set(multiverso.__all__)
+    for name in ("add", "get"):
+        assert hasattr(ArrayTableHandler, name)
+        assert hasattr(MatrixTableHandler, name)
+    plain = set(re.findall(r"`tables\.(\w+)", "".join(row[1] for row in rows)))
+    assert plain == {"join", "init", "shutdown", "SharedModule"}
+    assert plain <= set(tables.__all__)
+    of_world = set(re.findall(r"`world\.(\w+)", "".join(row[1] for row in rows)))
+    with tables.join() as world:
+        assert all(hasattr(world, name) for name in of_world)
+
+
+def test_every_bug_of_the_page_has_a_test_that_exists():
+    named = re.findall(r"`(test_\w+)` \|$", PAGE, re.MULTILINE)
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    assert len(named) == 19
+    assert set(named) <= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
