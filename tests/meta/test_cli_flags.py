@@ -16,6 +16,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
     "bench memory": ("--megabytes", "--out", "--workers"),
     "bench recovery": ("--kills", "--model", "--out", "--restarts", "--seed", "--workers"),
     "bench step": ("--contestants", "--models", "--out", "--steps", "--workers"),
+    "bench tables": ("--contestants", "--out", "--rounds", "--rows", "--snapshot-mb"),
     "train": (
         "--batch-size",
         "--codec",

@@ -29,7 +29,7 @@ import selectors
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,16 @@ from typing import IO
 from phalanx.clock import now_s
 from phalanx.errors import PeerError, PeerLost, PeerTimeout
 
-__all__ = ["Arena", "Entrant", "Outcome", "Pace", "child_environment", "compete", "serve"]
+__all__ = [
+    "Arena",
+    "Entrant",
+    "Outcome",
+    "Pace",
+    "attend",
+    "child_environment",
+    "compete",
+    "serve",
+]
 
 _GRACE_S = 3.0  # for a child to end by itself when its stdin has ended
 _LAST_WORDS_BYTES = 4000
@@ -47,6 +56,8 @@ _LAST_WORDS_BYTES = 4000
 _ENVIRONMENT_LEFT_OUT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 Step = Callable[[], object]
+Turn = Callable[[int], list[float]]
+"""What a process does with the number that it is told: as a rule so many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +361,18 @@ def _end(children: list[_Child], *, grace_s: float) -> None:
 
 
 def serve(contestant: AbstractContextManager[Step]) -> None:
-    """Be a contestant's process: set up, then make as many steps as asked, until the input ends.
+    """Be a contestant's process: set up, then make as many steps as asked, until the input ends."""
+
+    @contextlib.contextmanager
+    def turns() -> Iterator[Turn]:
+        with contestant as step:
+            yield lambda num_steps: [_seconds(step) for _ in range(num_steps)]
+
+    attend(turns())
+
+
+def attend(contestant: AbstractContextManager[Turn]) -> None:
+    """Be a contestant's process: set up, then answer each number with seconds.
 
     Whatever the contestant prints goes to stderr; stdout belongs to the answers.
     """
@@ -361,12 +383,13 @@ def serve(contestant: AbstractContextManager[Step]) -> None:
         answers.write(json.dumps(seconds) + "\n")
         answers.flush()
 
-    with answers, contestant as step:
+    with answers, contestant as turn:
         tell([])
         for line in sys.stdin:
-            seconds = []
-            for _ in range(int(line)):
-                started_s = now_s()
-                step()
-                seconds.append(now_s() - started_s)
-            tell(seconds)
+            tell(turn(int(line)))
+
+
+def _seconds(step: Step) -> float:
+    started_s = now_s()
+    step()
+    return now_s() - started_s

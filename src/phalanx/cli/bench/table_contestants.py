@@ -1,0 +1,279 @@
+"""What the processes of ``phalanx bench tables`` run: each contestant's get and add.
+
+    phalanx   worker 0, worker 1                 tables in memory that both map
+    torch     worker 0, worker 1                 private memory each, torch's own kernels
+    rpc       worker 0, worker 1, the server     torch.distributed.rpc; the server owns the matrix
+    ray       worker 0, worker 1                 an actor of Ray's owns the matrix
+    snapshot  worker 0, worker 1                 phalanx, with a table as large as the snapshot
+
+Every worker has one intra-op thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx import tables
+from phalanx.cli.bench.arena import Entrant, Turn, attend
+from phalanx.cli.bench.table_tasks import ARRAY_ELEMENTS, COLS, TASKS
+from phalanx.cli.bench.table_turns import Draws, Steps, take_turn
+from phalanx.clock import now_s, pause
+from phalanx.errors import PeerTimeout
+
+__all__ = ["CONTESTANTS", "Job", "entrant", "is_there", "main"]
+
+_PATIENCE_S = 120.0
+_NUM_SHARDS = 4
+_RAY_MODE = "RAY_AUTH_MODE"
+_PIECE_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One process of one contestant.
+
+    Args:
+        rows: Of the matrix.
+        folder: Where a contestant's processes find each other; a snapshot goes there too.
+        turn_s: How long they work at a task in a turn.
+    """
+
+    contestant: str
+    rows: int
+    folder: str
+    turn_s: float
+    rank: int = 0
+
+
+def _join(job: Job) -> tables.World:
+    name = f"bench-{Path(job.folder).name}-{job.contestant}"
+    return tables.join(name, num_workers=2, timeout_s=_PATIENCE_S)
+
+
+@contextmanager
+def _phalanx(job: Job) -> Iterator[Turn]:
+    draws = Draws(rank=job.rank, num_rows=job.rows)
+    with _join(job) as world:
+        matrix = world.matrix(job.rows, COLS, name="matrix")
+        sharded = world.matrix(job.rows, COLS, name="sharded", num_shards=_NUM_SHARDS)
+        array = world.array(ARRAY_ELEMENTS, name="array")
+        steps = Steps(
+            makers={
+                "get": draws.getting(lambda rows, out: matrix.get(rows, out=out)),
+                "add": draws.adding(lambda rows, delta: matrix.add(delta, rows)),
+                "flood": draws.adding(lambda rows, delta: sharded.add(delta, rows)),
+                "array get": draws.of_array(lambda out: array.get(out=out)),
+                "array add": draws.of_array(array.add),
+            },
+            meet=world.barrier,
+        )
+        yield lambda number: take_turn(TASKS[number], job.rank, steps, job.turn_s)
+
+
+@contextmanager
+def _torch(job: Job) -> Iterator[Turn]:
+    draws = Draws(rank=job.rank, num_rows=job.rows)
+    matrix = torch.zeros(job.rows, COLS)
+    array = torch.zeros(ARRAY_ELEMENTS)
+
+    def add(ids: Tensor, delta: Tensor) -> None:
+        matrix.index_add_(0, ids, delta)
+
+    def get(ids: Tensor, out: Tensor) -> None:
+        torch.index_select(matrix, 0, ids, out=out)
+
+    with _join(job) as world:  # to begin and end a flood together; nothing is shared
+        steps = Steps(
+            makers={
+                "get": draws.getting(get),
+                "add": draws.adding(add),
+                "flood": draws.adding(add),
+                "array get": draws.of_array(lambda out: out.copy_(array)),
+                "array add": draws.of_array(array.add_),
+            },
+            meet=world.barrier,
+        )
+        yield lambda number: take_turn(TASKS[number], job.rank, steps, job.turn_s)
+
+
+# --- torch RPC ------------------------------------------------------------------------------------
+
+_owned = torch.empty(0, COLS)  # the server's matrix
+
+
+def _rpc_get(rows: Tensor) -> Tensor:
+    return _owned.index_select(0, rows)
+
+
+def _rpc_add(rows: Tensor, delta: Tensor) -> None:
+    _owned.index_add_(0, rows, delta)
+
+
+@contextmanager
+def _rpc(job: Job) -> Iterator[Turn]:
+    from torch.distributed import rpc  # slow, and nobody else's
+
+    global _owned
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if job.rank == 2:
+        _owned = torch.zeros(job.rows, COLS)
+    rpc.init_rpc(
+        f"rank{job.rank}",
+        rank=job.rank,
+        world_size=3,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+            init_method=f"file://{job.folder}/rpc", rpc_timeout=_PATIENCE_S
+        ),
+    )
+    try:
+        if job.rank == 2:
+            yield lambda _: []
+            return
+        draws = Draws(rank=job.rank, num_rows=job.rows)
+
+        def get(ids: Tensor, _: Tensor) -> Tensor:
+            received: Tensor = rpc.rpc_sync("rank2", _rpc_get, (ids,))
+            return received
+
+        def add(ids: Tensor, delta: Tensor) -> None:
+            rpc.rpc_sync("rank2", _rpc_add, (ids, delta))
+
+        steps = Steps(makers={"get": draws.getting(get), "add": draws.adding(add)})
+        yield lambda number: take_turn(TASKS[number], job.rank, steps, job.turn_s)
+    finally:
+        rpc.shutdown(graceful=False)
+
+
+# --- Ray ------------------------------------------------------------------------------------------
+
+
+class _Owner:
+    """The actor; numpy arrays travel without a copy on the side of who receives them."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.matrix = torch.zeros(num_rows, COLS)
+
+    def get(self, rows: Any) -> Any:  # Any: numpy arrays
+        return self.matrix.index_select(0, torch.tensor(rows)).numpy()
+
+    def add(self, rows: Any, delta: Any) -> None:  # Any: numpy arrays
+        self.matrix.index_add_(0, torch.tensor(rows), torch.tensor(delta))
+
+
+@contextmanager
+def _ray(job: Job) -> Iterator[Turn]:
+    meeting_point = Path(job.folder) / "ray"
+    address = None
+    if job.rank > 0:
+        address, os.environ[_RAY_MODE] = json.loads(_read_when_there(meeting_point))
+    ray: Any = importlib.import_module("ray")  # optional; reads the environment when imported
+    quiet = {"log_to_driver": False, "namespace": "bench", "configure_logging": False}
+    if job.rank > 0:
+        ray.init(address=address, **quiet)
+        owner = ray.get_actor("owner")
+    else:
+        context = ray.init(num_cpus=2, include_dashboard=False, **quiet)
+        owner = ray.remote(_Owner).options(name="owner").remote(job.rows)
+        ray.get(owner.get.remote(torch.zeros(1, dtype=torch.int64).numpy()))
+        draft = meeting_point.with_suffix(".tmp")
+        mode = os.environ.get(_RAY_MODE, "disabled")  # set by Ray itself in who starts it
+        draft.write_text(json.dumps([context.address_info["address"], mode]))
+        draft.replace(meeting_point)
+    try:
+        draws = Draws(rank=job.rank, num_rows=job.rows)
+
+        def get(ids: Tensor, _: Tensor) -> Tensor:
+            return torch.from_numpy(ray.get(owner.get.remote(ids.numpy())))
+
+        def add(ids: Tensor, delta: Tensor) -> None:
+            ray.get(owner.add.remote(ids.numpy(), delta.numpy()))
+
+        steps = Steps(makers={"get": draws.getting(get), "add": draws.adding(add)})
+        yield lambda number: take_turn(TASKS[number], job.rank, steps, job.turn_s)
+    finally:
+        ray.shutdown()
+
+
+def _read_when_there(file: Path) -> str:
+    until_s = now_s() + _PATIENCE_S
+    while not file.exists():
+        if now_s() > until_s:
+            raise PeerTimeout("Worker 0 must start Ray, but has not.", 0)
+        pause(0.05)
+    return file.read_text()
+
+
+# --- a snapshot -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _snapshot(job: Job) -> Iterator[Turn]:
+    """``job.rows`` are those of the table; worker 1 trains on while worker 0 writes."""
+    draws = Draws(rank=job.rank, num_rows=job.rows)
+    folder = Path(job.folder)
+    data = bytes(4 * job.rows * COLS if job.rank == 0 else 0)
+
+    def write() -> None:
+        with open(folder / "raw", "wb", buffering=0) as file:
+            for start in range(0, len(data), _PIECE_BYTES):
+                file.write(memoryview(data)[start : start + _PIECE_BYTES])
+            os.fsync(file.fileno())
+        (folder / "raw").unlink()
+
+    with _join(job) as world:
+        matrix = world.matrix(job.rows, COLS, name="matrix")
+        steps = Steps(
+            makers={
+                "add": draws.adding(lambda rows, delta: matrix.add(delta, rows)),
+                "snapshot": lambda _: lambda: matrix.snapshot(folder / "snapshot"),
+                "disk": lambda _: write,
+            },
+            meet=world.barrier,
+            until=folder / "over",
+        )
+        yield lambda number: take_turn(TASKS[number], job.rank, steps, job.turn_s)
+
+
+CONTESTANTS: dict[str, Callable[[Job], AbstractContextManager[Turn]]] = {
+    "phalanx": _phalanx,
+    "torch": _torch,
+    "rpc": _rpc,
+    "ray": _ray,
+    "snapshot": _snapshot,
+}
+
+
+def is_there(name: str) -> bool:
+    """Tell whether a contestant can be imported."""
+    return name != "ray" or importlib.util.find_spec("ray") is not None
+
+
+def entrant(job: Job) -> Entrant:
+    """Return the command lines that run ``job``."""
+    start = f"from {__name__} import main; main()"
+    ranks = range(3 if job.contestant == "rpc" else 2)
+    words = [json.dumps({**asdict(job), "rank": rank}) for rank in ranks]
+    return Entrant(
+        name=job.contestant, commands=tuple((sys.executable, "-c", start, word) for word in words)
+    )
+
+
+def main() -> None:
+    """Be the process that the command line describes."""
+    job = Job(**json.loads(sys.argv[1]))
+    torch.set_num_threads(1)
+    attend(CONTESTANTS[job.contestant](job))

@@ -1,0 +1,269 @@
+"""`phalanx bench tables`: what is timed, how it is judged, and what is made of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from phalanx.cli.bench import bench_app, table_turns
+from phalanx.cli.bench.machine import describe_machine
+from phalanx.cli.bench.table_contestants import Job, entrant
+from phalanx.cli.bench.table_standings import judge
+from phalanx.cli.bench.table_tasks import TASKS, TASKS_OF_DISK, Task
+from phalanx.cli.bench.table_turns import Draws, Steps, take_turn
+from phalanx.cli.bench.tables_report import (
+    TITLES,
+    Results,
+    as_json,
+    draw_tables,
+    latency_table,
+    rate_table,
+    target_table,
+)
+from phalanx.errors import ConfigError
+
+MACHINE = describe_machine()
+GB = 10**9
+
+
+def results(names=("phalanx", "torch", "rpc", "ray", "snapshot"), seconds=2e-5):
+    found = {
+        name: {
+            task: [[seconds, 3 * seconds], [2 * seconds]]
+            for task in TASKS
+            if (task in TASKS_OF_DISK) == (name == "snapshot")
+        }
+        for name in names
+    }
+    return Results(seconds=found, failures={}, rows=999, snapshot_bytes=GB)
+
+
+def shown(table):
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(table)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 100
+    return [" ".join(line.split()) for line in lines]
+
+
+# --- judging --------------------------------------------------------------------------------------
+
+
+def medians(**by_name):
+    return {name: {task: median} for name, (task, median) in by_name.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "seconds", "met"),
+    [("get", 10, 15e-6, True), ("get", 10, 16e-6, False), ("add", 10, 25e-6, True)],
+)
+def test_a_few_rows_are_judged_by_microseconds(kind, rows, seconds, met):
+    task = Task(kind=kind, rows=rows)
+    [verdict] = [v for v in judge(medians(phalanx=(task, seconds)), GB) if v.measured is not None]
+    assert (verdict.what, verdict.unit, verdict.met) == (f"{kind} {rows} rows", "µs", met)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "peer", "times", "met"),
+    [
+        ("get", 1_000, "torch", 1 / 3.1, False),
+        ("add", 1_000, "torch", 1 / 2.9, True),
+        ("get", 100_000, "torch", 1 / 1.6, False),
+        ("add", 100_000, "torch", 1 / 1.7, True),
+        ("get", 1_000, "rpc", 39, False),
+        ("get", 100_000, "rpc", 11, True),
+        ("add", 1_000, "rpc", 16, True),
+        ("add", 100_000, "rpc", 1.4, False),
+    ],
+)
+def test_more_rows_are_judged_beside_peers(kind, rows, peer, times, met):
+    task = Task(kind=kind, rows=rows)
+    found = judge({"phalanx": {task: 1e-3}, peer: {task: times * 1e-3}}, GB)
+    [verdict] = [v for v in found if v.measured is not None and v.unit == "×"]
+    assert verdict.met is met
+    assert verdict.measured == pytest.approx(times if peer == "rpc" else 1 / times)
+
+
+def test_what_the_other_worker_does_meanwhile_is_no_target():
+    assert not any(
+        verdict.measured
+        for task in (Task(kind="get", rows=10, both=True), Task(kind="get", rows=10, fresh=True))
+        for verdict in judge(medians(phalanx=(task, 1e-6)), GB)
+    )
+
+
+@pytest.mark.parametrize(
+    ("snapshot_s", "disk_s", "met"), [(1.9, 0.1, True), (2.1, 0.1, False), (9.0, 9.1, True)]
+)
+def test_a_snapshot_is_judged_by_the_disk_where_that_is_slow(snapshot_s, disk_s, met):
+    snapshot, disk = TASKS_OF_DISK
+    verdict = judge({"snapshot": {snapshot: snapshot_s, disk: disk_s}}, GB)[-1]
+    assert verdict.met is met
+    assert verdict.measured == pytest.approx(1 / snapshot_s)
+
+
+def test_two_workers_are_judged_by_the_rows_of_both():
+    """Seconds of a flood are per row of all workers: half of them is twice as fast."""
+    one, two = (Task(kind="flood", rows=1_000, both=both, fresh=True) for both in (False, True))
+    found = judge({"phalanx": {one: 4e-7, two: 2e-7}}, GB)
+    [verdict] = [v for v in found if v.measured is not None]
+    assert (verdict.measured, verdict.met) == (2.0, True)
+
+
+# --- showing --------------------------------------------------------------------------------------
+
+
+def test_tables_fit_and_show_medians():
+    latencies = shown(latency_table(results()))
+    assert "add 1,000 40 40 40 40" in latencies
+    assert any("Ray actor" in line for line in latencies)
+    assert "snapshot, GB/s 25,000" in shown(rate_table(results()))
+    targets = shown(target_table(results(seconds=7e-6)))
+    assert "get 10 rows ≤ 15 µs 14 ✓" in targets
+    assert "get 100,000 rows, torch RPC's time over ours ≥ 10 × 1 ✗" in targets
+
+
+def test_who_did_not_run_is_not_shown_and_its_targets_are_open():
+    alone = results(names=("phalanx",))
+    assert not any("RPC" in line for line in shown(latency_table(alone)))
+    assert "get 1,000 rows, torch RPC's time over ours ≥ 40 × – –" in shown(target_table(alone))
+
+
+def test_the_record_holds_every_task_and_target():
+    report = json.loads(as_json(results(), MACHINE, rounds=2))
+    assert report["schema"] == "phalanx.bench.tables/1"
+    assert set(report["contestants"]) == {*TITLES, "snapshot"}
+    first = report["contestants"]["phalanx"][0]
+    assert (first["kind"], first["rows"], first["num"]) == ("get", 10, 3)
+    assert first["median_s_by_turn"] == [4e-5, 4e-5]
+    assert {target["met"] for target in report["targets"]} == {True, False}
+
+
+@pytest.mark.parametrize("names", [("phalanx", "torch", "rpc"), ("snapshot",), ()])
+def test_a_figure_is_drawn_whoever_fell_out(tmp_path, names):
+    draw_tables(results(names=names), MACHINE, tmp_path / "tables.png")
+    assert (tmp_path / "tables.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- a turn ---------------------------------------------------------------------------------------
+
+
+def test_all_contestants_draw_the_same_rows_and_each_worker_others():
+    def drawn(rank, fresh=False):
+        lists = []
+        make = Draws(rank=rank, num_rows=500).adding(lambda rows, _: lists.append(rows.tolist()))
+        step = make(Task(kind="add", rows=7, fresh=fresh))
+        for _ in range(3):
+            step()
+        return lists
+
+    assert drawn(0) == drawn(0)
+    assert drawn(0) != drawn(1)
+    assert len({tuple(each) for each in drawn(0)}) == 1
+    assert len({tuple(each) for each in drawn(0, fresh=True)}) == 3
+
+
+def test_the_first_operations_of_a_turn_do_not_count():
+    done = []
+    steps = Steps(makers={"get": lambda task: lambda: done.append(task.rows)})
+    assert len(take_turn(Task(kind="get", rows=10), 0, steps, 0.0)) == 3
+    assert done == [10] * 5
+
+
+def test_the_other_worker_is_idle_unless_both_work():
+    steps = Steps(makers={"get": lambda _: lambda: None})
+    assert take_turn(Task(kind="get", rows=10), 1, steps, 0.0) == []
+    assert len(take_turn(Task(kind="get", rows=10, both=True), 1, steps, 0.0)) == 3
+    assert take_turn(Task(kind="flood", rows=10), 0, steps, 0.0) == []  # it cannot
+
+
+def test_a_flood_is_counted_in_rows_of_both(monkeypatch):
+    ticks = iter([0.0, 6.0])
+    monkeypatch.setattr(table_turns, "now_s", lambda: next(ticks))
+    added = []
+    steps = Steps(makers={"flood": lambda task: lambda: added.append(task.rows)})
+    task = Task(kind="flood", rows=10, both=True, fresh=True)
+    assert take_turn(task, 0, steps, 30 / 4e6) == [6.0 / 60]
+    assert added == [10] * 4  # one to warm up
+
+
+def test_the_other_worker_trains_until_the_snapshot_is_done(tmp_path):
+    meeting, trained, written = threading.Barrier(2), threading.Event(), []
+
+    def snapshot():
+        assert trained.wait(20)
+        written.append(True)
+
+    steps = Steps(
+        makers={"add": lambda _: trained.set, "snapshot": lambda _: snapshot},
+        meet=lambda: meeting.wait(20),
+        until=tmp_path / "over",
+    )
+    task = TASKS_OF_DISK[0]
+    other = threading.Thread(target=take_turn, args=(task, 1, steps, 0.0))
+    other.start()
+    assert len(take_turn(task, 0, steps, 0.0)) == 1
+    other.join(20)
+    assert written == [True]
+    assert not other.is_alive()
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def run_tables(*words):
+    return CliRunner().invoke(bench_app, ["tables", *words])
+
+
+def test_it_runs_beside_its_peers_and_writes_what_it_found(tmp_path, monkeypatch):
+    """Real processes, small: every contestant that is installed with torch answers every task."""
+    monkeypatch.setattr("phalanx.cli.bench.tables._DISK_ROUNDS", 1)
+    monkeypatch.setattr("phalanx.cli.bench.tables._TURN_S", 0.0)
+    result = run_tables(
+        "--contestants=phalanx,torch,rpc,snapshot", "--rounds=1", "--rows=900", "--snapshot-mb=1",
+        f"--out={tmp_path}",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "tables.json").read_text())
+    counts = {name: len(tasks) for name, tasks in report["contestants"].items()}
+    assert counts == {"phalanx": 24, "torch": 24, "rpc": 18, "snapshot": 2}
+    assert all(target["met"] is not None for target in report["targets"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tables.json", "tables.png"]
+
+
+def test_a_contestant_that_fails_is_shown_and_the_command_says_so_at_the_end(tmp_path):
+    result = run_tables(
+        "--contestants=torch,phalanx", "--rounds=1", "--rows=1", f"--out={tmp_path}"
+    )
+    assert result.exit_code == 0, result.output
+    too_large = run_tables("--contestants=phalanx", f"--rows={1 << 45}", f"--out={tmp_path}")
+    assert too_large.exit_code == 1
+    assert "phalanx failed." in too_large.output
+
+
+@pytest.mark.parametrize("words", ["", "mpi", "phalanx,mpi"])
+def test_unknown_contestants_are_refused(words):
+    result = run_tables(f"--contestants={words}")
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith("`--contestants` must name some of phalanx, torch")
+
+
+def test_a_contestant_that_is_not_installed_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.cli.bench.tables.is_there", lambda name: name != "ray")
+    monkeypatch.setattr("phalanx.cli.bench.tables.compete", lambda names, *_: None)
+    result = run_tables(f"--out={tmp_path}")
+    assert result.exit_code == 0
+    assert "Ray is not installed, so it is left out" in result.output
+
+
+def test_only_rpc_has_a_server():
+    ranks = {
+        name: len(entrant(Job(contestant=name, rows=9, folder="x", turn_s=0.0)).commands)
+        for name in TITLES
+    }
+    assert ranks == {"phalanx": 2, "torch": 2, "rpc": 3, "ray": 2}
