@@ -10,40 +10,37 @@ Shape legend: B rows of the batch; device i has rows_i of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.executor.arguments import (
     check_buffer_rules,
     check_devices,
-    check_mapping,
     check_optimizer,
     read_flag,
     read_pair,
     read_whole,
 )
-from phalanx.executor.binding import Binding, Share, is_batch, resized
+from phalanx.executor.binding import Binding, resized
+from phalanx.executor.crews import CrewChoice
 from phalanx.executor.data import DataDesc, read_descs
+from phalanx.executor.feeding import feed, read_shares
 from phalanx.executor.gradients import GradientRequests
 from phalanx.executor.loop import Epoch, fit, predict, score
 from phalanx.executor.metrics import GroupMetrics
 from phalanx.executor.monitor import Monitor, check_monitor
 from phalanx.executor.outputs import Output, measured, pick_gradients, read_outputs
-from phalanx.executor.parameters import (
-    check_tensors,
-    copy_tensors,
-    read_tensors,
-    share_tensors,
-)
-from phalanx.executor.passes import Pass, apart, check_graph, leaves_of, mode_of, normal_share
+from phalanx.executor.parameters import read_tensors, share_tensors, write_params
+from phalanx.executor.passes import Pass, check_graph, mode_of
 from phalanx.executor.states import States
-from phalanx.parallel import DataParallel
+from phalanx.parallel import RemoteParallel
 from phalanx.plan import Decision, workload_sizes
+from phalanx.replicas import FailureLog, WorkerLost
 from phalanx.types import Device, Nested
 
 __all__ = ["DataParallelExecutorGroup"]
@@ -70,14 +67,23 @@ class DataParallelExecutorGroup:
         outputs: `DataDesc`s of all outputs, for their names and layouts. Default: cut along the
             data's batch axis.
         buffers: What becomes of buffers that replicas write, as for `DataParallel`.
+        crew: "threads": replicas are threads of this process. "processes": they are worker
+            processes of this host, started with the first pass; one that dies takes nothing along.
+        timeout_s: How long one pass may take in a worker process before it counts as hung.
+        max_failures: How many worker processes may be lost in all; None for any number.
+        on_failure: Called with every `WorkerLost`, after the pass that it was lost in.
+        memory_dir: A folder for files in the place of the memory that worker processes share;
+            default: anonymous memory.
 
     Shapes:
         B: rows of the batch, 0 or more. Tensors with an N in their layout have B there.
 
     Raises:
         ConfigError: Something does not fit; the module is as it was.
+        UnsupportedError: Worker processes cannot do it; see `docs/process_crew.md`.
 
-    Determinism: as for `DataParallel`; losses and gradients are those of the whole batch.
+    Determinism: as for `DataParallel`, with the same bits in either crew, whichever worker dies;
+        losses and gradients are those of the whole batch.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -109,6 +115,11 @@ class DataParallelExecutorGroup:
         shared_group: DataParallelExecutorGroup | None = None,
         outputs: Any = None,
         buffers: str | Mapping[str, str] = "mean",
+        crew: str = "threads",
+        timeout_s: float = 300.0,
+        max_failures: int | None = 20,
+        on_failure: Callable[[WorkerLost], object] | None = None,
+        memory_dir: str | Path | None = None,
     ) -> None:
         if inputs_need_grad and not for_training:
             raise ConfigError(
@@ -117,7 +128,22 @@ class DataParallelExecutorGroup:
             )
         check_devices(devices)
         check_buffer_rules(buffers)
-        self._model = DataParallel(module, devices, workloads=workloads, buffers=buffers)
+        choice = CrewChoice(
+            crew=crew,
+            timeout_s=timeout_s,
+            max_failures=max_failures,
+            on_failure=on_failure,
+            memory_dir=memory_dir,
+        )
+        self._failures, self._on_failure = FailureLog(max_failures), on_failure
+        self._model = choice.open(
+            module,
+            devices,
+            self._failures,
+            workloads=workloads,
+            buffers=buffers,
+            beside=getattr(shared_group, "_model", None),
+        )
         self._declared = read_descs(outputs, "outputs")
         self._binding = Binding.of(module, data, labels, states)
         self._asked = grad_req, fixed_parameters
@@ -127,6 +153,7 @@ class DataParallelExecutorGroup:
         self._states = States(len(self._model.devices))
         self._metrics = GroupMetrics()
         self._pass: Pass | None = None
+        self._num_passes = 0
         self._closed = False
         if shared_group is not None:
             self._share(shared_group)
@@ -145,7 +172,7 @@ class DataParallelExecutorGroup:
         self.close()
 
     def close(self) -> None:
-        """Dismiss the threads, and let fixed parameters need gradients again; idempotent."""
+        """Dismiss the workers, and let fixed parameters need gradients again; idempotent."""
         self._closed = True
         self._model.close()
         self._requests.close()
@@ -172,6 +199,11 @@ class DataParallelExecutorGroup:
     def decisions(self) -> tuple[Decision, ...]:
         """What `workloads="auto"` has decided after each batch, and why: the last 10,000."""
         return self._model.decisions
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The worker processes' numbers; empty before the first pass, and without any."""
+        return tuple(self._model.pids) if isinstance(self._model, RemoteParallel) else ()
 
     @property
     def batch_size(self) -> int:
@@ -271,42 +303,30 @@ class DataParallelExecutorGroup:
         """
         self._check_open()
         trains = self.for_training if is_train is None else read_flag("is_train", is_train)
-        if isinstance(batch, list) and batch and all(b is None or is_batch(b) for b in batch):
-            binding, shares, pads = self._read_list(batch)
-        else:
-            binding, shares, pads = self._read_whole(batch)
+        binding, shares, pads = read_shares(self._binding, batch, self.workloads)
         inferred = torch.is_inference_mode_enabled()
         graph = trains and self.for_training and not inferred
-        if graph:
-            shares = [normal_share(share) for share in shares]
-        sizes = [share.rows for share in shares]
-        used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)
-        shares = [
-            replace(share, data=own, labels=labels)
-            for share, own, labels in zip(
-                shares,
-                apart([share.data for share in shares], binding.data, self.devices, used),
-                apart([share.labels for share in shares], binding.labels, self.devices, used),
-                strict=True,
-            )
-        ]
-        leaves = [leaves_of(share, graph and self.inputs_need_grad) for share in shares]
-        states = self._states.cut(binding.states, sizes, pads[0] if len(pads) == 1 else 0)
-        states = apart(states, binding.states, self.devices, used)
-        parts = [
-            binding.call(share, own, state) if size else None
-            for share, own, state, size in zip(shares, leaves, states, used, strict=True)
-        ]
-        weights = [binding.stands_for(share) for share in shares]
-        axis = next((each.batch_axis for each in binding.data if each.batch_axis is not None), 0)
+        fed = feed(
+            binding,
+            shares,
+            self._states,
+            self.devices,
+            pad=pads[0] if len(pads) == 1 else 0,
+            graph=graph,
+            needs_grad=self.inputs_need_grad,
+        )
 
         def read(found: Sequence[Nested]) -> list[Output]:
-            return read_outputs(found, sizes, weights, self._declared, axis)
+            return read_outputs(found, fed.sizes, fed.stands_for, self._declared, fed.axis)
 
         with mode_of(self.module, trains), torch.set_grad_enabled(graph):
-            outputs = read(self._model.forward_parts(parts, sizes, check=read))
+            outputs = read(self._model.forward_parts(fed.parts, fed.sizes, check=read))
         self._binding = binding
-        self._pass = Pass(shares, leaves, outputs, sum(sizes), pads, trains, graph, inferred)
+        self._pass = Pass(
+            fed.shares, fed.leaves, outputs, sum(fed.sizes), pads, trains, graph, inferred
+        )
+        self._num_passes += 1
+        self._tell_of_failures()
 
     def backward(self, out_grads: Nested = None) -> None:
         """Compute gradients of the last forward pass: of the whole batch, as on one device.
@@ -340,6 +360,7 @@ class DataParallelExecutorGroup:
 
         self._requests.write(compute)
         last.went_back = True
+        self._tell_of_failures()
 
     def outputs(self, merge: bool = True, begin: int = 0, end: int | None = None) -> list[Any]:
         """Return the outputs from ``begin`` to ``end``, without padded rows and without a graph.
@@ -423,18 +444,9 @@ class DataParallelExecutorGroup:
             ConfigError: Names are missing or extra and that is not allowed, or a shape differs;
                 nothing is changed then.
         """
-        check_mapping("params", params, "tensors")
-        if buffers is not None:
-            check_mapping("buffers", buffers, "tensors")
-        known: dict[str, Tensor] = dict(self.module.named_parameters())
-        given = dict(params)
-        if buffers is not None:
-            known.update(self.module.named_buffers())
-            given.update(buffers)
-        targets = check_tensors(
-            known.items(), given, allow_extra=allow_extra, allow_missing=allow_missing
+        write_params(
+            self.module, params, buffers, allow_extra=allow_extra, allow_missing=allow_missing
         )
-        copy_tensors(given, targets)
 
     def update(self, optimizer: Optimizer) -> None:
         """Step ``optimizer``. Gradients are the whole batch's, so nothing is to be rescaled."""
@@ -473,8 +485,17 @@ class DataParallelExecutorGroup:
         return self._metrics.update_metric(metric, last.parts(outputs, own, dims[1]), dims)
 
     def install_monitor(self, monitor: Monitor) -> None:
-        """Let ``monitor`` watch the module on every device."""
+        """Let ``monitor`` watch the module on every device.
+
+        Raises:
+            UnsupportedError: Replicas are worker processes, which no hook of this one can see.
+        """
         check_monitor(monitor)
+        if isinstance(self._model, RemoteParallel):
+            raise UnsupportedError(
+                "`install_monitor()` needs replicas in this process, but they are worker "
+                "processes. Use crew='threads' to watch a module."
+            )
         monitor.install(self)
 
     # Any: batches in any of their forms, as loaders yield them.
@@ -552,6 +573,11 @@ class DataParallelExecutorGroup:
         if other.module is not self.module:
             share_tensors(self.module, other.module)
 
+    def _tell_of_failures(self) -> None:
+        for lost in self._failures.take(self._num_passes):
+            if self._on_failure is not None:
+                self._on_failure(lost)
+
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("A closed group must not be used, but is. Make a new one.")
@@ -569,27 +595,3 @@ class DataParallelExecutorGroup:
 
     def _next_sizes(self) -> list[int]:
         return workload_sizes(self.batch_size, self.workloads)
-
-    def _read_whole(self, batch: Nested) -> tuple[Binding, list[Share], list[int]]:
-        fed = self._binding.read(batch)
-        binding = self._binding.fed_with(fed)
-        sizes = workload_sizes(fed.rows - fed.pad, self.workloads)
-        return binding, binding.cut(fed, sizes), [fed.pad]
-
-    def _read_list(self, batches: Sequence[Any]) -> tuple[Binding, list[Share], list[int]]:
-        if len(batches) != len(self.devices) or all(each is None for each in batches):
-            raise ConfigError(
-                f"`batch` must hold one batch per device ({len(self.devices)}), not all None, but "
-                f"holds {len(batches)}."
-            )
-        shares, pads, rows = [], [], 0
-        for batch in batches:
-            if batch is None:
-                shares.append(Share({}, {}, None, 0))
-                pads.append(0)
-                continue
-            fed = self._binding.read(batch)
-            shares += self._binding.cut(fed, [fed.rows - fed.pad])
-            pads.append(fed.pad)
-            rows += fed.rows
-        return self._binding.of_rows(rows), shares, pads

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
+from phalanx.executor.arguments import check_mapping
 from phalanx.executor.tensors import check_dense
 
-__all__ = ["check_tensors", "copy_tensors", "read_tensors", "share_tensors"]
+__all__ = ["read_tensors", "share_tensors", "write_params"]
 
 
 def read_tensors(*pairs: tuple[Iterable[tuple[str, Tensor]], MutableMapping[str, Tensor]]) -> None:
@@ -35,7 +36,31 @@ def read_tensors(*pairs: tuple[Iterable[tuple[str, Tensor]], MutableMapping[str,
                     into[name] = tensor.detach().clone()
 
 
-def check_tensors(
+def write_params(
+    module: nn.Module,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor] | None,
+    *,
+    allow_extra: bool,
+    allow_missing: bool,
+) -> None:
+    """Copy parameters, and buffers if given, into those of ``module``.
+
+    Raises:
+        ConfigError: As for :func:`_checked`; nothing is written then.
+    """
+    check_mapping("params", params, "tensors")
+    known: dict[str, Tensor] = dict(module.named_parameters())
+    given = dict(params)
+    if buffers is not None:
+        check_mapping("buffers", buffers, "tensors")
+        known.update(module.named_buffers())
+        given.update(buffers)
+    targets = _checked(known.items(), given, allow_extra=allow_extra, allow_missing=allow_missing)
+    _copy(given, targets)
+
+
+def _checked(
     known: Iterable[tuple[str, Tensor]],
     given: Mapping[str, Tensor],
     *,
@@ -93,7 +118,7 @@ def share_tensors(module: nn.Module, other: nn.Module) -> None:
         own_tensors[key] = found
 
 
-def copy_tensors(given: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+def _copy(given: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
     """Copy each of ``given`` into that of its name, as if all were read before one is written."""
     written = {_memory(target) for target in targets.values()}
     with torch.no_grad():

@@ -4,6 +4,7 @@ from phalanx.parallel.abstract_parallel import AbstractParallel
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.model_parallel import ModelParallel
 from phalanx.parallel.on_device import OnDevice
+from phalanx.parallel.remote_parallel import RemoteParallel, SharedShelf
 from phalanx.parallel.split_layers import split_conv, split_linear, unsplit
 from phalanx.parallel.unwrapped import Unwrapped
 
@@ -12,6 +13,8 @@ __all__ = [
     "DataParallel",
     "ModelParallel",
     "OnDevice",
+    "RemoteParallel",
+    "SharedShelf",
     "Unwrapped",
     "split_conv",
     "split_linear",

@@ -23,7 +23,7 @@ from phalanx.plan import (
     least_loaded,
     read_whole,
 )
-from phalanx.replicas import ThreadCrew, known_devices, present_devices, resolve_device
+from phalanx.replicas import Crew, ThreadCrew, known_devices, present_devices, resolve_device
 from phalanx.types import Device, Nested
 
 __all__ = ["AbstractParallel"]
@@ -251,7 +251,7 @@ class AbstractParallel(Container):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._placed = list(present_devices(self._placed))
 
-    def _is_of(self, crew: ThreadCrew) -> bool:
+    def _is_of(self, crew: Crew) -> bool:
         return all(map(is_, crew.sources, self._columns()))
 
     def _make_crew(self) -> ThreadCrew:

@@ -13,13 +13,14 @@ from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import FlatParameters
 from phalanx.parallel.balancing import Balancing
-from phalanx.parallel.graph import CrewGraph, HeldGradients, refuse_transforms
+from phalanx.parallel.connection import Connection, RunPart, refuse_transforms
+from phalanx.parallel.graph import CrewGraph, HeldGradients
 from phalanx.plan import check_argument, check_function, read_intra_op
 from phalanx.replicas import (
+    Crew,
     Report,
     Statistic,
     ThreadCrew,
-    Turn,
     advance_process_generator,
     check_statistics,
     hold_caller_at_one_thread,
@@ -42,7 +43,7 @@ class _Running:
     """
 
     def __init__(self) -> None:
-        self.crew: ThreadCrew | None = None
+        self.crew: Crew | None = None
         self.restore_caller: Callable[[], object] | None = None
         self.flat: FlatParameters | None = None
         self.flat_version = -1
@@ -61,11 +62,11 @@ class Container(nn.Module):
         self._feedback: Feedback | None = None
         self._running = _Running()
 
-    def _make_crew(self) -> ThreadCrew:
+    def _make_crew(self) -> Crew:
         """Make the workers; each kind of container has its own."""
         raise NotImplementedError
 
-    def _is_of(self, crew: ThreadCrew) -> bool:
+    def _is_of(self, crew: Crew) -> bool:
         """Tell whether ``crew`` runs the modules that this container holds now."""
         return crew.sources[0] is self._trained()
 
@@ -120,9 +121,7 @@ class Container(nn.Module):
         workers on another device have copies of.
         """
         if self._running.crew is not None:
-            crew = self._open_crew()
-            crew.outdate()
-            crew.each(lambda worker: crew.replicas[worker].refresh())
+            self._open_crew().refresh()
 
     def flat_parameters(self) -> tuple[Tensor, Tensor]:
         """Return all parameters as one tensor, and all their gradients as another.
@@ -260,7 +259,7 @@ class Container(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_running": _Running()}
 
-    def _open_crew(self) -> ThreadCrew:
+    def _open_crew(self) -> Crew:
         before = self._running.crew
         if before is not None and not (self._is_of(before) and before.matches_source()):
             self.close()
@@ -278,14 +277,14 @@ class Container(nn.Module):
         self._notice_flat_writes(self._running.crew)
         return self._running.crew
 
-    def _notice_flat_writes(self, crew: ThreadCrew) -> None:
+    def _notice_flat_writes(self, crew: Crew) -> None:
         """Outdate copies after a write into the flat tensor, which no parameter's version tells."""
         flat = self._running.flat
         if flat is not None and flat.segments[0].values._version != self._running.flat_version:
             self._running.flat_version = flat.segments[0].values._version
             crew.outdate()
 
-    def _quiet_caller(self, crew: ThreadCrew) -> None:
+    def _quiet_caller(self, crew: Crew) -> None:
         """Let the caller's operators run on one thread while workers share its CPU.
 
         The pool behind them (loss, optimizer) would go on spinning beside the workers after each
@@ -298,7 +297,7 @@ class Container(nn.Module):
         self,
         parts: Sequence[Nested | None],
         weights: Sequence[float],
-        run: Callable[[int, nn.Module, Nested], Nested],
+        run: RunPart,
         merge: Callable[[list[Nested]], T],
         observe: Callable[[Sequence[float]], None] | None = None,
     ) -> T:
@@ -317,20 +316,11 @@ class Container(nn.Module):
         crew = self._open_crew()
         if self._feedback is not None:
             self._feedback.bind(crew.parameters)
-        graph = CrewGraph(
-            crew, parts, held=self._running.held, hold=self._running.hold, feedback=self._feedback
-        )
-
-        def work(turn: Turn) -> None:
-            inputs = graph.inputs_of(turn)
-            with turn.drawing():
-                outputs = run(turn.index, turn.replica.module, inputs)
-            graph.keep_outputs(turn, outputs)
-
         seed = (seed_of_process(),) if crew.draws is not False else (0,)
-        report = crew.run(parts, work, weights=weights, seed=seed, pinned=True)
+        graph = self._open_graph(crew, parts, seed)
+        report = crew.run(graph.batches(), graph.work(run), weights=weights, seed=seed, pinned=True)
         statistics = self._merged_statistics(report)
-        merged = merge(graph.outputs())
+        merged = merge(graph.outputs(report))
         if crew.draws:
             advance_process_generator()
         if statistics:
@@ -338,6 +328,16 @@ class Container(nn.Module):
         if observe is not None:
             graph.report_seconds(report.seconds, observe)
         return merged
+
+    def _open_graph(
+        self,
+        crew: Crew,
+        parts: Sequence[Nested | None],
+        seed: tuple[int, ...],  # noqa: ARG002  # for graphs that may have to repeat the pass
+    ) -> Connection:
+        assert isinstance(crew, ThreadCrew)
+        running = self._running
+        return CrewGraph(crew, parts, held=running.held, hold=running.hold, feedback=self._feedback)
 
     def _merged_statistics(self, report: Report) -> dict[str, Statistic]:
         merged: dict[str, Statistic] = {}

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from phalanx.codecs import Codec, Feedback, resolve_codec
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.parallel.balancing import Balancing
-from phalanx.parallel.call import Call
+from phalanx.parallel.call import Call, CallPart
+from phalanx.parallel.connection import refuse_transforms
 from phalanx.parallel.container import Container
-from phalanx.parallel.graph import refuse_transforms
 from phalanx.parallel.replica_losses import ReplicaLosses, loss_of_nothing
 from phalanx.parallel.uncompiled import uncompiled
 from phalanx.parallel.unwrapped import Unwrapped
@@ -36,6 +36,7 @@ from phalanx.plan import (
     workload_sizes,
 )
 from phalanx.replicas import (
+    Crew,
     ThreadCrew,
     batch_norm_names,
     present_devices,
@@ -230,12 +231,7 @@ class DataParallel(Container, Unwrapped):
         # A part without rows runs, too, so its statistics must weigh something.
         weights = [0 if call is None else max(1, rows[i]) for i, call in enumerate(calls)]
 
-        def run(index: int, module: nn.Module, leaves: Nested) -> Nested:
-            call = calls[index]
-            assert call is not None
-            args, kwargs = call.split(leaves)
-            return module(*args, **kwargs)
-
+        run = CallPart(tuple(0 if call is None else call.num_args for call in calls))
         leaves = [None if call is None else call.leaves for call in calls]
         observe = self._observer(rows)
 
@@ -304,7 +300,7 @@ class DataParallel(Container, Unwrapped):
     def _trained(self) -> nn.Module:
         return self.module
 
-    def _make_crew(self) -> ThreadCrew:
+    def _make_crew(self) -> Crew:
         self._refuse_synchronised_insides()
         return ThreadCrew(
             self.module,
@@ -368,9 +364,7 @@ class DataParallel(Container, Unwrapped):
     def _outputs(self, call: Call, parts: list[Nested], sizes: list[int]) -> Nested:
         used = _used(sizes)
 
-        def run(_: int, module: nn.Module, leaves: Nested) -> Nested:
-            args, kwargs = call.split(leaves)
-            return module(*args, **kwargs)
+        run = CallPart((call.num_args,) * len(used))
 
         def merge(outputs: list[Nested]) -> Nested:
             return self._merging.merge(outputs, _used_of(sizes, used), self._devices[0])

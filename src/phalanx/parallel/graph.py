@@ -1,36 +1,25 @@
-"""One forward pass over workers as one node of the caller's autograd graph.
-
-    caller     inputs ─┐                                           ┌─ outputs of worker 0
-                       │          (one autograd.Function)          ├─ outputs of worker 1
-    worker 0   own inputs ── module ── own outputs ── graph kept here
-    worker 1   own inputs ── module ── own outputs ── graph kept here
-
-Torch's engine would run all CPU parts of one graph on a single thread. Here every worker's part is
-a graph of its own, cut off from the caller's, and backward runs each on its worker's thread again.
-How inputs are cut and outputs merged is not known here: that happens outside, in the caller's
-graph.
-"""
+"""The connection of a pass over threads of this process, whose graphs are kept here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils._pytree import TreeSpec
 
 from phalanx.codecs import Feedback
-from phalanx.errors import StateError, UnsupportedError
+from phalanx.errors import StateError
 from phalanx.memory import dense_strides
-from phalanx.plan import flatten, overlaps, part_bounds, unflatten
+from phalanx.parallel.connection import Connection, Gradients, RunPart, add_shared, freed
+from phalanx.plan import flatten, unflatten
 from phalanx.replicas import (
     CallerModes,
     Partial,
     PartialSums,
+    Report,
     ThreadCrew,
     Turn,
     add_gradients,
@@ -38,13 +27,10 @@ from phalanx.replicas import (
 )
 from phalanx.types import Nested
 
-__all__ = ["CrewGraph", "HeldGradients", "refuse_transforms"]
+__all__ = ["CrewGraph", "HeldGradients"]
 
-_BLOCK = 64
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
-
-Gradients = list[Tensor | None]
 
 
 class HeldGradients:
@@ -87,20 +73,16 @@ class HeldGradients:
 
 @dataclass
 class _Part:
-    """One worker's own graph: the caller's inputs, its own of them, and what the module made."""
+    """One worker's own graph: its own inputs, and what the module made of them."""
 
-    given: list[Any]
-    spec: TreeSpec
-    wanted: list[bool]
-    versions: list[int]
-    inputs: list[Any]
+    inputs: list[Any] = field(default_factory=list)  # Any: whatever the module takes and returns
     turn: Turn | None = None
     outputs: list[Any] | None = None
     outputs_spec: TreeSpec | None = None
 
 
-class CrewGraph:
-    """The workers' graphs of one forward pass, and their node in the caller's graph.
+class CrewGraph(Connection):
+    """A connection whose graphs lie with the threads of a crew.
 
     Args:
         crew: Who runs the parts.
@@ -122,92 +104,64 @@ class CrewGraph:
         hold: bool = False,
         feedback: Feedback | None = None,
     ) -> None:
+        super().__init__(crew, parts)
         self._crew = crew
+        self._batches = parts
         self._held = held
         self._hold = hold
         self._feedback = feedback
-        _refuse_tangents(crew.parameters, parts)
-        self._records = torch.is_grad_enabled()
-        self._trainable = {id(p) for p in crew.parameters if p.requires_grad}
-        self._parts = {
-            worker: self._open_part(part) for worker, part in enumerate(parts) if part is not None
-        }
-        self._connected: list[
-            tuple[int, int]
-        ] = []  # (worker, place) of outputs that need gradients
-        self._forward_s: list[float] = []
-        self._observe: Callable[[Sequence[float]], None] | None = None
+        self._parts = {worker: _Part() for worker in self._given}
 
-    def _open_part(self, part: Nested) -> _Part:
-        leaves, spec = flatten(part)
-        wanted = [
-            self._records and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves
-        ]
-        return _Part(leaves, spec, wanted, _versions_of(leaves), [])
+    def batches(self) -> Sequence[Nested]:
+        """Return the parts; a worker's own inputs are made in its thread."""
+        return self._batches
 
-    def inputs_of(self, turn: Turn) -> Nested:
+    def work(self, run: RunPart) -> Callable[[Turn], None]:
+        """Return what runs the module and keeps its graph here."""
+
+        def work(turn: Turn) -> None:
+            inputs = self._inputs_of(turn)
+            with turn.drawing():
+                outputs = run(turn.index, turn.replica.module, inputs)
+            self._keep_outputs(turn, outputs)
+
+        return work
+
+    def _inputs_of(self, turn: Turn) -> Nested:
         """Return the worker's inputs: on its device, cut off from the caller's graph."""
-        part = self._parts[turn.index]
+        part, given = self._parts[turn.index], self._given[turn.index]
         part.turn = turn
         part.inputs = [
             _own_leaf(leaf, turn.replica.device, wanted)
-            for leaf, wanted in zip(part.given, part.wanted, strict=True)
+            for leaf, wanted in zip(given.leaves, given.wanted, strict=True)
         ]
-        return unflatten(part.inputs, part.spec)
+        return unflatten(part.inputs, given.spec)
 
-    def keep_outputs(self, turn: Turn, outputs: Nested) -> None:
-        """Keep what the worker's module returned, with its graph."""
+    def _keep_outputs(self, turn: Turn, outputs: Nested) -> None:
         part = self._parts[turn.index]
         part.outputs, part.outputs_spec = flatten(outputs)
 
-    def outputs(self) -> list[Nested]:
-        """Return the workers' outputs, in the caller's graph where they need gradients."""
-        flat = {worker: _detached(part) for worker, part in self._parts.items()}
-        self._connected = [
+    def outputs(self, report: Report) -> list[Nested]:  # noqa: ARG002
+        """Return the workers' outputs, which have come by themselves."""
+        places = [
             (worker, place)
             for worker, part in self._parts.items()
             for place, leaf in enumerate(part.outputs or ())
             if self._records and isinstance(leaf, Tensor) and leaf.requires_grad
         ]
-        if self._connected:
-            values = [flat[worker][place] for worker, place in self._connected]
-            connected = _Connect.apply(self, values, *self._tensors())  # type: ignore[no-untyped-call]
-            for (worker, place), tensor in zip(self._connected, connected, strict=True):
-                flat[worker][place] = tensor
-        else:
-            self._forget()
-        return [
-            unflatten(flat[worker], part.outputs_spec)
+        specs = {
+            worker: part.outputs_spec
             for worker, part in self._parts.items()
             if part.outputs_spec is not None
-        ]
-
-    def report_seconds(
-        self, forward_s: Sequence[float], observe: Callable[[Sequence[float]], None]
-    ) -> None:
-        """Give ``observe`` what each worker takes, once the backward pass through all is done.
-
-        Args:
-            forward_s: What each has taken until now; to be called after :meth:`outputs`.
-        """
-        if self._connected:
-            self._forward_s, self._observe = list(forward_s), observe
-        else:
-            observe(forward_s)
+        }
+        flat = {worker: _detached(part) for worker, part in self._parts.items()}
+        return self._connect(flat, specs, places)
 
     def backward(self, grads: Sequence[Tensor | None], keep_graph: bool) -> Gradients:
         """Run every worker's backward pass and return the gradients of :meth:`_tensors`."""
         if not self._parts or any(part.outputs is None for part in self._parts.values()):
-            raise StateError(
-                "`backward()` needs the graph of its forward pass, but an earlier `backward()` "
-                "has freed it. Call the first one with retain_graph=True."
-            )
-        if any(part.versions != _versions_of(part.given) for part in self._parts.values()):
-            raise StateError(
-                "An input of a container must stay as it is until `backward()`, but was modified "
-                "by an inplace operation after the forward pass. Change a copy, or run backward "
-                "first."
-            )
+            raise freed()
+        self._check_inputs()
         sums = PartialSums(len(self._crew))
         modes = CallerModes.capture(self._crew.devices)
         members = self._members(grads)
@@ -247,11 +201,6 @@ class CrewGraph:
             self._forget()
         return gradients
 
-    def _tell_seconds(self, backward_s: Sequence[float]) -> None:
-        observe, self._observe = self._observe, None
-        if observe is not None:
-            observe([sum(each) for each in zip(self._forward_s, backward_s, strict=True)])
-
     def _reaches_all_parameters(self) -> bool:
         """Tell whether the pass is one for all parameters, not `autograd.grad` for some tensors.
 
@@ -265,26 +214,11 @@ class CrewGraph:
         for part in self._parts.values():
             part.inputs, part.outputs, part.turn = [], None, None
 
-    def _tensors(self) -> list[Tensor]:
-        """Return the caller's tensors that need gradients: input leaves first, then parameters."""
-        leaves = [
-            leaf
-            for part in self._parts.values()
-            for leaf, wanted in zip(part.given, part.wanted, strict=True)
-            if wanted
-        ]
-        return leaves + [p for p in self._crew.parameters if id(p) in self._trainable]
-
     def _members(self, grads: Sequence[Tensor | None]) -> list[int]:
         """Return the workers whose outputs got a gradient; all, where they need each other."""
         if self._crew.meets:
             return list(self._parts)
-        reached = (
-            worker
-            for (worker, _), grad in zip(self._connected, grads, strict=True)
-            if grad is not None
-        )
-        return list(dict.fromkeys(reached))
+        return self._reached(grads)
 
     def _backward_of(
         self, worker: int, grads: Sequence[Tensor | None], keep_graph: bool
@@ -330,8 +264,9 @@ class CrewGraph:
 
     def _input_gradients(self) -> Gradients:
         gradients: Gradients = []
-        for part in self._parts.values():
-            for leaf, own, wanted in zip(part.given, part.inputs, part.wanted, strict=True):
+        for worker, part in self._parts.items():
+            given = self._given[worker]
+            for leaf, own, wanted in zip(given.leaves, part.inputs, given.wanted, strict=True):
                 if wanted:
                     gradient, own.grad = own.grad, None
                     gradients.append(None if gradient is None else gradient.to(leaf.device))
@@ -347,7 +282,7 @@ class CrewGraph:
             return [None] * len(self._trainable)
         sums = operands[0].gradients
         if len(operands) == 2:
-            sums = self._add_shared(sums, operands[1].gradients)
+            sums = add_shared(self._crew, sums, operands[1].gradients)
         for parameter, total in zip(self._crew.parameters, sums, strict=True):
             if settle and total is not None and id(parameter) not in self._trainable:
                 _add_to_grad(parameter, total)
@@ -356,70 +291,6 @@ class CrewGraph:
             for total, parameter in zip(sums, self._crew.parameters, strict=True)
             if id(parameter) in self._trainable
         ]
-
-    def _add_shared(self, left: Gradients, right: Gradients) -> Gradients:
-        pairs = [
-            (a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None
-        ]
-        sizes = [a.numel() for a, _ in pairs]
-        starts = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
-        bounds = part_bounds(sum(sizes), len(self._crew), _BLOCK)
-
-        def add(index: int) -> None:
-            for pair, start, stop in overlaps(starts, sizes, *bounds[index]):
-                a, b = pairs[pair]
-                a[start:stop].add_(b[start:stop])
-
-        if pairs:
-            self._crew.each(add)
-        return [b if a is None else a for a, b in zip(left, right, strict=True)]
-
-
-class _Connect(torch.autograd.Function):
-    """Stands in the caller's graph for all workers' graphs."""
-
-    # Any: torch's own signature for the context.
-    @staticmethod
-    def forward(ctx: Any, graph: CrewGraph, values: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.graph = graph
-        ctx.set_materialize_grads(False)
-        return tuple(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "A container must be differentiated once only, but double backward "
-                "(create_graph=True) was asked for. Use the unwrapped module for second "
-                "derivatives."
-            )
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        return (None, None, *ctx.graph.backward(grads, keep_graph))
-
-
-def refuse_transforms() -> None:
-    """Refuse what follows tensors by the thread that it was entered in.
-
-    Raises:
-        UnsupportedError: In a transform of `torch.func`.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise UnsupportedError(
-            "A container must be called outside of `torch.func`'s transforms (`grad`, `vmap`, "
-            "`jvp`, …), but is called in one. Use the unwrapped module there."
-        )
-
-
-def _refuse_tangents(parameters: Sequence[Tensor], parts: Sequence[Nested | None]) -> None:
-    if forward_ad._current_level < 0:
-        return
-    leaves = [leaf for part in parts if part is not None for leaf in flatten(part)[0]]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(parameters)
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise UnsupportedError(
-            "A container must be differentiated backward, but got a tensor with a tangent "
-            "(forward-mode differentiation). Use the unwrapped module for it."
-        )
 
 
 def _add_to_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -435,14 +306,6 @@ def _is_reached(parameter: Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # what torch answers when `autograd.grad` was asked for this very leaf
         return True
-
-
-# Any: leaves of the user's own inputs.
-def _versions_of(leaves: Sequence[Any]) -> list[int]:
-    """Return the versions of all tensors; own leaves have another, for slices share one."""
-    return [
-        leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]
 
 
 # Any: a leaf of the user's own inputs.

@@ -14,15 +14,17 @@ from phalanx.replicas.draws import (
     derive_seed,
     seed_of_process,
 )
+from phalanx.replicas.failures import FailureLog, WorkerFailure, WorkerLost, check_patience
 from phalanx.replicas.intra_op import caller_intra_op, hold_caller_at_one_thread, num_cores
 from phalanx.replicas.memory_format import (
     restore_memory_format,
     use_channels_last,
     wants_channels_last,
 )
+from phalanx.replicas.mirror import Changes
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.parcel import SentOnce
-from phalanx.replicas.process_crew import ProcessCrew, WorkerFailure
+from phalanx.replicas.process_crew import Portion, ProcessCrew
 from phalanx.replicas.replica import Replica, add_gradients
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.statistics import (
@@ -38,12 +40,15 @@ from phalanx.replicas.worker import Worker
 
 __all__ = [
     "CallerModes",
+    "Changes",
     "Crew",
     "Draws",
+    "FailureLog",
     "Job",
     "Partial",
     "PartialSums",
     "Place",
+    "Portion",
     "ProcessCrew",
     "Replica",
     "Report",
@@ -57,11 +62,13 @@ __all__ = [
     "Turn",
     "Worker",
     "WorkerFailure",
+    "WorkerLost",
     "add_gradients",
     "advance_process_generator",
     "batch_norm_names",
     "blame",
     "caller_intra_op",
+    "check_patience",
     "check_statistics",
     "default_intra_op",
     "derive_seed",

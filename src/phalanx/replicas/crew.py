@@ -45,12 +45,14 @@ class Turn:
         index: Which microbatch it is.
         batch: Its rows.
         seed: Where its random numbers start, or None when the model draws none.
+        kept: In a worker process, what it keeps from run to run, by name.
     """
 
     replica: Replica
     index: int
     batch: Nested
     seed: int | None
+    kept: dict[str, Any] = field(default_factory=dict)  # Any: whatever runs leave there
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[Draws | None]:
@@ -93,10 +95,14 @@ class Crew(ABC):
 
     Attributes:
         workloads: Relative shares of the replicas.
+        devices: Each replica's.
+        sources: Each replica's module, or the one that all are replicas of.
         parameters: All parameters, each once, in whose order gradients are summed.
     """
 
     workloads: list[float]
+    devices: tuple[torch.device, ...]
+    sources: tuple[nn.Module, ...]
     parameters: list[nn.Parameter]
     _team: Team | Inline
     _draws: bool | None = None  # None: not known yet whether the model draws random numbers
@@ -190,6 +196,10 @@ class Crew(ABC):
     @abstractmethod
     def outdate(self) -> None:
         """Make the next run take over everything from the module, whatever its versions say."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Take over everything from the module now."""
 
     @abstractmethod
     def close(self) -> None:

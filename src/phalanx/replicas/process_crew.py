@@ -13,11 +13,13 @@ here, so a death costs the microbatch in the worker's hands and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import PeerLost, StateError, UnsupportedError
-from phalanx.plan import check_workloads
+from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas.crew import Crew, Job, Span, default_intra_op
+from phalanx.replicas.failures import WorkerFailure
 from phalanx.replicas.intra_op import num_cores
-from phalanx.replicas.mirror import Mirrored
+from phalanx.replicas.mailbox import collect
+from phalanx.replicas.mirror import Changes, Mirrored
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.parcel import SentOnce, load, pack, picklable_or_named
 from phalanx.replicas.shelf import Place, Shelf
@@ -39,31 +43,24 @@ from phalanx.replicas.worker import Birth, BirthPlace, Done, Errand, Failed, Kee
 from phalanx.replicas.worker_process import START_S, Lost, WorkerProcess, dismiss_all, rebuilt
 from phalanx.types import Nested
 
-__all__ = ["ProcessCrew", "WorkerFailure"]
+__all__ = ["Portion", "ProcessCrew"]
 
 _LOOK_S = 0.02  # how often a thread without a worker looks whether the run is over
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerFailure:
-    """A worker that was lost and is being replaced.
+class Portion(ABC):
+    """A base for microbatches of which a worker is sent what it does not keep already."""
 
-    Attributes:
-        worker: Its number.
-        pid: Its process.
-        reason: What became of it.
-        microbatch: What it had in hands, which another one computes; None for nothing.
-        dump: Where its threads stood, if it hung.
-        noticed_s: When, on the clock of `StepDone` spans.
-    """
+    # Any: whatever the run takes for its batch.
+    @abstractmethod
+    def for_worker(self, kept: dict[str, int]) -> Any:
+        """Return what is to be sent; called in the worker's thread here.
 
-    worker: int
-    pid: int
-    reason: str
-    microbatch: int | None
-    dump: str
-    noticed_s: float
+        Args:
+            kept: Notes on what runs have left there, which die with the worker; it may write to
+                them.
+        """
 
 
 class ProcessCrew(Crew):
@@ -77,12 +74,13 @@ class ProcessCrew(Crew):
         shared: Objects that the run refers to, such as the loss; sent once, with the module.
         workloads: Relative shares; equal by default; 0 switches a worker off.
         intra_op: Threads inside operators, per worker.
+        rules: What becomes of buffers that workers write.
         timeout_s: How long one microbatch may take before its worker counts as hung.
         on_failure: Called for every lost worker, in any thread; what it raises ends the run.
 
     Raises:
         ConfigError: The module cannot be sent, or options do not fit.
-        UnsupportedError: It has parameters on another device.
+        UnsupportedError: It has parameters or buffers that processes cannot share.
 
     Determinism: as `ThreadCrew`, with the same bits, whoever dies.
     """
@@ -96,6 +94,7 @@ class ProcessCrew(Crew):
         shared: Sequence[object] = (),
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
+        rules: BufferRules | None = None,
         timeout_s: float = 300.0,
         on_failure: Callable[[WorkerFailure], None] = lambda _: None,
     ) -> None:
@@ -105,8 +104,9 @@ class ProcessCrew(Crew):
         self._intra_op = intra_op or default_intra_op(self.devices)
         _warn_of_crowd(num_workers, self._intra_op)
         self.parameters = list(source.parameters())
-        _refuse_other_devices(source)
+        _refuse_unshareable(source)
         self._source = source
+        self.sources = (source,)
         self.shelf = shelf
         self._shared = list(shared)
         self._timeout_s = timeout_s
@@ -114,18 +114,22 @@ class ProcessCrew(Crew):
         self._pid = os.getpid()
         self._once: dict[int, tuple[str, SentOnce]] = {}  # by identity, and kept for it
         self._deferred: Exception | None = None
-        elsewhere = [p for p in self.parameters if p.numel() and shelf.place_of(p) is None]
-        self._moved = _move(elsewhere, shelf)
-        self._pointers = [parameter.data_ptr() for parameter in self.parameters]
-        self._mirrored = Mirrored(source, shelf)
-        self._slots = _Slots(self.parameters, shelf)
-        self._birth = self._shelved(
-            Birth(self._packed_module(), self._mirrored.places, self._slots.layout)
-        )
+        self._moment: Changes | None = None
+        self._as_of: Changes | None = None
         self._team = Team(num_workers, intra_op=self._intra_op, name="phalanx-crew")
         self._workers: list[WorkerProcess] = []
         self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
+        self._moved: list[nn.Parameter] = []
         try:
+            elsewhere = [p for p in self.parameters if p.numel() and shelf.place_of(p) is None]
+            self._moved = _move(elsewhere, shelf)
+            self._pointers = [parameter.data_ptr() for parameter in self.parameters]
+            self._mirrored = Mirrored(source, shelf)
+            self._slots = _Slots(self.parameters, shelf)
+            module = self._packed_module()
+            self._birth = self._shelved(
+                Birth(module, self._mirrored.places, self._slots.layout, rules)
+            )
             self._workers.extend(self._team.each(self._launch))
             self._team.each(self._await_first)
         except BaseException:
@@ -161,6 +165,37 @@ class ProcessCrew(Crew):
     def outdate(self) -> None:
         """Make the next run take over all buffers, whatever their versions say."""
         self._mirrored.outdate()
+
+    def refresh(self) -> None:
+        """Take over everything from the module with the next run, before which nothing is due."""
+        self.outdate()
+
+    @property
+    def moment(self) -> Changes:
+        """The module as the last run saw it."""
+        assert self._moment is not None
+        return self._moment
+
+    @property
+    def closed(self) -> bool:
+        """Whether the workers were dismissed."""
+        return self._team.closed
+
+    def knows(self, moment: Changes) -> bool:
+        """Tell whether workers can still be given the module as it was at ``moment``."""
+        return self._mirrored.is_at(moment)
+
+    @contextlib.contextmanager
+    def as_of(self, moment: Changes) -> Iterator[None]:
+        """Let workers see the module as it was at ``moment`` in runs of the body.
+
+        For the backward pass of an earlier run, which may have to repeat the forward.
+        """
+        self._as_of = moment
+        try:
+            yield
+        finally:
+            self._as_of = None
 
     def close(self) -> None:
         """Dismiss threads and workers, and give moved parameters memory of their own."""
@@ -273,6 +308,7 @@ class ProcessCrew(Crew):
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             raise deferred
+        self._moment = self._mirrored.changes() if self._as_of is None else self._as_of
         run = _Run(
             job=job,
             task=Task(
@@ -282,7 +318,7 @@ class ProcessCrew(Crew):
                 weight=0.0,
                 seed=job.seed if job.draws else None,
                 slot=-1,
-                changes=self._mirrored.changes(),
+                changes=self._moment,
                 modes=CallerModes.capture(self.devices),
             ),
             desk=_Desk(job, [workload > 0 for workload in self.workloads]),
@@ -336,6 +372,7 @@ class ProcessCrew(Crew):
             batch=self._packed_batch(worker, job.microbatches[microbatch]),
             weight=job.weights[microbatch],
             slot=-1 if slot is None else slot.region,
+            reply=worker.answers.place,
             changes=run.task.changes.since(worker.knows),
         )
         answer = worker.ask(task, self._timeout_s)
@@ -345,12 +382,14 @@ class ProcessCrew(Crew):
                 f"Raised by replica {index} in process {worker.pid}, microbatch {microbatch}.",
             )
         worker.knows = run.task.changes.version
+        worker.answers.reserve(answer.result_bytes)
         self._count(index, microbatch, answer, slot, run)
 
     def _packed_batch(self, worker: WorkerProcess, batch: Nested) -> bytes:
         """Pack a microbatch; what it has to be sent once goes first, where the worker lacks it."""
         found: dict[str, SentOnce] = {}
-
+        if isinstance(batch, Portion):
+            batch = batch.for_worker(worker.kept)
         worker.mailbox.clear()
 
         def aside(obj: Any) -> Any:
@@ -384,7 +423,7 @@ class ProcessCrew(Crew):
             job.drew.set()
         if done.drew_aside:
             job.drew_aside.set()
-        job.results[microbatch] = load(done.result)
+        job.results[microbatch] = load(done.result, lambda pid: collect(self.shelf, *pid[1:]))
         job.seconds[microbatch] = done.busy_s
         job.replica_of[microbatch] = index
         job.spans.append(
@@ -518,8 +557,14 @@ def _warn_of_crowd(num_workers: int, intra_op: int) -> None:
         )
 
 
-def _refuse_other_devices(source: nn.Module) -> None:
+def _refuse_unshareable(source: nn.Module) -> None:
     for name, tensor in [*source.named_parameters(), *source.named_buffers()]:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            told = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
+            raise UnsupportedError(
+                f"`{name}` must be a dense tensor for crew='processes', but is {told}. Use "
+                "crew='threads'."
+            )
         if tensor.device.type != "cpu":
             raise UnsupportedError(
                 f"`{name}` must lie on the CPU for crew='processes', but is on {tensor.device}. "

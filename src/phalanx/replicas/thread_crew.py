@@ -155,6 +155,11 @@ class ThreadCrew(Crew):
             for owner, key, parameter, pointer in self._places
         ) and all(replica.matches_source() for replica in self._watchers)
 
+    def refresh(self) -> None:
+        """Take over everything from the module now."""
+        self.outdate()
+        self.each(lambda index: self.replicas[index].refresh())
+
     def outdate(self) -> None:
         """Make the next run copy everything from the module, whatever its versions say."""
         for replica in self.replicas:

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from phalanx.clock import now_s
 from phalanx.memory import die_with_parent, keep_freed_memory, plant, reach
+from phalanx.plan import BufferRules
 from phalanx.replicas.crew import Turn
 from phalanx.replicas.draws import derive_seed
 from phalanx.replicas.intra_op import set_intra_op
-from phalanx.replicas.mailbox import collect
+from phalanx.replicas.mailbox import Outbox, collect
 from phalanx.replicas.mirror import Changes, place_buffers, take_over
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.parcel import load, pack
@@ -74,11 +75,13 @@ class Birth:
         buffers: Where the module's buffers lie.
         slot: Where the gradients of one microbatch lie, in memory order, by parameter; the region
             comes with each task.
+        rules: What becomes of buffers that it writes.
     """
 
     blob: bytes
     buffers: list[Place | None]
     slot: list[Place | None]
+    rules: BufferRules | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Task:
         run: What is to be called with the `Turn`, packed.
         batch: Its rows, packed.
         slot: The region that takes the gradients.
+        reply: Bytes that take what is large in the result; None for none.
     """
 
     index: int
@@ -106,6 +110,7 @@ class Task:
     slot: int
     changes: Changes
     modes: CallerModes
+    reply: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,7 @@ class Done:
 
     Attributes:
         result: What the run returned, packed.
+        result_bytes: How much room it would take where the task said `reply`.
         present: By parameter, whether it has got a gradient.
         drew: Whether the model drew random numbers from the microbatch's own generator.
         drew_aside: Whether it drew from the process's.
@@ -140,6 +146,7 @@ class Done:
     """
 
     result: bytes
+    result_bytes: int
     statistics: Bundle
     present: tuple[bool, ...]
     drew: bool
@@ -201,7 +208,7 @@ class Worker:
 
     Attributes:
         shelf: The memory that it shares with its crew.
-        kept: What errands have left for later ones, by name.
+        kept: What errands and runs have left for later ones, by name.
     """
 
     def __init__(self, index: int, birth: Birth, shelf: Shelf) -> None:
@@ -210,7 +217,7 @@ class Worker:
         self._layout = birth.slot
         self._slots: dict[int, list[Tensor | None]] = {}
         self._module, self._shared = _born(birth, shelf)
-        self._replica = Replica(self._module, _CPU, index)
+        self._replica = Replica(self._module, _CPU, index, rules=birth.rules)
         self._buffers_seen = -1
 
     def work(self, message: Any) -> Any:  # Any: the messages above
@@ -231,6 +238,7 @@ class Worker:
             index=task.index,
             batch=load(task.batch, self._find),
             seed=None if task.seed is None else derive_seed(*task.seed, task.index),
+            kept=self.kept,
         )
         watch = Stopwatch(_CPU, waited_s=lambda: 0.0, settles=False)
         replica = self._replica
@@ -250,9 +258,12 @@ class Worker:
         if drew_aside:
             torch.set_rng_state(before)
         busy_s = watch.lap()
+        outbox = Outbox(self.shelf, None if task.reply is None else self.shelf.at(task.reply))
+        packed = pack(result, outbox.put)
         reach("before reply")
         return Done(
-            result=pack(result),
+            result=packed,
+            result_bytes=outbox.needed_bytes,
             statistics=Bundle.of(written),
             present=present,
             drew=turn.drew.is_set(),

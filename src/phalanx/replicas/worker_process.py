@@ -56,8 +56,9 @@ class WorkerProcess:
     Attributes:
         knows: The version of the module's attributes that it has (see `mirror`); -1 for none.
         ready: Whether it has got the model and has said so.
-        kept: What errands have left there, by name; the numbers are theirs.
+        kept: What errands and runs have left there, by name; the numbers are theirs.
         mailbox: Where rows for it are written.
+        answers: Where it writes what is large in its answers.
     """
 
     def __init__(self, index: int, *, intra_op: int, birth: BirthPlace, shelf: Shelf) -> None:
@@ -66,6 +67,7 @@ class WorkerProcess:
         self.ready = False
         self.kept: dict[str, int] = {}
         self.mailbox = Mailbox(shelf)
+        self.answers = Mailbox(shelf)
         self.parent_pid = os.getpid()
         self._shelf = shelf
         self._regions = 0

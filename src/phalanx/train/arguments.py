@@ -24,6 +24,7 @@ from phalanx.plan import (
     read_number,
     read_whole,
 )
+from phalanx.replicas import check_patience
 from phalanx.train.crews import CREWS
 from phalanx.types import Device, WeightFn
 
@@ -67,10 +68,7 @@ def check_options(
     if crew not in CREWS:
         raise ConfigError(f"`crew` must be one of {', '.join(map(repr, CREWS))}, but is {crew!r}.")
     check_replicas(replicas, crew)
-    if not read_number("timeout_s", timeout_s) > 0:
-        raise ConfigError(f"`timeout_s` must be above 0 seconds, but is {timeout_s!r}.")
-    if max_failures is not None:
-        read_count("max_failures", max_failures, 0, way_out="Give None for any number.")
+    check_patience(timeout_s, max_failures)
 
 
 # Any, here and below: whatever the user wrote.

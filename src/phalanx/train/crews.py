@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import nn
 
-from phalanx.clock import now_s
-from phalanx.errors import PeerLost
 from phalanx.memory import Allocate, zeros
-from phalanx.replicas import Crew, ProcessCrew, Shelf, ThreadCrew, WorkerFailure
-from phalanx.train.events import WorkerLost
+from phalanx.replicas import Crew, FailureLog, ProcessCrew, Shelf, ThreadCrew, WorkerFailure
 from phalanx.train.formation import Formation
 from phalanx.train.ranks import open_ranks, write_once
 from phalanx.train.work import Work
 
-__all__ = ["CREWS", "CrewMaker", "FailureLog", "writer_of"]
+__all__ = ["CREWS", "CrewMaker", "writer_of"]
 
 CREWS = ("threads", "processes", "inline", "ranks")
 
@@ -30,59 +25,6 @@ def writer_of(crew: str) -> Callable[[Callable[[], None]], None]:
 
 def _call(write: Callable[[], None]) -> None:
     write()
-
-
-class FailureLog:
-    """Workers that were lost, until somebody tells of them.
-
-    Args:
-        most: How many may be lost in all; None for any number.
-    """
-
-    def __init__(self, most: int | None) -> None:
-        self._most = most
-        self._count = 0
-        self._untold: deque[WorkerFailure] = deque()
-        self._lock = threading.Lock()
-
-    def add(self, failure: WorkerFailure) -> None:
-        """Note a loss; called in any thread.
-
-        Raises:
-            PeerLost: It is one too many.
-        """
-        with self._lock:
-            self._count += 1
-            self._untold.append(failure)
-            if self._most is None or self._count <= self._most:
-                return
-        held = (
-            "" if failure.microbatch is None else f" while it held microbatch {failure.microbatch}"
-        )
-        raise PeerLost(
-            f"At most {self._most} workers may be lost (`max_failures`), but worker "
-            f"{failure.worker} {failure.reason}{held}, and it is number {self._count}. If they "
-            "all fall over the same data, look at it with crew='threads'.",
-            failure.worker,
-        )
-
-    def take(self, step: int) -> list[WorkerLost]:
-        """Return the losses that nobody was told of yet; all happened in update ``step``."""
-        with self._lock:
-            untold = list(self._untold)
-            self._untold.clear()
-        return [
-            WorkerLost(
-                step=step,
-                worker=failure.worker,
-                pid=failure.pid,
-                reason=failure.reason,
-                microbatch=failure.microbatch,
-                dump=failure.dump,
-                seconds=now_s() - failure.noticed_s,
-            )
-            for failure in untold
-        ]
 
 
 class CrewMaker:

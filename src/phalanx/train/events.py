@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from phalanx.replicas import Span
+from phalanx.replicas import Span, WorkerLost
 
 __all__ = ["Callback", "EpochDone", "Event", "FormationChosen", "Span", "StepDone", "WorkerLost"]
 
@@ -68,29 +68,6 @@ class EpochDone:
     seconds: float
     train: Mapping[str, float]
     validation: Mapping[str, float] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerLost:
-    """A worker process was lost in an update, which was completed without it.
-
-    Attributes:
-        step: Number of the update, from 1.
-        worker: Number of the worker.
-        pid: Its process.
-        reason: What became of it.
-        microbatch: What it had in hands, which another worker has computed; None for nothing.
-        dump: Where its threads stood, if it hung; else empty.
-        seconds: From the moment it was noticed until the update was done.
-    """
-
-    step: int
-    worker: int
-    pid: int
-    reason: str
-    microbatch: int | None
-    dump: str
-    seconds: float
 
 
 Event = FormationChosen | StepDone | EpochDone | WorkerLost

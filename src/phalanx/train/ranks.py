@@ -175,6 +175,10 @@ class RankCrew(Crew):
         """Tell whether the replicas can follow all that was done to the module since."""
         return self.local.matches_source()
 
+    def refresh(self) -> None:
+        """Take over everything from the module now."""
+        self.local.refresh()
+
     def outdate(self) -> None:
         """Make the next run copy everything from the module, whatever its versions say."""
         self.local.outdate()

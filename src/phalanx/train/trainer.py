@@ -18,7 +18,7 @@ from phalanx.codecs import Codec, Feedback
 from phalanx.errors import ConfigError, StateError
 from phalanx.executor import ReplicaMetrics
 from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_workloads
-from phalanx.replicas import Report, caller_intra_op
+from phalanx.replicas import FailureLog, Report, caller_intra_op
 from phalanx.train.arguments import (
     check_fit,
     check_options,
@@ -31,7 +31,7 @@ from phalanx.train.arguments import (
     make_scheduler,
     read_folder,
 )
-from phalanx.train.crews import CrewMaker, FailureLog, writer_of
+from phalanx.train.crews import CrewMaker, writer_of
 from phalanx.train.cutting import Cutter
 from phalanx.train.engine import Engine, check_members, counted
 from phalanx.train.evaluation import evaluate

@@ -1,0 +1,70 @@
+"""What a group's replicas are: threads of this process, or worker processes of this host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from phalanx.executor.arguments import check_function
+from phalanx.parallel import DataParallel, RemoteParallel, SharedShelf
+from phalanx.plan import check_argument
+from phalanx.replicas import FailureLog, WorkerLost, check_patience
+from phalanx.types import Device
+
+__all__ = ["CrewChoice"]
+
+_CREWS = ("threads", "processes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrewChoice:
+    """Which crew, and what is done about the workers that it loses.
+
+    Raises:
+        ConfigError: Something is of the wrong kind.
+    """
+
+    crew: str
+    timeout_s: float
+    max_failures: int | None
+    on_failure: Callable[[WorkerLost], object] | None
+    memory_dir: str | Path | None
+
+    def __post_init__(self) -> None:
+        kinds = " or ".join(map(repr, _CREWS))
+        check_argument(self.crew in _CREWS, "crew", f"be {kinds}", self.crew)
+        check_patience(self.timeout_s, self.max_failures)
+        if self.on_failure is not None:
+            check_function("on_failure", self.on_failure)
+        if self.memory_dir is not None:
+            fits = isinstance(self.memory_dir, (str, os.PathLike))
+            check_argument(fits, "memory_dir", "be a path", self.memory_dir)
+
+    def open(
+        self,
+        module: nn.Module,
+        devices: Sequence[Device] | int | None,
+        failures: FailureLog,
+        *,
+        workloads: Sequence[float] | str | None,
+        buffers: str | Mapping[str, str],
+        beside: Any,  # Any: what another group runs on, or None
+    ) -> DataParallel:
+        """Return what runs ``module``; with one set of parameters if that of ``beside`` has one."""
+        if self.crew == "threads":
+            return DataParallel(module, devices, workloads=workloads, buffers=buffers)
+        folder = None if self.memory_dir is None else Path(self.memory_dir)
+        return RemoteParallel(
+            module,
+            devices,
+            workloads=workloads,
+            buffers=buffers,
+            shelf=beside.shelf if isinstance(beside, RemoteParallel) else SharedShelf(folder),
+            timeout_s=self.timeout_s,
+            on_failure=failures.add,
+        )

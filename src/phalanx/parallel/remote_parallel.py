@@ -1,0 +1,127 @@
+"""`DataParallel` over worker processes, for executor groups."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from phalanx.errors import UnsupportedError
+from phalanx.parallel.connection import Connection
+from phalanx.parallel.data_parallel import DataParallel
+from phalanx.parallel.remote_graph import RemoteGraph
+from phalanx.replicas import Crew, ProcessCrew, Shelf, WorkerFailure, batch_norm_names
+from phalanx.types import Device, Nested
+
+__all__ = ["RemoteParallel", "SharedShelf"]
+
+
+class SharedShelf:
+    """The shelf on which several crews keep one set of parameters, while any of them is open."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._shelf: weakref.ref[Shelf] | None = None
+
+    def open(self) -> Shelf:
+        """Return the shelf of the crews that are open, or a new one."""
+        shelf = None if self._shelf is None else self._shelf()
+        if shelf is None:
+            shelf = Shelf(self._directory)
+            self._shelf = weakref.ref(shelf)
+        return shelf
+
+
+class RemoteParallel(DataParallel):
+    """Run ``module`` in worker processes of this host; otherwise as `DataParallel` does.
+
+    A worker that is lost is replaced, in forward, in backward and between them, and the bits stay
+    the same. It is what an executor group with ``crew="processes"`` runs on.
+
+    Args:
+        shelf: Where parameters lie while workers run.
+        timeout_s: How long one pass may take in a worker before it counts as hung.
+        on_failure: Called for every lost worker, in any thread; what it raises ends the pass.
+
+    Raises:
+        UnsupportedError: A device is no CPU; or batch norm is to be synchronised.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[Device] | int | None = None,
+        *,
+        workloads: Sequence[float] | str | None = None,
+        buffers: str | Mapping[str, str] = "mean",
+        shelf: SharedShelf,
+        timeout_s: float,
+        on_failure: Callable[[WorkerFailure], None],
+    ) -> None:
+        super().__init__(module, devices, workloads=workloads, buffers=buffers)
+        self.shelf = shelf
+        self._timeout_s = timeout_s
+        self._on_failure = on_failure
+        self._graphs: weakref.WeakSet[RemoteGraph] = weakref.WeakSet()
+        self._refuse_devices()
+        self._refuse_meetings()
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process numbers; empty before the first pass."""
+        crew = self._running.crew
+        return crew.pids if isinstance(crew, ProcessCrew) else []
+
+    # Any: as in `DataParallel`.
+    def forward_loss(self, *_: Any, **__: Any) -> Tensor:
+        """Refuse: a group's losses are its module's own."""
+        raise UnsupportedError(
+            "`forward_loss()` needs replicas in this process, but they are in others. Use "
+            "`DataParallel`, or `Trainer(crew='processes')`."
+        )
+
+    def _refuse_devices(self) -> None:
+        others = [str(device) for device in self._devices if device.type != "cpu"]
+        if others:
+            raise UnsupportedError(
+                f"`devices` must be CPUs for crew='processes', but hold {', '.join(others)}. Use "
+                "crew='threads', which serves several devices from one process."
+            )
+
+    def _refuse_meetings(self) -> None:
+        names = (
+            f"{name}.running_mean" if name else "running_mean"
+            for name in batch_norm_names(self.module)
+        )
+        name = next((name for name in names if self._rules.of(name) == "sync"), None)
+        if name is not None and len(self._devices) > 1:
+            raise UnsupportedError(
+                f"`buffers` must be 'mean', 'first' or 'sum' for crew='processes', but is 'sync' "
+                f"for `{name}`. Use crew='threads', whose batch norms can wait for each other."
+            )
+
+    def _make_crew(self) -> Crew:
+        return ProcessCrew(
+            self.module,
+            len(self._devices),
+            shelf=self.shelf.open(),
+            workloads=self._workloads,
+            intra_op=self._intra_op,
+            rules=self._rules,
+            timeout_s=self._timeout_s,
+            on_failure=self._on_failure,
+        )
+
+    def _open_graph(
+        self, crew: Crew, parts: Sequence[Nested | None], seed: tuple[int, ...]
+    ) -> Connection:
+        assert isinstance(crew, ProcessCrew)
+        graph = RemoteGraph(crew, parts, seed, self._alive)
+        self._graphs.add(graph)
+        return graph
+
+    def _alive(self) -> frozenset[int]:
+        return frozenset(graph.number for graph in self._graphs if graph.is_whole)
