@@ -36,7 +36,7 @@ from phalanx.train import (
     merge_updates,
     split_batch,
 )
-from phalanx.world import codec_hook, merge_hook
+from phalanx.world import codec_hook, launch, merge_hook
 
 __version__ = "0.1.0"
 
@@ -72,6 +72,7 @@ __all__ = [
     "WorkerLost",
     "__version__",
     "codec_hook",
+    "launch",
     "merge_hook",
     "merge_updates",
     "split_batch",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["now_s", "pause"]
+__all__ = ["now_s", "pause", "wall_clock_s"]
 
 
 def now_s() -> float:
@@ -15,3 +15,8 @@ def now_s() -> float:
 def pause(seconds: float) -> None:
     """Let other threads and processes run for about ``seconds``."""
     time.sleep(seconds)
+
+
+def wall_clock_s() -> float:
+    """Return seconds since 1970, which processes of one machine can compare."""
+    return time.time()

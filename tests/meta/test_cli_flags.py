@@ -17,6 +17,17 @@ FROZEN: dict[str, tuple[str, ...]] = {
     "bench recovery": ("--kills", "--model", "--out", "--restarts", "--seed", "--workers"),
     "bench step": ("--contestants", "--models", "--out", "--steps", "--workers"),
     "bench tables": ("--contestants", "--out", "--rounds", "--rows", "--snapshot-mb"),
+    "launch": (
+        "--endpoint",
+        "--log-dir",
+        "--max-restarts",
+        "--nnodes",
+        "--ranks",
+        "--run-id",
+        "-n",
+        "ARGS",
+        "SCRIPT",
+    ),
     "train": (
         "--batch-size",
         "--codec",

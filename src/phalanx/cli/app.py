@@ -16,6 +16,7 @@ from rich.text import Text
 
 from phalanx.cli.bench import bench_app
 from phalanx.cli.console import make_console
+from phalanx.cli.launch import launch
 from phalanx.cli.session import phalanx_version
 from phalanx.cli.train import INTERRUPTED, train
 from phalanx.errors import InternalError, PhalanxError
@@ -32,6 +33,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
+# What follows the script is the script's, options as well.
+app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.add_typer(bench_app, name="bench")
 
 

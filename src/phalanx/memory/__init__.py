@@ -1,7 +1,7 @@
 """Where parameters and gradients lie, and what processes share."""
 
 from phalanx.memory.allocator import keep_freed_memory
-from phalanx.memory.barrier import SharedBarrier
+from phalanx.memory.barrier import SharedBarrier, fence
 from phalanx.memory.faults import Fault, plant, planted, reach
 from phalanx.memory.flat import (
     Allocate,
@@ -13,6 +13,7 @@ from phalanx.memory.flat import (
     in_memory_order,
     zeros,
 )
+from phalanx.memory.forks import forget_in_child
 from phalanx.memory.locks import LockFile, RangeLock
 from phalanx.memory.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.memory.region import Region
@@ -35,6 +36,8 @@ __all__ = [
     "Waiting",
     "dense_strides",
     "die_with_parent",
+    "fence",
+    "forget_in_child",
     "in_memory_order",
     "keep_freed_memory",
     "plant",

@@ -23,7 +23,7 @@ from phalanx.memory.flat import ALIGN_BYTES
 from phalanx.memory.region import Region
 from phalanx.memory.waiting import Waiting
 
-__all__ = ["SharedBarrier"]
+__all__ = ["SharedBarrier", "fence"]
 
 _LOOK_FOR_DEAD_S = 0.02
 _STEP = ALIGN_BYTES // 8
@@ -37,7 +37,8 @@ _KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 _fence_lock = threading.Lock()
 
 
-def _fence() -> None:
+def fence() -> None:
+    """Keep what this thread wrote before from being seen after what it writes next."""
     if not _KEEPS_ORDER:
         with _fence_lock:
             pass
@@ -123,14 +124,14 @@ class SharedBarrier:
         if mine < 0:
             self._abort(member, -mine)
         mine += 1
-        _fence()
+        fence()
         rounds[member * _STEP] = mine
         try:
             self._wait_for_all(mine, timeout_s)
         except BaseException:
             rounds[member * _STEP] = -mine
             raise
-        _fence()
+        fence()
         return mine
 
     def _wait_for_all(self, number: int, timeout_s: float) -> None:

@@ -17,6 +17,7 @@ _SIGKILL = 9
 _STATE = 0
 _START = 22 - 3
 _DEAD = ("Z", "X", "x")
+_STOPPED = ("T", "t")
 
 
 class ProcessIdentity(NamedTuple):
@@ -66,6 +67,11 @@ class ProcessIdentity(NamedTuple):
             and fields[_STATE] not in _DEAD
             and int(fields[_START]) == self.start_ticks
         )
+
+    def stopped(self) -> bool:
+        """Tell whether the process is halted, by SIGSTOP or a debugger."""
+        fields = _stat_fields(self.pid)
+        return fields is not None and fields[_STATE] in _STOPPED
 
 
 def _stat_fields(pid: int) -> list[str] | None:

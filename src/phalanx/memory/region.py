@@ -122,6 +122,25 @@ class Region:
             raise
         return cls(fd, size, label)
 
+    @classmethod
+    def borrow(
+        cls, pid: int, fd: int, nbytes: int | None = None, *, label: str = "region"
+    ) -> Region:
+        """Map the region that another process of this user holds as its descriptor ``fd``.
+
+        Raises:
+            PeerLost: There is no such process or descriptor, or the kernel does not show it.
+            ConfigError: It is no file of ours, or smaller than ``nbytes``.
+        """
+        try:
+            ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as exc:
+            raise PeerLost(
+                f"Process {pid} must hold region {label!r}, but its descriptor cannot be opened "
+                f"({exc.strerror}). Both must be processes of one user that see each other."
+            ) from exc
+        return cls.attach(ours, nbytes, label=label)
+
     @property
     def fd(self) -> int:
         """The region's file descriptor, which stays the region's."""

@@ -1,0 +1,75 @@
+"""``phalanx launch``: run a script as the ranks of a job."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.console import make_console
+from phalanx.errors import ConfigError
+from phalanx.world import Job, RankFailed, available_cores, launch_script
+
+__all__ = ["launch"]
+
+
+def launch(
+    script: Annotated[Path, typer.Argument(help="A Python file.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--ranks", min=1, help="Ranks on this host.", show_default="one a core"),
+    ] = None,
+    nnodes: Annotated[str, typer.Option(help="Hosts: a number, or FEWEST:MOST.")] = "1",
+    endpoint: Annotated[
+        str, typer.Option(help="HOST:PORT where several hosts meet, the same on all.")
+    ] = "",
+    run_id: Annotated[
+        str, typer.Option(help="What the hosts of one job have in common.")
+    ] = "phalanx",
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Start all ranks again, so often, after one has failed.")
+    ] = 0,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Keep each rank's output in files there, too.")
+    ] = None,
+) -> None:
+    """Run a script in several ranks, as torchrun does, with defaults for CPUs.
+
+    `init_process_group()` without a backend takes `phalanx` for the CPU; each rank has the cores
+    divided by the ranks as threads, unless OMP_NUM_THREADS says otherwise. Of several failures the
+    first cause is told last, and its exit code is the command's.
+    """
+    console = make_console(stderr=True)
+    job = Job(
+        ranks=available_cores() if ranks is None else ranks,
+        nodes=parse_nodes(nnodes),
+        endpoint=endpoint,
+        run_id=run_id,
+        max_restarts=max_restarts,
+        log_dir=log_dir,
+        colour=console.is_terminal and not console.no_color,
+    )
+    # Its warnings repeat, before the end and for each rank, what is said once at the end.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        launch_script(script, args or [], job)
+    except RankFailed as exc:
+        console.print(str(exc), style="bold red")
+        raise typer.Exit(exc.exit_code) from None
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Read ``2`` or ``1:4``.
+
+    Example:
+        >>> parse_nodes("2"), parse_nodes("1:4")
+        ((2, 2), (1, 4))
+    """
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if found is None:
+        raise ConfigError(f"`--nnodes` must be a number or FEWEST:MOST, but is {text!r}.")
+    return int(found[1]), int(found[2] or found[1])

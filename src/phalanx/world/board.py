@@ -1,0 +1,134 @@
+"""What the ranks of a group let each other know: one page per rank, written by that rank alone.
+
+    page of rank r │ mark │ state │ cause │ ...      how far it is, and whether it still takes part
+                   │ pid │ start │ ...               who it is
+                   │ signatures of its last operations, a ring of four
+                   │ descriptors of its channels, one per receiver
+
+A *mark* is a number that only grows. Whoever needs something of another waits until the other's
+mark has reached the number at which that thing is there. Python stores eight aligned bytes at once
+and nobody writes another's page, so nothing has to be atomic beyond that.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from phalanx.memory import ProcessIdentity, Region, fence
+
+__all__ = ["GAVE_UP", "HERE", "LEFT", "LOST", "Board", "Signature"]
+
+HERE, LEFT, LOST, GAVE_UP = range(4)
+"""States of a rank: taking part; gone in good order; stopped because a rank was lost, or not."""
+
+_MARK, _STATE, _CAUSE, _PID, _START = 0, 1, 2, 8, 9
+_SIGNATURES, _RING, _CHANNELS = 16, 4, 32
+_PAGE_ALIGN = 8
+
+
+class Signature(NamedTuple):
+    """What an operation is, in numbers that must be equal on all ranks.
+
+    Attributes:
+        number: The how-manieth of the group it is, from 1.
+        what: Its kind, dtype, reduction and root, packed by :mod:`phalanx.world.signature`.
+        num_elements: How many.
+    """
+
+    number: int
+    what: int
+    num_elements: int
+
+
+class Board:
+    """The pages of ``size`` ranks in a region of zeros, seen by ``rank``."""
+
+    def __init__(self, region: Region, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._step = self.words_per_page(size)
+        self._words = region.buffer[: self.needed_bytes(size)].cast("q")
+        self._mine = rank * self._step
+        self.others = [other for other in range(size) if other != rank]
+        # Pairs of rank and place: what the waits look at, thousands of times a second.
+        self.marks = self._words
+        self.places = [(other, other * self._step) for other in self.others]
+        me = ProcessIdentity.current()
+        self._words[self._mine + _START] = me.start_ticks
+        self._words[self._mine + _PID] = me.pid
+
+    @staticmethod
+    def words_per_page(size: int) -> int:
+        """Return how many words of eight bytes a rank has."""
+        return _CHANNELS + -(-size // _PAGE_ALIGN) * _PAGE_ALIGN
+
+    @classmethod
+    def needed_bytes(cls, size: int) -> int:
+        """Return how many bytes of a region the pages take, a multiple of 64."""
+        return 8 * size * cls.words_per_page(size)
+
+    def post(self, mark: int) -> None:
+        """Say that what belongs to ``mark`` is there; all that was written before is seen then."""
+        fence()
+        self._words[self._mine + _MARK] = mark
+
+    def mark_of(self, rank: int) -> int:
+        """Return how far ``rank`` is."""
+        return self._words[rank * self._step + _MARK]
+
+    # --- operations -------------------------------------------------------------------------------
+
+    def sign(self, signature: Signature) -> None:
+        """Say which operation this rank is in, before it posts anything of it."""
+        at = self._mine + _SIGNATURES + _RING * (signature.number % _RING)
+        self._words[at + 1] = signature.what
+        self._words[at + 2] = signature.num_elements
+        self._words[at] = signature.number
+
+    def signature_of(self, rank: int, number: int) -> Signature:
+        """Return what ``rank`` said of its ``number``-th operation."""
+        at = rank * self._step + _SIGNATURES + _RING * (number % _RING)
+        return Signature(*self._words[at : at + 3].tolist())
+
+    def latest_of(self, rank: int) -> Signature:
+        """Return the last operation that ``rank`` began; its number is 0 if there was none."""
+        return max(self.signature_of(rank, number) for number in range(_RING))
+
+    # --- who takes part ---------------------------------------------------------------------------
+
+    def stop(self, state: int, cause: int) -> None:
+        """Say that this rank takes part no more, because of rank ``cause``; the first holds."""
+        if self._words[self._mine + _STATE] == HERE:
+            self._words[self._mine + _CAUSE] = cause
+            self._words[self._mine + _STATE] = state
+
+    def state_of(self, rank: int) -> tuple[int, int]:
+        """Return the state of ``rank`` and the rank that caused it."""
+        at = rank * self._step
+        return self._words[at + _STATE], self._words[at + _CAUSE]
+
+    def identity_of(self, rank: int) -> ProcessIdentity | None:
+        """Return which process ``rank`` is; None before it has come."""
+        at = rank * self._step
+        pid, start = self._words[at + _PID], self._words[at + _START]
+        return ProcessIdentity(pid, start) if pid else None
+
+    def alive(self, rank: int) -> bool:
+        """Tell whether the process of ``rank`` runs, or has not come yet."""
+        identity = self.identity_of(rank)
+        return identity is None or identity.alive()
+
+    # --- channels ---------------------------------------------------------------------------------
+
+    def offer_channel(self, receiver: int, fd: int) -> None:
+        """Let ``receiver`` know the descriptor of the channel from this rank to it."""
+        self._words[self._mine + _CHANNELS + receiver] = fd + 1
+
+    def channel_of(self, sender: int) -> int | None:
+        """Return the descriptor, in the sender's process, of its channel to this rank."""
+        fd = self._words[sender * self._step + _CHANNELS + self.rank]
+        return fd - 1 if fd else None
+
+    def close(self) -> None:
+        """Let go of the region's memory."""
+        self._words.release()

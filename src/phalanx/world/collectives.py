@@ -1,0 +1,289 @@
+"""The collective operations, as steps over an arena. Every rank calls them in the same order.
+
+Tensors are flat and contiguous. What only moves is taken as bytes, so every dtype can travel.
+
+    all_reduce, one piece, three ranks; each cuts it in three and reduces one part:
+
+        rank 0   publishes  · B C    reduces A := a0 + a1 + a2    takes  · B C
+        rank 1   publishes  A · C    reduces B                    takes  A · C
+        rank 2   publishes  A B ·    reduces C                    takes  A B ·
+
+Small tensors are published whole and reduced by everybody: one wait instead of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.plan import equal_sizes
+from phalanx.world.arena import Arena, Steps
+from phalanx.world.ops import Reduction
+from phalanx.world.signature import pack
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "as_bytes",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+_SMALL_BYTES = 16 << 10
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return the bytes of a flat contiguous tensor."""
+    return flat.view(torch.uint8)
+
+
+def _pieces(num_elements: int, per_piece: int) -> Iterator[slice]:
+    """Cut a range into pieces; nothing is one empty piece, so that every operation has one."""
+    for start in range(0, max(1, num_elements), per_piece):
+        yield slice(start, min(start + per_piece, num_elements))
+
+
+def barrier(arena: Arena) -> Steps:
+    """Wait until all ranks have come."""
+    arena.begin(pack("barrier", torch.uint8), 0)
+    yield from arena.begin_piece()
+    arena.publish()
+    yield from arena.published()
+    arena.end_piece()
+
+
+# --- reducing -------------------------------------------------------------------------------------
+
+
+def all_reduce(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
+    """Reduce ``flat`` over the ranks, in place and with the same bits on all of them."""
+    arena.begin(pack("all_reduce", flat.dtype, reduction=reduction.number), flat.numel())
+    if flat.numel() * flat.itemsize <= _SMALL_BYTES:
+        yield from _all_reduce_small(arena, flat, reduction)
+        return
+    for piece in _pieces(flat.numel(), arena.slot_bytes // flat.itemsize):
+        yield from _all_reduce_piece(arena, flat[piece], reduction)
+
+
+def _all_reduce_small(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
+    yield from arena.begin_piece()
+    sources = [slot[: flat.numel()] for slot in arena.slots(flat.dtype)]
+    sources[arena.rank].copy_(flat)
+    arena.publish()
+    yield from arena.published()
+    reduction(sources, flat)
+    arena.end_piece()
+
+
+def _all_reduce_piece(arena: Arena, part: Tensor, reduction: Reduction) -> Steps:
+    me = arena.rank
+    parts = part.split(equal_sizes(part.numel(), arena.size))
+    yield from arena.begin_piece()
+    slots = [slot[: part.numel()] for slot in arena.slots(part.dtype)]
+    own = slots[me]
+    start = sum(len(before) for before in parts[:me])
+    stop = start + len(parts[me])
+    own[:start].copy_(part[:start])
+    own[stop:].copy_(part[stop:])
+    arena.publish()
+    yield from arena.published()
+    sources = [slot[start:stop] for slot in slots]
+    sources[me] = parts[me]
+    reduction(sources, own[start:stop])
+    parts[me].copy_(own[start:stop])
+    arena.give_result()
+    yield from arena.results_given()
+    at = 0
+    for rank, theirs in enumerate(parts):
+        if rank != me:
+            theirs.copy_(slots[rank][at : at + len(theirs)])
+        at += len(theirs)
+    arena.end_piece()
+
+
+def reduce(arena: Arena, flat: Tensor, reduction: Reduction, root: int) -> Steps:
+    """Reduce ``flat`` over the ranks into that of ``root``; the others keep theirs."""
+    what = pack("reduce", flat.dtype, reduction=reduction.number, root=root)
+    arena.begin(what, flat.numel())
+    for piece in _pieces(flat.numel(), arena.slot_bytes // flat.itemsize):
+        part = flat[piece]
+        yield from arena.begin_piece()
+        sources = [slot[: part.numel()] for slot in arena.slots(flat.dtype)]
+        if arena.rank == root:
+            own = sources[root]
+            sources[root] = part
+            yield from arena.published()
+            reduction(sources, own)
+            part.copy_(own)
+        else:
+            sources[arena.rank].copy_(part)
+            arena.publish()
+        arena.end_piece()
+
+
+def reduce_scatter(
+    arena: Arena, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction
+) -> Steps:
+    """Reduce over the ranks what each holds for this one, into ``output``.
+
+    Args:
+        arena: The group's.
+        output: Of this rank, as long as its input.
+        inputs: One per rank, of any lengths, the same on all ranks.
+        reduction: How.
+    """
+    me, dtype = arena.rank, output.dtype
+    what = pack("reduce_scatter", dtype, reduction=reduction.number)
+    arena.begin(what, sum(len(part) for part in inputs))
+    per_rank = arena.slot_bytes // dtype.itemsize // arena.size
+    for piece in _pieces(max(len(part) for part in inputs), per_rank):
+        yield from arena.begin_piece()
+        slots = arena.slots(dtype)
+        own = slots[me]
+        for rank, part in enumerate(inputs):
+            if rank != me:
+                _put(own, rank * per_rank, part[piece])
+        arena.publish()
+        yield from arena.published()
+        mine = inputs[me][piece]
+        start = me * per_rank
+        sources = [slot[start : start + len(mine)] for slot in slots]
+        result = sources[me]
+        sources[me] = mine
+        reduction(sources, result)
+        output[piece].copy_(result)
+        arena.end_piece()
+
+
+# --- moving bytes ---------------------------------------------------------------------------------
+
+
+def _put(slot: Tensor, at: int, part: Tensor) -> None:
+    slot[at : at + len(part)].copy_(part)
+
+
+def broadcast(arena: Arena, flat: Tensor, root: int) -> Steps:
+    """Give every rank the bytes of ``root``."""
+    arena.begin(pack("broadcast", flat.dtype, root=root), flat.numel())
+    data = as_bytes(flat)
+    for piece in _pieces(len(data), arena.slot_bytes):
+        part = data[piece]
+        yield from arena.begin_piece()
+        slot = arena.slots(torch.uint8)[root][: len(part)]
+        if arena.rank == root:
+            slot.copy_(part)
+            arena.publish()
+        else:
+            yield from arena.published([root])
+            part.copy_(slot)
+        arena.end_piece()
+
+
+def all_gather(arena: Arena, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
+    """Give every rank the tensors of all, which may differ in length."""
+    arena.begin(pack("all_gather", flat.dtype), sum(len(output) for output in outputs))
+    data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
+    for piece in _pieces(max(len(result) for result in results), arena.slot_bytes):
+        part = data[piece]
+        yield from arena.begin_piece()
+        slots = arena.slots(torch.uint8)
+        _put(slots[arena.rank], 0, part)
+        arena.publish()
+        yield from arena.published()
+        for rank, result in enumerate(results):
+            into = result[piece]
+            into.copy_(part if rank == arena.rank else slots[rank][: len(into)])
+        arena.end_piece()
+
+
+def gather(arena: Arena, outputs: Sequence[Tensor], flat: Tensor, root: int) -> Steps:
+    """Give ``root`` the tensors of all, which have one length; others have no ``outputs``."""
+    arena.begin(pack("gather", flat.dtype, root=root), flat.numel())
+    data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
+    for piece in _pieces(len(data), arena.slot_bytes):
+        part = data[piece]
+        yield from arena.begin_piece()
+        slots = arena.slots(torch.uint8)
+        if arena.rank == root:
+            yield from arena.published()
+            for rank, result in enumerate(results):
+                result[piece].copy_(part if rank == root else slots[rank][: len(part)])
+        else:
+            _put(slots[arena.rank], 0, part)
+            arena.publish()
+        arena.end_piece()
+
+
+def scatter(arena: Arena, output: Tensor, inputs: Sequence[Tensor], root: int) -> Steps:
+    """Give each rank its tensor of ``root``'s; others have no ``inputs``."""
+    arena.begin(pack("scatter", output.dtype, root=root), output.numel())
+    result, parts = as_bytes(output), [as_bytes(part) for part in inputs]
+    per_rank = arena.slot_bytes // arena.size
+    for piece in _pieces(len(result), per_rank):
+        into = result[piece]
+        yield from arena.begin_piece()
+        slot = arena.slots(torch.uint8)[root]
+        if arena.rank == root:
+            for rank, part in enumerate(parts):
+                if rank != root:
+                    _put(slot, rank * per_rank, part[piece])
+            arena.publish()
+            into.copy_(parts[root][piece])
+        else:
+            yield from arena.published([root])
+            at = arena.rank * per_rank
+            into.copy_(slot[at : at + len(into)])
+        arena.end_piece()
+
+
+def all_to_all(arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
+    """Give each rank one tensor of every other; lengths may all differ.
+
+    Nobody knows the longest of the tensors at first, and so how many pieces there are: the lengths
+    go round before.
+
+    Raises:
+        ConfigError: Somebody sends more or less than the other takes; all ranks raise.
+    """
+    size, me, dtype = arena.size, arena.rank, outputs[0].dtype
+    arena.begin(pack("all_to_all", dtype), 0)
+    yield from arena.begin_piece()
+    lengths = arena.slots(torch.int64)
+    lengths[me][: 2 * size] = torch.tensor(
+        [len(part) for part in inputs] + [len(part) for part in outputs]
+    )
+    arena.publish()
+    yield from arena.published()
+    table = [slot[: 2 * size].tolist() for slot in lengths]
+    arena.end_piece()
+    for giver, taker in ((giver, taker) for giver in range(size) for taker in range(size)):
+        given, taken = table[giver][taker], table[taker][size + giver]
+        if given != taken:
+            raise ConfigError(
+                f"`output_split_sizes` must fit what the others send, but rank {giver} sends "
+                f"{given} elements to rank {taker}, which takes {taken}."
+            )
+    longest = max(max(row[:size]) for row in table) * dtype.itemsize
+    sent, got = [as_bytes(part) for part in inputs], [as_bytes(part) for part in outputs]
+    per_rank = arena.slot_bytes // size
+    for piece in _pieces(longest, per_rank):
+        yield from arena.begin_piece()
+        slots = arena.slots(torch.uint8)
+        for rank, part in enumerate(sent):
+            if rank != me:
+                _put(slots[me], rank * per_rank, part[piece])
+        arena.publish()
+        yield from arena.published()
+        for rank, result in enumerate(got):
+            into = result[piece]
+            at = me * per_rank
+            into.copy_(sent[me][piece] if rank == me else slots[rank][at : at + len(into)])
+        arena.end_piece()

@@ -1,0 +1,195 @@
+"""Who moves the operations of a group forward: whoever waits for one, or one thread for all groups.
+
+An operation stops wherever it would wait. It goes on when somebody looks again:
+
+    all_reduce(t)                 the caller looks until it is done
+    all_reduce(t, async_op=True)  the caller goes as far as it can at once; then the thread looks
+    work.wait()                   the caller looks, too
+
+Operations of one lane go one after the other; lanes are independent of each other. All collectives
+of a group share a lane, because they share its arena; messages have a lane per peer and tag.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+
+from phalanx.clock import now_s
+from phalanx.errors import ConfigError, GroupAborted
+from phalanx.memory import Waiting
+from phalanx.world.board import LEFT, Board
+from phalanx.world.mourning import cause_state, look, out_of_time
+from phalanx.world.pump import pump
+from phalanx.world.work import Task
+
+__all__ = ["COLLECTIVES", "Engine"]
+
+COLLECTIVES = "collectives"
+_LOOK_FOR_DEAD_S = 0.02
+_STUCK, _MOVED, _ENDED = range(3)
+
+
+class Engine:
+    """The operations of one group that have not ended.
+
+    Args:
+        board: The group's.
+        name: What the group is called in messages.
+    """
+
+    def __init__(self, board: Board, name: Callable[[], str]) -> None:
+        self._board = board
+        self._name = name
+        self._lock = threading.RLock()  # a step may run a signal's handler, which may wait again
+        self._lanes: dict[Hashable, deque[Task]] = {}
+        self._broken: BaseException | None = None
+        self._next_look_s = 0.0
+
+    def start(self, task: Task, lane: Hashable, *, wait: bool) -> None:
+        """Begin ``task``, and finish it if ``wait``; a failure is kept in it, except for the first.
+
+        Raises:
+            PhalanxError: The group has failed before.
+        """
+        with self._lock:
+            self._refuse_if_broken(task)
+            self._lanes.setdefault(lane, deque()).append(task)
+            self._advance()
+        if task.done:
+            return
+        if wait:
+            self.drive(task)
+        else:
+            pump.add(self)
+
+    def _refuse_if_broken(self, task: Task) -> None:
+        if self._broken is None and now_s() >= self._next_look_s:
+            self._next_look_s = now_s() + _LOOK_FOR_DEAD_S
+            gone = look(self._board, self._board.others, self._board.mark_of(self._board.rank) + 1)
+            if gone is not None:
+                self._break(gone, task)
+        if self._broken is not None:
+            task.end(self._broken)
+            task.raise_error()
+
+    def drive(self, task: Task, timeout_s: float | None = None) -> None:
+        """Look until ``task`` has ended."""
+        if timeout_s is not None:
+            task.deadline_s = min(task.deadline_s, now_s() + timeout_s)
+        waiting: Waiting | None = None
+        try:
+            while not task.done:
+                if self.advance():
+                    waiting = None
+                    continue
+                waiting = waiting or Waiting(task.timeout_s)
+                if waiting.rest():
+                    self.examine()
+        except BaseException as exc:
+            with self._lock:
+                self._break(self._interrupted(task, exc), task)
+            raise
+
+    def advance(self) -> bool:
+        """Move every operation that can go on; tell whether one could."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._advance()
+        finally:
+            self._lock.release()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._lanes
+
+    def _advance(self) -> bool:
+        moved = False
+        for lane, tasks in list(self._lanes.items()):
+            step = _ENDED
+            while tasks and step == _ENDED:
+                step = self._step(tasks[0])
+                moved |= step != _STUCK
+                if step == _ENDED and tasks:
+                    tasks.popleft()
+            if not tasks:
+                self._lanes.pop(lane, None)
+        return moved
+
+    def _step(self, task: Task) -> int:
+        if task.done:
+            return _ENDED
+        try:
+            need = next(task.steps)
+        except StopIteration:
+            task.end()
+        except ConfigError as exc:  # all ranks see it alike, or it concerns this message alone
+            task.end(exc)
+        except Exception as exc:
+            self._break(exc, task)
+        except BaseException as exc:
+            self._break(self._interrupted(task, exc), task)
+            raise
+        else:
+            before, task.need = task.need, need
+            return _STUCK if need == before else _MOVED
+        return _ENDED
+
+    def _interrupted(self, task: Task, by: BaseException) -> GroupAborted:
+        return GroupAborted(
+            f"Rank {self._board.rank} gave up {task.title} of group {self._name()!r} "
+            f"({type(by).__name__}). Destroy the group and make a new one.",
+            self._board.rank,
+        )
+
+    def examine(self) -> None:
+        """Fail what waits for somebody who is gone, or has waited for too long."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            now = now_s()
+            look_closely = now >= self._next_look_s
+            if look_closely:
+                self._next_look_s = now + _LOOK_FOR_DEAD_S
+            for tasks in list(self._lanes.values()):
+                if tasks and tasks[0].need is not None:
+                    self._examine(tasks[0], look_closely, now)
+        finally:
+            self._lock.release()
+
+    def _examine(self, task: Task, look_closely: bool, now: float) -> None:
+        if task.need is None or task.done:
+            return
+        ranks, mark = task.need
+        error = look(self._board, ranks, mark, task.title, closely=look_closely)
+        if error is None and now >= task.deadline_s:
+            error = out_of_time(self._board, ranks, mark, task.title, task.timeout_s)
+        if error is None:
+            return
+        if self._advance() and task.done:  # what it waited for came before its giver went
+            return
+        self._break(error, task)
+
+    def _break(self, error: BaseException, task: Task) -> None:
+        """Fail everything under way, now and from now on; the others learn of it."""
+        if self._broken is None:
+            self._broken = error
+            self._board.stop(*cause_state(error, self._board.rank))
+        lanes, self._lanes = self._lanes, {}
+        task.end(error)
+        for other in (other for tasks in lanes.values() for other in tasks if not other.done):
+            other.end(error)
+
+    def close(self) -> None:
+        """Leave the group; what is under way fails."""
+        pump.remove(self)
+        with self._lock:
+            if self._broken is None:
+                self._broken = GroupAborted(f"Group {self._name()!r} is destroyed.")
+                self._board.stop(LEFT, self._board.rank)
+            lanes, self._lanes = self._lanes, {}
+            for task in (task for tasks in lanes.values() for task in tasks):
+                task.end(self._broken)

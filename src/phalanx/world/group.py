@@ -1,0 +1,472 @@
+"""The process group that ``torch.distributed`` sees: its calls, as steps for the engine.
+
+torch's own code calls it in two ways: from Python, by every name below, and from C++ (DDP's
+reducer, the functional collectives), by the names that its trampolines look up.
+"""
+
+# torch's stubs know overloads of each call by type; ours tell the forms apart when called. And
+# they do not know the constructor for groups written in Python.
+# mypy: disable-error-code="override, assignment, call-arg"
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.world import collectives as steps_of
+from phalanx.world.arena import Arena, Steps
+from phalanx.world.engine import COLLECTIVES, Engine
+from phalanx.world.mail import Mail
+from phalanx.world.ops import reduction_of
+from phalanx.world.tensors import Flat, flat_of
+from phalanx.world.work import SharedWork, Task
+
+__all__ = ["NAME", "SharedGroup"]
+
+NAME = "phalanx"
+
+
+# Any, below: options are torch's own classes, which have no common base and no types.
+class SharedGroup(dist.ProcessGroup):
+    """Ranks of one host that talk through memory; made by ``init_process_group("phalanx")``.
+
+    Args:
+        arena: The memory.
+        store: Where the ranks have met.
+        timeout_s: How long an operation may take, where the call does not say.
+    """
+
+    def __init__(self, arena: Arena, store: Store, timeout_s: float) -> None:
+        super().__init__(arena.rank, arena.size)
+        self._arena = arena
+        self._store = store
+        self._timeout_s = timeout_s
+        self._mail = Mail(arena.board)
+        self._group_name = "default"
+        self._group_desc = "undefined"
+        self._engine = Engine(arena.board, self.getGroupName)
+        self._closed = False
+
+    def _run(
+        self, kind: str, steps: Steps, result: Any, opts: Any = None, lane: Hashable = COLLECTIVES
+    ) -> SharedWork:
+        timeout = getattr(opts, "timeout", None)
+        timeout_s = self._timeout_s
+        if timeout is not None and timeout > datetime.timedelta(0):
+            timeout_s = timeout.total_seconds()
+        task = Task(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
+        self._engine.start(task, lane, wait=not getattr(opts, "asyncOp", True))
+        return SharedWork(task, self._engine.drive)
+
+    # --- reducing ---------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SharedWork:
+        """Reduce over all ranks, in place."""
+        opts = _options(dist.AllreduceOptions, opts, timeout)
+        return self._all_reduce(_listed(tensors), opts)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
+        """Reduce several tensors over all ranks, in place."""
+        return self._all_reduce(tensors, _options(dist.AllreduceCoalescedOptions, opts))
+
+    def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:
+        flats = [flat_of(tensor, "tensor") for tensor in tensors]
+        reductions = [reduction_of(opts.reduceOp, flat.data.dtype) for flat in flats]
+
+        def steps() -> Steps:
+            for flat, reduction in zip(flats, reductions, strict=True):
+                yield from steps_of.all_reduce(self._arena, flat.data, reduction)
+                flat.write_back()
+
+        return self._run("all_reduce", steps(), list(tensors), opts)
+
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
+    ) -> SharedWork:
+        """Reduce over all ranks into the root's tensor."""
+        opts = _options(dist.ReduceOptions, opts, timeout, op)
+        flat = flat_of(_only(_listed(tensors)), "tensor")
+        reduction = reduction_of(opts.reduceOp, flat.data.dtype)
+
+        def steps() -> Steps:
+            yield from steps_of.reduce(self._arena, flat.data, reduction, opts.rootRank)
+            flat.write_back()
+
+        return self._run("reduce", steps(), [flat.tensor], opts)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> SharedWork:
+        """Reduce over all ranks what each holds for this one."""
+        opts = _options(dist.ReduceScatterOptions, opts)
+        output, parts = _only(outputs), _only(inputs)
+        self._check_count(parts, "input_list")
+        return self._reduce_scatter([(output, list(parts))], opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
+        """Reduce over all ranks, and keep this rank's part of the result."""
+        opts = _options(dist.ReduceScatterOptions, opts)
+        return self._reduce_scatter([(output, self._cut(input, output))], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> SharedWork:
+        """Do what :meth:`reduce_scatter_single` does, with several tensors."""
+        opts = _options(dist.ReduceScatterOptions, opts)
+        pairs = zip(outputs, inputs, strict=True)
+        return self._reduce_scatter([(o, self._cut(i, o)) for o, i in pairs], opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, pairs: list[tuple[Tensor, list[Tensor]]], opts: Any) -> SharedWork:
+        jobs = [
+            (
+                flat_of(output, "output"),
+                [flat_of(part, "input").data for part in parts],
+                reduction_of(opts.reduceOp, output.dtype),
+            )
+            for output, parts in pairs
+        ]
+        for output, parts, _ in jobs:
+            _check_fit(output.data, parts[self._arena.rank], "output", "this rank's input")
+
+        def steps() -> Steps:
+            for output, parts, reduction in jobs:
+                yield from steps_of.reduce_scatter(self._arena, output.data, parts, reduction)
+                output.write_back()
+
+        return self._run("reduce_scatter", steps(), [output for output, _ in pairs], opts)
+
+    # --- moving -----------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SharedWork:
+        """Give every rank the root's tensor."""
+        opts = _options(dist.BroadcastOptions, opts, timeout)
+        flat = flat_of(_only(_listed(tensors)), "tensor")
+
+        def steps() -> Steps:
+            yield from steps_of.broadcast(self._arena, flat.data, opts.rootRank)
+            if self._arena.rank != opts.rootRank:
+                flat.write_back()
+
+        return self._run("broadcast", steps(), [flat.tensor], opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
+        """Give every rank the tensors of all, as a list."""
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        self._check_count(_only(outputs), "tensor_list")
+        return self._all_gather([(list(_only(outputs)), _only(inputs))], outputs, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
+        """Give every rank the tensors of all, one after the other in one."""
+        return self._all_gather([(self._cut_flat(output, input), input)], [output], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> SharedWork:
+        """Do what :meth:`all_gather_single` does, with several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._all_gather([(self._cut_flat(o, i), i) for o, i in pairs], list(outputs), opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> SharedWork:
+        """Do what :meth:`allgather` does, with several tensors."""
+        pairs = [
+            ([of_rank[place] for of_rank in output_lists], one) for place, one in enumerate(inputs)
+        ]
+        return self._all_gather(pairs, output_lists, opts)
+
+    def _all_gather(
+        self, pairs: list[tuple[list[Tensor], Tensor]], result: Any, opts: Any
+    ) -> SharedWork:
+        jobs = []
+        for outputs, given in pairs:
+            flats = [flat_of(output, "output") for output in outputs]
+            flat = flat_of(given, "input")
+            _check_fit(flats[self._arena.rank].data, flat.data, "output", "this rank's input")
+            jobs.append((flats, flat))
+
+        def steps() -> Steps:
+            for flats, flat in jobs:
+                yield from steps_of.all_gather(self._arena, [one.data for one in flats], flat.data)
+                for one in flats:
+                    one.write_back()
+
+        return self._run("all_gather", steps(), result, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
+        """Give the root the tensors of all, as a list."""
+        opts = _options(dist.GatherOptions, opts)
+        flat = flat_of(_only(_listed(inputs)), "tensor")
+        wanted = list(_only(outputs)) if self._arena.rank == opts.rootRank else []
+        flats = [flat_of(output, "gather_list") for output in wanted]
+        if wanted:
+            self._check_count(wanted, "gather_list")
+        for one in flats:
+            _check_fit(one.data, flat.data, "gather_list", "`tensor`")
+
+        def steps() -> Steps:
+            data = [one.data for one in flats]
+            yield from steps_of.gather(self._arena, data, flat.data, opts.rootRank)
+            for one in flats:
+                one.write_back()
+
+        return self._run("gather", steps(), outputs, opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
+        """Give each rank its tensor of the root's list."""
+        opts = _options(dist.ScatterOptions, opts)
+        flat = flat_of(_only(_listed(outputs)), "tensor")
+        given = list(_only(inputs)) if self._arena.rank == opts.rootRank else []
+        parts = [flat_of(part, "scatter_list").data for part in given]
+        if given:
+            self._check_count(given, "scatter_list")
+        for part in parts:
+            _check_fit(part, flat.data, "scatter_list", "`tensor`")
+
+        def steps() -> Steps:
+            yield from steps_of.scatter(self._arena, flat.data, parts, opts.rootRank)
+            flat.write_back()
+
+        return self._run("scatter", steps(), [flat.tensor], opts)
+
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> SharedWork:
+        """Give each rank one tensor of every other."""
+        self._check_count(outputs, "output_tensor_list")
+        self._check_count(inputs, "input_tensor_list")
+        taken = [flat_of(output, "output_tensor_list") for output in outputs]
+        given = [flat_of(part, "input_tensor_list").data for part in inputs]
+        return self._all_to_all(taken, [one.data for one in taken], given, list(outputs), opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> SharedWork:
+        """Give each rank a range of rows of every other."""
+        taken, given = flat_of(output, "output"), flat_of(input, "input")
+        into = self._rows(output, taken.data, output_split_sizes, "output_split_sizes")
+        parts = self._rows(input, given.data, input_split_sizes, "input_split_sizes")
+        return self._all_to_all([taken], into, parts, [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    def _all_to_all(
+        self,
+        flats: Sequence[Flat],
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        result: list[Tensor],
+        opts: Any,
+    ) -> SharedWork:
+        def steps() -> Steps:
+            yield from steps_of.all_to_all(self._arena, outputs, inputs)
+            for one in flats:
+                one.write_back()
+
+        return self._run("all_to_all", steps(), result, opts)
+
+    # --- meeting ----------------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> SharedWork:
+        """Wait until all ranks have come."""
+        opts = _options(dist.BarrierOptions, opts, timeout)
+        return self._run("barrier", steps_of.barrier(self._arena), [], opts)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have come; all who are late are named, whatever is asked."""
+        del wait_all_ranks
+        opts = _options(dist.BarrierOptions, None, timeout)
+        opts.asyncOp = False
+        self.barrier(opts).wait()
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> SharedWork:
+        """Send to one rank."""
+        data = steps_of.as_bytes(flat_of(_only(tensors), "tensor").data)
+        steps = self._mail.send(data, receiver, tag)
+        return self._run(f"send to rank {receiver}", steps, tensors, lane=("to", receiver))
+
+    def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> SharedWork:
+        """Receive from one rank."""
+        flat = flat_of(_only(tensors), "tensor")
+
+        def steps() -> Steps:
+            yield from self._mail.receive(steps_of.as_bytes(flat.data), sender, tag)
+            flat.write_back()
+
+        work = self._run(f"recv from rank {sender}", steps(), tensors, lane=("from", sender, tag))
+        work.sources.append(sender)
+        return work
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> SharedWork:
+        """Receive from whoever sends first."""
+        flat = flat_of(_only(tensors), "tensor")
+        found: list[int] = []
+
+        def steps() -> Steps:
+            yield from self._mail.receive_any(steps_of.as_bytes(flat.data), tag, found)
+            flat.write_back()
+
+        work = self._run("recv from any rank", steps(), tensors, lane=("from any", tag))
+        work.sources = found
+        return work
+
+    # --- what torch asks --------------------------------------------------------------------------
+
+    def size(self) -> int:
+        """Return how many ranks there are."""
+        return self._arena.size
+
+    def rank(self) -> int:
+        """Return which of them this is."""
+        return self._arena.rank
+
+    def get_group_store(self) -> Store:
+        """Return where the ranks have met."""
+        return self._store
+
+    def getBackendName(self) -> str:
+        """Return ``phalanx``."""
+        return NAME
+
+    def getGroupName(self) -> str:
+        """Return the group's name."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Take a name."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        """Return what the group is for."""
+        return self._group_desc
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take a description."""
+        self._group_desc = description
+
+    def setTimeout(self, timeout: datetime.timedelta) -> None:
+        """Let operations take so long from now on."""
+        self._timeout_s = timeout.total_seconds()
+
+    set_timeout = setTimeout
+
+    def shutdown(self) -> None:
+        """Leave the group; what is under way fails, and the others learn of it."""
+        if not self._closed:
+            self._closed = True
+            self._engine.close()
+            self._mail.close()
+            self._arena.close()
+
+    abort = shutdown
+
+    def __repr__(self) -> str:
+        return f"SharedGroup({self._group_name!r}, rank {self.rank()} of {self.size()})"
+
+    # --- arguments --------------------------------------------------------------------------------
+
+    def _check_count(self, tensors: Sequence[Tensor], name: str) -> None:
+        if len(tensors) != self._arena.size:
+            raise ConfigError(
+                f"`{name}` must hold one tensor per rank ({self._arena.size}), but holds "
+                f"{len(tensors)}."
+            )
+
+    def _cut(self, whole: Tensor, part: Tensor) -> list[Tensor]:
+        size = self._arena.size
+        if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+            raise ConfigError(
+                f"`input` must hold {size} times the elements of `output` ({part.numel()} × "
+                f"{part.dtype}), but holds {whole.numel()} × {whole.dtype}."
+            )
+        return list(whole.reshape(size, -1).unbind()) if part.numel() else [whole] * size
+
+    def _cut_flat(self, whole: Tensor, part: Tensor) -> list[Tensor]:
+        size = self._arena.size
+        if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+            raise ConfigError(
+                f"`output` must hold {size} times the elements of `input` ({part.numel()} × "
+                f"{part.dtype}), but holds {whole.numel()} × {whole.dtype}."
+            )
+        if not whole.is_contiguous():
+            raise ConfigError("`output` must be contiguous, but is not. Give `.contiguous()`.")
+        return list(whole.view(size, -1).unbind()) if part.numel() else [whole] * size
+
+    def _rows(self, tensor: Tensor, flat: Tensor, sizes: Sequence[int], name: str) -> list[Tensor]:
+        num_rows = tensor.shape[0] if tensor.dim() else 1
+        size = self._arena.size
+        if not sizes:
+            if num_rows % size:
+                raise ConfigError(
+                    f"`{name}` must be given where {num_rows} rows cannot be cut in {size} equal "
+                    "parts, but is not."
+                )
+            sizes = [num_rows // size] * size
+        if len(sizes) != size or sum(sizes) != num_rows or min(sizes) < 0:
+            raise ConfigError(
+                f"`{name}` must hold {size} numbers of rows, {num_rows} in all, but is "
+                f"{list(sizes)}."
+            )
+        per_row = tensor.numel() // num_rows if num_rows else 0
+        return list(flat.split([count * per_row for count in sizes]))
+
+
+def _listed(tensors: Any) -> Sequence[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _only(tensors: Sequence[Any]) -> Any:
+    if len(tensors) != 1:
+        raise UnsupportedError(
+            f"A call must concern one tensor per rank, but concerns {len(tensors)}. Call once for "
+            "each."
+        )
+    return tensors[0]
+
+
+def _check_fit(one: Tensor, other: Tensor, name: str, of: str) -> None:
+    if one.numel() != other.numel() or one.dtype != other.dtype:
+        raise ConfigError(
+            f"`{name}` must hold as many elements as {of} ({other.numel()} × {other.dtype}), but "
+            f"holds {one.numel()} × {one.dtype}."
+        )
+
+
+def _options(
+    kind: Callable[[], Any], given: Any, timeout: datetime.timedelta | None = None, op: Any = None
+) -> Any:
+    """Return torch's options, made of what the shorter forms of a call give in their place."""
+    if isinstance(given, kind):  # type: ignore[arg-type]
+        return given
+    options = kind()
+    if isinstance(given, int):
+        options.rootRank = given
+    elif given is not None:
+        options.reduceOp = given
+    if op is not None:
+        options.reduceOp = op
+    if timeout is not None:
+        options.timeout = timeout
+    return options

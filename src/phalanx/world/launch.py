@@ -1,0 +1,258 @@
+"""Start the ranks of a job: torch's own launcher, with defaults for training on CPUs.
+
+    phalanx launch / launch(fn, n)
+        │  torch.distributed.launcher: agent, rendezvous, restarts, logs
+        ├─ rank 0 ─┐
+        ├─ rank 1 ─┤ env: RANK, WORLD_SIZE, MASTER_ADDR, …; OMP_NUM_THREADS = cores // ranks
+        └─ rank 2 ─┘
+
+Every attempt gets a store of its own. torch's agent would lend its store to all of them, and then a
+restarted rank finds the addresses of its predecessor's peers there and knocks at closed doors.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from phalanx.errors import ConfigError, PeerError
+from phalanx.plan import check_function, read_count
+from phalanx.world.rank_start import prefer_phalanx, record_failures
+
+__all__ = ["Job", "RankFailed", "available_cores", "first_failure", "launch", "launch_script"]
+
+_LAST_WORDS_LINES = 12
+_SIGTERM = 15  # what the launcher ends the others with
+
+
+class RankFailed(PeerError):
+    """A rank of a job ended with an error or was killed, and no attempts were left.
+
+    Args:
+        message: Which rank, how, and its last words.
+        rank: The first that failed.
+        exit_code: The job's: the rank's own, or 128 + the signal that killed it.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, exit_code: int = 1) -> None:
+        super().__init__(message, rank)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """How many ranks, where, and how often they are tried.
+
+    Args:
+        ranks: Processes on this host, at least 1.
+        nodes: The fewest and the most hosts.
+        endpoint: ``host:port`` where the hosts meet; empty for one host alone.
+        run_id: What the hosts of one job have in common; drawn where there is one host.
+        max_restarts: How often all ranks are started again after one has failed.
+        log_dir: Where each rank's output is kept; None for nowhere.
+        colour: Whether the line prefixes bear colours.
+    """
+
+    ranks: int
+    nodes: tuple[int, int] = (1, 1)
+    endpoint: str = ""
+    run_id: str = "phalanx"
+    max_restarts: int = 0
+    log_dir: Path | None = None
+    colour: bool = False
+
+    def __post_init__(self) -> None:
+        read_count("ranks", self.ranks, 1, "rank")
+        read_count("max_restarts", self.max_restarts, 0)
+        fewest, most = self.nodes
+        if not 1 <= fewest <= most:
+            raise ConfigError(
+                f"`nodes` must be at least 1 host, the fewest before the most, but is {self.nodes}."
+            )
+        if most > 1 and not self.endpoint:
+            raise ConfigError(
+                f"`endpoint` must say where {most} hosts meet, but is empty. Give `host:port` of "
+                "one of them, the same on all."
+            )
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def launch(
+    function: Callable[..., Any],
+    n: int | None = None,
+    *,
+    args: Sequence[object] = (),
+    max_restarts: int = 0,
+) -> list[Any]:
+    """Run ``function(*args)`` in ``n`` processes of this host, as ranks of one job.
+
+    Each rank finds the usual variables (``RANK``, ``WORLD_SIZE``, …), so that
+    ``torch.distributed.init_process_group("phalanx")`` works there without arguments; without a
+    name it takes ``phalanx`` too where there is no CUDA device. Each has ``cores // n`` threads,
+    unless ``OMP_NUM_THREADS`` says otherwise.
+
+    Args:
+        function: In a script, importable, and the call under ``if __name__ == "__main__":``. One
+            that was typed at a prompt or in a notebook is run in forks of this process.
+        n: How many; by default one per core.
+        args: Its arguments, which are pickled.
+        max_restarts: How often all are started again after one has failed.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        ConfigError: ``function`` cannot be called, or a number makes no sense.
+        RankFailed: A rank failed; ``.rank`` names the first, its traceback is in the message.
+
+    Blocks: Until all ranks have ended. None outlives the call.
+    """
+    check_function("function", function)
+    job = Job(ranks=available_cores() if n is None else n, max_restarts=max_restarts)
+    typed = function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+    with _logs(job) as logs, _environment(job):
+        config = _config(job, logs, start_method="fork" if typed else "spawn")
+        try:
+            values = elastic_launch(config, _run_function)(function, tuple(args))
+        except ChildFailedError as exc:
+            raise _describe(exc.failures) from None
+    return [values[rank] for rank in range(job.ranks)]
+
+
+def _run_function(function: Callable[..., Any], args: tuple[object, ...]) -> Any:
+    prefer_phalanx()
+    values: list[Any] = []
+    record_failures(lambda: values.append(function(*args)))
+    return values[0]
+
+
+def launch_script(script: Path, args: Sequence[str], job: Job) -> None:
+    """Run a Python script in every rank of ``job``; output lines come with the rank before them.
+
+    Raises:
+        ConfigError: There is no such script.
+        RankFailed: A rank failed, and no attempts were left.
+
+    Blocks: Until all ranks have ended.
+    """
+    if not script.is_file():
+        raise ConfigError(f"`script` must be a Python file, but is {str(script)!r}.")
+    command = ["-u", "-m", "phalanx.world.rank_start", str(script), *args]
+    with _logs(job) as logs, _environment(job):
+        prefix = "\x1b[9${local_rank}m[rank ${rank}]\x1b[0m " if job.colour else "[rank ${rank}] "
+        config = _config(job, logs, tee=Std.ALL, log_line_prefix_template=prefix)
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as exc:
+            raise _describe(exc.failures) from None
+
+
+def _config(job: Job, logs: Path, *, tee: Std = Std.NONE, **more: Any) -> LaunchConfig:
+    alone = job.nodes == (1, 1) and not job.endpoint
+    return LaunchConfig(
+        min_nodes=job.nodes[0],
+        max_nodes=job.nodes[1],
+        nproc_per_node=job.ranks,
+        run_id=job.run_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0" if alone else job.endpoint,
+        local_addr="localhost" if alone else None,
+        max_restarts=job.max_restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), tee=tee),
+        **more,
+    )
+
+
+@contextmanager
+def _logs(job: Job) -> Iterator[Path]:
+    if job.log_dir is not None:
+        yield job.log_dir
+        return
+    folder = Path(tempfile.mkdtemp(prefix="phalanx-launch-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _environment(job: Job) -> Iterator[None]:
+    """Set what the launcher and the ranks read, for as long as the job runs."""
+    threads = str(max(1, available_cores() // job.ranks))
+    wanted = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a store per attempt, see above
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    with ExitStack() as stack:
+        os.environ.update(wanted)
+        stack.callback(_put_back, before)
+        yield
+
+
+def _put_back(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+# --- who was first --------------------------------------------------------------------------------
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> int:
+    """Return the rank whose failure came first and was nobody else's echo.
+
+    A rank that was killed leaves no note, and others fail because it is gone: so who was killed
+    comes before all who wrote down when they failed, and who says that a peer is gone comes last.
+    """
+
+    def order(rank: int) -> tuple[int, float, int]:
+        failure = failures[rank]
+        told = _told(failure)
+        if told is None:
+            killed_by_launcher = failure.exitcode == -_SIGTERM
+            return (3 if killed_by_launcher else 0), 0.0, rank
+        return (2 if told.get("echo") else 1), float(told.get("at_s", 0.0)), rank
+
+    return min(failures, key=order)
+
+
+# Any: JSON of a rank's own.
+def _told(failure: ProcessFailure) -> dict[str, Any] | None:
+    message = failure.error_file_data.get("message")
+    return message.get("extraInfo") if isinstance(message, dict) else None
+
+
+def _describe(failures: Mapping[int, ProcessFailure]) -> RankFailed:
+    rank = first_failure(failures)
+    failure = failures[rank]
+    code = failure.exitcode
+    if code < 0:
+        how, code = f"was killed by {failure.signal_name()}", 128 - code
+    else:
+        how = f"ended with exit code {code}"
+    others = len(failures) - 1
+    also = f" {others} more failed after it." if others else ""
+    told = _told(failure)
+    text = f"Rank {rank} (process {failure.pid}) must end well, but {how}.{also}"
+    if told is not None and told.get("py_callstack"):
+        lines = str(told["py_callstack"]).rstrip().splitlines()
+        text += "\n" + "\n".join(lines[-_LAST_WORDS_LINES:])
+    return RankFailed(text, rank, code or 1)

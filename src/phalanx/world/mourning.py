@@ -1,0 +1,94 @@
+"""Who is gone, who is late, and what the others are told about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
+from phalanx.world.board import GAVE_UP, HERE, LEFT, LOST, Board
+from phalanx.world.signature import describe
+
+__all__ = ["cause_state", "look", "out_of_time"]
+
+
+def look(
+    board: Board, ranks: Sequence[int], mark: int, title: str = "", *, closely: bool = True
+) -> PeerError | None:
+    """Return why a wait for ``ranks`` to reach ``mark`` cannot end well, or None.
+
+    Args:
+        board: The group's.
+        ranks: Who is waited for.
+        mark: What they must reach; who has reached it may be gone.
+        title: The operation that waits.
+        closely: Whether to ask the kernel who lives; else only what the ranks say themselves.
+    """
+    missing = [rank for rank in ranks if _is_missing(board, rank, mark)]
+    during = f" during {title}" if title else ""
+    if closely:
+        for rank in missing:
+            state, _ = board.state_of(rank)
+            if state == HERE and not board.alive(rank) and _is_missing(board, rank, mark):
+                return PeerLost(
+                    f"Rank {rank} of {board.size} must be alive, but its process is gone{during}; "
+                    f"the last that it began is {describe(board.latest_of(rank))}. "
+                    "Destroy the group and make a new one.",
+                    rank,
+                )
+    for rank in missing:
+        state, cause = board.state_of(rank)
+        if state == LOST:
+            return PeerLost(
+                f"Rank {cause} of {board.size} must be alive, but rank {rank} has found it gone"
+                f"{during}. Destroy the group and make a new one.",
+                cause,
+            )
+        if state == LEFT and _is_missing(board, rank, mark):
+            return PeerLost(
+                f"Rank {rank} of {board.size} must take part, but has destroyed its group{during}; "
+                f"the last that it began is {describe(board.latest_of(rank))}.",
+                rank,
+            )
+        if state == GAVE_UP:
+            return GroupAborted(
+                f"Rank {rank} of {board.size} gave up the group{during}, because of rank {cause}. "
+                "See what it says.",
+                cause,
+            )
+    return None
+
+
+def _is_missing(board: Board, rank: int, mark: int) -> bool:
+    """Look again: somebody may have come and then gone."""
+    return mark <= 0 or board.mark_of(rank) < mark
+
+
+def out_of_time(
+    board: Board, ranks: Sequence[int], mark: int, title: str, timeout_s: float
+) -> PeerTimeout:
+    """Say who did not come, and what everybody was in."""
+    missing = [rank for rank in ranks if _is_missing(board, rank, mark)]
+    told = "; ".join(
+        f"rank {rank}: {describe(board.latest_of(rank))}{_hint(board, rank)}"
+        for rank in range(board.size)
+    )
+    who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
+    return PeerTimeout(
+        f"{who} of {board.size} did not come to {title} within {timeout_s:g} s. The last that each "
+        f"began: {told}.",
+        missing[0],
+    )
+
+
+def _hint(board: Board, rank: int) -> str:
+    identity = board.identity_of(rank)
+    if identity is None:
+        return " (it has not joined)"
+    return " (its process is stopped)" if identity.stopped() else ""
+
+
+def cause_state(error: BaseException, rank: int) -> tuple[int, int]:
+    """Return what a rank that stops with ``error`` tells the others: a state, and whose fault."""
+    cause = getattr(error, "rank", None)
+    cause = rank if cause is None else cause
+    return (LOST if isinstance(error, PeerLost) else GAVE_UP), cause

@@ -1,0 +1,81 @@
+"""What a rank of ``phalanx launch`` runs first: our backend as the default, then the user's script.
+
+    phalanx launch ──> python -u -m phalanx.world.rank_start script.py args…
+
+Where the script fails, the moment and the traceback go into the file that the launcher has named,
+so that the first failure can be told from those that it caused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from phalanx.clock import wall_clock_s
+from phalanx.errors import PeerError
+from phalanx.world.backend import NAME
+
+__all__ = ["main", "prefer_phalanx", "record_failures"]
+
+
+def prefer_phalanx() -> None:
+    """Let ``init_process_group()`` without a backend mean ours, for the CPU, in this process.
+
+    Where there is a CUDA device the defaults stay: a group of ours has no place for a second
+    backend beside it.
+    """
+    if not torch.cuda.is_available():
+        dist.Backend.default_device_backend_map["cpu"] = NAME
+
+
+def record_failures(run: Callable[[], object]) -> None:
+    """Call ``run``; if it fails, write down how and when, and let the error go on."""
+    try:
+        run()
+    except SystemExit as exc:
+        if exc.code:
+            _record(exc)
+        raise
+    except BaseException as exc:
+        _record(exc)
+        raise
+
+
+def _record(exc: BaseException) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    at_s = wall_clock_s()
+    said = {
+        "message": {
+            "message": f"{type(exc).__name__}: {exc}",
+            "extraInfo": {
+                "py_callstack": "".join(traceback.format_exception(exc)),
+                "timestamp": str(int(at_s)),
+                "at_s": at_s,
+                "echo": isinstance(exc, PeerError | dist.DistError),
+            },
+        }
+    }
+    Path(path).write_text(json.dumps(said), encoding="utf-8")
+
+
+def main() -> None:
+    """Run the script that the command line names, as Python itself would."""
+    del sys.argv[0]
+    script = sys.argv[0]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    prefer_phalanx()
+    record_failures(lambda: runpy.run_path(script, run_name="__main__"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Each collective of the backend ``phalanx`` gives what gloo gives, with 2, 3 and 4 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.conformance import collectives as calls
+from tests.multiprocess.spawn import Ranks
+
+LARGE_ELEMENTS = (64 << 20) // 4 + 3
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as ranks:
+        yield ranks
+
+
+def check(answers: list[list[str]]) -> None:
+    assert not any(answers), "\n".join(
+        f"rank {rank}: {line}" for rank, lines in enumerate(answers) for line in lines
+    )
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce"])
+@pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX"])
+def test_a_reduction_is_gloos_and_in_rank_order(ranks, kind, op):
+    dtypes = calls.FLOATS if op == "AVG" else (*calls.FLOATS, *calls.INTEGERS)
+    check(ranks.run(calls.reductions, kind, op, dtypes))
+
+
+@pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
+def test_a_bitwise_reduction_is_gloos(ranks, op):
+    check(ranks.run(calls.reductions, "all_reduce", op, calls.INTEGERS))
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MAX"])
+def test_a_scattered_reduction_is_in_rank_order(ranks, op):
+    dtypes = calls.FLOATS if op == "AVG" else (*calls.FLOATS, torch.int64)
+    check(ranks.run(calls.scattered_reductions, op, dtypes))
+
+
+@pytest.mark.parametrize("kind", calls.MOVES)
+def test_what_moves_is_gloos_bit_for_bit(ranks, kind):
+    check(ranks.run(calls.moves, kind, calls.MOVED))
+
+
+def test_a_tensor_much_larger_than_the_slots_goes_through_whole(ranks):
+    check(ranks.run(calls.very_large, LARGE_ELEMENTS))

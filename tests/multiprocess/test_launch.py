@@ -1,0 +1,127 @@
+"""`phalanx launch` and `phalanx.launch` with real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx import launch
+from phalanx.world import RankFailed
+
+DEADLINE_S = 120.0
+
+
+def run(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = "from phalanx.cli.app import main; main()"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(
+        [sys.executable, "-c", command, "launch", *words],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=script.parent,
+        env=environment,
+        check=False,
+    )
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_scripts_ranks_share_a_group_and_say_who_speaks(tmp_path):
+    script = write(
+        tmp_path,
+        "import sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group()\n"
+        "total = torch.tensor(dist.get_rank() + 1)\n"
+        "dist.all_reduce(total)\n"
+        "print(dist.group.WORLD, int(total), sys.argv[1:], torch.get_num_threads())\n"
+        "dist.destroy_process_group()\n",
+    )
+    done = run(script, "-n", "3", str(script), "--epochs", "2")
+    assert done.returncode == 0, done.stderr
+    threads = max(1, len(os.sched_getaffinity(0)) // 3)
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] SharedGroup('0', rank {rank} of 3) 6 ['--epochs', '2'] {threads}"
+        for rank in range(3)
+    ]
+
+
+def test_the_first_cause_is_told_last_and_its_exit_code_is_the_commands(tmp_path):
+    script = write(
+        tmp_path,
+        "import sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('phalanx')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1:\n"
+        "    sys.exit(7)\n"
+        "dist.all_reduce(torch.ones(3))\n",
+    )
+    done = run(script, "-n", "3", str(script))
+    assert done.returncode == 7, done.stderr
+    last = done.stderr.splitlines()
+    told = next(place for place, line in enumerate(last) if line.startswith("Rank 1 (process "))
+    assert "must end well, but ended with exit code 7." in last[told]
+    assert not any("[rank" in line for line in last[told:])
+
+
+def test_all_ranks_are_started_again_after_one_was_killed(tmp_path):
+    script = write(
+        tmp_path,
+        "import os, signal, torch, torch.distributed as dist\n"
+        "dist.init_process_group('phalanx')\n"
+        "dist.barrier()\n"
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "if attempt == 0 and dist.get_rank() == 0:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "total = torch.ones(3)\n"
+        "dist.all_reduce(total)\n"
+        "print('attempt', attempt, total.tolist())\n"
+        "dist.destroy_process_group()\n",
+    )
+    done = run(script, "-n", "2", "--max-restarts", "2", "--log-dir", "logs", str(script))
+    assert done.returncode == 0, done.stderr
+    wanted = [f"[rank {rank}] attempt 1 [2.0, 2.0, 2.0]" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == wanted
+    assert len(list((tmp_path / "logs").glob("*/attempt_1/*/stdout.log"))) == 2
+
+
+def test_a_script_that_is_not_there_is_refused(tmp_path):
+    done = run(tmp_path / "script.py", "-n", "2", "none.py")
+    assert done.returncode == 2
+    assert "`script` must be a Python file, but is 'none.py'." in done.stderr
+
+
+def gathered(word: str) -> list[str]:
+    dist.init_process_group("phalanx")
+    words: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(words, f"{word} {dist.get_rank()}")
+    dist.destroy_process_group()
+    return words
+
+
+def test_a_function_runs_in_every_rank_and_returns_by_rank():
+    assert launch(gathered, 3, args=("rank",)) == [["rank 0", "rank 1", "rank 2"]] * 3
+
+
+def broken() -> None:
+    dist.init_process_group("phalanx")
+    if dist.get_rank() == 2:
+        raise ValueError("no such sample")
+    dist.all_reduce(torch.ones(2))
+
+
+def test_a_functions_error_names_its_rank_and_holds_its_traceback():
+    with pytest.raises(RankFailed) as caught:
+        launch(broken, 3)
+    assert caught.value.rank == 2
+    assert "ValueError: no such sample" in str(caught.value)

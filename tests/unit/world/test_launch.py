@@ -1,0 +1,58 @@
+"""Which rank failed first, and what a job may be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from phalanx.errors import ConfigError
+from phalanx.world.launch import Job, first_failure
+
+
+def failure(
+    folder: Path, exitcode: int, at_s: float | None = None, echo: bool = False
+) -> ProcessFailure:
+    path = folder / f"{len(list(folder.iterdir()))}.json"
+    if at_s is None:
+        return ProcessFailure(0, 1, exitcode, str(path))
+    extra = {"timestamp": str(int(at_s)), "at_s": at_s, "echo": echo, "py_callstack": "…"}
+    path.write_text(json.dumps({"message": {"message": "it failed", "extraInfo": extra}}))
+    return ProcessFailure(0, 1, exitcode, str(path))
+
+
+def test_the_first_to_write_down_its_failure_is_the_cause(tmp_path):
+    failures = {0: failure(tmp_path, 1, 7.75), 1: failure(tmp_path, 3, 7.25)}
+    assert first_failure(failures) == 1
+
+
+def test_who_lost_a_peer_is_an_echo_even_if_it_was_first(tmp_path):
+    failures = {0: failure(tmp_path, 1, 7.0, echo=True), 1: failure(tmp_path, 3, 8.0)}
+    assert first_failure(failures) == 1
+
+
+def test_who_was_killed_could_not_write_and_is_the_cause(tmp_path):
+    failures = {0: failure(tmp_path, 1, 7.0), 1: failure(tmp_path, -9)}
+    assert first_failure(failures) == 1
+
+
+def test_who_was_ended_by_the_launcher_is_not_the_cause(tmp_path):
+    failures = {0: failure(tmp_path, -15), 1: failure(tmp_path, 1, 7.0, echo=True)}
+    assert first_failure(failures) == 1
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ({"ranks": 0}, "`ranks` must be at least 1 rank, but is 0."),
+        ({"ranks": 2, "max_restarts": -1}, "`max_restarts` must be at least 0, but is -1."),
+        ({"ranks": 2, "nodes": (3, 2)}, "the fewest before the most, but is (3, 2)."),
+        ({"ranks": 2, "nodes": (1, 2)}, "`endpoint` must say where 2 hosts meet, but is empty."),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused(job, words):
+    with pytest.raises(ConfigError) as caught:
+        Job(**job)
+    assert words in str(caught.value)
