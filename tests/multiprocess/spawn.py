@@ -1,4 +1,4 @@
-"""Real processes that are ranks of one gloo group, and run functions that a test hands them.
+"""Real processes that are ranks of one group, and run functions that a test hands them.
 
 Starting a process costs seconds, so the ranks of one `Ranks` are used by many tests. If one fails,
 all are ended, and started anew for the next call.
@@ -32,11 +32,13 @@ class Ranks:
     Args:
         size: How many.
         deadline_s: How long one call may take, beyond what a start takes.
+        backend: Of their group.
     """
 
-    def __init__(self, size: int = 3, *, deadline_s: float = 60.0) -> None:
+    def __init__(self, size: int = 3, *, deadline_s: float = 60.0, backend: str = "gloo") -> None:
         self.size = size
         self.deadline_s = deadline_s
+        self.backend = backend
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -80,7 +82,9 @@ class Ranks:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.size, store, theirs), daemon=True
+                target=_serve,
+                args=(rank, self.size, self.backend, store, theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()  # else its end would not be seen as the end of the pipe
@@ -122,12 +126,14 @@ class Ranks:
         self._processes, self._connections, self._folder = [], [], None
 
 
-def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, backend: str, store: str, connection: Connection) -> None:
     """Run what comes until the pipe ends or an empty message comes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
+    if backend == "phalanx":
+        import phalanx  # noqa: F401 - registers it
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(store, size),
         rank=rank,
         world_size=size,

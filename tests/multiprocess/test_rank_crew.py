@@ -41,7 +41,7 @@ def two() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
+    with Ranks(3, backend="phalanx") as ranks:
         yield ranks
 
 
@@ -243,10 +243,11 @@ def stepped(rank: int, dies: bool) -> None:
         trained.step(rows([8])[0])
 
 
-def test_a_rank_that_dies_is_told_to_the_others() -> None:
-    with Ranks(2) as ranks:
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_rank_that_dies_is_told_to_the_others(backend: str) -> None:
+    with Ranks(2, backend=backend) as ranks:
         ranks.run(stepped, False)
-        with pytest.raises(AssertionError, match="PeerLost: All ranks must take part"):
+        with pytest.raises(AssertionError, match="PeerLost"):
             ranks.run(stepped, True)
 
 

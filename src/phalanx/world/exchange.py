@@ -40,21 +40,21 @@ class Exchange:
 
     def gather(self, document: bytes) -> list[bytes]:
         """Return every rank's document, by rank."""
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
-        own = torch.tensor([len(document)], dtype=torch.int64, device=self._device)
-        with _telling():
-            dist.all_gather_into_tensor(sizes, own)
-        lengths = sizes.tolist()
+        lengths = self._gather(torch.tensor([len(document)])).view(-1).tolist()
         longest = max(lengths)
         padded = torch.zeros(longest, dtype=torch.uint8)
         if document:
             padded[: len(document)] = torch.frombuffer(bytearray(document), dtype=torch.uint8)
-        found = torch.empty(self.size * longest, dtype=torch.uint8, device=self._device)
-        if longest:
-            with _telling():
-                dist.all_gather_into_tensor(found, padded.to(self._device))
-        rows = found.cpu().view(self.size, longest)
+        rows = self._gather(padded)
         return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def _gather(self, own: Tensor) -> Tensor:
+        """Return every rank's tensor, by rank; all are of one shape and dtype."""
+        found = torch.empty((self.size, *own.shape), dtype=own.dtype, device=self._device)
+        if own.numel():
+            with _telling():
+                dist.all_gather(list(found.unbind()), own.to(self._device))
+        return found.cpu()
 
     def swap(
         self, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, sizes: Sequence[int]
