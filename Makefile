@@ -3,7 +3,8 @@
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (default: the first one >= 3.11 found)
 #   ARGS="..."          further arguments for the command: make train ARGS="--epochs 3 --replicas 2"
-#   N=200               how many faults `make chaos` commits
+#   N=200               how many faults `make chaos` commits in a training,
+#   KILLS=2000          and how many workers of parameter tables it kills
 
 .DEFAULT_GOAL := help
 .PHONY: help venv train test check format bench chaos night clean .venv/moved
@@ -11,6 +12,7 @@
 PYTHON ?= python3
 ARGS ?=
 N ?= 200
+KILLS ?= 2000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -63,8 +65,9 @@ format: $(STAMP)  ## put the sources into the house format
 bench: $(STAMP)  ## measure a training step beside its peers
 	@$(BIN)/phalanx bench step $(ARGS)
 
-chaos: $(STAMP)  ## kill worker processes at random during one training; the bits must stay
+chaos: $(STAMP)  ## kill workers at random, of a training and of tables; bits and books must stay
 	@$(BIN)/python -m tests.chaos.soak --kills $(N) $(ARGS)
+	@$(BIN)/python -m tests.chaos.ledger --kills $(KILLS)
 
 night: $(STAMP)  ## every kind of fault at every point in every worker (a quarter of an hour)
 	@$(BIN)/python -m pytest -m "night or not night" tests/chaos $(ARGS)

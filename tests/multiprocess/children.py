@@ -16,7 +16,7 @@ from typing import Any
 DEADLINE_S = 60.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "pytest", "phalanx.memory"])
+_context.set_forkserver_preload(["torch", "pytest", "phalanx.tables"])
 
 
 class Child:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from phalanx import tables
 from phalanx.errors import StateError
 from phalanx.memory import faults
-from phalanx.tables import shard
+from phalanx.tables import generation, shard, sharded
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 
 DEADLINE_S = 60.0
@@ -100,6 +99,45 @@ def test_an_add_that_a_death_interrupts_is_there_whole_or_not_at_all(
         assert not torch.equal(table.get(), wanted[0])
 
 
+def reader(parent: Parent, run: str, kind: str, updater: str, point: str) -> None:
+    shard.KEEPS_ORDER = generation.KEEPS_ORDER = False  # so that it takes the lock
+    with tables.join(run, num_workers=2, timeout_s=DEADLINE_S) as world:
+        table = open_one(world, kind, updater)
+        table.add(DELTA[SOME], rows=SOME)
+        parent.tell("ready")
+        die_at(point, 1)
+        table.get([*SOME, 5])
+
+
+def open_one(world: tables.World, kind: str, updater: str) -> tables.Table:
+    if kind == "rows":
+        return open_table(world, updater)
+    return world.keys(COLS, name="t", init=1.0, updater=updater, capacity=1)
+
+
+@pytest.mark.parametrize("kind", ["rows", "keys"])
+@pytest.mark.parametrize("updater", ["adam", "dc_asgd"])
+@pytest.mark.parametrize("point", sharded.READ_POINTS)
+def test_a_death_within_a_get_holds_nobody_up_and_changes_nothing(run, kind, updater, point):
+    with (
+        Children() as children,
+        tables.join(run, num_workers=2, timeout_s=DEADLINE_S) as world,
+    ):
+        table = open_one(world, kind, updater)
+        child = children.start(reader, run, kind, updater, point)
+        assert child.get() == "ready"
+        wait_for_exit(child.pid)
+        with tables.join(num_workers=2) as alone:  # which nobody else joins
+            twin = open_one(alone, kind, updater)
+            for each in (table, twin):
+                if each is twin:
+                    twin.add(DELTA[SOME], rows=SOME)
+                each.add(DELTA[SOME], rows=SOME)
+            assert torch.equal(table.get(SOME), twin.get(SOME))
+        assert world.workers == [0]
+        assert table.stats().undone == 0
+
+
 def bulk_victim(parent: Parent, run: str, point: str, times: int) -> None:
     with tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world:
         table = open_table(world, "sum", num_shards=2)
@@ -135,72 +173,6 @@ def test_what_a_worker_put_down_before_it_died_is_in_the_next_round(run, point, 
         for _ in range(2):
             once = (once + DELTA).index_add(0, torch.tensor(SOME), DELTA[SOME])
         assert torch.equal(got, once)
-
-
-# --- the ledger -----------------------------------------------------------------------------------
-
-CLIENTS = 4
-
-
-def clerk(parent: Parent, run: str, client: int, first: int, num_shards: int) -> None:
-    """Add (1, q, q², payload) to this client's row, and say q when it is acknowledged."""
-    shard.BLOCK_ROWS = 2
-    with tables.join(run, timeout_s=DEADLINE_S) as world:
-        table = world.matrix(CLIENTS + 1, 4, torch.int64, name="ledger", num_shards=num_shards)
-        q = first
-        while True:
-            q += 1
-            row = [1, q, q * q, 7]
-            table.add([row, [0] * 4, row, [0, 0, 0, -14]], rows=[client, 4, client, client])
-            parent.tell(q)
-
-
-def check_ledger(table: tables.Table, acked: list[int], started: list[int]) -> list[int]:
-    """Every acknowledged add is there once; of each death at most the add that was open."""
-    counted = []
-    for client in range(CLIENTS):
-        count, total, squares, payload = table.get([client])[0].tolist()
-        n = count // 2
-        assert acked[client] <= n <= acked[client] + 1, (client, acked, count)
-        assert total == n * (n + 1)
-        assert squares == n * (n + 1) * (2 * n + 1) // 3
-        assert payload == 0
-        counted.append(n)
-    return counted
-
-
-@pytest.mark.slow
-def test_the_ledger_holds_every_acknowledged_add_once_after_60_kills(run):
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    draw = random.Random(seed)
-    with Children() as children, tables.join(run, timeout_s=DEADLINE_S) as world:
-        table = world.matrix(CLIENTS + 1, 4, torch.int64, name="ledger", num_shards=1)
-        acked = [0] * CLIENTS
-        clerks = [children.start(clerk, run, c, 0, 1) for c in range(CLIENTS)]
-        for _ in range(60):
-            client = draw.randrange(CLIENTS)
-            for _ in range(draw.randrange(1, 40)):
-                acked[client] = clerks[client].get()
-            clerks[client].kill()
-            try:
-                while clerks[client].connection.poll(0):
-                    acked[client] = clerks[client].get()
-            except EOFError:
-                pass
-            n = table.get([client])[0, 0].item() // 2
-            assert acked[client] <= n <= acked[client] + 1
-            acked[client] = n
-            clerks[client] = children.start(clerk, run, client, n, 1)
-        for client, child in enumerate(clerks):
-            child.kill()
-            try:
-                while child.connection.poll(0):
-                    acked[client] = child.get()
-            except EOFError:
-                pass
-        check_ledger(table, acked, acked)
-        assert world.workers == [0]
 
 
 # --- what is left ---------------------------------------------------------------------------------

@@ -200,6 +200,7 @@ class Generation(Shard):
     def _read_keys_locked(self, keys: Int64s, out: Tensor, timeout_s: float) -> None:
         while True:
             with self.lock.shared(timeout_s):
+                reach("reader's lock held")
                 if self._header[_ARMED] != self._header[_WORD]:
                     self._copy_out(keys, out)
                     return
@@ -212,6 +213,7 @@ class Generation(Shard):
         """Copy the rows of keys into ``out``, and remember them as what ``worker`` has read."""
         assert rows is not None
         with self.lock.exclusive(timeout_s):
+            reach("reader's lock held")
             self._settle()
             slots, absent = self._copy_out(rows.numpy(), out)
             if absent is None:

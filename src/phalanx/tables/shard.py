@@ -141,6 +141,7 @@ class Shard:
     def _read_locked(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
         while True:
             with self.lock.shared(timeout_s):
+                reach("reader's lock held")
                 if self._header[_ARMED] != self._header[_WORD]:
                     _copy_rows(self.current(), rows, out)
                     return
@@ -153,6 +154,7 @@ class Shard:
         """Copy rows into ``out``, and remember them as what ``worker`` has read."""
         backup = self._backups[worker]
         with self.lock.exclusive(timeout_s):  # nothing may come between value and copy
+            reach("reader's lock held")
             self._settle()
             _copy_rows(self.current(), rows, out)
             if rows is None:

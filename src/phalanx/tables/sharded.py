@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import PeerTimeout
-from phalanx.memory import LockFile, RangeLock, Region
+from phalanx.memory import LockFile, RangeLock, Region, reach
 from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.rounds import READY, OpenRegion, Rounds
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import Layout, TableSpec
 
-__all__ = ["Sharded"]
+__all__ = ["READ_POINTS", "Sharded"]
+
+READ_POINTS = ("before read", "reader's lock held", "rows read")
+"""Where the chaos tests stop a get, in its order; it takes a lock only where adds overtake it."""
 
 
 class Part(Protocol):
@@ -129,10 +132,12 @@ class Sharded:
     def _read_from(
         self, shard: Part, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
     ) -> None:
+        reach("before read")
         if self.spec.num_backups and self._membership.is_here(worker):
             shard.read_and_back_up(rows, out, worker, timeout_s)
         else:
             shard.read(rows, out, timeout_s)
+        reach("rows read")
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, checked, shard by shard."""

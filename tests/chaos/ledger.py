@@ -1,0 +1,305 @@
+"""Workers of parameter tables, killed at random, and the books that they keep: ``make chaos``.
+
+Each clerk adds, over and over, a line that counts itself: (1, q, q², ·) for its q-th add, into its
+own row of three tables. A lost add and a doubled one cannot cancel in the three sums. Every add
+changes other rows as well, by which half of an add would be seen:
+
+    rows     int64 matrix      the clerk's row twice over, and a row whose sum stays 0
+    whole    int64 array       the clerk's line, and a tail that every add raises by 1
+    keys     int64 by key      the clerk's row twice over, and a key of its own for each q
+
+A clerk says so when an add is acknowledged, and how long it took. It is killed at a random moment,
+or at a random point of its way, and another goes on where the books say that it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from phalanx import tables
+from phalanx.tables import generation, key_shard, shard, sharded
+from tests.multiprocess.children import Child, Children, Parent
+from tests.multiprocess.test_tables import die_at
+
+CLERKS = 4
+TAIL = 40
+DEADLINE_S = 20.0  # far more than any wait; a clerk that waits longer raises
+KILLS_PER_RUN = 25  # then the books are closed, and new ones begun: small tables grow more often
+BOOKS = ("rows", "whole", "keys")
+POINTS = (*shard.POINTS, *sharded.READ_POINTS, *generation.POINTS, *key_shard.POINTS)
+_MOMENT = "a moment"
+_numbers = itertools.count()
+
+
+class Books:
+    """The three tables, as one worker has them open."""
+
+    def __init__(self, world: tables.World, num_shards: int) -> None:
+        self.rows = world.matrix(
+            CLERKS + 1, 4, torch.int64, name="rows", num_shards=num_shards, init=0
+        )
+        self.whole = world.array(3 * CLERKS + TAIL, torch.int64, name="whole")
+        self.keys = world.keys(3, torch.int64, name="keys", capacity=1)
+
+    def add(self, book: str, clerk: int, q: int) -> None:
+        """Add the clerk's q-th line."""
+        line = [1, q, q * q]
+        if book == "rows":
+            row = [*line, 7]
+            shares = [row, [0, 0, 0, 5], row, [0, 0, 0, -14], [0, 0, 0, -5]]
+            self.rows.add(shares, rows=[clerk, CLERKS, clerk, clerk, CLERKS])
+        elif book == "whole":
+            delta = torch.ones(3 * CLERKS + TAIL, dtype=torch.int64)
+            delta[: 3 * CLERKS] = 0
+            delta[3 * clerk : 3 * clerk + 3] = torch.tensor(line)
+            self.whole.add(delta)
+        else:
+            own = self.own_key(clerk, q)
+            self.keys.add([line, line, line, [0] * 3], rows=[-1 - clerk, own, -1 - clerk, own])
+
+    @staticmethod
+    def own_key(clerk: int, q: int) -> int:
+        return (clerk + 1 << 40) + 977 * q
+
+    def count(self, book: str, clerk: int) -> int:
+        """Return how many of the clerk's adds are there; fail unless each is, once and whole."""
+        times = 1
+        if book == "rows":
+            sums, times = self.rows.get([clerk, CLERKS]), 2
+            assert sums[0, 3] == 0, f"half of an add: {sums.tolist()}"
+            assert not sums[1].any(), f"half of an add: {sums.tolist()}"
+            line = sums[0, :3].tolist()
+        elif book == "whole":
+            values = self.whole.get()
+            tail = values[3 * CLERKS :]
+            counts = values[: 3 * CLERKS : 3].sum()
+            assert bool((tail == counts).all()), f"half of an add: {values.tolist()}"
+            line = values[3 * clerk : 3 * clerk + 3].tolist()
+        else:
+            line, times = self.keys.get([-1 - clerk])[0].tolist(), 2
+        n = line[0] // times
+        expected = [times * s for s in (n, n * (n + 1) // 2, n * (n + 1) * (2 * n + 1) // 6)]
+        assert line == expected, f"{book} of clerk {clerk}: an add is there twice, or another lost"
+        return n
+
+    def check_own_keys(self, counts: Sequence[int]) -> None:
+        """Fail unless every key is there that an add has brought, with its line, and no other."""
+        clerks = [-1 - clerk for clerk, n in enumerate(counts) if n]
+        own = {
+            self.own_key(clerk, q): [1, q, q * q]
+            for clerk, n in enumerate(counts)
+            for q in range(1, n + 1)
+        }
+        there = self.keys.keys().tolist()
+        assert there == sorted([*clerks, *own]), "a key is lost, or there without its add"
+        lines = self.keys.get(list(own)).tolist() if own else []
+        assert lines == list(own.values()), "a key's row is not what was added to it"
+
+
+def keep_books(
+    parent: Parent,
+    run: str,
+    clerk: int,
+    counts: dict[str, int],
+    num_shards: int,
+    death: tuple[str, int] | None,
+    begin: Callable[[], None] | None,
+) -> None:
+    """Be a clerk: add, read back, and say so, for ever."""
+    torch.set_num_threads(1)
+    shard.BLOCK_ROWS = 2  # so that adds of a few rows have a middle
+    shard._BLOCK_ELEMENTS = 8
+    if begin is not None:
+        begin()
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        books = Books(world, num_shards)
+        if death is not None:
+            die_at(*death)
+        while True:
+            for book in BOOKS:
+                counts[book] += 1
+                began = time.perf_counter()
+                books.add(book, clerk, counts[book])
+                parent.tell((book, counts[book], time.perf_counter() - began))
+                read = books.count(book, clerk)
+                assert read == counts[book], f"{book}: {read} of its adds are there"
+
+
+@dataclass
+class Result:
+    """What the books have shown.
+
+    Attributes:
+        adds: Acknowledged adds, by book.
+        deaths: Kills, by where.
+        undone: Adds that a death interrupted and the next worker undid.
+        open_and_there: Adds that were there though nobody had heard of their end.
+        longest_s: The longest add.
+        runs: How often the books were closed and compared.
+        seconds: How long it all took.
+    """
+
+    adds: Counter[str] = field(default_factory=Counter)
+    deaths: Counter[str] = field(default_factory=Counter)
+    undone: int = 0
+    open_and_there: int = 0
+    longest_s: float = 0.0
+    runs: int = 0
+    seconds: float = 0.0
+
+
+class _Clerk:
+    """One place at the desk, and who sits there now."""
+
+    def __init__(self, number: int, start: Callable[..., Child], draw: random.Random) -> None:
+        self.number = number
+        self.counts = dict.fromkeys(BOOKS, 0)
+        self._start = start
+        self._draw = draw
+        self.sit()
+
+    def sit(self) -> None:
+        """Let a new clerk go on."""
+        self.death: tuple[str, int] | None = None
+        if self._draw.random() < 0.5:
+            point = self._draw.choice(POINTS)
+            rare = point in key_shard.POINTS  # passed once for each doubling of the table
+            self.death = point, 1 if rare else self._draw.randint(1, 30)
+        self.child = self._start(self.number, dict(self.counts), self.death)
+
+    def hear(self, result: Result, until: int) -> bool:
+        """Note acknowledged adds until there are so many; return False if it died before."""
+        try:
+            for _ in range(until):
+                book, q, seconds = self.child.get()
+                assert q == self.counts[book] + 1
+                self.counts[book] = q
+                result.adds[book] += 1
+                result.longest_s = max(result.longest_s, seconds)
+        except (EOFError, ConnectionResetError):
+            return False
+        return True
+
+    def die(self, result: Result) -> None:
+        """Kill the clerk, and note what it had said before."""
+        with contextlib.suppress(ProcessLookupError):  # its own death was first
+            self.child.kill()
+        while self.hear(result, 1):
+            pass
+
+
+def run_books(
+    name: str,
+    kills: int,
+    draw: random.Random,
+    result: Result,
+    begin: Callable[[], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Keep books in run ``name`` until so many clerks are dead; fail where they are not right."""
+    num_shards = draw.choice((1, 2))
+    with Children() as children, tables.join(name, timeout_s=DEADLINE_S) as world:
+        books = Books(world, num_shards)
+
+        def start(clerk: int, counts: dict[str, int], death: tuple[str, int] | None) -> Child:
+            return children.start(keep_books, name, clerk, counts, num_shards, death, begin)
+
+        clerks = [_Clerk(number, start, draw) for number in range(CLERKS)]
+        for _ in range(kills):
+            clerk = draw.choice(clerks)
+            planned = clerk.death is not None
+            alive = clerk.hear(result, 300 if planned else draw.randint(1, 60))
+            if alive:
+                threading.Event().wait(draw.uniform(0.0, 2e-3))
+            clerk.die(result)
+            point = _MOMENT if alive or clerk.death is None else clerk.death[0]
+            result.deaths[point] += 1
+            _compare(books, clerk, result)
+            assert len(world.workers) <= 1 + CLERKS
+            clerk.sit()
+            progress(sum(result.deaths.values()))
+        for clerk in clerks:
+            clerk.die(result)
+            _compare(books, clerk, result)
+        assert world.workers == [world.worker_id]
+        books.check_own_keys([clerk.counts["keys"] for clerk in clerks])
+        every = (books.rows, books.whole, books.keys)
+        result.undone += sum(table.stats().undone for table in every)
+    assert not [entry for entry in os.listdir("/dev/shm") if name in entry]
+    assert result.longest_s < DEADLINE_S
+    result.runs += 1
+
+
+def _compare(books: Books, clerk: _Clerk, result: Result) -> None:
+    """See that every acknowledged add is there, and at most the open one besides."""
+    for book, acked in clerk.counts.items():
+        n = books.count(book, clerk.number)
+        assert n >= acked, f"{book} of clerk {clerk.number}: {acked} acknowledged, {n} there"
+        assert n <= acked + 1, f"{book} of clerk {clerk.number}: {acked} acknowledged, {n} there"
+        result.open_and_there += n - acked
+        clerk.counts[book] = n
+
+
+def soak(kills: int, seed: int, progress: Callable[[int], None] = lambda _: None) -> Result:
+    """Kill so many clerks, in runs of some; fail where the books are not right."""
+    result, draw = Result(), random.Random(seed)
+    began = time.perf_counter()
+    left = kills
+    while left:
+        some = min(left, KILLS_PER_RUN)
+        run_books(f"ledger{os.getpid()}-{next(_numbers)}", some, draw, result, progress=progress)
+        left -= some
+    result.seconds = time.perf_counter() - began
+    return result
+
+
+def table_of(result: Result, seed: int) -> Table:
+    kills = sum(result.deaths.values())
+    table = Table(
+        title="Workers of tables, killed",
+        caption=f"{kills} kills in {result.seconds:.0f} s, {result.runs} runs of {CLERKS} workers, "
+        f"seed {seed}",
+    )
+    table.add_column("killed at", no_wrap=True)
+    table.add_column("number", justify="right")
+    for point in (*POINTS, _MOMENT):
+        table.add_row(point, str(result.deaths[point]))
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    console = Console()
+    with console.status("keeping books") as status:
+        result = soak(
+            options.kills, options.seed, lambda n: status.update(f"kill {n} of {options.kills}")
+        )
+    console.print(table_of(result, options.seed))
+    adds = ", ".join(f"{result.adds[book]} {book}" for book in BOOKS)
+    console.print(
+        f"acknowledged adds: {adds}; every one is there once, and none is there by half\n"
+        f"interrupted adds undone: {result.undone}; there, but not heard of: "
+        f"{result.open_and_there}; longest add: {result.longest_s * 1e3:.0f} ms"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

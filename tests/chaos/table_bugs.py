@@ -1,0 +1,206 @@
+"""Bugs that are planted in parameter tables, to see that somebody notices.
+
+Each is a function that breaks this process's tables, by name in :data:`BUGS`; a child is given the
+name. The real code is never far: what a bug leaves out, or does twice, stands in its docstring.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.errors import PeerTimeout
+from phalanx.memory import RangeLock, Waiting
+from phalanx.tables import generation, key_shard, shard
+from phalanx.tables.generation import Generation
+from phalanx.tables.hash_index import HashIndex
+from phalanx.tables.membership import Membership
+from phalanx.tables.shard import Shard
+from phalanx.tables.table import Table
+
+Patch = Callable[[Any, str, Any], None]  # as `setattr`, or pytest's
+
+_WORD, _ARMED = shard._WORD, shard._ARMED
+
+
+def undo_not_applied(patch: Patch) -> None:
+    """Who finds an add half done takes it for done."""
+
+    def settle(self: Shard) -> int:
+        if self._header[_ARMED] == self._header[_WORD]:
+            self._header[_WORD] += shard._VERSION
+        return self._header[_WORD]
+
+    patch(Shard, "_settle", settle)
+
+
+def undo_applied_twice(patch: Patch) -> None:
+    """An add that has ended still counts as begun, so the next one undoes it again."""
+    change = Shard._change
+
+    def forgetful(self: Shard, entry: Any, word: int, after: int) -> None:
+        change(self, entry, word, after)
+        if self._header[_ARMED] == word:
+            self._header[_ARMED] = self._header[_WORD]
+
+    patch(Shard, "_change", forgetful)
+
+
+def lock_ignored(patch: Patch) -> None:
+    """Whoever wants to write writes."""
+    patch(RangeLock, "acquire_exclusive", lambda self, timeout_s: None)
+    patch(RangeLock, "release_exclusive", lambda self: None)
+
+
+def lock_outlives_its_holder(patch: Patch) -> None:
+    """The lock is a file, which a death leaves where it is."""
+
+    def path_of(lock: RangeLock) -> Path:
+        region = os.fstat(lock._fd).st_ino  # the same for all who share it
+        return Path(tempfile.gettempdir()) / f"phalanx-bug-{region}-{lock.start}"
+
+    def acquire(self: RangeLock, timeout_s: float) -> None:
+        if not self.label.startswith("shard"):
+            return
+        waiting = Waiting(timeout_s)
+        while True:
+            try:
+                os.close(os.open(path_of(self), os.O_CREAT | os.O_EXCL))
+                return
+            except FileExistsError:
+                if waiting.over():
+                    raise PeerTimeout(f"Lock {self.label!r} must become free.") from None
+                waiting.rest()
+
+    def release(self: RangeLock) -> None:
+        path_of(self).unlink(missing_ok=True)
+
+    patch(RangeLock, "acquire_exclusive", acquire)
+    patch(RangeLock, "release_exclusive", release)
+
+
+def ack_before_effect(patch: Patch) -> None:
+    """An add returns before it is taken, which the next one does."""
+    take = Table._take
+    put_off: list[Any] = []
+
+    def later(self: Table, entry: Any) -> None:
+        put_off.append((self, entry))
+        if len(put_off) > 1:
+            take(*put_off.pop(0))
+
+    patch(Table, "_take", later)
+
+
+def half_row_visible(patch: Patch) -> None:
+    """A reader does not look whether somebody writes."""
+
+    def read(self: Shard, rows: Any, out: Any, timeout_s: float) -> None:
+        shard._copy_rows(self.current(), rows, out)
+
+    patch(Shard, "read", read)
+
+
+def snapshot_torn(patch: Patch) -> None:
+    """A snapshot is taken without the lock."""
+
+    def read_states(self: Shard, timeout_s: float) -> list[torch.Tensor]:
+        return [part.clone() for part in self._sides[self._header[_WORD] & 1]]
+
+    patch(Shard, "read_states", read_states)
+
+
+def clock_not_advanced(patch: Patch) -> None:
+    """A worker that ends its round does not say so."""
+    patch(Membership, "advance", lambda self, worker: self.clock(worker))
+
+
+def dead_still_counted(patch: Patch) -> None:
+    """Nobody looks whether a worker lives."""
+    patch(Membership, "_bury", lambda self: None)
+
+
+def round_taken_twice(patch: Patch) -> None:
+    """Who goes on with the round of somebody who died begins at its first add."""
+    apply_round = Shard.apply_round
+
+    def from_the_first(self: Shard, number: int, entries: Any, timeout_s: float) -> None:
+        self._header[_WORD] &= ~(shard._MAX_PROGRESS * shard._PROGRESS)
+        apply_round(self, number, entries, timeout_s)
+
+    patch(Shard, "apply_round", from_the_first)
+
+
+def key_before_its_add(patch: Patch) -> None:
+    """A key counts as soon as it is written down."""
+    bring = Generation._bring
+
+    def at_once(self: Generation, keys: Any, word: int) -> None:
+        bring(self, keys, word)
+        self._counts[generation._FOR] = -1
+
+    patch(Generation, "_bring", at_once)
+
+
+def key_entries_stay(patch: Patch) -> None:
+    """The index keeps the keys of an add that did not end."""
+    patch(HashIndex, "drop", lambda self, first_slot: None)
+
+
+def growth_before_its_rows(patch: Patch) -> None:
+    """A new generation counts before the rows are in it."""
+    take_over = Generation.take_over
+
+    def too_early(self: Generation, older: Any, keys: Any, parts: Any) -> None:
+        self.begin()
+        line = self._newest.__self__._line  # type: ignore[attr-defined]
+        exponent = self.capacity.bit_length() - 1
+        line[key_shard._NEWEST] = self.serial * key_shard._SERIAL + exponent
+        take_over(self, older, keys, parts)
+
+    patch(Generation, "take_over", too_early)
+
+
+def growth_not_noticed(patch: Patch) -> None:
+    """Who has a generation open goes on with it."""
+    settle = Generation._settle
+
+    def as_if_newest(self: Generation) -> int:
+        patch(self, "_newest", lambda: self.serial)
+        return settle(self)
+
+    newest = key_shard.KeyShard.newest
+    patch(Generation, "_settle", as_if_newest)
+    patch(key_shard.KeyShard, "newest", lambda self: self._known or newest(self))
+
+
+BUGS: dict[str, Callable[[Patch], None]] = {
+    bug.__name__: bug
+    for bug in (
+        undo_not_applied,
+        undo_applied_twice,
+        lock_ignored,
+        lock_outlives_its_holder,
+        ack_before_effect,
+        half_row_visible,
+        snapshot_torn,
+        clock_not_advanced,
+        dead_still_counted,
+        round_taken_twice,
+        key_before_its_add,
+        key_entries_stay,
+        growth_before_its_rows,
+        growth_not_noticed,
+    )
+}
+
+
+def plant_in_child(name: str | None) -> None:
+    """Break this process, which will not be needed for anything else."""
+    if name is not None:
+        BUGS[name](setattr)

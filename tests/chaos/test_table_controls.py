@@ -1,0 +1,281 @@
+"""Planted bugs in parameter tables: each scene goes well, and each bug makes one go wrong."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx import tables
+from phalanx.errors import PeerTimeout
+from phalanx.memory import faults
+from phalanx.tables import shard
+from tests.chaos.table_bugs import BUGS, plant_in_child
+from tests.multiprocess.children import Children, Parent, wait_for_exit
+from tests.multiprocess.test_tables import die_at
+
+DEADLINE_S = 60.0
+SHORT_S = 0.5
+ROWS = 8
+_numbers = count()
+
+Scene = Callable[[str, "str | None", Path], None]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(shard, "BLOCK_ROWS", 2)
+    yield
+    faults.plant(None)
+    for left in Path(tempfile.gettempdir()).glob("phalanx-bug-*"):
+        left.unlink()
+
+
+# --- scenes ---------------------------------------------------------------------------------------
+
+
+def open_all(world: tables.World) -> tuple[tables.Table, tables.KeyTable]:
+    rows = world.matrix(ROWS, 2, torch.int64, name="rows")
+    return rows, world.keys(2, torch.int64, name="keys", capacity=1)
+
+
+def ones(num_rows: int) -> torch.Tensor:
+    return torch.ones(num_rows, 2, dtype=torch.int64)
+
+
+def victim(parent: Parent, run: str, bug: str | None, table: str, keys: list, point: str) -> None:
+    plant_in_child(bug)
+    shard.BLOCK_ROWS = 2
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        rows, by_key = open_all(world)
+        die_at(point, 1)
+        (rows if table == "rows" else by_key).add(ones(len(keys)), rows=keys)
+        parent.tell("acknowledged")
+        faults.plant(None)
+        os.kill(os.getpid(), 9)
+
+
+def kill_one(run: str, bug: str | None, table: str, keys: list, point: str) -> bool:
+    """Let a worker add to some rows, and die at a point; return whether it said so before."""
+    with Children() as children:
+        child = children.start(victim, run, bug, table, keys, point)
+        wait_for_exit(child.pid)
+        try:
+            return child.get() == "acknowledged"
+        except EOFError:
+            return False
+
+
+def death_within_an_add(run: str, bug: str | None, folder: Path) -> None:
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        table, _ = open_all(world)
+        table.add(ones(ROWS), rows=range(ROWS))
+        assert not kill_one(run, bug, "rows", list(range(ROWS)), "half the rows written")
+        assert table.get().unique().tolist() == [1], "half of an add"
+        table.add(ones(ROWS), rows=range(ROWS))
+        assert table.get().unique().tolist() == [2], "an add is lost, or there twice"
+
+
+def death_after_an_add(run: str, bug: str | None, folder: Path) -> None:
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        table, _ = open_all(world)
+        assert kill_one(run, bug, "rows", list(range(ROWS)), "never")
+        assert table.get().unique().tolist() == [1], "an acknowledged add is lost"
+
+
+def death_with_the_lock(run: str, bug: str | None, folder: Path) -> None:
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        table, _ = open_all(world)
+        assert not kill_one(run, bug, "rows", [1, 2], "lock held")
+        table._world.timeout_s = SHORT_S
+        try:
+            table.add(ones(2), rows=[1, 2])
+        except PeerTimeout as exc:
+            raise AssertionError("somebody waits for the dead") from exc
+
+
+def an_add_that_takes_its_time(act: Callable[[tables.Table], Any]) -> Any:
+    """Return what ``act`` finds while another worker is in the middle of an add."""
+    half, go_on = threading.Event(), threading.Event()
+
+    def fault(point: str, worker: int) -> None:
+        if point == "half the rows written" and not half.is_set():
+            half.set()
+            assert go_on.wait(DEADLINE_S)
+
+    with tables.join(num_workers=2, timeout_s=SHORT_S) as one, one.thread_worker() as two:
+        slow, quick = (w.matrix(ROWS, 2, torch.int64, name="rows") for w in (one, two))
+        faults.plant(fault)
+        slow.add(ones(0), rows=[])
+        thread = threading.Thread(target=slow.add, args=(ones(ROWS), range(ROWS)))
+        thread.start()
+        try:
+            assert half.wait(DEADLINE_S)
+            return act(quick)
+        finally:
+            go_on.set()
+            thread.join()
+            faults.plant(None)
+
+
+def a_get_within_an_add(run: str, bug: str | None, folder: Path) -> None:
+    try:
+        seen = an_add_that_takes_its_time(lambda table: table.get())
+    except PeerTimeout:
+        return  # it could not be answered yet
+    assert len(seen.unique()) == 1, "half of an add is seen"
+
+
+def an_add_within_an_add(run: str, bug: str | None, folder: Path) -> None:
+    with pytest.raises(PeerTimeout):
+        an_add_that_takes_its_time(lambda table: table.add(ones(2), rows=[0, 1]))
+
+
+def a_snapshot_within_an_add(run: str, bug: str | None, folder: Path) -> None:
+    try:
+        an_add_that_takes_its_time(lambda table: table.snapshot(folder))
+    except PeerTimeout:
+        return
+    with tables.join() as world:
+        table = world.matrix(ROWS, 2, torch.int64, name="rows")
+        table.restore(folder)
+        assert len(table.get().unique()) == 1, "half of an add is in the snapshot"
+
+
+def a_worker_too_far_ahead(run: str, bug: str | None, folder: Path) -> None:
+    with (
+        tables.join(num_workers=2, staleness=1, timeout_s=SHORT_S) as one,
+        one.thread_worker(),
+    ):
+        one.tick()
+        one.tick()
+        with pytest.raises(PeerTimeout):
+            one.tick()
+
+
+def stand(parent: Parent, run: str) -> None:
+    with tables.join(run):
+        parent.tell("there")
+        parent.hear()
+
+
+def a_barrier_without_the_dead(run: str, bug: str | None, folder: Path) -> None:
+    with tables.join(run, timeout_s=2.0) as world, Children() as children:
+        child = children.start(stand, run)
+        assert child.get() == "there"
+        child.kill()
+        try:
+            world.barrier()
+        except PeerTimeout as exc:
+            raise AssertionError("somebody waits for the dead") from exc
+        finally:
+            world.leave()
+
+
+def bulk_victim(parent: Parent, run: str) -> None:
+    with tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world:
+        table = world.array(2, torch.int64, name="bulk")
+        table.add([1, 1])
+        table.add([1, 1])
+        parent.tell("put")
+        parent.hear()
+        left = iter(range(2))  # it has taken one add in, and dies of the next
+
+        def fault(point: str, worker: int) -> None:
+            if point == "lock held" and next(left) == 1:
+                os.kill(os.getpid(), 9)
+
+        faults.plant(fault)
+        table.get()
+
+
+def death_within_a_round(run: str, bug: str | None, folder: Path) -> None:
+    with (
+        Children() as children,
+        tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world,
+    ):
+        child = children.start(bulk_victim, run)
+        table = world.array(2, torch.int64, name="bulk")
+        assert child.get() == "put"
+        table.add([1, 1])
+        pending = table.async_get()
+        child.put()
+        wait_for_exit(child.pid)
+        assert pending.wait().tolist() == [3, 3], "an add of the round is there twice"
+
+
+def death_with_new_keys(run: str, bug: str | None, folder: Path) -> None:
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        _, table = open_all(world)
+        table.add(ones(2), rows=[1, 2])
+        assert not kill_one(run, bug, "keys", [1, -8, 7], "undo written")
+        assert not table.get([-8, 7]).any(), "a key has what was not added"
+        assert table.keys().tolist() == [1, 2], "a key is there without its add"
+        table.add(ones(3), rows=[2, 7, 9])
+        lines = table.get([1, 2, 7, 9]).tolist()
+        assert lines == [[1, 1], [2, 2], [1, 1], [1, 1]], "an add is lost"
+        assert table.keys().tolist() == [1, 2, 7, 9], "a key is lost"
+
+
+def death_within_growth(run: str, bug: str | None, folder: Path) -> None:
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        _, table = open_all(world)
+        table.add(ones(10), rows=range(10))
+        assert not kill_one(run, bug, "keys", list(range(40)), "half the keys copied")
+        assert table.keys().tolist() == list(range(10)), "keys are lost"
+        assert table.get(range(10)).unique().tolist() == [1], "rows are lost"
+
+
+def adds_on_both_sides_of_growth(run: str, bug: str | None, folder: Path) -> None:
+    with tables.join(run, timeout_s=DEADLINE_S) as one, tables.join(run) as two:
+        (_, ours), (_, theirs) = open_all(one), open_all(two)
+        ours.add(ones(1), rows=[1])
+        theirs.add(ones(1), rows=[1])
+        ours.add(ones(40), rows=range(40))  # grows
+        theirs.add(ones(1), rows=[1])
+        assert ours.get([1, 39]).tolist() == [[4, 4], [1, 1]], "an add is lost"
+        assert theirs.get([1, 39]).tolist() == [[4, 4], [1, 1]], "an add is not seen"
+
+
+SCENES: dict[str, tuple[Scene, str]] = {
+    "undo_not_applied": (death_within_an_add, "half of an add"),
+    "undo_applied_twice": (death_after_an_add, "an acknowledged add is lost"),
+    "lock_ignored": (an_add_within_an_add, "DID NOT RAISE"),
+    "lock_outlives_its_holder": (death_with_the_lock, "somebody waits for the dead"),
+    "ack_before_effect": (death_after_an_add, "an acknowledged add is lost"),
+    "half_row_visible": (a_get_within_an_add, "half of an add is seen"),
+    "snapshot_torn": (a_snapshot_within_an_add, "half of an add is in the snapshot"),
+    "clock_not_advanced": (a_worker_too_far_ahead, "DID NOT RAISE"),
+    "dead_still_counted": (a_barrier_without_the_dead, "somebody waits for the dead"),
+    "round_taken_twice": (death_within_a_round, "an add of the round is there twice"),
+    "key_before_its_add": (death_with_new_keys, "a key "),
+    "key_entries_stay": (death_with_new_keys, "an add is lost"),
+    "growth_before_its_rows": (death_within_growth, "keys are lost"),
+    "growth_not_noticed": (adds_on_both_sides_of_growth, "an add is "),
+}
+
+
+def a_run() -> str:
+    return f"c{os.getpid()}-{next(_numbers)}"
+
+
+@pytest.mark.parametrize("scene", {scene: 0 for scene, _ in SCENES.values()})
+def test_each_scene_goes_well(scene: Scene, tmp_path: Path) -> None:
+    run = a_run()
+    scene(run, None, tmp_path)
+    assert not [entry for entry in os.listdir("/dev/shm") if run in entry]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scene, says = SCENES[bug]
+    BUGS[bug](monkeypatch.setattr)
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=says):
+        scene(a_run(), bug, tmp_path)
