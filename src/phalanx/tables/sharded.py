@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -124,10 +125,13 @@ class Sharded:
                 part = out[shard.first_row : shard.first_row + shard.num_rows]
                 self._read_from(shard, None, part, worker, timeout_s)
         else:
-            for shard, places in self._route(rows):
-                part = torch.empty((len(places), out.shape[1]), dtype=out.dtype)
-                self._read_from(shard, rows[places] - shard.first_row, part, worker, timeout_s)
-                out.index_copy_(0, places, part)
+            order, routed = self._route(rows, worker)
+            found = torch.empty_like(out)
+            for shard, piece, places in routed:
+                self._read_from(shard, piece, found[places], worker, timeout_s)
+            # The inverse of `order`, because selecting rows is four times as fast as placing them.
+            back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+            torch.index_select(found, 0, back, out=out)
 
     def _read_from(
         self, shard: Part, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
@@ -168,7 +172,7 @@ class Sharded:
     def _parts_of(self, entry: Entry) -> list[tuple[Part, Entry]]:
         if len(self.shards) == 1:
             return [(self.shards[0], entry)]
-        rows, delta, worker, assigns = entry
+        rows, delta, worker, assigns, unseen = entry
         if rows is None:
             return [
                 (
@@ -178,28 +182,47 @@ class Sharded:
                         delta[shard.first_row : shard.first_row + shard.num_rows],
                         worker,
                         assigns,
+                        unseen,
                     ),
                 )
                 for shard in self.shards
             ]
+        order, routed = self._route(rows, worker)
+        sorted_delta = torch.index_select(delta, 0, order)
         return [
-            (shard, Entry(rows[places] - shard.first_row, delta[places], worker, assigns))
-            for shard, places in self._route(rows)
+            (shard, Entry(piece, sorted_delta[places], worker, assigns, unseen))
+            for shard, piece, places in routed
         ]
 
     def _owners(self, rows: Tensor) -> Tensor:
         """Return the shard of each row."""
         raise NotImplementedError
 
-    def _route(self, rows: Tensor) -> list[tuple[Part, Tensor]]:
-        """Return for each shard that has any of the rows where in the list they stand."""
-        owner = self._owners(rows)
+    def _route(self, rows: Tensor, worker: int) -> tuple[Tensor, list[tuple[Part, Tensor, slice]]]:
+        """Sort rows by shard, those of one shard as they came.
+
+        Each worker begins with another shard, so that two who add at once are seldom at the same.
+
+        Returns:
+            Where in the list the sorted rows stood; and for each shard that has any of them its
+            rows, counted from its first one, and where among the sorted ones they are.
+        """
+        num_shards = len(self.shards)
+        owner, order = torch.sort(self._owners(rows), stable=True)
+        first_rows = torch.index_select(self._first_rows, 0, owner)
+        pieces = torch.index_select(rows, 0, order).sub_(first_rows)
+        ends = torch.searchsorted(owner, torch.arange(num_shards), right=True).tolist()
         routed = []
-        for index, shard in enumerate(self.shards):
-            places = (owner == index).nonzero().view(-1)
-            if len(places):
-                routed.append((shard, places))
-        return routed
+        for turn in range(num_shards):
+            index = (turn + worker) % num_shards
+            places = slice(ends[index - 1] if index else 0, ends[index])
+            if places.start < places.stop:
+                routed.append((self.shards[index], pieces[places], places))
+        return order, routed
+
+    @cached_property
+    def _first_rows(self) -> Tensor:
+        return torch.tensor([shard.first_row for shard in self.shards])
 
     @property
     def num_undone(self) -> int:

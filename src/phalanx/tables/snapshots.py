@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
@@ -25,6 +28,14 @@ from phalanx.tables.spec import TableSpec
 __all__ = ["load_parts", "save_parts"]
 
 _VERSION = 1
+_PIECE_BYTES = 1 << 20
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
 
 
 def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
@@ -36,10 +47,8 @@ def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         whole = directory / f".{spec.name}.{os.getpid()}.tmp"
-        save_file(dict(zip(_part_names(spec), parts, strict=True)), whole)
-        digest = _digest(whole)
+        digest = _write(whole, dict(zip(_part_names(spec), parts, strict=True)))
         data = directory / f"{spec.name}-{digest[:16]}.safetensors"
-        _sync(whole)
         os.replace(whole, data)
         text = {"version": _VERSION, "table": spec.as_mapping(), "file": data.name}
         manifest = directory / f"{spec.name}.json"
@@ -61,6 +70,50 @@ def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
 def _part_names(spec: TableSpec) -> list[str]:
     states = [f"state {i}" for i in range(len(spec.updater.states))]
     return [*(["keys"] if spec.has_keys else []), "values", *states]
+
+
+def _write(path: Path, parts: dict[str, Tensor]) -> str:
+    """Write a file of tensors, synced, and return its digest.
+
+    Piece by piece: hashed while it is in the cache, and on its way to the disk while the next one
+    is hashed. ``save_file`` would copy everything first, and the digest would read it back.
+    """
+    digest = hashlib.sha256()
+    with open(path, "wb", buffering=0) as file:
+        for piece in _pieces(parts):
+            digest.update(piece)
+            start = file.tell()
+            _write_all(file, piece)
+            # The kernel begins to write out what it is told nobody will read again.
+            os.posix_fadvise(file.fileno(), start, len(piece), os.POSIX_FADV_DONTNEED)
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _pieces(parts: dict[str, Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of a file of safetensors: length of the header, header, tensors."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, part in parts.items():
+        begin, end = end, end + part.nbytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[part.dtype],
+            "shape": list(part.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for part in parts.values():
+        if part.numel():
+            data = part.reshape(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), _PIECE_BYTES):
+                yield data[start : start + _PIECE_BYTES]
+
+
+def _write_all(file: io.FileIO, piece: memoryview) -> None:
+    while len(piece):
+        piece = piece[file.write(piece) :]
 
 
 def _remove_older(directory: Path, name: str, kept: Path) -> None:

@@ -115,8 +115,7 @@ class Storage(Sharded):
         copies = [torch.empty_like(a) for a, _ in self._parts]
         for shard in self.shards:
             rows = slice(shard.first_row, shard.first_row + shard.num_rows)
-            for target, part in zip(copies, shard.read_states(timeout_s), strict=True):
-                target[rows] = part
+            shard.read_all([copy[rows] for copy in copies], timeout_s)
         return copies
 
     def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:

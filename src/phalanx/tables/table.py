@@ -16,7 +16,7 @@ from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.plan import Verdict
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Membership, await_others
-from phalanx.tables.shard import Entry
+from phalanx.tables.shard import Entry, NotFinite
 from phalanx.tables.snapshots import load_parts, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.storage import Storage
@@ -27,6 +27,8 @@ __all__ = ["Numbers", "PendingGet", "Rows", "Table", "TableStats"]
 Array = np.ndarray[Any, Any]  # of any shape and dtype: both are checked when they are known
 Numbers = Tensor | Array | Sequence[Any]  # nested sequences have no type of their own
 Rows = Tensor | Array | Sequence[int]
+
+_LARGE = 1 << 18  # elements of a delta that is not looked at twice: a shard looks at each block
 
 
 class Worker(Protocol):
@@ -87,6 +89,9 @@ class Table:
         self._stats = TableStats(nbytes=storage.nbytes)
         self._is_bulk = spec.staleness.is_bulk_synchronous
         self._is_bounded = spec.staleness.is_bounded
+        self._is_guarded = spec.nonfinite != "allow"
+        # Where a refusal comes in time: no other shard, and no other worker, has the add by then.
+        self._shard_may_look = self._is_guarded and spec.num_shards == 1 and not self._is_bulk
         self._seen_clock = -1  # nobody was behind this one when last looked at
 
     @property
@@ -133,10 +138,15 @@ class Table:
         spec = self._spec
         index = None if rows is None else read_rows(rows, spec)
         value = read_delta(delta, spec, None if index is None else index.numel())
-        if spec.nonfinite != "allow" and holds_nonfinite(value):
+        unseen = self._shard_may_look and value.numel() > _LARGE
+        if self._is_guarded and not unseen and holds_nonfinite(value):
             self._refuse_nonfinite()
             return
-        self._take(Entry(index, value, self._world.worker_id))
+        try:
+            self._take(Entry(index, value, self._world.worker_id, False, unseen))
+        except NotFinite:
+            self._refuse_nonfinite()
+            return
         self._stats.adds += 1
         self._stats.rows_added += value.shape[0]
 
@@ -168,7 +178,7 @@ class Table:
         self._check_open()
         self._check_master("assign")
         delta = read_delta(value, self._spec, None, "value")
-        if self._spec.nonfinite != "allow" and holds_nonfinite(delta):
+        if self._is_guarded and holds_nonfinite(delta):
             raise ConfigError(
                 f"`value` must be finite for table {self.name!r}, but holds NaN or infinity."
             )

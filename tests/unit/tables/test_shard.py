@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.errors import PeerTimeout
+from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.memory import faults
-from phalanx.tables import shard
+from phalanx.tables import shard, table
 
 ROWS = 8
 
@@ -93,3 +93,71 @@ def test_an_add_that_python_interrupts_is_undone(two, monkeypatch):
     assert reader.get().tolist() == [0.0] * ROWS
     writer.add(torch.ones(ROWS))
     assert reader.get().tolist() == [1.0] * ROWS
+
+
+# --- looking whether a delta is finite, block by block --------------------------------------------
+
+
+@pytest.fixture
+def looking_late(monkeypatch):
+    monkeypatch.setattr(table, "_LARGE", 0)
+    monkeypatch.setattr(shard, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(shard, "_BLOCK_ELEMENTS", 2)
+
+
+def first_values(size):
+    return torch.randn(size, generator=torch.Generator().manual_seed(size))
+
+
+@pytest.mark.parametrize("updater", ["sum", "sgd", "adam"])
+@pytest.mark.parametrize("place", [0, 3, 6])
+@pytest.mark.parametrize("rows", [None, [6, 0, 2, 2, 5, 1, 3], [0, 0, 0, 0, 1, 1, 1]])
+def test_an_add_refused_in_a_late_block_leaves_every_bit(looking_late, updater, place, rows):
+    delta = first_values(7)
+    delta[place] = float("nan")
+    with tables.join(timeout_s=20.0) as world:
+        made = world.array(7, init=first_values(7), updater=updater)
+        with pytest.raises(ConfigError, match="must be finite for table"):
+            made.add(delta, rows=rows)
+        assert torch.equal(made.get(), first_values(7))
+        assert (made.stats().rejected, made.stats().undone, made.stats().adds) == (1, 0, 0)
+        made.add(torch.ones(7))
+        assert not torch.equal(made.get(), first_values(7))
+
+
+def test_an_add_skipped_in_a_late_block_is_counted(looking_late):
+    with tables.join(timeout_s=20.0) as world:
+        made = world.matrix(7, 3, nonfinite="skip")
+        made.add(torch.full((7, 3), float("inf")), rows=list(range(7)))
+        assert made.stats().skipped == 1
+        assert made.get().tolist() == [[0.0] * 3] * 7
+
+
+def test_no_shard_has_an_add_that_another_shard_would_refuse(looking_late):
+    delta = torch.ones(7)
+    delta[6] = float("inf")
+    for rows in (None, list(range(7))):
+        with tables.join(timeout_s=20.0) as world:
+            made = world.array(7, num_shards=3)
+            with pytest.raises(ConfigError, match="must be finite for table"):
+                made.add(delta, rows=rows)
+            assert made.get().tolist() == [0.0] * 7
+
+
+# --- several shards -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 5])
+def test_rows_are_routed_to_shards_and_back_in_the_order_asked(num_shards):
+    """Repeated rows add up in the order given, to the bit, whoever asks."""
+    rows = [26, 0, 13, 13, 40, 13, 39, 0]
+    delta = first_values(8 * 3).view(8, 3)
+    with tables.join(num_workers=2, timeout_s=20.0) as one, one.thread_worker() as other:
+        many = [world.matrix(41, 3, name="many", num_shards=num_shards) for world in (one, other)]
+        single = one.matrix(41, 3, name="single")
+        for made in (*many, single, single):
+            made.add(delta, rows=rows)
+        for made in many:
+            assert torch.equal(made.get(), single.get())
+            assert torch.equal(made.get(rows), single.get()[rows])
+            assert made.get([]).shape == (0, 3)
