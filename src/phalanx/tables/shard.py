@@ -54,7 +54,7 @@ _WORD, _ARMED, _COUNT, _BLOCK, _UNDONE = range(5)
 _CURRENT, _PARITY, _PROGRESS, _VERSION = 1, 2, 4, 1 << 24
 _MAX_PROGRESS = _VERSION // _PROGRESS - 1
 BLOCK_ROWS = 4096  # changed at once, so that what was saved is still in the cache
-_BLOCK_ELEMENTS = 1 << 16  # the same for an add of everything
+_BLOCK_ELEMENTS = 1 << 18  # the same for an add of everything
 _ATTEMPTS = 3
 _FEW = 64
 _ONE_THREAD = 32768  # elements from which on torch gives an operation to several threads
@@ -364,22 +364,26 @@ class Shard:
     # --- an add of everything: on the other side --------------------------------------------------
 
     def _change_all(self, word: int, delta: Tensor, worker: int, unseen: bool) -> None:
-        block = max(1, _BLOCK_ELEMENTS // max(1, delta.shape[1]))
+        block = max(1, _BLOCK_ELEMENTS // delta.shape[1])
         old, new = self._both(word)
-        scale = self._scale
         reach("undo written")
+        if self._scale is not None:
+            parts = (delta.split(block), old[0].split(block), new[0].split(block))
+            for piece, source, target in zip(*parts, strict=True):
+                if unseen:
+                    _refuse_nonfinite(piece)
+                torch.add(source, piece, alpha=self._scale, out=target)
+                reach("half the rows written")
+            return
         for start in range(0, self.num_rows, block):
             rows = slice(start, start + block)
             if unseen:
                 _refuse_nonfinite(delta[rows])
-            if scale is not None:
-                torch.add(old[0][rows], delta[rows], alpha=scale, out=new[0][rows])
-            else:
-                for source, target in zip(old, new, strict=True):
-                    target[rows].copy_(source[rows])
-                backup = self._backups[worker][rows] if self._backups else None
-                states = [state[rows] for state in new[1:]]
-                self._updater.apply(Change(new[0][rows], delta[rows], states, backup))
+            for source, target in zip(old, new, strict=True):
+                target[rows].copy_(source[rows])
+            backup = self._backups[worker][rows] if self._backups else None
+            states = [state[rows] for state in new[1:]]
+            self._updater.apply(Change(new[0][rows], delta[rows], states, backup))
             reach("half the rows written")
 
     def _change_many(self, word: int, rows: Tensor, delta: Tensor, worker: int) -> None:

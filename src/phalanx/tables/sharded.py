@@ -209,7 +209,7 @@ class Sharded:
         """
         num_shards = len(self.shards)
         owner, order = torch.sort(self._owners(rows), stable=True)
-        first_rows = torch.index_select(self._first_rows, 0, owner)
+        first_rows = torch.index_select(self._offsets, 0, owner)
         pieces = torch.index_select(rows, 0, order).sub_(first_rows)
         ends = torch.searchsorted(owner, torch.arange(num_shards), right=True).tolist()
         routed = []
@@ -221,7 +221,7 @@ class Sharded:
         return order, routed
 
     @cached_property
-    def _first_rows(self) -> Tensor:
+    def _offsets(self) -> Tensor:
         return torch.tensor([shard.first_row for shard in self.shards])
 
     @property
