@@ -66,7 +66,7 @@ class RemoteGraph(Connection):
     ) -> None:
         super().__init__(crew, parts)
         self.number = next(_numbers)
-        self._crew = crew
+        self._crew: ProcessCrew | None = crew
         self._seed = seed
         self._alive = alive
         self._modes = CallerModes.capture(crew.devices)
@@ -96,6 +96,7 @@ class RemoteGraph(Connection):
 
     def outputs(self, report: Report) -> list[Nested]:
         """Return what has come back."""
+        assert self._crew is not None
         self._moment = self._crew.moment
         flat: dict[int, list[Any]] = {}
         specs: dict[int, TreeSpec] = {}
@@ -108,10 +109,16 @@ class RemoteGraph(Connection):
 
     def backward(self, grads: Sequence[Tensor | None], keep_graph: bool) -> Gradients:
         """Run every worker's backward pass and return the gradients of :meth:`_tensors`."""
-        if self._run is None or self._moment is None:
+        crew, run, moment = self._crew, self._run, self._moment
+        if crew is None:
+            raise StateError(
+                "`backward()` needs the worker processes of its forward pass, but they were "
+                "dismissed. Call `forward()` again."
+            )
+        if run is None or moment is None:
             raise freed()
         self._check_inputs()
-        self._check_model()
+        self._check_parameters()
         members = self._reached(grads)
         own: dict[int, list[tuple[int, Tensor]]] = {worker: [] for worker in members}
         for (worker, place), grad in zip(self._connected, grads, strict=True):
@@ -123,13 +130,13 @@ class RemoteGraph(Connection):
             else None
             for worker in range(self._num_workers)
         ]
-        run = _Backward(self._run, f"{_PREFIX} {self.number}", self._modes, keep_graph=keep_graph)
+        task = _Backward(run, f"{_PREFIX} {self.number}", self._modes, keep_graph=keep_graph)
         weights = [float(worker in own) for worker in range(self._num_workers)]
-        with self._crew.as_of(self._moment), torch.enable_grad():  # gradients are asked for
-            report = self._crew.run(batches, run, weights=weights, seed=self._seed, pinned=True)
+        with crew.as_of(moment), torch.enable_grad():  # gradients are asked for
+            report = crew.run(batches, task, weights=weights, seed=self._seed, pinned=True)
         if set(members) == set(self._given):
             self._tell_seconds(report.seconds)
-        gradients = self._input_gradients(report) + self._merged(report.operands)
+        gradients = self._input_gradients(report) + self._merged(crew, report.operands)
         if not keep_graph:
             self._forget()
         return gradients
@@ -141,6 +148,7 @@ class RemoteGraph(Connection):
             StateError: The module cannot be what it was any more.
         """
         assert self._moment is not None
+        assert self._crew is not None
         if not self._crew.knows(self._moment):
             raise StateError(
                 "`backward()` needs the worker that ran the forward pass, or the module as it was "
@@ -149,12 +157,12 @@ class RemoteGraph(Connection):
             )
         return _Leaves.of(self._given[worker])
 
-    def _check_model(self) -> None:
-        if self._crew.closed:
-            raise StateError(
-                "`backward()` needs the worker processes of its forward pass, but they were "
-                "dismissed. Call `forward()` again."
-            )
+    def dismiss(self) -> None:
+        """Let the workers go, and the graph with them."""
+        self._crew = None
+        self._forget()
+
+    def _check_parameters(self) -> None:
         if self._versions != versions_of(self._parameters):
             raise StateError(
                 "Parameters must stay as they are from the forward pass until `backward()`, but "
@@ -174,13 +182,13 @@ class RemoteGraph(Connection):
             gradients += [None] * sum(given.wanted) if found is None else found
         return gradients
 
-    def _merged(self, operands: Sequence[Partial]) -> Gradients:
+    def _merged(self, crew: ProcessCrew, operands: Sequence[Partial]) -> Gradients:
         """Add the last two partial sums; what comes of it lies in memory of its own."""
         if not operands:
             return [None] * len(self._trainable)
         sums = operands[0].gradients
         if len(operands) == 2:
-            sums = add_shared(self._crew, sums, operands[1].gradients)
+            sums = add_shared(crew, sums, operands[1].gradients)
         return [
             None
             if total is None

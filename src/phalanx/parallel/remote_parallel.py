@@ -13,7 +13,14 @@ from phalanx.errors import UnsupportedError
 from phalanx.parallel.connection import Connection
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.remote_graph import RemoteGraph
-from phalanx.replicas import Crew, ProcessCrew, Shelf, WorkerFailure, batch_norm_names
+from phalanx.replicas import (
+    Crew,
+    ProcessCrew,
+    Shelf,
+    WorkerFailure,
+    batch_norm_names,
+    check_shareable,
+)
 from phalanx.types import Device, Nested
 
 __all__ = ["RemoteParallel", "SharedShelf"]
@@ -68,12 +75,19 @@ class RemoteParallel(DataParallel):
         self._graphs: weakref.WeakSet[RemoteGraph] = weakref.WeakSet()
         self._refuse_devices()
         self._refuse_meetings()
+        check_shareable(module)
 
     @property
     def pids(self) -> list[int]:
         """The workers' process numbers; empty before the first pass."""
         crew = self._running.crew
         return crew.pids if isinstance(crew, ProcessCrew) else []
+
+    def close(self) -> None:
+        """Dismiss the workers, and with them the graphs that they keep; the next pass makes new."""
+        for graph in self._graphs:
+            graph.dismiss()
+        super().close()
 
     # Any: as in `DataParallel`.
     def forward_loss(self, *_: Any, **__: Any) -> Tensor:
@@ -119,6 +133,11 @@ class RemoteParallel(DataParallel):
         self, crew: Crew, parts: Sequence[Nested | None], seed: tuple[int, ...]
     ) -> Connection:
         assert isinstance(crew, ProcessCrew)
+        if self._running.hold:
+            raise UnsupportedError(
+                "`no_merge()` needs replicas in this process, but they are in others. Use "
+                "`DataParallel`."
+            )
         graph = RemoteGraph(crew, parts, seed, self._alive)
         self._graphs.add(graph)
         return graph

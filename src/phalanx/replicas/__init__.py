@@ -24,7 +24,7 @@ from phalanx.replicas.memory_format import (
 from phalanx.replicas.mirror import Changes
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.parcel import SentOnce
-from phalanx.replicas.process_crew import Portion, ProcessCrew
+from phalanx.replicas.process_crew import Portion, ProcessCrew, check_shareable
 from phalanx.replicas.replica import Replica, add_gradients
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.statistics import (
@@ -69,6 +69,7 @@ __all__ = [
     "blame",
     "caller_intra_op",
     "check_patience",
+    "check_shareable",
     "check_statistics",
     "default_intra_op",
     "derive_seed",

@@ -36,6 +36,7 @@ from phalanx.replicas.mailbox import collect
 from phalanx.replicas.mirror import Changes, Mirrored
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.parcel import SentOnce, load, pack, picklable_or_named
+from phalanx.replicas.replica import refuse_lazy
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.sums import Partial
 from phalanx.replicas.team import Team
@@ -43,7 +44,7 @@ from phalanx.replicas.worker import Birth, BirthPlace, Done, Errand, Failed, Kee
 from phalanx.replicas.worker_process import START_S, Lost, WorkerProcess, dismiss_all, rebuilt
 from phalanx.types import Nested
 
-__all__ = ["Portion", "ProcessCrew"]
+__all__ = ["Portion", "ProcessCrew", "check_shareable"]
 
 _LOOK_S = 0.02  # how often a thread without a worker looks whether the run is over
 _CPU = torch.device("cpu")
@@ -104,7 +105,7 @@ class ProcessCrew(Crew):
         self._intra_op = intra_op or default_intra_op(self.devices)
         _warn_of_crowd(num_workers, self._intra_op)
         self.parameters = list(source.parameters())
-        _refuse_unshareable(source)
+        check_shareable(source)
         self._source = source
         self.sources = (source,)
         self.shelf = shelf
@@ -175,11 +176,6 @@ class ProcessCrew(Crew):
         """The module as the last run saw it."""
         assert self._moment is not None
         return self._moment
-
-    @property
-    def closed(self) -> bool:
-        """Whether the workers were dismissed."""
-        return self._team.closed
 
     def knows(self, moment: Changes) -> bool:
         """Tell whether workers can still be given the module as it was at ``moment``."""
@@ -303,7 +299,7 @@ class ProcessCrew(Crew):
         if os.getpid() != self._pid:
             raise StateError(
                 "A process crew must be used by the process that made it, but this is a fork of "
-                "it. Make a trainer in the child."
+                "it. Make a trainer or a group in the child."
             )
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
@@ -557,16 +553,26 @@ def _warn_of_crowd(num_workers: int, intra_op: int) -> None:
         )
 
 
-def _refuse_unshareable(source: nn.Module) -> None:
-    for name, tensor in [*source.named_parameters(), *source.named_buffers()]:
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            told = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
-            raise UnsupportedError(
-                f"`{name}` must be a dense tensor for crew='processes', but is {told}. Use "
-                "crew='threads'."
-            )
-        if tensor.device.type != "cpu":
-            raise UnsupportedError(
-                f"`{name}` must lie on the CPU for crew='processes', but is on {tensor.device}. "
-                "Use crew='threads', which serves several devices from one process."
-            )
+def check_shareable(source: nn.Module) -> None:
+    """Refuse a module whose tensors processes cannot share; nothing is done to it.
+
+    Raises:
+        ConfigError: A parameter has no shape yet.
+        UnsupportedError: A tensor lies on another device, or is not dense.
+    """
+    refuse_lazy(source)
+    tensors = {"Parameter": source.named_parameters(), "Buffer": source.named_buffers()}
+    for kind, named in tensors.items():
+        for name, tensor in named:
+            if tensor.device.type != "cpu":
+                raise UnsupportedError(
+                    f"{kind} `{name}` must lie on the CPU for crew='processes', but is on "
+                    f"{tensor.device}. Use crew='threads', which serves several devices from one "
+                    "process."
+                )
+            if tensor.layout is not torch.strided or tensor.is_quantized:
+                told = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
+                raise UnsupportedError(
+                    f"{kind} `{name}` must be dense for crew='processes', but is {told}. Use "
+                    "crew='threads'."
+                )

@@ -17,7 +17,7 @@ from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.hooks import Hooks, shared_hooks
 from phalanx.replicas.statistics import StatisticsOfReplica
 
-__all__ = ["Replica", "add_gradients"]
+__all__ = ["Replica", "add_gradients", "refuse_lazy"]
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -117,12 +117,7 @@ class Replica:
 
 def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
     """Deep-copy ``source`` with parameters in the same memory where ``device`` is the same."""
-    for name, parameter in source.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(
-                f"Parameter `{name}` must have a shape before the module is copied, but "
-                "is lazy. Run the module once on a sample batch first."
-            )
+    refuse_lazy(source)
     _refuse_scripts(source)
     _refuse_graphs(source)
     memo: dict[int, object] = {id(p): _alias(p) for p in source.parameters()}
@@ -138,6 +133,16 @@ def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
     for parameter in module.parameters():
         parameter.grad = None
     return module.to(device)
+
+
+def refuse_lazy(source: nn.Module) -> None:
+    """Refuse parameters that have no shape yet."""
+    for name, parameter in source.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                f"Parameter `{name}` must have a shape before the module is copied, but "
+                "is lazy. Run the module once on a sample batch first."
+            )
 
 
 def _refuse_scripts(source: nn.Module) -> None:
