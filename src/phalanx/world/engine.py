@@ -12,6 +12,7 @@ of a group share a lane, because they share its arena; messages have a lane per 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -28,6 +29,7 @@ __all__ = ["COLLECTIVES", "Engine"]
 
 COLLECTIVES = "collectives"
 _LOOK_FOR_DEAD_S = 0.02
+_LOOKS = 30
 _STUCK, _MOVED, _ENDED = range(3)
 
 
@@ -46,6 +48,9 @@ class Engine:
         self._lanes: dict[Hashable, deque[Task]] = {}
         self._broken: BaseException | None = None
         self._next_look_s = 0.0
+        # Where each rank has a core, what is waited for is mostly a moment away; to let others run
+        # at once would cost a time slice on a busy machine. Elsewhere the peer needs this core.
+        self._looks = _LOOKS if board.size <= len(os.sched_getaffinity(0)) else 0
 
     def start(self, task: Task, lane: Hashable, *, wait: bool) -> None:
         """Begin ``task``, and finish it if ``wait``; a failure is kept in it, except for the first.
@@ -79,10 +84,14 @@ class Engine:
         if timeout_s is not None:
             task.deadline_s = min(task.deadline_s, now_s() + timeout_s)
         waiting: Waiting | None = None
+        looks = 0
         try:
             while not task.done:
                 if self.advance():
-                    waiting = None
+                    waiting, looks = None, 0
+                    continue
+                looks += 1
+                if looks < self._looks:
                     continue
                 waiting = waiting or Waiting(task.timeout_s)
                 if waiting.rest():

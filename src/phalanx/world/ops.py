@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -83,7 +84,11 @@ def reduction_of(op: object, dtype: torch.dtype) -> Reduction:
         ConfigError: These numbers cannot be reduced so.
         UnsupportedError: This operation is not built.
     """
-    kind = getattr(op, "op", op)
+    return _reduction_of(getattr(op, "op", op), dtype)
+
+
+@cache
+def _reduction_of(kind: object, dtype: torch.dtype) -> Reduction:
     found = next((known for known in _COMBINE_BY_OP if known == kind), None)
     if found is None:
         raise UnsupportedError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +12,13 @@ from phalanx.errors import UnsupportedError
 __all__ = ["Flat", "flat_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
+class Flat(NamedTuple):
     """A tensor, and its elements in one line: its own memory, or a copy if they lie apart.
 
     Attributes:
         tensor: As the user gave it.
         data: Its elements in order, one dimension.
+        copied: Whether they are a copy.
     """
 
     tensor: Tensor
@@ -48,7 +48,8 @@ def flat_of(tensor: Tensor, name: str) -> Flat:
         )
     plain = tensor.detach()
     if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
-        # Not `view(-1)`: that keeps whatever stride a single element has.
-        line = plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
-        return Flat(plain, line, False)
+        if plain.numel() != 1:
+            return Flat(plain, plain.view(-1), False)
+        # Its view would keep whatever stride a single element has.
+        return Flat(plain, plain.as_strided((1,), (1,), plain.storage_offset()), False)
     return Flat(plain, plain.resolve_conj().resolve_neg().contiguous().view(-1), True)
