@@ -14,7 +14,7 @@ or after, never within.
 
 ARMED == WORD therefore means that an add was begun and not finished. Whoever has the lock and sees
 that puts the recorded rows back, the last block first (a row may be in two blocks), and WORD = next
-ends that too.
+ends that too. The same takes back an add whose delta turns out not to be finite in a later block.
 
 # Note [Reading without the lock]
 A reader notes WORD, copies, and looks at WORD and ARMED again: if WORD is the same and ARMED is not

@@ -74,7 +74,7 @@ def _latencies(medians: Medians) -> Iterator[Verdict]:
     for (kind, rows), aim in _MOST_OVER_TORCH.items():
         task = Task(kind=kind, rows=rows)
         yield Verdict(
-            what=f"{kind} {_count(rows)}, time over torch's kernel",
+            what=f"{kind} {_count(rows)}, over torch's kernel",
             unit="×",
             aim=aim,
             at_most=True,
@@ -84,7 +84,7 @@ def _latencies(medians: Medians) -> Iterator[Verdict]:
         for rows, aim in zip(SIZES, aims, strict=True):
             task = Task(kind=kind, rows=rows)
             yield Verdict(
-                what=f"{kind} {_count(rows)}, torch RPC's time over ours",
+                what=f"{kind} {_count(rows)}, torch RPC over ours",
                 unit="×",
                 aim=aim,
                 at_most=False,
@@ -104,7 +104,7 @@ def _rates(medians: Medians, snapshot_bytes: int) -> Iterator[Verdict]:
     for rows in SIZES[1:]:
         one, two = (Task(kind="flood", rows=rows, both=both, fresh=True) for both in (False, True))
         yield Verdict(
-            what=f"two workers add {_count(rows)} each, over one; 4 shards",
+            what=f"adds of {rows:,}, two workers over one, 4 shards",
             unit="×",
             aim=_LEAST_SPEEDUP,
             at_most=False,
@@ -112,7 +112,7 @@ def _rates(medians: Medians, snapshot_bytes: int) -> Iterator[Verdict]:
         )
     disk = gb_per_s(medians, "snapshot", "disk", snapshot_bytes)
     yield Verdict(
-        what=f"snapshot of {snapshot_bytes / 1e9:.2g} GB, the other worker adding",
+        what=f"snapshot of {snapshot_bytes / 1e9:.2g} GB, the other worker adds",
         unit="GB/s",
         aim=min(_LEAST_SNAPSHOT_GB_PER_S, _LEAST_SNAPSHOT_GB_PER_S if disk is None else disk),
         at_most=False,

@@ -102,7 +102,9 @@ def rate_table(results: Results) -> Table:
     """Return arrays, floods and the disk, as rates."""
     medians = results.medians
     names = [name for name in ("phalanx", "torch") if name in medians]
-    table = _table("How much per second")
+    table = _table(
+        "How much per second; of adds by one worker or two, to 4 shards (torch: no shards)"
+    )
     table.add_column("", no_wrap=True)
     for name in names:
         table.add_column(TITLES[name], justify="right", no_wrap=True)
@@ -115,7 +117,7 @@ def rate_table(results: Results) -> Table:
             found = [flood_rows_per_s(medians, name, task) for name in names]
             cells = [_number(None if rate is None else rate / 1e6) for rate in found]
             who = "two workers" if both else "one worker"
-            table.add_row(f"{who}, adds of {rows:,}, 4 shards, M rows/s", *cells)
+            table.add_row(f"{who}, adds of {rows:,}, M rows/s", *cells)
     for kind in ("snapshot", "disk"):
         rate = gb_per_s(medians, "snapshot", kind, results.snapshot_bytes)
         what = "snapshot" if kind == "snapshot" else "writing and syncing as much"
@@ -125,7 +127,7 @@ def rate_table(results: Results) -> Table:
 
 def target_table(results: Results) -> Table:
     """Return the targets, each marked as met or missed."""
-    table = _table("Targets (the other worker idle, the same random rows each time, unless said)")
+    table = _table("Targets, the other worker idle and the same random rows each time unless said")
     for heading in ("", "aim", "measured", ""):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for verdict in verdicts(results):
