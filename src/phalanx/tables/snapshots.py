@@ -28,7 +28,8 @@ from phalanx.tables.spec import TableSpec
 __all__ = ["load_parts", "save_parts"]
 
 _VERSION = 1
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20  # hashed and written while it is in the cache
+_STRETCH_BYTES = 1 << 25  # sent to the disk at a time; a word to the kernel may wait for all cores
 _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float64: "F64",
@@ -80,12 +81,15 @@ def _write(path: Path, parts: dict[str, Tensor]) -> str:
     """
     digest = hashlib.sha256()
     with open(path, "wb", buffering=0) as file:
+        advised = 0
         for piece in _pieces(parts):
             digest.update(piece)
-            start = file.tell()
             _write_all(file, piece)
-            # The kernel begins to write out what it is told nobody will read again.
-            os.posix_fadvise(file.fileno(), start, len(piece), os.POSIX_FADV_DONTNEED)
+            written = file.tell()
+            if written - advised >= _STRETCH_BYTES:
+                # The kernel begins to write out what it is told nobody will read again.
+                os.posix_fadvise(file.fileno(), advised, written - advised, os.POSIX_FADV_DONTNEED)
+                advised = written
         os.fsync(file.fileno())
     return digest.hexdigest()
 
