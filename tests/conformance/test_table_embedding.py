@@ -255,6 +255,46 @@ def test_bags_are_prefetched_too():
         assert table.stats().gets == 1
 
 
+# --- rows found by key ----------------------------------------------------------------------------
+
+KEYS = torch.tensor([-7, 10**18, 0, 3, 2**63 - 1, -(2**63)])
+
+
+@pytest.mark.parametrize("padding", [None, 1])
+def test_over_a_keys_table_indices_are_keys(padding):
+    with tables.join() as world:
+        table = world.keys(DIM, init=tables.Uniform(-1.0, 1.0, seed=3), updater=tables.Sgd(lr=LR))
+        twin = nn.Embedding.from_pretrained(table.get(KEYS), freeze=False, padding_idx=padding)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
+        given = None if padding is None else int(KEYS[padding])
+        embedding = tables.TableEmbedding(table, padding_idx=given)
+        assert (len(table), embedding.embedding_dim) == (0, DIM)
+        for places in ([[0, 1, 1], [5, 4, 1]], [[2, 2, 0]]):
+            embedding.prefetch(KEYS[torch.tensor(places)])
+            out, want = embedding(KEYS[torch.tensor(places)]), twin(torch.tensor(places))
+            assert torch.equal(out, want)
+            optimizer.zero_grad()
+            some_loss(out).backward()
+            some_loss(want).backward()
+            optimizer.step()
+            assert torch.equal(table.get(KEYS), twin.weight)
+        come = {0, 1, 2, 4, 5} - {padding}
+        assert table.keys().tolist() == sorted(int(KEYS[place]) for place in come)
+
+
+def test_bags_over_a_keys_table():
+    with tables.join() as world:
+        table = world.keys(DIM, init=tables.Uniform(-1.0, 1.0, seed=3), updater=tables.Sgd(lr=LR))
+        rows = table.get(KEYS)
+        bags = tables.TableEmbeddingBag(table, "mean")
+        out = bags(KEYS, torch.tensor([0, 2, 2]))
+        assert torch.equal(out, nn.functional.embedding_bag(
+            torch.arange(6), rows, torch.tensor([0, 2, 2]), mode="mean"
+        ))  # fmt: skip
+        out.sum().backward()
+        assert len(table) == len(KEYS)
+
+
 # --- several workers ------------------------------------------------------------------------------
 
 
