@@ -10,11 +10,14 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from phalanx import tables
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from tests.conformance.test_tables import FORMATIONS, in_every_formation, run_threads
+from tests.conformance.test_tables import DEADLINE_S, FORMATIONS, in_every_formation, run_threads
+from tests.multiprocess.children import Children, Parent
 
 NAN, INF = float("nan"), float("inf")
 
@@ -286,6 +289,40 @@ def test_asynchronous_changes_are_taken_as_they_come(workers, n, merge, outer, r
     wanted = turns_by_hand(n, merge, outer is not None)
     for seen, want in zip(found, wanted, strict=True):
         assert seen == pytest.approx(want, rel=1e-14)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(-64, 64), st.booleans()), max_size=30),
+    st.sampled_from(["sum", "mean"]),
+    st.booleans(),
+)
+def test_any_order_of_moves_and_syncs_is_what_one_process_works_out(turns, merge, has_outer):
+    """Two workers move their copies and sync when they like; every number here is exact."""
+    outer = tables.Nesterov(lr=0.5, momentum=0.5) if has_outer else None
+    share = 2 if merge == "mean" else 1
+    value, velocity, copies, bases = 0.0, 0.0, [0.0, 0.0], [0.0, 0.0]
+    with tables.join(num_workers=2) as world, world.thread_worker() as other:
+        nets = [nn.Linear(1, 3, bias=False).double() for _ in range(2)]
+        for net in nets:
+            nn.init.zeros_(net.weight)
+        shared = [
+            tables.SharedModule(net, w, merge=merge, outer=outer, name="net")
+            for net, w in zip(nets, (world, other), strict=True)
+        ]
+        for worker, move, syncs in turns:
+            with torch.no_grad():
+                nets[worker].weight += move
+            copies[worker] += move
+            if syncs:
+                shared[worker].sync()
+                change = (copies[worker] - bases[worker]) / share
+                if has_outer:
+                    velocity = 0.5 * velocity - change
+                    change = -0.5 * (-change + 0.5 * velocity)
+                value += change
+                copies[worker] = bases[worker] = value
+            for net, copy in zip(nets, copies, strict=True):
+                assert net.weight.flatten().tolist() == pytest.approx([copy] * 3, abs=1e-9)
 
 
 def add_ones(world: tables.World, bound: int | None) -> list[float]:
@@ -564,3 +601,42 @@ def test_a_restored_snapshot_goes_on_to_the_same_bits(workers, n, run, tmp_path)
     for once, again in workers(run, n, body, sync=True):
         once.pop("norm.num_batches_tracked"), again.pop("norm.num_batches_tracked")
         assert once == again
+
+
+# --- who comes later ------------------------------------------------------------------------------
+
+
+def join_late(parent: Parent, run: str, mode: dict) -> None:
+    with tables.join(run, timeout_s=DEADLINE_S, **mode) as world:
+        net = seeded_net(5)
+        shared = tables.SharedModule(net, world, merge="sum", name="net")
+        seen = []
+        for _ in range(5):
+            with torch.no_grad():
+                net.first.weight += 1
+            shared.sync()
+            seen.append(net.first.weight[0, 0].item())
+        parent.tell(seen)
+
+
+@pytest.mark.parametrize("mode", [{}, {"sync": True}, {"staleness": 1}], ids=str)
+def test_a_worker_that_comes_later_begins_where_the_others_are(mode, run):
+    """In bulk-synchronous mode it comes between the rounds of several tables, at any moment."""
+    with Children() as children, tables.join(run, timeout_s=DEADLINE_S, **mode) as world:
+        net = seeded_net(0)
+        first = net.first.weight[0, 0].item()
+        shared = tables.SharedModule(net, world, merge="sum", name="net")
+        for _ in range(3):
+            with torch.no_grad():
+                net.first.weight += 1
+            shared.sync()
+        child = children.start(join_late, run, mode)
+        turns = 0
+        while not child.connection.poll(0):
+            turns += 1
+            shared.sync()
+        seen = child.get()
+        child.process.join(DEADLINE_S)
+        shared.sync()
+        assert seen == pytest.approx([first + 3 + turn for turn in range(1, 6)], abs=1e-4)
+        assert net.first.weight[0, 0].item() == pytest.approx(first + 8, abs=1e-4)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from phalanx import tables
-from phalanx.tables import exchange
+from phalanx.memory import faults
+from phalanx.tables import exchange, shard
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 
 DEADLINE_S = 60.0
@@ -116,6 +117,53 @@ def test_the_others_go_on_when_a_worker_is_killed_in_the_middle_of_a_sync(run, h
         for child in others:
             child.put()
             child.process.join(DEADLINE_S)
+
+
+def taker(parent: Parent, run: str, outer: str | None, point: str) -> None:
+    """Come last, take the round in, and die of it."""
+    shard._BLOCK_ELEMENTS = 2  # so that an add of everything has a middle
+    with tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world:
+        net = make_net()
+        shared = tables.SharedModule(net, world, merge="mean", outer=outer, name="net")
+        parent.tell(world.worker_id)
+        parent.hear()
+        move(net, 3.0)
+
+        def fault(reached: str, worker: int) -> None:
+            if reached == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        faults.plant(fault)
+        shared.sync()
+
+
+@pytest.mark.parametrize("outer", [None, "nesterov"])
+@pytest.mark.parametrize("point", ["lock held", "undo written", "half the rows written"])
+def test_a_merged_round_is_taken_once_though_its_taker_is_killed(run, outer, point):
+    with (
+        Children() as children,
+        tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world,
+    ):
+        net = make_net()
+        child = children.start(taker, run, outer, point)
+        shared = tables.SharedModule(net, world, merge="mean", outer=outer, name="net")
+        assert child.get() == 1 - world.worker_id
+        move(net, 1.0)
+        for each in shared._exchanges:  # come to the round, and do not look whether it is in
+            each.note()
+            each.give(2)
+            each.ask()
+        child.put()
+        child.process.join(DEADLINE_S)
+        assert child.process.exitcode == -signal.SIGKILL
+        shared._receive()
+        change = (1.0 + 3.0) / 2 if outer is None else 0.7 * (1 + 0.9) * (1.0 + 3.0) / 2
+        if outer is None:
+            assert values(net) == [{1.0 + change}] * 5
+        else:
+            for found in values(net)[:-1]:
+                assert len(found) == 1
+                assert found.pop() == pytest.approx(1.0 + change, rel=1e-6)
 
 
 def forgetful(parent: Parent, run: str, how: dict) -> None:
