@@ -175,6 +175,47 @@ def test_what_a_worker_put_down_before_it_died_is_in_the_next_round(run, point, 
         assert torch.equal(got, once)
 
 
+# --- a worker that is lost ------------------------------------------------------------------------
+
+MODES = {"asynchronous": {}, "bulk": {"sync": True}, "bounded": {"staleness": 1}}
+
+
+def go_rounds(parent: Parent, run: str, mode: str) -> None:
+    torch.set_num_threads(1)
+    with tables.join(run, num_workers=3, timeout_s=DEADLINE_S, **MODES[mode]) as world:
+        table = world.array(1, torch.int64, name="t")
+        by_key = world.keys(1, torch.int64, name="k", capacity=1)
+        for number in range(8):
+            table.add([1])
+            by_key.add([[1]], rows=[-number])
+            world.tick()
+            table.get()
+            by_key.get([-number])
+            if number == 3:
+                world.barrier("third")
+                parent.tell((world.worker_id, world.num_workers))
+                parent.hear()
+        world.barrier("over")
+        parent.tell((world.num_workers, table.get().item(), len(by_key)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_every_mode_the_others_go_on_without_a_worker_that_is_killed(run, mode):
+    with Children() as children:
+        started = [children.start(go_rounds, run, mode) for _ in range(3)]
+        assert sorted(child.get() for child in started) == [(0, 3), (1, 3), (2, 3)]
+        started[1].kill()
+        others = [started[0], started[2]]
+        for child in others:
+            child.put()
+        for num_workers, adds, num_keys in [child.get() for child in others]:
+            assert num_workers <= 2
+            assert adds == 3 * 4 + 2 * 4
+            assert num_keys == 8
+        for child in others:
+            child.process.join(DEADLINE_S)
+
+
 # --- what is left ---------------------------------------------------------------------------------
 
 
