@@ -112,20 +112,17 @@ class Generation(Shard):
         values, *states = view_parts(region, sized, layout)
         ids = region.tensor(torch.int64, layout.undo_rows[0], layout.ids[0])
 
-        def over_the_rows(updater: Updater, backups: list[Tensor]) -> dict[str, Any]:
-            return {
-                "lock": lock,
-                "header": page[8:16],
-                "values": values,
-                "states": states,
-                "ids": ids,
-                "backups": backups,
-                "updater": updater,
-                "first_row": 0,
-            }
-
-        super().__init__(**over_the_rows(spec.updater, view_backups(region, sized, layout)))
-        self._assigner = Shard(**over_the_rows(_Assign(), []))
+        rows: dict[str, Any] = {  # Any: as a Shard takes them
+            "lock": lock,
+            "header": page[8:16],
+            "values": values,
+            "states": states,
+            "ids": ids,
+            "first_row": 0,
+        }
+        backups = view_backups(region, sized, layout)
+        super().__init__(**rows, updater=spec.updater, backups=backups)
+        self._assigner = Shard(**rows, updater=_Assign(), backups=[])
         self.serial = serial
         self.capacity = capacity
         self.nbytes = region.nbytes
@@ -273,12 +270,20 @@ class Generation(Shard):
     def _settle(self) -> int:
         if self._newest() != self.serial:
             raise Retired
+        self._forget_pending()
+        return super()._settle()
+
+    def _undo(self, word: int) -> int:
+        self._forget_pending()
+        return super()._undo(word)
+
+    def _forget_pending(self) -> None:
+        """Take back the keys of an add that has not ended, while WORD still says so."""
         counts = self._counts
         if counts[_FOR] == self._header[_WORD]:
             counts[_NEXT] = counts[_BASE]
             self._index.drop(counts[_BASE])
             counts[_FOR] = -1
-        return super()._settle()
 
     def _change(self, entry: Entry, word: int, after: int) -> None:
         assert entry.rows is not None
