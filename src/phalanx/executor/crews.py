@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -16,7 +15,7 @@ from phalanx.plan import check_argument
 from phalanx.replicas import FailureLog, WorkerLost, check_patience
 from phalanx.types import Device
 
-__all__ = ["CrewChoice"]
+__all__ = ["CrewChoice", "share_shelf"]
 
 _CREWS = ("threads", "processes")
 
@@ -53,9 +52,8 @@ class CrewChoice:
         *,
         workloads: Sequence[float] | str | None,
         buffers: str | Mapping[str, str],
-        beside: Any,  # Any: what another group runs on, or None
     ) -> DataParallel:
-        """Return what runs ``module``; with one set of parameters if that of ``beside`` has one."""
+        """Return what runs ``module``."""
         if self.crew == "threads":
             return DataParallel(module, devices, workloads=workloads, buffers=buffers)
         folder = None if self.memory_dir is None else Path(self.memory_dir)
@@ -64,7 +62,16 @@ class CrewChoice:
             devices,
             workloads=workloads,
             buffers=buffers,
-            shelf=beside.shelf if isinstance(beside, RemoteParallel) else SharedShelf(folder),
+            shelf=SharedShelf(folder),
             timeout_s=self.timeout_s,
             on_failure=failures.add,
         )
+
+
+def share_shelf(model: DataParallel, other: DataParallel) -> None:
+    """Let the workers of both find the parameters that they share in one place.
+
+    Otherwise each would move them to its own, and the other's workers would have to start anew.
+    """
+    if isinstance(model, RemoteParallel) and isinstance(other, RemoteParallel):
+        model.shelf = other.shelf

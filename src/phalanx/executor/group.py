@@ -27,7 +27,7 @@ from phalanx.executor.arguments import (
     read_whole,
 )
 from phalanx.executor.binding import Binding, resized
-from phalanx.executor.crews import CrewChoice
+from phalanx.executor.crews import CrewChoice, share_shelf
 from phalanx.executor.data import DataDesc, read_descs
 from phalanx.executor.feeding import feed, read_shares
 from phalanx.executor.gradients import GradientRequests
@@ -137,12 +137,7 @@ class DataParallelExecutorGroup:
         )
         self._failures, self._on_failure = FailureLog(max_failures), on_failure
         self._model = choice.open(
-            module,
-            devices,
-            self._failures,
-            workloads=workloads,
-            buffers=buffers,
-            beside=getattr(shared_group, "_model", None),
+            module, devices, self._failures, workloads=workloads, buffers=buffers
         )
         self._declared = read_descs(outputs, "outputs")
         self._binding = Binding.of(module, data, labels, states)
@@ -572,6 +567,7 @@ class DataParallelExecutorGroup:
             )
         if other.module is not self.module:
             share_tensors(self.module, other.module)
+        share_shelf(self._model, other._model)
 
     def _tell_of_failures(self) -> None:
         for lost in self._failures.take(self._num_passes):

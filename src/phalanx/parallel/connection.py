@@ -204,9 +204,14 @@ def freed() -> StateError:
     )
 
 
-def add_shared(crew: Crew, left: Gradients, right: Gradients) -> Gradients:
-    """Add the last two partial sums in place, every thread its share of the elements."""
+def add_shared(crew: Crew, left: Gradients, right: Gradients, *, fresh: bool) -> Gradients:
+    """Add the last two partial sums, every thread its share of the elements.
+
+    Args:
+        fresh: Return memory that nobody else holds; else ``left`` takes ``right``.
+    """
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    sums = [torch.empty_like(a) if fresh else a for a, _ in pairs]
     sizes = [a.numel() for a, _ in pairs]
     starts = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
     bounds = part_bounds(sum(sizes), len(crew), _BLOCK)
@@ -214,11 +219,19 @@ def add_shared(crew: Crew, left: Gradients, right: Gradients) -> Gradients:
     def add(index: int) -> None:
         for pair, start, stop in overlaps(starts, sizes, *bounds[index]):
             a, b = pairs[pair]
-            a[start:stop].add_(b[start:stop])
+            torch.add(a[start:stop], b[start:stop], out=sums[pair][start:stop])
 
     if pairs:
         crew.each(add)
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+    added = iter(sums)
+
+    def total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if a is not None and b is not None:
+            return next(added)
+        one = b if a is None else a
+        return one.clone() if fresh and one is not None else one
+
+    return [total(a, b) for a, b in zip(left, right, strict=True)]
 
 
 # Any: leaves of the user's own inputs.

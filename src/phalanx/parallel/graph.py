@@ -282,7 +282,7 @@ class CrewGraph(Connection):
             return [None] * len(self._trainable)
         sums = operands[0].gradients
         if len(operands) == 2:
-            sums = add_shared(self._crew, sums, operands[1].gradients)
+            sums = add_shared(self._crew, sums, operands[1].gradients, fresh=False)
         for parameter, total in zip(self._crew.parameters, sums, strict=True):
             if settle and total is not None and id(parameter) not in self._trainable:
                 _add_to_grad(parameter, total)

@@ -183,18 +183,19 @@ class RemoteGraph(Connection):
         return gradients
 
     def _merged(self, crew: ProcessCrew, operands: Sequence[Partial]) -> Gradients:
-        """Add the last two partial sums; what comes of it lies in memory of its own."""
+        """Add the last two partial sums; the slots that they lie in are others' afterwards."""
         if not operands:
             return [None] * len(self._trainable)
-        sums = operands[0].gradients
+        left = operands[0].gradients
+        right: Gradients = [None] * len(left)
         if len(operands) == 2:
-            sums = add_shared(crew, sums, operands[1].gradients)
+            right = operands[1].gradients
         return [
-            None
-            if total is None
-            else total.clone().as_strided(parameter.shape, dense_strides(parameter))
-            for total, parameter in zip(sums, self._parameters, strict=True)
-            if id(parameter) in self._trainable
+            None if total is None else total.as_strided(each.shape, dense_strides(each))
+            for total, each in zip(
+                add_shared(crew, left, right, fresh=True), self._parameters, strict=True
+            )
+            if id(each) in self._trainable
         ]
 
 
@@ -202,22 +203,20 @@ class RemoteGraph(Connection):
 class _Leaves:
     """One worker's inputs, cut off from the caller's graph."""
 
-    leaves: list[Any]  # Any: whatever the module takes
-    spec: TreeSpec
+    nested: Nested
     wanted: list[bool]
 
     @classmethod
     def of(cls, given: Given) -> _Leaves:
         leaves = [each.detach() if isinstance(each, Tensor) else each for each in given.leaves]
-        return cls(leaves, given.spec, given.wanted)
+        return cls(unflatten(leaves, given.spec), given.wanted)
 
     def evaluate(self, run: RunPart, turn: Turn) -> _Graph:
         """Run the module, in the worker."""
-        wanted = [
-            leaf.requires_grad_() for leaf, w in zip(self.leaves, self.wanted, strict=True) if w
-        ]
+        leaves, _ = flatten(self.nested)
+        wanted = [leaf.requires_grad_() for leaf, w in zip(leaves, self.wanted, strict=True) if w]
         with turn.drawing():
-            outputs = run(turn.index, turn.replica.module, unflatten(self.leaves, self.spec))
+            outputs = run(turn.index, turn.replica.module, self.nested)
         return _Graph(wanted, *flatten(outputs))
 
 

@@ -135,7 +135,6 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.requires_grad
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not tensor.is_inference()
     )
 
 
