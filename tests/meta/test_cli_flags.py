@@ -12,6 +12,7 @@ from tests.meta.commands import flags_by_command, root_command
 
 FROZEN: dict[str, tuple[str, ...]] = {
     "": ("--version",),
+    "bench allreduce": ("--out", "--ranks", "--rounds"),
     "bench balance": ("--model", "--out", "--slowdown", "--steps"),
     "bench memory": ("--megabytes", "--out", "--workers"),
     "bench recovery": ("--kills", "--model", "--out", "--restarts", "--seed", "--workers"),

@@ -21,11 +21,14 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.memory import Region, fence
+from phalanx.memory import Region, fence, reach
 from phalanx.world.board import Board, Signature
 from phalanx.world.signature import Desync
 
-__all__ = ["Arena", "Need", "Steps"]
+__all__ = ["POINTS", "Arena", "Need", "Steps"]
+
+POINTS = ("operation begun", "piece written", "piece published", "result given", "piece ended")
+"""Where the tests stop a rank; the last but one is passed by `all_reduce` alone."""
 
 Need = tuple[Sequence[int], int]
 """Whom a wait is for, and the mark that they must reach; no mark, but a place, if not positive."""
@@ -75,6 +78,7 @@ class Arena:
         self._operation = Signature(self._operation.number + 1, what, num_elements)
         self._unchecked = set(self.board.others)
         self.board.sign(self._operation)
+        reach("operation begun")
 
     def slots(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the slots of this piece, by rank, as tensors of ``dtype``."""
@@ -106,7 +110,9 @@ class Arena:
 
     def publish(self) -> None:
         """Say that what others need of this rank is in its slot."""
+        reach("piece written")
         self.board.post(_PER_PIECE * self._piece + _PUBLISHED)
+        reach("piece published")
 
     def published(self, ranks: Sequence[int] | None = None) -> Steps:
         """Wait until ``ranks``, or all, have published; see that they are in this operation."""
@@ -119,6 +125,7 @@ class Arena:
     def give_result(self) -> None:
         """Say that what this rank has reduced is in its slot."""
         self.board.post(_PER_PIECE * self._piece + _REDUCED)
+        reach("result given")
 
     def results_given(self) -> Steps:
         """Wait until all have reduced."""
@@ -128,6 +135,7 @@ class Arena:
     def end_piece(self) -> None:
         """Say that this rank reads nobody's slot any more."""
         self.board.post(_PER_PIECE * self._piece + _DONE)
+        reach("piece ended")
 
     def _reach(self, ranks: Sequence[int], mark: int) -> Steps:
         board = self.board

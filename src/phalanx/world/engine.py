@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, GroupAborted
 from phalanx.memory import Waiting
+from phalanx.world.arena import Need
 from phalanx.world.board import LEFT, Board
 from phalanx.world.mourning import cause_state, look, out_of_time
 from phalanx.world.pump import pump
@@ -52,14 +53,20 @@ class Engine:
         # at once would cost a time slice on a busy machine. Elsewhere the peer needs this core.
         self._looks = _LOOKS if board.size <= len(os.sched_getaffinity(0)) else 0
 
-    def start(self, task: Task, lane: Hashable, *, wait: bool) -> None:
-        """Begin ``task``, and finish it if ``wait``; a failure is kept in it, except for the first.
+    def start(self, task: Task, lane: Hashable, needs: Need, *, wait: bool) -> None:
+        """Begin ``task``, and finish it if ``wait``; a failure under way is kept in it.
+
+        Args:
+            task: The operation.
+            lane: What it goes after.
+            needs: Who must be there for it to begin.
+            wait: Whether to finish it.
 
         Raises:
-            PhalanxError: The group has failed before.
+            PhalanxError: The group has failed before, or somebody needed is gone.
         """
         with self._lock:
-            self._refuse_if_broken(task)
+            self._refuse_if_broken(task, needs)
             self._lanes.setdefault(lane, deque()).append(task)
             self._advance()
         if task.done:
@@ -69,10 +76,10 @@ class Engine:
         else:
             pump.add(self)
 
-    def _refuse_if_broken(self, task: Task) -> None:
+    def _refuse_if_broken(self, task: Task, needs: Need) -> None:
         if self._broken is None and now_s() >= self._next_look_s:
             self._next_look_s = now_s() + _LOOK_FOR_DEAD_S
-            gone = look(self._board, self._board.others, self._board.mark_of(self._board.rank) + 1)
+            gone = look(self._board, *needs, task.title)
             if gone is not None:
                 self._break(gone, task)
         if self._broken is not None:
@@ -109,6 +116,11 @@ class Engine:
             return self._advance()
         finally:
             self._lock.release()
+
+    @property
+    def broken(self) -> bool:
+        """Whether the group has failed."""
+        return self._broken is not None
 
     @property
     def idle(self) -> bool:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.world import collectives as steps_of
-from phalanx.world.arena import Arena, Steps
+from phalanx.world.arena import Arena, Need, Steps
 from phalanx.world.engine import COLLECTIVES, Engine
 from phalanx.world.mail import Mail
 from phalanx.world.ops import reduction_of
@@ -30,6 +30,9 @@ from phalanx.world.work import SharedWork, Task
 __all__ = ["NAME", "SharedGroup"]
 
 NAME = "phalanx"
+
+_NOBODY: Need = ((), 0)
+_LINGER_S = 10.0
 
 
 # Any, below: options are torch's own classes, which have no common base and no types.
@@ -54,14 +57,23 @@ class SharedGroup(dist.ProcessGroup):
         self._closed = False
 
     def _run(
-        self, kind: str, steps: Steps, result: Any, opts: Any = None, lane: Hashable = COLLECTIVES
+        self,
+        kind: str,
+        steps: Steps,
+        result: Any,
+        opts: Any = None,
+        lane: Hashable = COLLECTIVES,
+        needs: Need | None = None,
     ) -> SharedWork:
         timeout = getattr(opts, "timeout", None)
         timeout_s = self._timeout_s
         if timeout is not None and timeout > datetime.timedelta(0):
             timeout_s = timeout.total_seconds()
         task = Task(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
-        self._engine.start(task, lane, wait=not getattr(opts, "asyncOp", True))
+        if needs is None:  # everybody who has not begun it yet
+            board = self._arena.board
+            needs = board.others, board.mark_of(board.rank) + 1
+        self._engine.start(task, lane, needs, wait=not getattr(opts, "asyncOp", True))
         return SharedWork(task, self._engine.drive)
 
     # --- reducing ---------------------------------------------------------------------------------
@@ -311,7 +323,13 @@ class SharedGroup(dist.ProcessGroup):
         """Send to one rank."""
         data = steps_of.as_bytes(flat_of(_only(tensors), "tensor").data)
         steps = self._mail.send(data, receiver, tag)
-        return self._run(f"send to rank {receiver}", steps, tensors, lane=("to", receiver))
+        return self._run(
+            f"send to rank {receiver}",
+            steps,
+            tensors,
+            lane=("to", receiver),
+            needs=((receiver,), 0),
+        )
 
     def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> SharedWork:
         """Receive from one rank."""
@@ -321,7 +339,13 @@ class SharedGroup(dist.ProcessGroup):
             yield from self._mail.receive(steps_of.as_bytes(flat.data), sender, tag)
             flat.write_back()
 
-        work = self._run(f"recv from rank {sender}", steps(), tensors, lane=("from", sender, tag))
+        work = self._run(
+            f"recv from rank {sender}",
+            steps(),
+            tensors,
+            lane=("from", sender, tag),
+            needs=_NOBODY,  # the message may be there already, and its sender gone
+        )
         work.sources.append(sender)
         return work
 
@@ -334,7 +358,9 @@ class SharedGroup(dist.ProcessGroup):
             yield from self._mail.receive_any(steps_of.as_bytes(flat.data), tag, found)
             flat.write_back()
 
-        work = self._run("recv from any rank", steps(), tensors, lane=("from any", tag))
+        work = self._run(
+            "recv from any rank", steps(), tensors, lane=("from any", tag), needs=_NOBODY
+        )
         work.sources = found
         return work
 
@@ -379,9 +405,14 @@ class SharedGroup(dist.ProcessGroup):
     set_timeout = setTimeout
 
     def shutdown(self) -> None:
-        """Leave the group; what is under way fails, and the others learn of it."""
+        """Leave the group, once what was sent is received; what is under way then fails.
+
+        Blocks: For 10 s at most, while a living rank has not received all.
+        """
         if not self._closed:
             self._closed = True
+            if not self._engine.broken:
+                self._mail.linger(min(_LINGER_S, self._timeout_s))
             self._engine.close()
             self._mail.close()
             self._arena.close()
@@ -470,9 +501,14 @@ def _options(
     if isinstance(given, int):
         options.rootRank = given
     elif given is not None:
-        options.reduceOp = given
+        options.reduceOp = _as_op(given)
     if op is not None:
-        options.reduceOp = op
+        options.reduceOp = _as_op(op)
     if timeout is not None:
         options.timeout = timeout
     return options
+
+
+def _as_op(given: Any) -> dist.ReduceOp:
+    # `ReduceOp.SUM` says that it is a ReduceOp, but options do not take it for one.
+    return dist.ReduceOp(getattr(given, "op", given))

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.memory import Region, fence
+from phalanx.memory import Region, Waiting, fence
 from phalanx.world.arena import Need, Steps
-from phalanx.world.board import Board
+from phalanx.world.board import HERE, Board
 
 __all__ = ["Mail"]
 
@@ -181,6 +181,15 @@ class Mail:
                 f"`tensor` must have the {num_bytes} bytes that rank {sender} has sent, but has "
                 f"{len(into)}."
             )
+
+    def linger(self, timeout_s: float) -> None:
+        """Wait until the others have taken out of the channels what this rank has put in."""
+        waiting = Waiting(timeout_s)
+        for receiver, channel in self._out.items():
+            while channel.filled and not waiting.over() and self._board.alive(receiver):
+                if self._board.state_of(receiver)[0] != HERE:
+                    break
+                waiting.rest()
 
     def close(self) -> None:
         """Let go of all channels; messages under way are lost."""

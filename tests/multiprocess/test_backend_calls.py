@@ -1,0 +1,252 @@
+"""Calls of the backend `phalanx` beyond what gloo offers to compare with: order, tags, errors."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx  # noqa: F401
+from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
+from tests.multiprocess.spawn import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+def make(timeout_s: float = 60.0, ranks: list[int] | None = None) -> dist.ProcessGroup:
+    return dist.new_group(ranks, datetime.timedelta(seconds=timeout_s), "phalanx")
+
+
+def messages_out_of_order(rank: int) -> list[float]:
+    """Rank 0 sends tags 1 to 4, the last one large; rank 1 asks for them backwards."""
+    group = make()
+    got = []
+    if rank == 0:
+        for tag in range(1, 5):
+            dist.send(torch.full((400_000 if tag == 4 else 5,), float(tag)), 1, group, tag)
+    elif rank == 1:
+        for tag in (4, 3, 2, 1):
+            tensor = torch.empty(400_000 if tag == 4 else 5)
+            dist.recv(tensor, 0, group, tag)
+            got.append(tensor.unique().item())
+    dist.destroy_process_group(group)
+    return got
+
+
+def test_messages_are_found_by_tag_whatever_the_order(ranks):
+    assert ranks.run(messages_out_of_order)[1] == [4.0, 3.0, 2.0, 1.0]
+
+
+def messages_from_anybody(rank: int) -> list[int]:
+    group = make()
+    senders = []
+    if rank == 2:
+        for _ in range(4):
+            tensor = torch.empty(3)
+            sender = dist.recv(tensor, None, group)
+            assert tensor.tolist() == [sender] * 3
+            senders.append(sender)
+    else:
+        for _ in range(2):
+            dist.send(torch.full((3,), float(rank)), 2, group)
+    dist.destroy_process_group(group)
+    return senders
+
+
+def test_a_message_from_anybody_names_its_sender(ranks):
+    assert sorted(ranks.run(messages_from_anybody)[2]) == [0, 0, 1, 1]
+
+
+def everybody_sends_before_anybody_receives(rank: int) -> list[bool]:
+    group, size = make(), dist.get_world_size()
+    tensors = {other: torch.empty(300_001) for other in range(size) if other != rank}
+    ops = [
+        *(dist.P2POp(dist.isend, torch.full((300_001,), rank + 0.5), o, group) for o in tensors),
+        *(dist.P2POp(dist.irecv, tensor, other, group) for other, tensor in tensors.items()),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    dist.destroy_process_group(group)
+    return [torch.equal(t, torch.full_like(t, other + 0.5)) for other, t in tensors.items()]
+
+
+def test_large_messages_may_all_be_sent_first(ranks):
+    assert ranks.run(everybody_sends_before_anybody_receives) == [[True, True]] * 3
+
+
+def groups_in_another_order(rank: int) -> list[float]:
+    """Asynchronous calls on two groups, begun in opposite orders: legal, as nobody waits yet."""
+    groups = [make(), make()]
+    tensors = [torch.full((70_000,), float(rank + 1)) for _ in groups]
+    order = (0, 1) if rank else (1, 0)
+    works = [dist.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order]
+    done = [work.get_future().then(lambda f: f.value()[0].sum().item()) for work in works]
+    for work in works:
+        work.wait()
+        assert work.is_completed()
+    sums = [future.wait() for future in done]
+    for group in groups:
+        dist.destroy_process_group(group)
+    return sums
+
+
+def test_asynchronous_calls_on_two_groups_may_begin_in_any_order(ranks):
+    assert ranks.run(groups_in_another_order) == [[6.0 * 70_000] * 2] * 3
+
+
+def many_at_once(rank: int) -> list[float]:
+    group = make()
+    tensors = [torch.full((length,), float(rank)) for length in (3, 70_000, 0, 17)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    dist.barrier(group=group)
+    assert all(work.is_success() for work in works)
+    with dist._coalescing_manager(group):
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group)
+    dist.destroy_process_group(group)
+    return [tensor.sum().item() for tensor in tensors]
+
+
+def test_calls_of_one_group_go_in_the_order_of_the_calls(ranks):
+    assert ranks.run(many_at_once) == [[27.0, 630_000.0, 0.0, 153.0]] * 3
+
+
+def some_of_the_ranks(rank: int) -> int:
+    group = make(ranks=[0, 2])
+    if rank == 1:
+        return -1
+    total = torch.tensor(rank + 5)
+    dist.all_reduce(total, group=group)
+    dist.destroy_process_group(group)
+    return int(total)
+
+
+def test_a_group_of_some_ranks_works(ranks):
+    assert ranks.run(some_of_the_ranks) == [12, -1, 12]
+
+
+def different_calls(rank: int) -> tuple[str, str]:
+    group = make()
+    try:
+        if rank == 1:
+            dist.broadcast(torch.ones(4), 0, group=group)
+        else:
+            dist.all_reduce(torch.ones(70_000), group=group)
+    except Exception as exc:
+        return type(exc).__name__, str(exc)
+    finally:
+        dist.destroy_process_group(group)
+    return "nothing", ""
+
+
+def test_ranks_in_different_calls_are_told_so(ranks):
+    answers = ranks.run(different_calls)
+    assert {name for name, _ in answers} <= {"Desync", "GroupAborted"}
+    told = [text for name, text in answers if name == "Desync"]
+    assert told
+    for text in told:
+        assert "all_reduce #1 (SUM of 70000 × float32)" in text
+        assert "broadcast #1 (4 × float32, root 0)" in text
+
+
+def one_does_not_come(rank: int) -> tuple[str, str, int | None]:
+    group = make(timeout_s=1.0)
+    dist.barrier(group=group)
+    caught: BaseException | None = None
+    if rank != 1:
+        try:
+            dist.all_gather_into_tensor(torch.empty(9), torch.ones(3), group=group)
+        except Exception as exc:
+            caught = exc
+    dist.barrier()  # of gloo: rank 1 stays until the others have given up
+    dist.destroy_process_group(group)
+    return type(caught).__name__, str(caught), getattr(caught, "rank", None)
+
+
+def test_who_does_not_come_is_named_at_the_timeout(ranks):
+    answers = ranks.run(one_does_not_come)
+    late = [text for name, text, rank in answers if name == "PeerTimeout" and rank == 1]
+    assert late
+    assert "Rank 1 of 3 did not come to all_gather of group" in late[0]
+    assert "rank 1: barrier #1" in late[0]
+
+
+def refused(rank: int) -> list[str]:
+    """What cannot be is refused at once and by the caller alone; the group goes on."""
+    group = make()
+    calls = [
+        (UnsupportedError, lambda: dist.all_reduce(torch.eye(3).to_sparse(), group=group)),
+        (ConfigError, lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND, group=group)),
+        (
+            ConfigError,
+            lambda: dist.all_gather_into_tensor(torch.ones(4), torch.ones(3), group=group),
+        ),
+    ]
+    words = []
+    for kind, call in calls:
+        with pytest.raises(kind) as caught:
+            call()
+        words.append(str(caught.value))
+    total = torch.ones(2)
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [3.0, 3.0]
+    dist.destroy_process_group(group)
+    return words
+
+
+def test_what_cannot_be_is_refused_and_the_group_goes_on(ranks):
+    sparse, bits, length = ranks.run(refused)[1]
+    assert "`tensor` must be dense" in sparse
+    assert "`op` must be arithmetic for torch.float32" in bits
+    assert "`output` must hold 3 times the elements of `input` (3 × torch.float32)" in length
+
+
+def a_message_of_another_size(rank: int) -> str:
+    group = make()
+    said = ""
+    if rank == 0:
+        dist.send(torch.ones(5), 1, group)
+        dist.send(torch.ones(3), 1, group)
+    elif rank == 1:
+        with pytest.raises(ConfigError) as caught:
+            dist.recv(torch.empty(4), 0, group)
+        said = str(caught.value)
+        tensor = torch.zeros(3)
+        dist.recv(tensor, 0, group)
+        assert tensor.tolist() == [1.0] * 3
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_a_message_of_another_size_is_refused_and_the_next_comes_whole(ranks):
+    said = ranks.run(a_message_of_another_size)[1]
+    assert said == "`tensor` must have the 20 bytes that rank 0 has sent, but has 16."
+
+
+def test_a_monitored_barrier_names_the_late_one_and_desync_survives_pickling(ranks):
+    answers = ranks.run(watched)
+    assert answers[0] == ("PeerTimeout", 2)
+
+
+def watched(rank: int) -> tuple[str, int | None] | None:
+    group = make()
+    try:
+        if rank != 2:
+            group.monitored_barrier(datetime.timedelta(seconds=1.0))
+    except (PeerTimeout, StateError) as exc:
+        again = pickle.loads(pickle.dumps(exc))
+        return type(again).__name__, again.rank
+    except Exception:
+        return None
+    finally:
+        dist.barrier()
+        dist.destroy_process_group(group)
+    return None

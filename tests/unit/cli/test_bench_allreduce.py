@@ -1,0 +1,75 @@
+"""What `phalanx bench allreduce` makes of its measurements."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from phalanx.cli.app import app
+from phalanx.cli.bench.allreduce import _counts
+from phalanx.cli.bench.allreduce_report import (
+    Cell,
+    allreduce_table,
+    as_json,
+    draw_allreduce,
+    target,
+)
+from phalanx.cli.bench.machine import describe_machine
+from phalanx.errors import ConfigError
+
+CELLS = [
+    Cell(ranks=2, num_bytes=4096, seconds={"phalanx": [3e-5, 2e-5, 9e-5], "gloo": [6e-4] * 3}),
+    Cell(ranks=2, num_bytes=1 << 22, seconds={"phalanx": [1e-3] * 3, "gloo": [4e-3] * 3}),
+    Cell(ranks=4, num_bytes=1 << 22, seconds={"phalanx": [2e-3] * 3, "gloo": [4e-3] * 3}),
+]
+
+
+def shown() -> str:
+    text = StringIO()
+    Console(file=text, width=120).print(allreduce_table(CELLS, 6e9))
+    return text.getvalue()
+
+
+def test_the_table_marks_what_is_met_and_what_is_missed():
+    small, large, four = (line for line in shown().splitlines() if "iB" in line)
+    assert "30 µs ≤30 ✓" in small
+    assert "20.0 ≥10 ✓" in small
+    assert "4.0 ≥5 ✗" in large
+    assert "4.19 ≥3 ✓" in large
+    assert "2.0 ≥1 ✓" in four
+
+
+def test_sizes_between_have_no_target():
+    assert target(Cell(ranks=2, num_bytes=256 << 10, seconds={})) is None
+
+
+def test_the_record_holds_every_round(tmp_path: Path):
+    machine = describe_machine()
+    record = json.loads(as_json(CELLS, {"4 ranks": "why"}, machine, copy_bytes_per_s=6e9))
+    assert record["cells"][0]["seconds"]["phalanx"] == [3e-5, 2e-5, 9e-5]
+    assert record["cells"][0]["median_s"]["phalanx"] == 3e-5
+    assert record["failures"] == {"4 ranks": "why"}
+    draw_allreduce(CELLS, machine, tmp_path / "a.png", copy_bytes_per_s=6e9)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_numbers_of_ranks_are_read():
+    assert _counts("4, 2,2") == [2, 4]
+    with pytest.raises(ConfigError, match="`--ranks` must be whole numbers from 2 on"):
+        _counts("1")
+
+
+@pytest.mark.slow
+def test_the_command_measures_and_writes(tmp_path: Path):
+    words = ["bench", "allreduce", "--ranks", "2", "--rounds", "1", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "allreduce.png").exists()
+    cells = json.loads((tmp_path / "allreduce.json").read_text())["cells"]
+    assert cells[0]["num_bytes"] == 4096
+    assert all(cell["least_s"]["phalanx"] > 0 for cell in cells)

@@ -1,0 +1,68 @@
+"""Reductions of several ranks' numbers, as a table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.world.ops import reduction_of
+
+
+def reduced(op: object, dtype: torch.dtype, *rows: list[float]) -> list[float]:
+    sources = [torch.tensor(row, dtype=dtype) for row in rows]
+    out = torch.empty_like(sources[0])
+    reduction_of(op, dtype)(sources, out)
+    return out.tolist()
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (ReduceOp.SUM, [7, 12]),
+        (ReduceOp.AVG, [2, 4]),
+        (ReduceOp.PRODUCT, [8, 60]),
+        (ReduceOp.MIN, [1, 3]),
+        (ReduceOp.MAX, [4, 5]),
+        (ReduceOp.BAND, [0, 0]),
+        (ReduceOp.BOR, [7, 7]),
+        (ReduceOp.BXOR, [7, 2]),
+    ],
+)
+def test_integers_are_reduced_exactly(op, expected):
+    assert reduced(op, torch.int32, [1, 3], [2, 4], [4, 5]) == expected
+
+
+def test_floats_are_added_in_the_order_of_ranks():
+    assert reduced(ReduceOp.SUM, torch.float32, [1e8], [-1e8], [1.0]) == [1.0]
+    assert reduced(ReduceOp.SUM, torch.float32, [1.0], [1e8], [-1e8]) == [0.0]
+
+
+def test_halves_are_rounded_once():
+    # 2048 + 1 is no float16, but 2048 + 1 + 1 is.
+    assert reduced(ReduceOp.SUM, torch.float16, [2048.0], [1.0], [1.0]) == [2050.0]
+
+
+def test_the_result_may_take_the_place_of_the_first_source():
+    sources = [torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])]
+    reduction_of(ReduceOp.SUM, torch.float32)(sources, sources[0])
+    assert sources[0].tolist() == [6.0]
+
+
+def test_one_rank_is_its_own_sum():
+    assert reduced(ReduceOp.AVG, torch.bfloat16, [3.0]) == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "kind", "words"),
+    [
+        (ReduceOp.PREMUL_SUM, torch.float32, UnsupportedError, "`op` must be SUM, AVG, PRODUCT,"),
+        (ReduceOp.BXOR, torch.bfloat16, ConfigError, "`op` must be arithmetic for torch.bfloat16"),
+        (ReduceOp.MAX, torch.complex64, ConfigError, "`op` must not need an order for"),
+    ],
+)
+def test_what_cannot_be_reduced_is_refused(op, dtype, kind, words):
+    with pytest.raises(kind) as caught:
+        reduction_of(op, dtype)
+    assert words in str(caught.value)
