@@ -90,6 +90,37 @@ def test_an_add_of_new_keys_that_a_death_interrupts_is_there_whole_or_not_at_all
         assert len(regions) == 1  # of all generations the newest, also where the dead one left some
 
 
+def restoring_victim(parent: Parent, run: str, folder: str, point: str) -> None:
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        table = open_table(world, "adam")
+        add(table, OLD)
+        table.snapshot(folder)
+        add(table, MANY)
+        parent.tell(everything(table))
+        parent.hear()  # until the other one has come
+        die_at(point, 1)
+        table.restore(folder)
+
+
+@pytest.mark.parametrize("point", key_shard.POINTS)
+def test_a_restore_that_a_death_interrupts_is_whole_or_not_at_all(run, tmp_path, point):
+    with Children() as children:
+        child = children.start(restoring_victim, run, str(tmp_path), point)
+        before = child.get()
+        with tables.join(run, timeout_s=DEADLINE_S) as world:
+            table = open_table(world, "adam")
+            child.put()
+            wait_for_exit(child.pid)
+            wanted = expected("adam", OLD) if point == "growth done" else before
+            for part, want in zip(everything(table), wanted, strict=True):
+                assert torch.equal(part, want)
+            add(table, MANY)
+            assert set(MANY) <= set(table.keys().tolist())
+            table.restore(tmp_path)  # which it does now as the master
+            for part, want in zip(everything(table), expected("adam", OLD), strict=True):
+                assert torch.equal(part, want)
+
+
 # --- growing, while others read and write ---------------------------------------------------------
 
 NUM_KEYS = 1500

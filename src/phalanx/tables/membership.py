@@ -151,6 +151,15 @@ class Membership:
         """Return the workers that are expected and never came."""
         return [w for w, state in enumerate(self._states()[: self.num_expected]) if state == _EMPTY]
 
+    def master(self, worker: int, timeout_s: float) -> int:
+        """Return the lowest worker that is waited for, or ``worker`` if nobody is.
+
+        Where that is another one, look first whether it lives.
+        """
+        if min(self.holding(), default=worker) != worker:
+            self.bury(timeout_s)
+        return min(self.holding(), default=worker)
+
     def num_workers(self) -> int:
         """Return how many workers count."""
         return len(self.holding())

@@ -188,7 +188,8 @@ class Table:
             self._storage.replace_all([delta], self._world.timeout_s)
 
     def _check_master(self, what: str) -> None:
-        master = min(self._world.membership.holding(), default=self._world.worker_id)
+        world = self._world
+        master = world.membership.master(world.worker_id, world.timeout_s)
         if master != self._world.worker_id:
             raise StateError(
                 f"`{what}` must be called by the master, worker {master}, but is called by worker "

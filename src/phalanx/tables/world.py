@@ -150,7 +150,9 @@ class World:
     @property
     def is_master(self) -> bool:
         """Whether this is the lowest worker that is waited for."""
-        return min(self.membership.holding(), default=self.worker_id) == self.worker_id
+        if self.closed:
+            return False
+        return self.membership.master(self.worker_id, self.timeout_s) == self.worker_id
 
     def barrier(self, name: str = "barrier", timeout_s: float | None = None) -> int:
         """Wait until every worker has come to the barrier ``name``; return the round, from 1.
