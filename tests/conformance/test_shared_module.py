@@ -348,6 +348,32 @@ def test_with_bounded_staleness_a_sync_holds_all_but_the_others_last_rounds(work
             assert clock + (n - 1) * (clock - behind) - 0.01 <= total <= 20 * n + 0.01
 
 
+def statistics_in_turn(world: tables.World) -> list[float]:
+    net = nn.BatchNorm1d(1).double()
+    shared = tables.SharedModule(net, world, merge="sum")
+    seen = []
+    for step in range(2):
+        for worker in range(world.num_workers):
+            world.barrier()
+            if worker == world.worker_id:
+                net.running_mean.fill_(8.0 * worker + step)
+                shared.sync()
+                seen.append(net.running_mean.item())
+    world.barrier()
+    return seen
+
+
+@in_every_formation
+def test_asynchronous_statistics_go_a_share_of_the_way_to_each_workers(workers, n, run):
+    value, wanted = 0.0, [[] for _ in range(n)]
+    for step in range(2):
+        for worker in range(n):
+            value += (8.0 * worker + step - value) / n
+            wanted[worker].append(value)
+    for seen, want in zip(workers(run, n, statistics_in_turn), wanted, strict=True):
+        assert seen == pytest.approx(want, rel=1e-14)
+
+
 def unequal_paces(world: tables.World) -> list[float]:
     """One worker syncs rarely; its old statistics must not push the others' below zero."""
     net = nn.BatchNorm1d(1)

@@ -43,7 +43,7 @@ _world: tables.World | None = None
 
 
 def init(sync: bool = False) -> None:
-    """Join the workers that torchrun has started, or be the only one; once, before anything else.
+    """Join the workers that `phalanx launch` or torchrun has started, or be the only one; once.
 
     Args:
         sync: Whether the i-th get of a table is the same for all workers (see docs/tables.md).
@@ -72,7 +72,7 @@ def barrier() -> None:
 
 
 def num_workers() -> int:
-    """Return how many workers there are."""
+    """Return how many workers there are: those who have neither shut down nor died."""
     return _current().num_workers
 
 
