@@ -218,10 +218,10 @@ def test_a_pass_that_cannot_be_repeated_is_refused_and_the_next_one_is_right(pai
     """A failed forward pass has given the workers the buffers of today."""
 
     def fail_and_kill() -> None:
-        pair.disturbed.net.fails = True
+        pair.disturbed.net.fails = "forward"
         with pytest.raises(ArithmeticError):
             pair.disturbed.group.forward(torch.ones(SHAPE))
-        pair.disturbed.net.fails = False
+        pair.disturbed.net.fails = ""
         pair.kill(0)
 
     pair.await_worker(0)
@@ -243,13 +243,20 @@ class Small(nn.Module):
         return scores
 
 
-def test_one_loss_too_many_is_an_error_and_the_group_goes_on() -> None:
+def test_one_loss_too_many_is_an_error_and_the_group_goes_on(tmp_path: Path) -> None:
     lost: list[phalanx.WorkerLost] = []
     net = Small()
     with DataParallelExecutorGroup(
-        net, 1, data=[("data", (5, 3))], crew="processes", max_failures=0, on_failure=lost.append
+        net,
+        1,
+        data=[("data", (5, 3))],
+        crew="processes",
+        max_failures=0,
+        on_failure=lost.append,
+        memory_dir=tmp_path,
     ) as group:
         group.forward(torch.ones(5, 3))
+        assert str(tmp_path) in Path("/proc/self/maps").read_text()
         os.kill(group.worker_pids[0], signal.SIGKILL)
         with pytest.raises(PeerLost, match=r"At most 0 workers .* while it held microbatch 0"):
             group.backward([torch.ones(5, 2)])

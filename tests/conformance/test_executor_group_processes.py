@@ -21,7 +21,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.executor import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
-from phalanx.parallel import RemoteParallel
+from phalanx.parallel import DataParallel, RemoteParallel, SharedShelf
 from phalanx.replicas import ProcessCrew
 from tests.conformance.containers import draw
 from tests.conformance.groups import THREE, Loss, classes, labels_desc
@@ -65,7 +65,7 @@ class Stable:
         with torch.no_grad():
             self.net.load_state_dict(self._fresh)
         self.net.train().zero_grad()
-        self.net.drop.p, self.net.fails = 0.0, False
+        self.net.drop.p, self.net.fails = 0.0, ""
         return self.net
 
 
@@ -283,18 +283,83 @@ def test_a_refused_batch_and_a_failing_module_leave_the_pass_before(remote: Zoo)
             each.forward(x)
         with pytest.raises(ConfigError, match="`data` must"):
             group.forward(draw(3, 5, 5, 5, 5, dtype=torch.float32))
-        remote.fails = True
+        remote.fails = "forward"
         before = copy.deepcopy(remote.state_dict())
         with pytest.raises(ArithmeticError, match="as told") as error:
             group.forward(draw(3, 5, dtype=torch.float32))
         notes = "".join(error.value.__notes__)
         assert "in process" in notes
         assert "zoo.py" in notes
-        remote.fails = False
+        remote.fails = ""
         assert same(before, remote.state_dict())
         for each in (other, group):
             each.backward([grad])
         assert same(everything(other, twin), everything(group, remote))
+
+
+def test_a_backward_pass_that_fails_leaves_the_gradients_and_the_next_one_is_right(
+    remote: Zoo,
+) -> None:
+    twin = Zoo()
+    grad = torch.ones(ROWS[0], CLASSES)
+    with group_on(twin, "threads") as other, group_on(remote, "processes") as group:
+        for each, net in ((other, twin), (group, remote)):
+            each.forward(torch.ones(ROWS))
+            each.backward([grad])
+            before = copy.deepcopy([p.grad for p in net.parameters()])
+            net.fails = "backward"
+            each.forward(torch.ones(ROWS))
+            with pytest.raises(ArithmeticError, match="on the way back"):
+                each.backward([grad])
+            assert same(before, [p.grad for p in net.parameters()])
+            with pytest.raises(StateError, match="needs a forward pass"):
+                each.backward([grad])
+            net.fails = ""
+            each.forward(torch.ones(ROWS))
+            each.backward([2 * grad])
+        assert same(everything(other, twin), everything(group, remote))
+
+
+def test_a_pass_may_be_gone_back_through_twice_if_told_and_passes_may_overlap(remote: Zoo) -> None:
+    twin = Zoo()
+    found = []
+    options = {"buffers": RULES}
+    shelf = {"shelf": SharedShelf(None), "timeout_s": 90.0, "on_failure": lambda _: None}
+    for model in (
+        DataParallel(twin, THREE, **options),
+        RemoteParallel(remote, THREE, **options, **shelf),
+    ):
+        with model:
+            losses = [
+                sum(
+                    p.sum()
+                    for p in model.forward_parts([x, None, x[:2]], [7, 0, 2])
+                    if p is not None
+                )
+                for x in (draw(7, 5, seed=seed, dtype=torch.float32) for seed in range(2))
+            ]
+            losses[0].backward(retain_graph=True)
+            losses[1].backward()
+            losses[0].backward()
+            with pytest.raises(StateError, match="has freed it"):
+                losses[1].backward()
+            found.append([p.grad for p in model.parameters()])
+    assert same(*found)
+
+
+def test_what_needs_replicas_in_this_process_is_refused(remote: Zoo) -> None:
+    shelf = SharedShelf(None)
+    with RemoteParallel(
+        remote, THREE, buffers=RULES, shelf=shelf, timeout_s=90.0, on_failure=lambda _: None
+    ) as model:
+        with pytest.raises(UnsupportedError, match="`forward_loss\\(\\)` needs replicas in this"):
+            model.forward_loss(nn.functional.mse_loss, torch.ones(ROWS), torch.ones(ROWS))
+        with pytest.raises(UnsupportedError, match="`no_merge\\(\\)` needs replicas in this"):
+            model.no_merge()
+        (outputs, *_) = model.forward_parts([torch.ones(ROWS)] * 3)
+        model.close()
+        with pytest.raises(StateError, match="but they were dismissed"):
+            outputs.sum().backward()
 
 
 def test_parameters_must_stay_until_backward(remote: Zoo) -> None:

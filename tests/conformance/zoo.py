@@ -20,16 +20,19 @@ CLASSES = 4
 
 
 class _Passed(torch.autograd.Function):
-    """The identity, whose backward pass comes by a point."""
+    """The identity, whose backward pass comes by a point, and fails if told."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
         return x.clone()
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         reach("inside backward")
-        return grad
+        if ctx.fails:
+            raise ArithmeticError("as told, on the way back")
+        return grad, None
 
 
 class Zoo(nn.Module):
@@ -42,7 +45,7 @@ class Zoo(nn.Module):
         self.drop = nn.Dropout(dropout)
         self.middle = nn.Linear(7, 7)
         self.last_layer = nn.Linear(7, CLASSES)
-        self.fails = False
+        self.fails = ""  # where: "forward" or "backward"
         self.register_buffer("added", torch.zeros(()))
         self.register_buffer("last", torch.zeros(3))
         self.register_buffer("big", torch.linspace(0, 1, 5000))
@@ -65,9 +68,10 @@ class Zoo(nn.Module):
         hidden = self.drop(torch.tanh(self.first(data)))
         hidden = hidden * (1 + 0.01 * self.added) + self.big[-1]
         reach("inside forward")
-        if self.fails:
+        if self.fails == "forward":
             raise ArithmeticError("as told")
-        hidden = _Passed.apply(torch.tanh(self.middle(self.middle(hidden))))
+        hidden = torch.tanh(self.middle(self.middle(hidden)))
+        hidden = _Passed.apply(hidden, self.fails == "backward")
         if h is not None:
             hidden = hidden + h
         scores = self.last_layer(hidden)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.errors import UnsupportedError
 from phalanx.parallel.connection import Connection
@@ -90,12 +90,13 @@ class RemoteParallel(DataParallel):
         super().close()
 
     # Any: as in `DataParallel`.
-    def forward_loss(self, *_: Any, **__: Any) -> Tensor:
+    def forward_loss(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: a group's losses are its module's own."""
-        raise UnsupportedError(
-            "`forward_loss()` needs replicas in this process, but they are in others. Use "
-            "`DataParallel`, or `Trainer(crew='processes')`."
-        )
+        raise _elsewhere("forward_loss")
+
+    def no_merge(self) -> NoReturn:
+        """Refuse: workers keep no gradients."""
+        raise _elsewhere("no_merge")
 
     def _refuse_devices(self) -> None:
         others = [str(device) for device in self._devices if device.type != "cpu"]
@@ -133,14 +134,15 @@ class RemoteParallel(DataParallel):
         self, crew: Crew, parts: Sequence[Nested | None], seed: tuple[int, ...]
     ) -> Connection:
         assert isinstance(crew, ProcessCrew)
-        if self._running.hold:
-            raise UnsupportedError(
-                "`no_merge()` needs replicas in this process, but they are in others. Use "
-                "`DataParallel`."
-            )
         graph = RemoteGraph(crew, parts, seed, self._alive)
         self._graphs.add(graph)
         return graph
 
     def _alive(self) -> frozenset[int]:
         return frozenset(graph.number for graph in self._graphs if graph.is_whole)
+
+
+def _elsewhere(method: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"`{method}()` needs replicas in this process, but they are in others. Use `DataParallel`."
+    )

@@ -45,7 +45,7 @@ class Outbox:
     # Any: a token of `parcel.pack`.
     def put(self, tensor: Any) -> Any:
         """Write ``tensor`` and return where it lies; None if it shall travel with the message."""
-        if not isinstance(tensor, Tensor) or tensor.nbytes < _LEAST_BYTES or not is_plain(tensor):
+        if not isinstance(tensor, Tensor) or not is_plain(tensor) or tensor.nbytes < _LEAST_BYTES:
             return None
         content, form = flat_bytes(tensor)
         self.needed_bytes += _aligned(content.numel())

@@ -1,0 +1,93 @@
+"""Tensors written to shared memory and read there: what fits, what does not, what comes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.replicas.mailbox import Mailbox, Outbox, collect
+from phalanx.replicas.parcel import load, pack
+from phalanx.replicas.shelf import Shelf
+
+ROWS = 33  # of 64 floats: more than the 4096 bytes below which tensors travel with the message
+
+
+@pytest.fixture
+def shelf() -> Any:
+    shelf = Shelf()
+    yield shelf
+    shelf.close()
+
+
+def received(shelf: Shelf, message: bytes) -> Any:
+    return load(message, lambda token: collect(shelf, *token[1:]))
+
+
+def big(seed: int = 0) -> Tensor:
+    return torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_mailbox_grows_and_what_it_had_is_read_from_the_old_room(shelf: Shelf) -> None:
+    box = Mailbox(shelf)
+    values = [big(seed) for seed in range(20)]
+    message = pack(values, box.put)
+    assert len(message) < 20 * 400
+    assert len(shelf) > 1
+    assert all(torch.equal(a, b) for a, b in zip(received(shelf, message), values, strict=True))
+
+
+def test_an_outbox_says_how_much_room_would_be_enough(shelf: Shelf) -> None:
+    """The first answer travels whole, the next one through the room that was made for it."""
+    answers = Mailbox(shelf)
+    values = [big(seed) for seed in range(3)]
+    lengths = []
+    for _ in range(2):
+        place = answers.place
+        outbox = Outbox(shelf, None if place is None else shelf.at(place))
+        message = pack(values, outbox.put)
+        lengths.append(len(message))
+        assert outbox.needed_bytes >= 3 * values[0].nbytes
+        assert all(torch.equal(a, b) for a, b in zip(received(shelf, message), values, strict=True))
+        answers.reserve(outbox.needed_bytes)
+    assert lengths[0] > 3 * values[0].nbytes
+    assert lengths[1] < 3 * 400
+
+
+def test_a_room_that_is_too_small_takes_what_fits(shelf: Shelf) -> None:
+    room = shelf.allocate(big().nbytes + 64, torch.uint8, torch.device("cpu"))
+    outbox = Outbox(shelf, room)
+    assert outbox.put(big()) is not None
+    assert outbox.put(big()) is None
+    assert outbox.needed_bytes == 2 * big().nbytes
+
+
+@pytest.mark.parametrize(
+    "lay_out",
+    [
+        Tensor.t,
+        lambda x: x[:, ::2].repeat(2, 1)[::2],
+        lambda x: x[:1].expand(ROWS, 64),
+        lambda x: x.to(torch.bfloat16).repeat(2, 1),
+        lambda x: x.view(torch.complex64),
+    ],
+)
+def test_tensors_come_out_as_they_lay(shelf: Shelf, lay_out: Any) -> None:
+    with torch.inference_mode():
+        made_in_inference_mode = lay_out(big())
+    for value in (lay_out(big()), made_in_inference_mode):
+        found = received(shelf, pack(value, Mailbox(shelf).put))
+        assert torch.equal(found, value)
+        assert (found.dtype, found.stride()) == (value.dtype, value.stride())
+        assert not found.is_inference()
+
+
+def test_small_tensors_and_those_with_a_graph_travel_with_the_message(shelf: Shelf) -> None:
+    box = Mailbox(shelf)
+    assert box.put(torch.ones(3)) is None
+    assert box.put(big().requires_grad_()) is None
+    assert box.put(big().to_sparse()) is None
+    assert box.put("text") is None
+    assert len(shelf) == 0
