@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.errors import PeerLost, StateError
 from phalanx.executor import DataParallelExecutorGroup
-from phalanx.replicas import ProcessCrew, faults, process_crew
+from phalanx.memory import faults
+from phalanx.replicas import ProcessCrew, process_crew
 from tests.chaos.course import DEADLINE_S, differing
 from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur
 from tests.conformance.containers import draw

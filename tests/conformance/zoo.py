@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.replicas import reach
+from phalanx.memory import reach
 
 RULES = {"added": "sum", "last": "first"}  # and "mean" for batch norm
 CLASSES = 4
