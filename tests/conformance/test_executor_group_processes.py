@@ -372,7 +372,22 @@ def test_parameters_must_stay_until_backward(remote: Zoo) -> None:
         assert remote.first.bias.grad is None
 
 
-def test_a_monitor_is_refused(remote: Zoo) -> None:
+def test_a_monitor_sees_what_lies_in_the_module_as_with_threads(remote: Zoo) -> None:
+    twin, found = Zoo(), []
+    for net, crew in ((twin, "threads"), (remote, "processes")):
+        monitor = Monitor(which=("parameters", "gradients", "buffers"))
+        with group_on(net, crew, **LABELS) as group:
+            group.install_monitor(monitor)
+            monitor.tic()
+            group.forward(DataBatch(torch.ones(ROWS), classes(ROWS[0])))
+            group.backward()
+            found.append([(each.name, each.value) for each in monitor.toc()])
+            monitor.remove()
+    assert found[0] == found[1]
+    assert len(found[0]) > 15
+
+
+def test_a_monitor_of_passes_is_refused(remote: Zoo) -> None:
     with group_on(remote, "processes", **LABELS) as group:
         with pytest.raises(UnsupportedError, match="crew='threads'"):
             group.install_monitor(Monitor())
@@ -399,7 +414,6 @@ class Graphs(nn.Module):
     [
         (Zoo(), {"buffers": "sync"}, "`buffers` must be .* but is 'sync' for `norm.running_mean`"),
         (Graphs(torch.eye(3).to_sparse()), {}, "Buffer `adjacency` must be dense .*sparse_coo"),
-        (Graphs(torch.eye(3).to_sparse_csr()), {}, "Buffer `adjacency` must be dense .*sparse_csr"),
         (nn.LazyLinear(3), {"data": [("input", ROWS)]}, "Parameter `weight` must have a shape"),
         (Zoo(), {"crew": "inline"}, "`crew` must be 'threads' or 'processes', but is 'inline'"),
         (Zoo(), {"timeout_s": 0}, "`timeout_s` must be above 0 seconds"),

@@ -483,13 +483,13 @@ class DataParallelExecutorGroup:
         """Let ``monitor`` watch the module on every device.
 
         Raises:
-            UnsupportedError: Replicas are worker processes, which no hook of this one can see.
+            UnsupportedError: It would look into worker processes, where no hook of this one runs.
         """
         check_monitor(monitor)
-        if isinstance(self._model, RemoteParallel):
+        if monitor.sees_passes and isinstance(self._model, RemoteParallel):
             raise UnsupportedError(
-                "`install_monitor()` needs replicas in this process, but they are worker "
-                "processes. Use crew='threads' to watch a module."
+                "`monitor` must look at neither inputs nor outputs for crew='processes', but does. "
+                "Use crew='threads', or give it which=('parameters', 'gradients', 'buffers')."
             )
         monitor.install(self)
 

@@ -89,6 +89,9 @@ class RemoteParallel(DataParallel):
             graph.dismiss()
         super().close()
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, worker processes"
+
     # Any: as in `DataParallel`.
     def forward_loss(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: a group's losses are its module's own."""
