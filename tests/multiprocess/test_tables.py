@@ -175,6 +175,40 @@ def test_what_a_worker_put_down_before_it_died_is_in_the_next_round(run, point, 
         assert torch.equal(got, once)
 
 
+def late_worker(parent: Parent, run: str) -> None:
+    """Join, and add to the round that comes next."""
+    with tables.join(run, sync=True, timeout_s=DEADLINE_S) as world:
+        table = open_table(world, "sum", num_shards=2)
+        table.add(torch.full((ROWS, COLS), 1000.0))
+        parent.tell("put")
+        parent.tell(table.get().tolist())
+
+
+@pytest.mark.parametrize("times", [3, 5, 6])
+def test_who_joins_after_the_death_of_a_rounds_taker_adds_to_the_next_round(run, times):
+    with (
+        Children() as children,
+        tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world,
+    ):
+        child = children.start(bulk_victim, run, "get", times)
+        table = open_table(world, "sum", num_shards=2)
+        assert child.get() == "put"
+        table.add(DELTA)
+        table.add(DELTA[SOME], rows=SOME)
+        child.put()
+        pending = table.async_get()
+        wait_for_exit(child.pid)
+        late = children.start(late_worker, run)
+        assert late.get() == "put"
+        once = torch.ones(ROWS, COLS)
+        for _ in range(2):
+            once = (once + DELTA).index_add(0, torch.tensor(SOME), DELTA[SOME])
+        assert torch.equal(pending.wait(), once)
+        assert torch.equal(table.get(), once + 1000)
+        assert torch.equal(torch.tensor(late.get()), once + 1000)
+        late.process.join(DEADLINE_S)
+
+
 # --- a worker that is lost ------------------------------------------------------------------------
 
 MODES = {"asynchronous": {}, "bulk": {"sync": True}, "bounded": {"staleness": 1}}

@@ -5,12 +5,14 @@
     worker 2       add get │       │  everybody has come: whoever sees it first takes in the adds of
                ────────────┴───────┴─ worker 0, then 1, then 2; then all read the same bits
 
-    page     | READY | APPLIED |                      words of the table's own line
+    page     | READY | APPLIED | TAKEN |              words of the table's own line
     line w   | CLOCK | LOG_ROUND | LOG_COUNT |        worker w's line; written by it alone
 
 A worker's adds lie in its own log until their round is in, so nothing that it put down before it
 died is lost: its log is taken in with the next round. Who takes a round in may die of it: each
-shard knows how many adds of the round it has (see shard.py), and the next one goes on from there.
+shard knows how many adds of the round it has (see shard.py), and the next one goes on from there. A
+worker that joins meanwhile ends that round first (TAKEN is ahead of APPLIED): its own adds would
+come to those shards only that lack the round.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from phalanx.tables.spec import TableSpec
 
 __all__ = ["APPLIED", "READY", "Log", "Rounds"]
 
-READY, APPLIED = range(2)
+READY, APPLIED, _TAKEN = range(3)
 _CLOCK, _LOG_ROUND, _LOG_COUNT = range(3)
 _ALL, _ROWS, _VALUE, _NEXT_CHUNK, _ROW_VALUES = range(5)
 _HEAD_BYTES = 64
@@ -215,6 +217,8 @@ class Rounds:
     def enter(self, worker: int, timeout_s: float) -> None:
         """Begin with the round that is open now."""
         with self._lock.exclusive(timeout_s):
+            if self._page[_TAKEN] > self._page[APPLIED]:
+                self._take(self._page[_TAKEN], timeout_s)
             self._line(worker)[_CLOCK] = self._page[APPLIED]
 
     def put(self, entry: Entry) -> None:
@@ -259,14 +263,19 @@ class Rounds:
             # again: somebody else was first, or has taken its arrival back, or has joined
             if self._page[APPLIED] >= number or self._missing(number):
                 return
-            entries = [
-                entry
-                for worker in range(len(self._lines) // 8)
-                if self._lines[8 * worker + _LOG_ROUND] == number
-                for entry in self._log(worker).entries(number)
-            ]
-            self._take_in(number, entries, timeout_s)
-            self._page[APPLIED] = number
+            self._take(number, timeout_s)
+
+    def _take(self, number: int, timeout_s: float) -> None:
+        """Take in what has been put down for a round; to be called with the lock held."""
+        entries = [
+            entry
+            for worker in range(len(self._lines) // 8)
+            if self._lines[8 * worker + _LOG_ROUND] == number
+            for entry in self._log(worker).entries(number)
+        ]
+        self._page[_TAKEN] = number
+        self._take_in(number, entries, timeout_s)
+        self._page[APPLIED] = number
 
     def _give_up(self, arrival: _Arrival, timeout_s: float) -> None:
         worker, number = arrival
