@@ -192,7 +192,14 @@ def test_torchrun_restarts_its_ranks_and_phalanx_needs_no_such_thing():
     job = Job(model="mlp", workers=3)
     words = command("torchrun", job, max_restarts=4)
     assert {"--nproc-per-node=3", "--max-restarts=4"} <= set(words)
+    assert {"-n3", "--max-restarts=4"} <= set(command("launch", job, max_restarts=4))
     assert not any("restart" in word for word in command("processes", job, max_restarts=4))
+
+
+def test_a_launchers_prefix_is_passed_over_and_other_lines_are_no_steps():
+    line = LINE % 3
+    assert Beat.from_line(f"[rank 0] {line}".encode()) == Beat.from_line(line.encode())
+    assert Beat.from_line(b"[rank 1] a warning") is None
 
 
 def run_recovery(*words):
@@ -223,6 +230,7 @@ def test_a_failed_contestant_is_shown_and_the_command_says_so_at_the_end(tmp_pat
     assert set(json.loads((tmp_path / "recovery.json").read_text())["failures"]) == {
         "processes",
         "torchrun",
+        "launch",
     }
 
 

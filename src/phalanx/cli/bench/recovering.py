@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import IO
 
 import torch
@@ -53,9 +54,15 @@ class Beat:
     lost: tuple[int, ...] = ()
 
     @classmethod
-    def from_line(cls, line: bytes) -> Beat:
-        """Read what a contestant has written."""
-        told = json.loads(line)
+    def from_line(cls, line: bytes) -> Beat | None:
+        """Read what a contestant has written; None if that is something else.
+
+        A launcher puts the rank before it.
+        """
+        start = line.find(b'{"stop_s"')
+        if start < 0:
+            return None
+        told = json.loads(line[start:])
         return cls(**{**told, "pids": tuple(told["pids"]), "lost": tuple(told["lost"])})
 
 
@@ -97,13 +104,13 @@ def _run_trainer(job: Job, tell: Callable[[Beat], None]) -> None:
             lost.clear()
 
 
-def _run_torchrun(job: Job, tell: Callable[[Beat], None]) -> None:
-    """Be a rank that torchrun has started: plain DDP, which begins from the beginning each time."""
+def _run_rank(job: Job, tell: Callable[[Beat], None], backend: str) -> None:
+    """Be a rank that a launcher has started: plain DDP, from the beginning each time."""
     die_with_parent(os.getppid())
     torch.set_num_threads(1)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     pids = torch.zeros(job.workers, dtype=torch.int64)
     pids[dist.get_rank()] = os.getpid()
     dist.all_reduce(pids)
@@ -131,7 +138,8 @@ def _run_torchrun(job: Job, tell: Callable[[Beat], None]) -> None:
 
 CONTESTANTS: dict[str, Callable[[Job, Callable[[Beat], None]], None]] = {
     "processes": _run_trainer,
-    "torchrun": _run_torchrun,
+    "torchrun": partial(_run_rank, backend="gloo"),
+    "launch": partial(_run_rank, backend="phalanx"),
 }
 
 
@@ -140,6 +148,7 @@ CONTESTANTS: dict[str, Callable[[Job, Callable[[Beat], None]], None]] = {
 ENVIRONMENTS: dict[str, dict[str, str]] = {
     "processes": {},
     "torchrun": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    "launch": {},
 }
 
 
@@ -147,6 +156,10 @@ def command(name: str, job: Job, *, max_restarts: int) -> tuple[str, ...]:
     """Return the command line of contestant ``name``."""
     program = f"from {__name__} import main; main()"
     start = (sys.executable, "-c", program, name, json.dumps(asdict(job)))
+    if name == "launch":
+        options = (f"-n{job.workers}", f"--max-restarts={max_restarts}")
+        ours = "from phalanx.cli.app import main; main()"
+        return (sys.executable, "-c", ours, "launch", *options, __file__, *start[3:])
     if name != "torchrun":
         return start
     return (
@@ -172,3 +185,7 @@ def main() -> None:
             os._exit(0)
 
     CONTESTANTS[name](job, tell)
+
+
+if __name__ == "__main__":  # a launcher's script
+    main()

@@ -57,7 +57,7 @@ def recovery(
     model: Annotated[str, typer.Option(help="Which model: mlp, cnn or gpt.")] = "mlp",
     kills: Annotated[int, typer.Option(min=1, help="Workers of Phalanx that are killed.")] = 20,
     restarts: Annotated[
-        int, typer.Option(min=0, help="Ranks of torchrun that are killed; 0 leaves it out.")
+        int, typer.Option(min=0, help="Ranks that are killed, of each launcher; 0 leaves them out.")
     ] = 5,
     workers: Annotated[int, typer.Option(min=2, help="Worker processes, and ranks.")] = 2,
     seed: Annotated[int, typer.Option(help="Of who is killed, and when.")] = 0,
@@ -68,8 +68,9 @@ def recovery(
 ) -> None:
     """Kill worker processes in mid-step, and time how soon the training goes on.
 
-    Beside it, in the same table, torchrun with --max-restarts on the same model. A missed target is
-    marked and is no error; a contestant that failed is: exit code 1.
+    Beside it, in the same table, torchrun over gloo and `phalanx launch` over phalanx, both with
+    --max-restarts, on the same model. A missed target is marked and is no error; a contestant that
+    failed is: exit code 1.
     """
     check_model(model, "--model")
     if workers < 2:
@@ -78,10 +79,10 @@ def recovery(
     machine = describe_machine()
     introduce(console, machine)
     job = Job(model=model, workers=workers)
-    times = {"processes": kills, "torchrun": restarts}
+    times = {"processes": kills, "torchrun": restarts, "launch": restarts}
     results: list[Disturbed] = []
     failures: dict[str, str] = {}
-    with turn_progress(console, kills + restarts) as show:
+    with turn_progress(console, sum(times.values())) as show:
         for name, num_kills in times.items():
             if not num_kills:
                 continue
@@ -154,6 +155,11 @@ class Training:
             PeerLost: The contestant ended.
             PeerTimeout: It was silent for too long.
         """
+        while (beat := self._read()) is None:
+            pass
+        return beat
+
+    def _read(self) -> Beat | None:
         while b"\n" not in self._heard:
             if not self._is_readable(_PATIENCE_S):
                 raise PeerTimeout(

@@ -30,8 +30,12 @@ __all__ = [
 ]
 
 SCHEMA = "phalanx.bench.recovery/1"
-TITLES = {"processes": "Trainer, worker processes", "torchrun": "torchrun --max-restarts"}
-_COLOURS = {"processes": "#0f766e", "torchrun": "#9aa3ad"}
+TITLES = {
+    "processes": "worker processes",
+    "torchrun": "torchrun, gloo",
+    "launch": "phalanx launch",
+}
+_COLOURS = {"processes": "#0f766e", "torchrun": "#9aa3ad", "launch": "#c2703d"}
 _MARK, _GREY, _INK = "#c2410c", "#6b7280", "#1f2933"
 
 
