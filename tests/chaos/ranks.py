@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import phalanx  # noqa: F401
-from phalanx.memory import plant
-from tests.multiprocess.children import Child, Parent
+from phalanx.memory import Waiting, plant
+from tests.multiprocess.children import DEADLINE_S, Child, Parent
 
 SIZE = 3
 LENGTH = 300_001  # more than one piece, and no multiple of anything
@@ -213,6 +213,8 @@ def _take_part(parent: Parent, rank: int, store: str, case: Case) -> dict[str, A
         dist.barrier()
         if rank == case.victim:
             _prepare(parent, case)
+        elif case.sabotage:
+            _await_death(case.victim)
         with BUGS["" if rank == case.victim else case.sabotage]():
             for _ in range(CALLS):
                 num_right += call(rank)
@@ -229,6 +231,13 @@ def _take_part(parent: Parent, rank: int, store: str, case: Case) -> dict[str, A
         "raised_at_s": at_s,
         "num_right": num_right,
     }
+
+
+def _await_death(victim: int) -> None:
+    waiting = Waiting(DEADLINE_S)
+    while dist.group.WORLD._arena.board.alive(victim):
+        assert not waiting.over()
+        waiting.rest()
 
 
 def _prepare(parent: Parent, case: Case) -> None:

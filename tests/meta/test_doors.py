@@ -340,6 +340,7 @@ DOORS: dict[str, Door] = {
             "memory/region.py",
             "memory/run_directory.py",
             "world/launch.py",  # a folder for the ranks' output
+            "world/bell.py",  # pipes of other ranks
             "world/rank_start.py",  # how a rank has failed, for the launcher
             "memory/locks.py",  # opens the file anew, for locks of its own
         ),

@@ -1,6 +1,6 @@
 """How ranks talk to each other."""
 
-from phalanx.world.backend import SharedGroup
+from phalanx.world.backend import SharedGroup, make_group
 from phalanx.world.codec_hook import CodecHook, codec_hook
 from phalanx.world.exchange import Exchange, num_ranks_here
 from phalanx.world.launch import Job, RankFailed, available_cores, launch, launch_script
@@ -17,6 +17,7 @@ __all__ = [
     "codec_hook",
     "launch",
     "launch_script",
+    "make_group",
     "merge_hook",
     "num_ranks_here",
 ]

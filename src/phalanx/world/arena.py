@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from phalanx.memory import Region, fence, reach
+from phalanx.world.bell import Bells
 from phalanx.world.board import Board, Signature
 from phalanx.world.signature import Desync
 
@@ -52,7 +53,8 @@ def slot_bytes(size: int) -> int:
 class Arena:
     """The slots of a group as rank ``rank`` sees them."""
 
-    def __init__(self, region: Region, board: Board) -> None:
+    def __init__(self, region: Region, board: Board, bells: Bells) -> None:
+        self.bells = bells
         self.rank = board.rank
         self.size = board.size
         self.board = board
@@ -155,5 +157,6 @@ class Arena:
     def close(self) -> None:
         """Let go of the memory; what was handed out keeps it until it goes, too."""
         self._slots_by_dtype.clear()
+        self.bells.close()
         self.board.close()
         self._region.close()

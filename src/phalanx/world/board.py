@@ -1,6 +1,7 @@
 """What the ranks of a group let each other know: one page per rank, written by that rank alone.
 
     page of rank r │ mark │ state │ cause │ ...      how far it is, and whether it still takes part
+                   │ awaited │ wanted                for whom it sleeps, and until which mark
                    │ pid │ start │ ...               who it is
                    │ signatures of its last operations, a ring of four
                    │ descriptors of its channels, one per receiver
@@ -12,6 +13,7 @@ and nobody writes another's page, so nothing has to be atomic beyond that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from phalanx.memory import ProcessIdentity, Region, fence
@@ -21,7 +23,7 @@ __all__ = ["GAVE_UP", "HERE", "LEFT", "LOST", "Board", "Signature"]
 HERE, LEFT, LOST, GAVE_UP = range(4)
 """States of a rank: taking part; gone in good order; stopped because a rank was lost, or not."""
 
-_MARK, _STATE, _CAUSE, _PID, _START = 0, 1, 2, 8, 9
+_MARK, _STATE, _CAUSE, _AWAITED, _WANTED, _PID, _START = 0, 1, 2, 3, 4, 8, 9
 _SIGNATURES, _RING, _CHANNELS = 16, 4, 32
 _PAGE_ALIGN = 8
 
@@ -50,8 +52,8 @@ class Board:
         self._words = region.buffer[: self.needed_bytes(size)].cast("q")
         self._mine = rank * self._step
         self.others = [other for other in range(size) if other != rank]
-        # Pairs of rank and place: what the waits look at, thousands of times a second.
-        self.marks = self._words
+        self.wake: Callable[[int], object] = bool  # until there are bells, nobody sleeps
+        self._woken_for: dict[int, int] = {}
         self.places = [(other, other * self._step) for other in self.others]
         me = ProcessIdentity.current()
         self._words[self._mine + _START] = me.start_ticks
@@ -70,7 +72,26 @@ class Board:
     def post(self, mark: int) -> None:
         """Say that what belongs to ``mark`` is there; all that was written before is seen then."""
         fence()
-        self._words[self._mine + _MARK] = mark
+        words = self._words
+        words[self._mine + _MARK] = mark
+        me = self.rank + 1
+        for other, at in self.places:
+            if words[at + _AWAITED] == me:
+                wanted = words[at + _WANTED]
+                if wanted <= mark and self._woken_for.get(other) != wanted:
+                    self._woken_for[other] = wanted  # it takes a while to wake; once is enough
+                    self.wake(other)
+
+    def nudge(self, rank: int) -> None:
+        """Wake ``rank`` if it sleeps for a message of this rank's, or until one is taken."""
+        at = rank * self._step
+        if self._words[at + _AWAITED] == self.rank + 1 and self._words[at + _WANTED] <= 0:
+            self.wake(rank)
+
+    def wait_for(self, rank: int | None, mark: int = 0) -> None:
+        """Say for whom this rank sleeps, and until which mark; None when it is awake."""
+        self._words[self._mine + _WANTED] = mark
+        self._words[self._mine + _AWAITED] = 0 if rank is None else rank + 1
 
     def mark_of(self, rank: int) -> int:
         """Return how far ``rank`` is."""

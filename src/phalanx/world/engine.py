@@ -12,17 +12,16 @@ of a group share a lane, because they share its arena; messages have a lane per 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, GroupAborted
-from phalanx.memory import Waiting
 from phalanx.world.arena import Need
+from phalanx.world.bell import Bells
 from phalanx.world.board import LEFT, Board
-from phalanx.world.mourning import cause_state, look, out_of_time
+from phalanx.world.mourning import cause_state, is_missing, look, out_of_time
 from phalanx.world.pump import pump
 from phalanx.world.work import Task
 
@@ -30,7 +29,10 @@ __all__ = ["COLLECTIVES", "Engine"]
 
 COLLECTIVES = "collectives"
 _LOOK_FOR_DEAD_S = 0.02
-_LOOKS = 30
+_FEWEST_LOOKS, _MOST_LOOKS = 4, 64
+_NOBODY: Need = ((), 0)
+_FIRST_SLEEP_S = 1e-3
+_LONGEST_SLEEP_S = 10e-3
 _STUCK, _MOVED, _ENDED = range(3)
 
 
@@ -39,19 +41,22 @@ class Engine:
 
     Args:
         board: The group's.
+        bells: The group's.
         name: What the group is called in messages.
     """
 
-    def __init__(self, board: Board, name: Callable[[], str]) -> None:
+    def __init__(self, board: Board, bells: Bells, name: Callable[[], str]) -> None:
         self._board = board
+        self._bells = bells
         self._name = name
         self._lock = threading.RLock()  # a step may run a signal's handler, which may wait again
         self._lanes: dict[Hashable, deque[Task]] = {}
         self._broken: BaseException | None = None
         self._next_look_s = 0.0
-        # Where each rank has a core, what is waited for is mostly a moment away; to let others run
-        # at once would cost a time slice on a busy machine. Elsewhere the peer needs this core.
-        self._looks = _LOOKS if board.size <= len(os.sched_getaffinity(0)) else 0
+        # How often to look before sleeping. Where each rank has a core, what is waited for is
+        # mostly a moment away; where ranks share cores, or others keep them busy, looking is in
+        # vain. Which it is shows: looks that were in vain halve the number, others double it.
+        self._looks = _MOST_LOOKS
 
     def start(self, task: Task, lane: Hashable, needs: Need, *, wait: bool) -> None:
         """Begin ``task``, and finish it if ``wait``; a failure under way is kept in it.
@@ -90,23 +95,39 @@ class Engine:
         """Look until ``task`` has ended."""
         if timeout_s is not None:
             task.deadline_s = min(task.deadline_s, now_s() + timeout_s)
-        waiting: Waiting | None = None
-        looks = 0
+        looks = rests = 0
         try:
             while not task.done:
                 if self.advance():
-                    waiting, looks = None, 0
-                    continue
-                looks += 1
-                if looks < self._looks:
-                    continue
-                waiting = waiting or Waiting(task.timeout_s)
-                if waiting.rest():
-                    self.examine()
+                    if looks and not rests:
+                        self._looks = min(2 * self._looks, _MOST_LOOKS)
+                    looks = rests = 0
+                elif looks < self._looks:
+                    looks += 1
+                else:
+                    rests += 1
+                    if rests == 1:
+                        self._looks = max(self._looks // 2, _FEWEST_LOOKS)
+                    self.rest(task.need, rests)
         except BaseException as exc:
             with self._lock:
                 self._break(self._interrupted(task, exc), task)
             raise
+
+    def rest(self, need: Need | None, times: int) -> None:
+        """Sleep until the first of those needed rings, or for a moment that grows with ``times``.
+
+        Afterwards, what cannot go on fails.
+        """
+        ranks, mark = need or _NOBODY
+        awaited = next((rank for rank in ranks if is_missing(self._board, rank, mark)), None)
+        if awaited is not None:
+            self._bells.fall_asleep(awaited, mark)
+            if self.advance():
+                self._board.wait_for(None)
+                return
+        self._bells.sleep(min(times * _FIRST_SLEEP_S, _LONGEST_SLEEP_S))
+        self.examine()
 
     def advance(self) -> bool:
         """Move every operation that can go on; tell whether one could."""

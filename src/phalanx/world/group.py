@@ -53,7 +53,7 @@ class SharedGroup(dist.ProcessGroup):
         self._mail = Mail(arena.board)
         self._group_name = "default"
         self._group_desc = "undefined"
-        self._engine = Engine(arena.board, self.getGroupName)
+        self._engine = Engine(arena.board, arena.bells, self.getGroupName)
         self._closed = False
 
     def _run(

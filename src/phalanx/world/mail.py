@@ -93,6 +93,7 @@ class Mail:
             while start < len(source):
                 moved = channel.write(source[start:])
                 start += moved
+                self._board.nudge(receiver)
                 if not moved:
                     yield (receiver,), -channel.words[_WRITTEN]
 
@@ -162,6 +163,7 @@ class Mail:
         while start < len(into):
             moved = channel.read(into[start:])
             start += moved
+            self._board.nudge(sender)
             if not moved:
                 yield (sender,), -channel.words[_READ]
 

@@ -18,8 +18,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.clock import now_s
 from phalanx.errors import PeerTimeout, UnsupportedError
-from phalanx.memory import ProcessIdentity, Region
+from phalanx.memory import Region
 from phalanx.world.arena import Arena
+from phalanx.world.bell import Bell, Bells
 from phalanx.world.board import Board
 
 __all__ = ["meet"]
@@ -38,8 +39,9 @@ def meet(store: Store, rank: int, size: int, timeout_s: float) -> Arena:
     times = store.add(f"phalanx/{attempt}/{rank}", 1)
     ours = PrefixStore(f"phalanx/{attempt}/{times}/", store)
     deadline_s = now_s() + timeout_s
+    bell = Bell()
     region = Region.create(Arena.needed_bytes(size), label="group") if rank == 0 else None
-    me = {"where": _where(), "pid": os.getpid(), "start": ProcessIdentity.current().start_ticks}
+    me: dict[str, Any] = {"where": _where(), "pid": os.getpid(), "bell": bell.fd}
     if region is not None:
         me["fd"] = region.fd
     ours.set(str(rank), json.dumps(me))
@@ -55,7 +57,11 @@ def meet(store: Store, rank: int, size: int, timeout_s: float) -> Arena:
         region = Region.borrow(
             cards[0]["pid"], cards[0]["fd"], Arena.needed_bytes(size), label=label
         )
-    arena = Arena(region, Board(region, rank, size))
+    board = Board(region, rank, size)
+    bells = Bells(board, bell)
+    for other in board.others:
+        bells.reach(other, cards[other]["pid"], cards[other]["bell"])
+    arena = Arena(region, board, bells)
     _wait_for_all(ours, rank, size, deadline_s, timeout_s)
     return arena
 

@@ -8,7 +8,7 @@ from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
 from phalanx.world.board import GAVE_UP, HERE, LEFT, LOST, Board
 from phalanx.world.signature import describe
 
-__all__ = ["cause_state", "look", "out_of_time"]
+__all__ = ["cause_state", "is_missing", "look", "out_of_time"]
 
 
 def look(
@@ -23,12 +23,12 @@ def look(
         title: The operation that waits.
         closely: Whether to ask the kernel who lives; else only what the ranks say themselves.
     """
-    missing = [rank for rank in ranks if _is_missing(board, rank, mark)]
+    missing = [rank for rank in ranks if is_missing(board, rank, mark)]
     during = f" during {title}" if title else ""
     if closely:
         for rank in missing:
             state, _ = board.state_of(rank)
-            if state == HERE and not board.alive(rank) and _is_missing(board, rank, mark):
+            if state == HERE and not board.alive(rank) and is_missing(board, rank, mark):
                 return PeerLost(
                     f"Rank {rank} of {board.size} must be alive, but its process is gone{during}; "
                     f"the last that it began is {describe(board.latest_of(rank))}. "
@@ -43,7 +43,7 @@ def look(
                 f"{during}. Destroy the group and make a new one.",
                 cause,
             )
-        if state == LEFT and _is_missing(board, rank, mark):
+        if state == LEFT and is_missing(board, rank, mark):
             return PeerLost(
                 f"Rank {rank} of {board.size} must take part, but has destroyed its group{during}; "
                 f"the last that it began is {describe(board.latest_of(rank))}.",
@@ -58,8 +58,8 @@ def look(
     return None
 
 
-def _is_missing(board: Board, rank: int, mark: int) -> bool:
-    """Look again: somebody may have come and then gone."""
+def is_missing(board: Board, rank: int, mark: int) -> bool:
+    """Tell whether ``rank`` has not reached ``mark``; for no mark, always."""
     return mark <= 0 or board.mark_of(rank) < mark
 
 
@@ -67,7 +67,7 @@ def out_of_time(
     board: Board, ranks: Sequence[int], mark: int, title: str, timeout_s: float
 ) -> PeerTimeout:
     """Say who did not come, and what everybody was in."""
-    missing = [rank for rank in ranks if _is_missing(board, rank, mark)]
+    missing = [rank for rank in ranks if is_missing(board, rank, mark)]
     told = "; ".join(
         f"rank {rank}: {describe(board.latest_of(rank))}{_hint(board, rank)}"
         for rank in range(board.size)
