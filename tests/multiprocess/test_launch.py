@@ -125,3 +125,28 @@ def test_a_functions_error_names_its_rank_and_holds_its_traceback():
         launch(broken, 3)
     assert caught.value.rank == 2
     assert "ValueError: no such sample" in str(caught.value)
+
+
+TYPED = """
+import phalanx, torch, torch.distributed as dist
+torch.randn(300, 300) @ torch.randn(300, 300)
+def f(length):
+    dist.init_process_group()
+    tensor = torch.full((length,), dist.get_rank() + 1.0)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.tolist()
+print(phalanx.launch(f, 2, args=(3,)))
+"""
+
+
+def test_a_function_that_was_typed_runs_in_forks():
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=TYPED,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.stdout == "[[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]\n", done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Annotated
@@ -53,8 +52,6 @@ def launch(
         log_dir=log_dir,
         colour=console.is_terminal and not console.no_color,
     )
-    # Its warnings repeat, before the end and for each rank, what is said once at the end.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         launch_script(script, args or [], job)
     except RankFailed as exc:

@@ -12,6 +12,7 @@ restarted rank finds the addresses of its predecessor's peers there and knocks a
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -124,7 +125,8 @@ def launch(
     """
     check_function("function", function)
     job = Job(ranks=available_cores() if n is None else n, max_restarts=max_restarts)
-    typed = function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+    main_file = getattr(sys.modules["__main__"], "__file__", "")
+    typed = function.__module__ == "__main__" and not Path(main_file).is_file()
     with _logs(job) as logs, _environment(job):
         config = _config(job, logs, start_method="fork" if typed else "spawn")
         try:
@@ -199,7 +201,11 @@ def _environment(job: Job) -> Iterator[None]:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a store per attempt, see above
     }
     before = {name: os.environ.get(name) for name in wanted}
+    agent = logging.getLogger("torch.distributed.elastic")
     with ExitStack() as stack:
+        # It repeats, before the end and for each rank, what we say once at the end.
+        stack.callback(agent.setLevel, agent.level)
+        agent.setLevel(logging.CRITICAL)
         os.environ.update(wanted)
         stack.callback(_put_back, before)
         yield

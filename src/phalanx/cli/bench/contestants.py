@@ -141,14 +141,14 @@ def _one_process(*, num_threads: int | None, channels_last: bool = False) -> Ope
     return open_step
 
 
-def _ddp(*, channels_last: bool = False) -> Opener:
+def _ddp(*, backend: str = "gloo", channels_last: bool = False) -> Opener:
     @contextmanager
     def open_step(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
         torch.set_num_threads(1)
         if any(name == "lo" for _, name in socket.if_nameindex()):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{job.meeting_point}",
             rank=job.rank,
             world_size=job.workers,
@@ -237,6 +237,12 @@ CONTESTANTS: dict[str, Contestant] = {
         of_phalanx=False,
         process_per_worker=True,
         models=_CONVOLUTIONAL,
+    ),
+    "ddp-phalanx": Contestant(
+        title="DDP over phalanx, {workers} ranks",
+        open=_ddp(backend="phalanx"),
+        of_phalanx=True,
+        process_per_worker=True,
     ),
     "dataparallel": Contestant(
         title="DataParallel, {workers} replicas", open=_data_parallel(), of_phalanx=True

@@ -53,6 +53,7 @@ TARGETS = (
     *_targets("trainer-m4", "trainer", mlp=1.4, cnn=1.15, gpt=1.15),
     *_targets("processes", "ddp", mlp=0.45, cnn=0.65, gpt=0.85),
     *_targets("processes", "trainer", cnn=1.05, gpt=1.05),
+    *_targets("ddp-phalanx", "ddp", mlp=0.65, cnn=0.85),
     *_targets("dataparallel", "ddp", mlp=0.55, cnn=0.7, gpt=0.9),
 )
 
