@@ -6,10 +6,11 @@
                ────────────┴───────┴─ worker 0, then 1, then 2; then all read the same bits
 
     page     | READY | APPLIED | TAKEN |              words of the table's own line
-    line w   | CLOCK | LOG_ROUND | LOG_COUNT |        worker w's line; written by it alone
+    line w   | CLOCK | ROUND | COUNT | ROUND | COUNT |      worker w's line; written by it alone
 
 A worker's adds lie in its own log until their round is in, so nothing that it put down before it
-died is lost: its log is taken in with the next round. Who takes a round in may die of it: each
+died is lost: its log is taken in with the next round. It has two logs, for it may have come to a
+round that is not in yet, and put down adds of the next. Who takes a round in may die of it: each
 shard knows how many adds of the round it has (see shard.py), and the next one goes on from there. A
 worker that joins meanwhile ends that round first (TAKEN is ahead of APPLIED): its own adds would
 come to those shards only that lack the round.
@@ -32,7 +33,9 @@ from phalanx.tables.spec import TableSpec
 __all__ = ["APPLIED", "READY", "Log", "Rounds"]
 
 READY, APPLIED, _TAKEN = range(3)
-_CLOCK, _LOG_ROUND, _LOG_COUNT = range(3)
+_CLOCK = 0
+_LOG_ROUND, _LOG_COUNT = range(2)
+_NUM_LOGS = 2
 _ALL, _ROWS, _VALUE, _NEXT_CHUNK, _ROW_VALUES = range(5)
 _HEAD_BYTES = 64
 _SMALLEST_CHUNK = 1 << 16
@@ -50,15 +53,22 @@ class Log:
     Args:
         spec: The table.
         worker: Whose log.
-        line: The worker's line of the page.
+        index: Which of its logs.
+        line: The log's two words of the worker's line.
         open_region: Where the regions come from.
     """
 
     def __init__(
-        self, spec: TableSpec, worker: int, line: memoryview, open_region: OpenRegion
+        self,
+        spec: TableSpec,
+        worker: int,
+        index: int,
+        line: memoryview,
+        open_region: OpenRegion,
     ) -> None:
         self._spec = spec
         self._worker = worker
+        self._name = f"log-{worker}-{index}"
         self._line = line
         self._open_region = open_region
         whole = spec.rows * spec.cols * spec.dtype.itemsize
@@ -66,6 +76,11 @@ class Log:
         self._chunks: list[Region] = []
         self._at = (0, 0)  # chunk and byte at which the next entry begins
         self._written = 0
+
+    @property
+    def number(self) -> int:
+        """The round whose adds it holds, or 0."""
+        return self._line[_LOG_ROUND]
 
     def put(self, entry: Entry, number: int) -> None:
         """Put an add down for round ``number``; it counts once the last word is written.
@@ -126,7 +141,7 @@ class Log:
     def _chunk(self, index: int) -> Region:
         while len(self._chunks) <= index:
             k = len(self._chunks)
-            name = f"log-{self._worker}-{k}-{self._spec.name}"
+            name = f"{self._name}-{k}-{self._spec.name}"
             self._chunks.append(self._open_region(name, self._first_chunk << k))
         return self._chunks[index]
 
@@ -204,15 +219,33 @@ class Rounds:
         self._membership = membership
         self._open_region = open_region
         self._take_in = take_in
-        self._logs: dict[int, Log] = {}
+        self._logs: dict[tuple[int, int], Log] = {}
 
     def _line(self, worker: int) -> memoryview:
         return self._lines[8 * worker : 8 * worker + 8]
 
-    def _log(self, worker: int) -> Log:
-        if worker not in self._logs:
-            self._logs[worker] = Log(self._spec, worker, self._line(worker), self._open_region)
-        return self._logs[worker]
+    def _log(self, worker: int, index: int) -> Log:
+        log = self._logs.get((worker, index))
+        if log is None:
+            start = 1 + 2 * index
+            words = self._line(worker)[start : start + 2]
+            log = Log(self._spec, worker, index, words, self._open_region)
+            self._logs[worker, index] = log
+        return log
+
+    def _log_for(self, worker: int, number: int) -> Log:
+        """Return the log that has adds of the round, else one whose round is in."""
+        logs = [self._log(worker, index) for index in range(_NUM_LOGS)]
+        for log in logs:
+            if log.number == number:
+                return log
+        for log in logs:
+            if log.number <= self._page[APPLIED]:
+                return log
+        raise StateError(
+            f"At most one round of table {self._spec.name!r} must be open when worker {worker} "
+            "adds to the next, but two are. Call `wait()` on its earlier gets."
+        )
 
     def enter(self, worker: int, timeout_s: float) -> None:
         """Begin with the round that is open now."""
@@ -223,7 +256,8 @@ class Rounds:
 
     def put(self, entry: Entry) -> None:
         """Put an add down for the round that its worker is in."""
-        self._log(entry.worker).put(entry, self._line(entry.worker)[_CLOCK] + 1)
+        number = self._line(entry.worker)[_CLOCK] + 1
+        self._log_for(entry.worker, number).put(entry, number)
 
     def come(self, worker: int) -> _Arrival:
         """Say that ``worker`` has put down all of its round."""
@@ -234,10 +268,14 @@ class Rounds:
     def finish(self, arrival: _Arrival, timeout_s: float) -> None:
         """Wait until the round is in; take it in if everybody has come.
 
+        An arrival that was taken back counts again.
+
         Raises:
             PeerTimeout: Somebody stayed away; ``.rank`` is the first. The arrival is taken back.
         """
         page, number = self._page, arrival.number
+        line = self._line(arrival.worker)
+        line[_CLOCK] = max(line[_CLOCK], number)
 
         def ready() -> bool:
             if page[APPLIED] >= number:
@@ -259,19 +297,22 @@ class Rounds:
         return [w for w in self._membership.holding() if lines[8 * w + _CLOCK] < number]
 
     def _apply(self, number: int, timeout_s: float) -> None:
+        """Take in all rounds up to ``number``; a get that nobody waits for leaves one open."""
         with self._lock.exclusive(timeout_s):
             # again: somebody else was first, or has taken its arrival back, or has joined
-            if self._page[APPLIED] >= number or self._missing(number):
+            if self._missing(number):
                 return
-            self._take(number, timeout_s)
+            for each in range(self._page[APPLIED] + 1, number + 1):
+                self._take(each, timeout_s)
 
     def _take(self, number: int, timeout_s: float) -> None:
         """Take in what has been put down for a round; to be called with the lock held."""
         entries = [
             entry
             for worker in range(len(self._lines) // 8)
-            if self._lines[8 * worker + _LOG_ROUND] == number
-            for entry in self._log(worker).entries(number)
+            for index in range(_NUM_LOGS)
+            if self._lines[8 * worker + 1 + 2 * index + _LOG_ROUND] == number
+            for entry in self._log(worker, index).entries(number)
         ]
         self._page[_TAKEN] = number
         self._take_in(number, entries, timeout_s)

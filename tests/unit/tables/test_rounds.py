@@ -1,0 +1,67 @@
+"""Rounds of a bulk-synchronous table: gets that are open while adds go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx import tables
+from phalanx.errors import PeerTimeout, StateError
+
+
+def test_an_add_after_an_open_get_is_of_the_next_round_and_loses_none():
+    with tables.join(sync=True) as world:
+        table = world.array(1)
+        table.add([1.0])
+        pending = table.async_get()
+        table.add([10.0])
+        assert pending.wait().tolist() == [1.0]
+        assert table.get().tolist() == [11.0]
+
+
+def test_a_round_that_others_have_not_come_to_keeps_its_adds_beside_those_of_the_next():
+    with tables.join(sync=True, num_workers=2) as world, world.thread_worker() as other:
+        ours, theirs = world.array(1, name="x"), other.array(1, name="x")
+        ours.add([1.0])
+        pending = ours.async_get()
+        ours.add([10.0])
+        theirs.add([100.0])
+        assert theirs.get().tolist() == pending.wait().tolist() == [101.0]
+        first, second = ours.async_get(), theirs.async_get()
+        assert first.wait().tolist() == second.wait().tolist() == [111.0]
+
+
+def test_a_get_that_nobody_waits_for_loses_no_add():
+    with tables.join(sync=True) as world:
+        table = world.array(1, num_shards=2)
+        table.add([1.0])
+        table.async_get()
+        table.add([10.0])
+        assert table.get().tolist() == [11.0]
+
+
+def test_a_third_round_of_adds_is_refused_while_two_are_open():
+    with tables.join(sync=True) as world:
+        table = world.array(1)
+        for value in (1.0, 10.0):
+            table.add([value])
+            pending = table.async_get()
+        with pytest.raises(StateError, match=r"At most one round .* Call `wait\(\)`"):
+            table.add([100.0])
+        assert pending.wait().tolist() == [11.0]
+
+
+def test_a_get_that_came_too_late_can_be_waited_for_again():
+    with tables.join(sync=True, num_workers=2, timeout_s=0.05) as world:
+        other = world.thread_worker()
+        ours, theirs = world.array(1, name="x"), other.array(1, name="x")
+        ours.add([1.0])
+        pending = ours.async_get()
+        with pytest.raises(PeerTimeout) as raised:
+            pending.wait()
+        assert raised.value.rank == 1
+        with pytest.raises(PeerTimeout) as raised:
+            pending.wait()  # it has come again, and is not waited for itself
+        assert raised.value.rank == 1
+        arrived = theirs.async_get()
+        assert pending.wait().tolist() == arrived.wait().tolist() == [1.0]
+        other.close()
