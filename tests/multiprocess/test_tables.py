@@ -311,3 +311,20 @@ def test_a_forked_child_is_told_that_it_has_not_joined():
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
         assert table.get().tolist() == [0.0, 0.0]
+
+
+def test_a_forked_child_changes_no_round_of_its_parent():
+    with tables.join(sync=True) as world:
+        table = world.array(1)
+        table.add([1.0])
+        pid = os.fork()
+        if pid == 0:
+            refused = 0
+            for call in (lambda: table.add([5.0]), table.get, table.async_get):
+                try:
+                    call()
+                except StateError as exc:
+                    refused += "forked" in str(exc)
+            os._exit(10 + refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 13
+        assert table.get().tolist() == [1.0]

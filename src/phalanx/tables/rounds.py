@@ -18,6 +18,7 @@ come to those shards only that lack the round.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -220,6 +221,7 @@ class Rounds:
         self._open_region = open_region
         self._take_in = take_in
         self._logs: dict[tuple[int, int], Log] = {}
+        self._mutex = threading.Lock()  # threads may share a worker, and so its log
 
     def _line(self, worker: int) -> memoryview:
         return self._lines[8 * worker : 8 * worker + 8]
@@ -256,8 +258,9 @@ class Rounds:
 
     def put(self, entry: Entry) -> None:
         """Put an add down for the round that its worker is in."""
-        number = self._line(entry.worker)[_CLOCK] + 1
-        self._log_for(entry.worker, number).put(entry, number)
+        with self._mutex:
+            number = self._line(entry.worker)[_CLOCK] + 1
+            self._log_for(entry.worker, number).put(entry, number)
 
     def come(self, worker: int) -> _Arrival:
         """Say that ``worker`` has put down all of its round."""

@@ -39,6 +39,9 @@ class Worker(Protocol):
     closed: bool
     membership: Membership
 
+    def is_forked(self) -> bool:
+        """Tell whether the process that joined is another one, which forked this one."""
+
 
 @dataclass
 class TableStats:
@@ -319,6 +322,11 @@ class Table:
         if self._world.closed:
             raise StateError(
                 f"Table {self.name!r} must belong to a world that is open, but its world is closed."
+            )
+        if self._world.is_forked():
+            raise StateError(
+                f"Table {self.name!r} must be used by the process that opened it, but this one was "
+                "forked from that. Call `join` here, and open the table again."
             )
 
     def __repr__(self) -> str:

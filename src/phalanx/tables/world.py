@@ -216,7 +216,7 @@ class World:
         Blocks: Until the workers that were announced have come, else they would come to a run that
         is not there any more; at most ``timeout_s``.
         """
-        if not self.closed and os.getpid() == self._pid and self.run is not None:
+        if not self.closed and not self.is_forked() and self.run is not None:
             await_others(
                 lambda: not self.membership.expected_missing(), lambda: None, self.timeout_s
             )
@@ -225,7 +225,7 @@ class World:
     def _leave_and_close(self) -> None:
         if self.closed:
             return
-        if os.getpid() == self._pid:  # a forked child is not this worker
+        if not self.is_forked():  # a forked child is not this worker
             self.leave()
         self.closed = True
         self._house.count(-1)
@@ -436,8 +436,12 @@ class World:
             bounds = [b for b in (self._tick_bound, staleness.bound) if b is not None]
             self._tick_bound = min(bounds)
 
+    def is_forked(self) -> bool:
+        """Tell whether the process that joined is another one, which forked this one."""
+        return os.getpid() != self._pid
+
     def _check_open(self) -> None:
-        if self.closed or os.getpid() != self._pid:
+        if self.closed or self.is_forked():
             why = "is closed" if self.closed else "was joined by the process that forked this one"
             raise StateError(f"The world must be joined by this worker, but {why}. Call `join`.")
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
+import torch
 
 from phalanx import tables
 from phalanx.errors import PeerTimeout, StateError
@@ -65,3 +69,24 @@ def test_a_get_that_came_too_late_can_be_waited_for_again():
         arrived = theirs.async_get()
         assert pending.wait().tolist() == arrived.wait().tolist() == [1.0]
         other.close()
+
+
+def test_threads_that_share_a_worker_lose_no_add():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with tables.join(sync=True) as world:
+            table = world.matrix(8, 4)
+
+            def add_many() -> None:
+                for turn in range(300):
+                    table.add(torch.ones(2, 4), rows=[turn % 8, 0])
+
+            threads = [threading.Thread(target=add_many) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert table.get().sum() == 3 * 300 * 2 * 4
+    finally:
+        sys.setswitchinterval(interval)
