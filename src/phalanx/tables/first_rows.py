@@ -21,7 +21,7 @@ from phalanx.errors import ConfigError
 from phalanx.memory import Region
 from phalanx.tables.hash_index import Int64s, mix
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.values import holds_nonfinite, read_delta
+from phalanx.tables.values import holds_nonfinite, read_delta, read_number
 
 __all__ = ["FirstRow", "FirstRows", "Uniform", "read_first_row"]
 
@@ -103,7 +103,7 @@ def read_first_row(given: object, spec: TableSpec) -> FirstRow:
     if given is None or (isinstance(given, int | float) and not isinstance(given, bool)):
         if isinstance(given, float) and not spec.dtype.is_floating_point:
             raise ConfigError(f"`init` must be an integer for {spec.dtype}, but is {given!r}.")
-        row = torch.full((1, spec.cols), given or 0, dtype=spec.dtype)
+        row = read_number(given or 0, spec, "init").expand(1, spec.cols).clone()
     elif isinstance(given, Tensor | np.ndarray):
         row = read_delta(given[None], spec, 1, "init").clone()
     elif isinstance(given, Sequence) and not isinstance(given, str | bytes):

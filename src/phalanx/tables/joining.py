@@ -58,7 +58,7 @@ def read_ticket(
         raise ConfigError(
             f"`num_workers` must be torchrun's `WORLD_SIZE` ({size}), but is {num_workers}."
         )
-    if int(found.get("LOCAL_WORLD_SIZE", size)) != size:
+    if "LOCAL_WORLD_SIZE" in found and _number(found, "LOCAL_WORLD_SIZE") != size:
         raise UnsupportedError(
             f"All {size} workers of a table must be on one host, but `LOCAL_WORLD_SIZE` is "
             f"{found['LOCAL_WORLD_SIZE']}."

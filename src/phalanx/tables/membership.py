@@ -79,7 +79,7 @@ class Membership:
     def _announce(self, num_expected: int | None) -> None:
         if num_expected is None:
             return
-        if not 1 <= num_expected <= MAX_WORKERS:
+        if type(num_expected) is not int or not 1 <= num_expected <= MAX_WORKERS:
             raise ConfigError(f"`num_workers` must be 1 to {MAX_WORKERS}, but is {num_expected!r}.")
         if self.num_expected not in (0, num_expected):
             raise ConfigError(

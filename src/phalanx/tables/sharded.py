@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from phalanx.errors import PeerTimeout
+from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.memory import LockFile, RangeLock, Region, reach
 from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.rounds import READY, OpenRegion, Rounds
@@ -84,8 +84,15 @@ class Sharded:
         """Fill the table as the master, or wait until the master has; then begin as ``worker``.
 
         Raises:
+            ConfigError: There are more workers than have a copy of their rows.
             PeerTimeout: The master did not open the table; ``.rank`` is its number.
         """
+        if 0 < self.spec.num_backups <= worker:
+            raise ConfigError(
+                f"Workers of table {self.spec.name!r} must be at most the `num_workers` that were "
+                f"announced ({self.spec.num_backups}), but this is worker {worker}. Its updater "
+                "keeps a copy of the rows for each."
+            )
 
         def ready() -> bool:
             if not self._page[READY] and min(self._membership.holding(), default=worker) == worker:

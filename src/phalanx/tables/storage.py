@@ -92,7 +92,7 @@ class Storage(Sharded):
             first_row=first,
         )
 
-    def _write_first(self, init: Tensor | float | None) -> None:
+    def _write_first(self, init: Tensor | None) -> None:
         for shard in self.shards:
             shard.begin()
         for (state, _), first in zip(
@@ -100,10 +100,10 @@ class Storage(Sharded):
         ):
             state.fill_(first)
         values = self._parts[0][0]
-        if isinstance(init, Tensor):
-            values.copy_(init)
+        if init is None:
+            values.zero_()
         else:
-            values.fill_(0 if init is None else init)
+            values.copy_(init)
 
     def _owners(self, rows: Tensor) -> Tensor:
         return torch.bucketize(rows, self.bounds, right=True)

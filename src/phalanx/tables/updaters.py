@@ -380,8 +380,8 @@ def parse_updater(given: str | Mapping[str, object] | Updater) -> Updater:
         return given
     options = {"name": given} if isinstance(given, str) else dict(given)
     name = options.pop("name", None)
-    if name in _registered and not options:
-        return _registered[str(name)]
+    if isinstance(name, str) and name in _registered and not options:
+        return _registered[name]
     kind = _BUILT_IN.get(str(name))
     if kind is None:
         known = ", ".join(repr(n) for n in [*_BUILT_IN, *_registered])

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from phalanx.errors import ConfigError
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["holds_nonfinite", "read_delta", "read_out", "read_rows"]
+__all__ = ["holds_nonfinite", "read_delta", "read_number", "read_out", "read_rows"]
 
 _FEW = 32
 
@@ -25,7 +26,7 @@ def read_rows(given: object, spec: TableSpec) -> Tensor:
     Raises:
         ConfigError: It is no list of integers, or a row is outside the table.
     """
-    rows = given if isinstance(given, Tensor) else _rows_tensor(given)
+    rows = _plain(given, "rows") if isinstance(given, Tensor) else _rows_tensor(given)
     if rows.dtype != torch.int64:
         rows = _whole_numbers(rows)
     if rows.dim() != 1:
@@ -43,6 +44,16 @@ def read_rows(given: object, spec: TableSpec) -> Tensor:
                 f"Row {outside} is outside table {spec.name!r}, which has {spec.rows} row{plural}."
             )
     return rows
+
+
+def _plain(given: Tensor, name: str) -> Tensor:
+    """Return a tensor with numbers of its own, dense; some kinds have not even a shape."""
+    if given.is_meta or given.is_nested or given.is_quantized or is_lazy(given):
+        kind = (
+            "nested" if given.is_nested else "quantized" if given.is_quantized else "without data"
+        )
+        raise ConfigError(f"`{name}` must be a tensor of plain numbers, but is {kind}.")
+    return given if given.layout is torch.strided else given.to_dense()
 
 
 def _extremes(rows: Tensor) -> tuple[int, int]:
@@ -99,7 +110,7 @@ def read_delta(given: object, spec: TableSpec, num_rows: int | None, name: str =
     Raises:
         ConfigError: Shape or dtype is another.
     """
-    delta = given if isinstance(given, Tensor) else _delta_tensor(given, spec, name)
+    delta = _plain(given, name) if isinstance(given, Tensor) else _delta_tensor(given, spec, name)
     if delta.dtype != spec.dtype:
         raise ConfigError(
             f"`{name}` must be of {spec.dtype} like table {spec.name!r}, but is of {delta.dtype}. "
@@ -111,8 +122,6 @@ def read_delta(given: object, spec: TableSpec, num_rows: int | None, name: str =
             f"`{name}` must have shape {wanted} for table {spec.name!r}, but has "
             f"{tuple(delta.shape)}."
         )
-    if delta.layout is not torch.strided:
-        delta = delta.to_dense()
     if not delta.is_cpu:
         delta = delta.cpu()
     if delta.requires_grad:
@@ -149,14 +158,32 @@ def read_out(out: object, spec: TableSpec, num_rows: int) -> Tensor:
         ConfigError: It is no dense CPU tensor of the result's shape and dtype.
     """
     wanted = (num_rows, *spec.shape[1:])
+    if isinstance(out, Tensor):
+        _plain(out, "out")
     if not isinstance(out, Tensor) or out.shape != wanted or out.dtype != spec.dtype:
         shown = f"{out.dtype}, {tuple(out.shape)}" if isinstance(out, Tensor) else repr(out)
         raise ConfigError(f"`out` must be a tensor of {spec.dtype}, {wanted}, but is {shown}.")
-    if not out.is_cpu or not out.is_contiguous() or out.requires_grad:
+    unwritable = out.is_inference() and not torch.is_inference_mode_enabled()
+    if not out.is_cpu or not out.is_contiguous() or out.requires_grad or unwritable:
         raise ConfigError(
-            "`out` must be a contiguous tensor on the CPU that needs no gradient, but is not."
+            "`out` must be a contiguous tensor on the CPU that needs no gradient and may be "
+            "written to, but is not."
         )
     return out.view(-1, 1) if spec.is_array else out
+
+
+def read_number(given: float, spec: TableSpec, name: str) -> Tensor:
+    """Return a number as a table holds it, without dimensions.
+
+    Raises:
+        ConfigError: The table's dtype does not hold it.
+    """
+    try:
+        return torch.full((), given, dtype=spec.dtype)
+    except (RuntimeError, OverflowError) as exc:
+        raise ConfigError(
+            f"`{name}` must be a number that {spec.dtype} holds, but is {given!r}."
+        ) from exc
 
 
 def holds_nonfinite(delta: Tensor) -> bool:

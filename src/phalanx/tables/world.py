@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import threading
 import weakref
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError, StateError
 from phalanx.memory import Region, RunDirectory
-from phalanx.plan import Staleness
+from phalanx.plan import Staleness, check_argument
 from phalanx.tables.first_rows import Uniform, read_first_row
 from phalanx.tables.joining import read_ticket
 from phalanx.tables.key_shard import MAX_CAPACITY
@@ -24,7 +23,7 @@ from phalanx.tables.spec import TableSpec, make_spec
 from phalanx.tables.storage import Storage, agree_on
 from phalanx.tables.table import Numbers, Table, wait_for_clocks
 from phalanx.tables.updaters import Updater
-from phalanx.tables.values import holds_nonfinite, read_delta
+from phalanx.tables.values import holds_nonfinite, read_delta, read_number
 
 __all__ = ["World", "join", "read_mode"]
 
@@ -164,6 +163,7 @@ class World:
         """
         self._check_open()
         self._check_counted("barrier")
+        check_argument(isinstance(name, str), "name", "be a string", name)
         timeout_s = self.timeout_s if timeout_s is None else _seconds(timeout_s)
         return self._house.barrier(name).wait(self.worker_id, timeout_s)
 
@@ -541,18 +541,16 @@ def read_mode(sync: object, staleness: int | None, default: Staleness) -> Stalen
     return default if sync is None else Staleness(0 if sync else None)
 
 
-def _read_init(init: object, spec: TableSpec) -> Tensor | float | None:
+def _read_init(init: object, spec: TableSpec) -> Tensor | None:
     if init is None:
         return None
-    value: Tensor | float
     if isinstance(init, int | float) and not isinstance(init, bool):
         if isinstance(init, float) and not spec.dtype.is_floating_point:
             raise ConfigError(f"`init` must be an integer for {spec.dtype}, but is {init!r}.")
-        value, finite = init, math.isfinite(init)
+        value = read_number(init, spec, "init")
     else:
         value = read_delta(init, spec, None, "init")
-        finite = not holds_nonfinite(value)
-    if spec.nonfinite != "allow" and not finite:
+    if spec.nonfinite != "allow" and holds_nonfinite(value):
         raise ConfigError(
             f"`init` must be finite for table {spec.name!r}, but holds NaN or infinity."
         )

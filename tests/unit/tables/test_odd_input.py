@@ -1,0 +1,98 @@
+"""Tensors and numbers of odd kinds: refused in our sentence, and with every bit as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx import tables
+from phalanx.errors import ConfigError
+from phalanx.tables.joining import read_ticket
+
+NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+LAZY = torch.nn.parameter.UninitializedParameter()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [torch.zeros(1, dtype=torch.int64, device="meta"), NESTED, LAZY],
+    ids=["meta", "ne", "la"],
+)
+def test_rows_without_numbers_of_their_own_are_refused(rows):
+    with tables.join() as world:
+        for table in (world.matrix(2, 3), world.keys(3)):
+            with pytest.raises(ConfigError, match="`rows` must be a tensor of plain numbers"):
+                table.add(torch.ones(1, 3), rows=rows)
+            with pytest.raises(ConfigError, match="`rows` must be a tensor of plain numbers"):
+                table.get(rows)
+            assert table.get([0, 1]).tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("delta", [torch.ones(2, 3, device="meta"), NESTED, LAZY])
+def test_deltas_without_numbers_of_their_own_are_refused(delta):
+    with tables.join() as world:
+        table = world.matrix(2, 3)
+        for call in (table.add, table.assign, lambda init: world.matrix(2, 3, init=init)):
+            with pytest.raises(ConfigError, match="must be a tensor of plain numbers"):
+                call(delta)
+        with pytest.raises(ConfigError, match="`out` must be"):
+            table.get(out=delta)
+        assert table.get().tolist() == [[0.0] * 3] * 2
+
+
+def test_sparse_rows_are_taken_as_what_they_stand_for():
+    with tables.join() as world:
+        table = world.array(3)
+        table.add([1.0, 2.0], rows=torch.tensor([0, 2]).to_sparse())
+        assert table.get().tolist() == [1.0, 0.0, 2.0]
+
+
+def test_an_out_of_inference_mode_is_refused_before_it_is_written():
+    with torch.inference_mode():
+        out = torch.zeros(2)
+    with tables.join() as world:
+        table = world.array(2, init=1.0)
+        with pytest.raises(ConfigError, match="`out` must be"):
+            table.get(out=out)
+        assert out.tolist() == [0.0, 0.0]
+        with torch.inference_mode():
+            assert table.get(out=out).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "init"),
+    [("float32", 1e300), ("float32", 10**400), ("int32", 1 << 40), ("int64", 1 << 70)],
+)
+def test_an_init_that_the_dtype_does_not_hold_leaves_the_name_free(dtype, init):
+    with tables.join() as world:
+        for make in (
+            lambda: world.matrix(3, 2, dtype, init=init),
+            lambda: world.keys(2, init=1e300),
+        ):
+            with pytest.raises(ConfigError, match="`init` must be a number that torch"):
+                make()
+        assert world.array(2, init=1.0).get().tolist() == [1.0, 1.0]
+
+
+def test_more_workers_than_have_a_backup_are_refused():
+    with tables.join(num_workers=1) as world, world.thread_worker() as other:
+        world.array(2, name="x", updater="dc_asgd")
+        with pytest.raises(ConfigError, match=r"at most the `num_workers` .* this is worker 1"):
+            other.array(2, name="x", updater="dc_asgd")
+
+
+@pytest.mark.parametrize("num_workers", ["2", 1.0, [1], True])
+def test_a_number_of_workers_that_is_no_integer_is_refused(num_workers):
+    with pytest.raises(ConfigError, match="`num_workers` must be 1 to"):
+        tables.join(num_workers=num_workers)
+
+
+def test_names_of_another_kind_are_refused():
+    with tables.join() as world:
+        with pytest.raises(ConfigError, match="`updater` must be one of"):
+            world.array(2, updater={"name": ["sgd"]})
+        for name in (3, None, b"a"):
+            with pytest.raises(ConfigError, match="`name` must be a string"):
+                world.barrier(name)
+    with pytest.raises(ConfigError, match="`LOCAL_WORLD_SIZE` must be a number"):
+        read_ticket(None, None, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "x"})
