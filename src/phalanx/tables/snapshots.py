@@ -10,10 +10,12 @@ content, so two snapshots with the same content share a file.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,25 +49,38 @@ def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        whole = directory / f".{spec.name}.{os.getpid()}.tmp"
+        draft_name = f".{spec.name}.{os.getpid()}.{threading.get_ident()}"
+        whole = directory / f"{draft_name}.tmp"
         digest = _write(whole, dict(zip(_part_names(spec), parts, strict=True)))
         data = directory / f"{spec.name}-{digest[:16]}.safetensors"
-        os.replace(whole, data)
-        text = {"version": _VERSION, "table": spec.as_mapping(), "file": data.name}
         manifest = directory / f"{spec.name}.json"
-        draft = directory / f".{spec.name}.{os.getpid()}.json"
+        draft = directory / f"{draft_name}.json"
+        text = {"version": _VERSION, "table": spec.as_mapping(), "file": data.name}
         draft.write_text(json.dumps({**text, "sha256": digest}, indent=1))
         _sync(draft)
-        _sync(directory)
-        os.replace(draft, manifest)
-        _sync(directory)
+        with _alone_in(directory):  # another's clearing up must not come between the two files
+            os.replace(whole, data)
+            _sync(directory)
+            os.replace(draft, manifest)
+            _sync(directory)
+            _remove_older(directory, spec.name, data)
     except OSError as exc:
         raise CheckpointError(
             f"`directory` must be a folder that a snapshot can be written to, but is "
             f"{str(directory)!r} ({exc.strerror or exc})."
         ) from exc
-    _remove_older(directory, spec.name, data)
     return manifest
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Hold the folder against other workers that write a snapshot to it."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _part_names(spec: TableSpec) -> list[str]:
