@@ -104,6 +104,7 @@ def test_every_copy_begins_with_the_masters_values(workers, n, mode, run):
 
 def train_shared(world: tables.World, every: int, merge: str) -> dict[str, list]:
     net = seeded_net(7)
+    torch.set_num_threads(1)  # part of what fixes the bits
     shared = tables.SharedModule(net, world, every, merge)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     for step in range(30):
@@ -117,6 +118,7 @@ def train_shared(world: tables.World, every: int, merge: str) -> dict[str, list]
 @pytest.mark.parametrize("mode", [{}, {"sync": True}, {"staleness": 2}], ids=str)
 @pytest.mark.parametrize(("every", "merge"), [(1, "sum"), (1, "mean"), (7, "mean")])
 def test_one_worker_trains_as_if_it_were_alone_to_the_bit(workers, mode, every, merge, run):
+    torch.set_num_threads(1)
     net = seeded_net(7)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     for step in range(30):

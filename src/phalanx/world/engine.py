@@ -211,8 +211,9 @@ class Engine:
             error = out_of_time(self._board, ranks, mark, task.title, task.timeout_s)
         if error is None:
             return
-        if self._advance() and task.done:  # what it waited for came before its giver went
-            return
+        before = task.need
+        if self._advance() and (task.done or task.need != before):
+            return  # what it waited for came before its giver went, or it waits for others now
         self._break(error, task)
 
     def _break(self, error: BaseException, task: Task) -> None:

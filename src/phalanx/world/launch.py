@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -59,7 +60,7 @@ class Job:
         ranks: Processes on this host, at least 1.
         nodes: The fewest and the most hosts.
         endpoint: ``host:port`` where the hosts meet; empty for one host alone.
-        run_id: What the hosts of one job have in common; drawn where there is one host.
+        run_id: What the hosts of one job have in common; on one host alone a part of what is drawn.
         max_restarts: How often all ranks are started again after one has failed.
         log_dir: Where each rank's output is kept; None for nowhere.
         colour: Whether the line prefixes bear colours.
@@ -154,7 +155,7 @@ def launch_script(script: Path, args: Sequence[str], job: Job) -> None:
     """
     if not script.is_file():
         raise ConfigError(f"`script` must be a Python file, but is {str(script)!r}.")
-    command = ["-u", "-m", "phalanx.world.rank_start", str(script), *args]
+    command = ["-u", "-c", "from phalanx.world.rank_start import main; main()", str(script), *args]
     with _logs(job) as logs, _environment(job):
         prefix = "\x1b[9${local_rank}m[rank ${rank}]\x1b[0m " if job.colour else "[rank ${rank}] "
         config = _config(job, logs, tee=Std.ALL, log_line_prefix_template=prefix)
@@ -170,7 +171,7 @@ def _config(job: Job, logs: Path, *, tee: Std = Std.NONE, **more: Any) -> Launch
         min_nodes=job.nodes[0],
         max_nodes=job.nodes[1],
         nproc_per_node=job.ranks,
-        run_id=job.run_id,
+        run_id=f"{job.run_id}-{secrets.token_hex(4)}" if alone else job.run_id,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0" if alone else job.endpoint,
         local_addr="localhost" if alone else None,

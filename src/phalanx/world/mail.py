@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.errors import ConfigError
 from phalanx.memory import Region, Waiting, fence
 from phalanx.world.arena import Need, Steps
-from phalanx.world.board import HERE, Board
+from phalanx.world.board import HERE, LEFT, Board
 
 __all__ = ["Mail"]
 
@@ -125,7 +125,9 @@ class Mail:
                 if (yield from self._try(into, sender, tag, claim)):
                     found.append(sender)
                     return
-            yield tuple(self._board.others), 0
+            # Who has left after its last message is waited for no longer, unless all have.
+            here = [each for each in self._board.others if self._board.state_of(each)[0] != LEFT]
+            yield tuple(here or self._board.others), 0
 
     def _try(
         self, into: Tensor, sender: int, tag: int, claim: object

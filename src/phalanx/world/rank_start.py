@@ -1,6 +1,6 @@
 """What a rank of ``phalanx launch`` runs first: our backend as the default, then the user's script.
 
-    phalanx launch ──> python -u -m phalanx.world.rank_start script.py args…
+    phalanx launch ──> python -u -c '…main()' script.py args…
 
 Where the script fails, the moment and the traceback go into the file that the launcher has named,
 so that the first failure can be told from those that it caused.
@@ -75,7 +75,3 @@ def main() -> None:
     sys.path.insert(0, str(Path(script).resolve().parent))
     prefer_phalanx()
     record_failures(lambda: runpy.run_path(script, run_name="__main__"))
-
-
-if __name__ == "__main__":
-    main()
