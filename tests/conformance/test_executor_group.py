@@ -163,7 +163,7 @@ def test_reshape_and_the_update_is_right_for_each_batch_size(grads_are_given):
 
 def test_reshape_back_and_forth_does_not_grow_memory():
     net = Net()
-    others = living_storages()  # other tests' may go at any moment, and are not ours to weigh
+    others = living_storages()  # held, so that other tests' do not go meanwhile
     with group_of(net, desc("data", 7, 5)) as group:
         held = []
         for rows in [7, 31] * 6:
@@ -171,16 +171,16 @@ def test_reshape_back_and_forth_does_not_grow_memory():
             group.forward(draw(rows, 5))
             group.backward([draw(rows, 4)])
             own = living_storages()
-            held.append(sum(size for key, size in own.items() if key not in others))
+            held.append(sum(each.nbytes() for key, each in own.items() if key not in others))
         assert held[-1] <= held[3]
         assert held[-2] <= held[2]
 
 
-def living_storages() -> dict[int, int]:
-    """Return the bytes of each storage, by address."""
+def living_storages() -> dict[int, torch.UntypedStorage]:
+    """Return the storages of all tensors, by address."""
     gc.collect()
     return {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        each.untyped_storage().data_ptr(): each.untyped_storage()
         for each in gc.get_objects()
         if isinstance(each, Tensor) and has_storage(each)
     }

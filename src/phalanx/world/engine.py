@@ -212,7 +212,7 @@ class Engine:
         if error is None:
             return
         before = task.need
-        if self._advance() and (task.done or task.need != before):
+        if self._advance() and _has_gone_on(task, before):
             return  # what it waited for came before its giver went, or it waits for others now
         self._break(error, task)
 
@@ -236,3 +236,7 @@ class Engine:
             lanes, self._lanes = self._lanes, {}
             for task in (task for tasks in lanes.values() for task in tasks):
                 task.end(self._broken)
+
+
+def _has_gone_on(task: Task, before: Need) -> bool:
+    return task.done or task.need != before
