@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from phalanx.replicas import sums
 from phalanx.replicas.points import POINTS
 from phalanx.train import checkpoint
-from tests.chaos.course import MICROBATCHES, Course
+from tests.chaos.course import DEADLINE_S, MICROBATCHES, Course, batches
 from tests.chaos.saboteur import MODULE_POINTS, Order
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
@@ -68,6 +69,20 @@ def test_a_death_changes_nothing(course: Course, point: str, worker: int, deed: 
 def test_several_workers_die_at_once(course: Course, orders: dict[int, Order]) -> None:
     course.await_workers()
     course.suffer(orders)
+
+
+def test_a_death_in_an_evaluation_is_told_at_its_end(course: Course) -> None:
+    course.await_workers()
+    course.disturbed.lost.clear()
+    expected = course.undisturbed.trainer.evaluate(batches())
+    course.orders.give(1, Order("inside forward"))
+    deadline_s = time.monotonic() + DEADLINE_S
+    while course.orders.fired_s(1) is None:
+        assert time.monotonic() < deadline_s
+        assert course.disturbed.trainer.evaluate(batches()) == expected
+    (lost,) = course.disturbed.lost
+    assert (lost.worker, lost.step) == (1, course.disturbed.trainer.steps)
+    course.disturbed.lost.clear()
 
 
 @pytest.mark.parametrize("deed", ["kill", pytest.param("exit", marks=pytest.mark.night)])

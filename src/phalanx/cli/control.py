@@ -32,7 +32,8 @@ class Control:
 
     Orders stand one on a line: ``replicas 3``, ``replicas cpu,cpu``, ``stop``; what follows a ``#``
     is left out. They are followed between two steps. An order that cannot be is refused in a line
-    of output and changes nothing.
+    of output and changes nothing. A ``stop`` that was there before the training has ended an
+    earlier one, and is passed over.
 
     Args:
         path: The file, which may come later; None for signals only.
@@ -43,6 +44,7 @@ class Control:
         self._path = path
         self._session = session
         self._seen: tuple[int, int] | None = None
+        self._at_first = None if path is None else _state_of(path)
         self._wanted = 0
 
     def grow(self, by: int) -> None:
@@ -66,11 +68,10 @@ class Control:
         self._session.resize(tuple(str(device) for device in [*devices[:count], *more]))
 
     def _has_changed(self, path: Path) -> bool:
-        try:
-            found = path.stat()
-        except OSError:  # it is not there, or not any more
+        found = _state_of(path)
+        if found is None:
             return False
-        seen, self._seen = self._seen, (found.st_mtime_ns, found.st_size)
+        seen, self._seen = self._seen, found
         return seen != self._seen
 
     def _follow_file(self, path: Path) -> None:
@@ -81,7 +82,8 @@ class Control:
             return
         for line in lines:
             order = line.partition("#")[0].split()
-            if order:
+            old = self._seen == self._at_first
+            if order and not (old and order == ["stop"]):
                 self._follow(order)
 
     def _follow(self, order: list[str]) -> None:
@@ -99,3 +101,12 @@ class Control:
                 f"An order must be `replicas N`, `replicas DEVICES` or `stop`, but is "
                 f"`{' '.join(order)}`."
             )
+
+
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """Return what shows a change of the file; None if it is not there, or not any more."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size

@@ -337,9 +337,7 @@ class Trainer:
         check_resize(self._crew)
         formation = given(replicas, self._home, self._intra_op, self._crew)
         if formation is None:
-            raise ConfigError(
-                "`replicas` must be a number or devices to resize to, but is 'auto'. Give a number."
-            )
+            raise ConfigError("`replicas` must be a number or devices, but is 'auto'.")
         if self._workloads is not None:
             check_workloads(self._workloads, len(formation.devices))
         self._next_formation = formation
@@ -448,7 +446,7 @@ class Trainer:
         return done
 
     def _evaluate(self, loader: Iterable[Nested]) -> dict[str, float]:
-        return evaluate(
+        found = evaluate(
             self._loaders.open(loader),
             self.module,
             self._open_engine,
@@ -457,6 +455,8 @@ class Trainer:
             workloads=lambda: self.workloads,
             seed=(self._seed, self.steps),
         )
+        self._tell_of_failures(self.steps)
+        return found
 
     # -- state -------------------------------------------------------
 

@@ -73,6 +73,18 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     assert told.orders[0][0] == "refused"
 
 
+def test_a_stop_that_ended_an_earlier_training_does_not_end_the_next(tmp_path: Path) -> None:
+    told, path = Told(), tmp_path / "orders"
+    path.write_text("replicas 3\nstop\n")
+    control = Control(path, told)
+    for step in range(2):
+        control(step_done(step + 1))
+    assert told.orders == [3]
+    path.write_text("stop\n")
+    control(step_done())
+    assert told.orders == [3, "stop"]
+
+
 def test_orders_are_followed_between_steps_only(tmp_path: Path) -> None:
     told, path = Told(), tmp_path / "orders"
     path.write_text("stop")
