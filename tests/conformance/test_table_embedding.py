@@ -356,6 +356,8 @@ SOME = torch.tensor([0, 1])
         (lambda w: None, "`table` must be what `world.matrix` returned, but is None"),
         (lambda w: w.array(3), "`table` must be a matrix of floating point, but is Table"),
         (lambda w: w.matrix(3, 2, "int64"), "`table` must be a matrix of floating point"),
+        (lambda w: w.matrix(3, 2), "must go down the gradient, but is 'sum', .* `updater=\"sgd\"`"),
+        (lambda w: w.keys(2), "must go down the gradient, but is 'sum'"),
     ],
 )
 def test_a_table_that_cannot_be_embedded_is_refused(kind, make, message):
@@ -366,6 +368,8 @@ def test_a_table_that_cannot_be_embedded_is_refused(kind, make, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"padding_idx": ROWS}, f"a row of table 't', 0 to {ROWS - 1}, but is {ROWS}"),
+        ({"padding_idx": -1}, f"a row of table 't', 0 to {ROWS - 1}, but is -1"),
         ({"padding_idx": 1.5}, "`padding_idx` must be a whole number, but is 1.5"),
         ({"mode": "min"}, "`mode` must be 'sum', 'mean' or 'max', but is 'min'"),
         ({"include_last_offset": 1}, "`include_last_offset` must be True, False or None, but is 1"),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.plan import check_argument, check_choice, read_whole
 from phalanx.tables.table import PendingGet, Table
+from phalanx.tables.updaters import Sum
 
 __all__ = ["TableEmbedding", "TableEmbeddingBag"]
 
@@ -70,8 +71,13 @@ class _Rows(nn.Module):
                 f"`table` must be a matrix of floating point, but is {table!r}. Open it with "
                 "`world.matrix(rows, cols)`."
             )
+        if isinstance(table._spec.updater, Sum):
+            raise ConfigError(
+                f"Updater of table {table.name!r} must go down the gradient, but is 'sum', which "
+                'goes up. Open it with `updater="sgd"`, "adagrad" or another.'
+            )
         self.table = table
-        self.padding_idx = None if padding_idx is None else read_whole("padding_idx", padding_idx)
+        self.padding_idx = _read_padding(padding_idx, table)
         self._prefetched: list[_Sorted] = []
 
     @property
@@ -137,6 +143,18 @@ class _Rows(nn.Module):
         return f"{self.table!r}{padding}"
 
 
+def _read_padding(padding_idx: int | None, table: Table) -> int | None:
+    if padding_idx is None:
+        return None
+    row = read_whole("padding_idx", padding_idx)
+    if not table._spec.has_keys and not 0 <= row < table.shape[0]:
+        raise ConfigError(
+            f"`padding_idx` must be a row of table {table.name!r}, 0 to {table.shape[0] - 1}, but "
+            f"is {row}."
+        )
+    return row
+
+
 def _refuse_other_than_indices(indices: Tensor) -> None:
     check_argument(isinstance(indices, Tensor), "indices", "be a tensor", indices)
     if indices.dtype not in (torch.int64, torch.int32):
@@ -154,16 +172,17 @@ class TableEmbedding(_Rows):
     one forward pass push twice; without a backward pass, or under ``torch.no_grad``, nothing does.
 
     Args:
-        table: From ``world.matrix`` or ``world.keys``, of floating point; "sum" as updater would go
-            up the gradient: take "sgd", "adagrad" or another.
-        padding_idx: A row that gets no gradient; its value is the table's.
+        table: From ``world.matrix`` or ``world.keys``, of floating point, with "sgd", "adagrad" or
+            another updater that goes down the gradient.
+        padding_idx: A row (of the table, 0-based) that gets no gradient; its value is the table's.
 
     Shapes:
         forward: indices int64 or int32, any shape (*) -> (*, D), of the table's dtype, on the
         device of the indices.
 
     Raises:
-        ConfigError: The table is no matrix of floating point; in forward, a row is outside it.
+        ConfigError: The table is no matrix of floating point, or its updater is "sum", which would
+            go up the gradient; the padding row, or in forward any row, is outside it.
         PeerTimeout: In forward and backward, as ``table.get`` and ``table.add``.
 
     Determinism: Values, and with updater "sgd" the trained rows, are those of ``nn.Embedding`` with
@@ -209,7 +228,7 @@ class TableEmbeddingBag(_Rows):
     Example:
         >>> from phalanx import tables
         >>> with tables.join() as world:
-        ...     table = world.matrix(5, 2, init=1.0)
+        ...     table = world.matrix(5, 2, init=1.0, updater="sgd")
         ...     bags = TableEmbeddingBag(table, mode="sum")
         ...     bags(torch.tensor([3, 1, 3]), offsets=torch.tensor([0, 1])).tolist()
         [[1.0, 1.0], [2.0, 2.0]]
