@@ -37,7 +37,7 @@ __all__ = [
     "register_updater",
 ]
 
-RowFunction = Callable[[Tensor, Tensor], None]
+RowFunction = Callable[[Tensor, Tensor], object]
 
 
 class Change(NamedTuple):
@@ -329,7 +329,14 @@ class _Registered(Updater):
         pass  # no options
 
     def apply(self, change: Change) -> None:
-        self.function(change.rows_KD, change.delta_KD)
+        returned = self.function(change.rows_KD, change.delta_KD)
+        # `rows.mul_(…)` as a lambda returns the rows; `rows + delta` would change nothing.
+        if returned is not None and returned is not change.rows_KD:
+            raise ConfigError(
+                f"The function of updater {self.registered_as!r} must change the rows in place and "
+                f"return None, but returns a {type(returned).__name__}. Write `rows.add_(…)` or "
+                "`rows[:] = …`."
+            )
 
     def options(self) -> dict[str, object]:
         return {"name": self.registered_as}
@@ -346,8 +353,9 @@ def register_updater(name: str, function: RowFunction) -> None:
     """Let ``updater=name`` mean ``function(rows_KD, delta_KD)``, which changes the rows in place.
 
     Every process that opens such a table registers the function first, under the same name. The
-    rows are copies, each once: what the function raises leaves the table as it was. It runs with
-    the shard locked, so it must not use the table.
+    rows are copies, each once: what the function raises leaves the table as it was. It returns None
+    or the rows that it was given; anything else is refused in the add, and the table is as it was.
+    It runs with the shard locked, so it must not use the table.
 
     Raises:
         ConfigError: The name is a built-in updater's, or the function is none.

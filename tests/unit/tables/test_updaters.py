@@ -160,6 +160,19 @@ def test_a_registered_function_is_an_updater_and_what_it_raises_changes_nothing(
             assert torch.equal(table.get(), before)
 
 
+@pytest.mark.parametrize("rows", [[2, 0], None])
+def test_a_registered_function_that_returns_new_rows_is_refused(rows):
+    tables.register_updater("returns", lambda rows, delta: rows.add_(1) + delta)
+    tables.register_updater("in place", lambda rows, delta: rows.add_(delta))
+    delta = torch.ones(3 if rows is None else 2, 2)
+    with tables.join() as world:
+        table = world.matrix(3, 2, updater="returns", init=7.0)
+        with pytest.raises(ConfigError, match=r"'returns' must change .* but returns a Tensor"):
+            table.add(delta, rows=rows)
+        assert table.get().tolist() == [[7.0, 7.0]] * 3
+        world.matrix(3, 2, updater="in place").add(delta, rows=rows)
+
+
 @pytest.mark.parametrize(
     ("updater", "message"),
     [
