@@ -130,6 +130,7 @@ class Table:
         Raises:
             ConfigError: Shape or dtype is another, a row is outside the table, or the delta holds
                 NaN or infinity and the table rejects those. The table is unchanged.
+            StateError: The table is bulk-synchronous, and this worker has left.
             PeerTimeout: Another worker held the shard beyond the deadline.
 
         Collective: No. Blocks: While another worker adds to the same shard.
@@ -164,10 +165,19 @@ class Table:
         )
 
     def _take(self, entry: Entry) -> None:
-        if self._is_bulk and self._world.membership.is_here(entry.worker):
+        if self._is_bulk:
+            self._refuse_if_left()
             self._storage.rounds.put(entry)
         else:
             self._storage.add(entry, self._world.timeout_s)
+
+    def _refuse_if_left(self) -> None:
+        """Raise for one who is in no round: two gets of one would differ by an add of its."""
+        if not self._world.membership.is_here(self._world.worker_id):
+            raise StateError(
+                f"An add to bulk-synchronous table {self.name!r} must be made by a worker of the "
+                f"run, but worker {self._world.worker_id} has left. Add before `leave()`."
+            )
 
     def assign(self, value: Numbers) -> None:
         """Replace all values, past the updater, whose state stays; only the master may.

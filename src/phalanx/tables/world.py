@@ -206,7 +206,10 @@ class World:
         return World(self._house, worker, self.staleness, self.timeout_s)
 
     def leave(self) -> None:
-        """Stop counting as a worker: nobody waits for this one any more. Tables stay readable."""
+        """Stop counting as a worker: nobody waits for this one any more.
+
+        Tables stay readable; bulk-synchronous ones take no more adds of this worker.
+        """
         if not self.closed and self.membership.is_here(self.worker_id):
             self.membership.leave(self.worker_id, self.timeout_s)
 

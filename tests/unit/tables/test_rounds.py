@@ -90,3 +90,19 @@ def test_threads_that_share_a_worker_lose_no_add():
             assert table.get().sum() == 3 * 300 * 2 * 4
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_who_has_left_adds_nothing_between_the_gets_of_a_round():
+    with (
+        tables.join(sync=True) as world,
+        world.thread_worker() as other,
+        world.thread_worker() as gone,
+    ):
+        ours, theirs, its = (w.array(1, name="x") for w in (world, other, gone))
+        its.add([1.0])
+        gone.leave()
+        first, second = ours.async_get(), theirs.async_get()
+        read = first.wait()
+        with pytest.raises(StateError, match=r"worker 2 has left. Add before `leave\(\)`"):
+            its.add([5.0])
+        assert read.tolist() == second.wait().tolist() == its.get().tolist() == [1.0]
