@@ -2,11 +2,16 @@
 
     words of 8 bytes, 8 to a line
     line 0       how many workers are expected, 0 if nobody said
-    line 1 + w   worker w:  state | pid | start | clock | ·
+    line 1 + w   worker w:  state | pid | start | clock | turn | ·
 
 A worker is written down by itself alone, under the page's lock. Who waits for others looks every
 20 ms whether one of them has died, and writes that down too. Whoever is *holding* must be waited
 for: those who are here, and those who are expected and have never come.
+
+# Note [Turns]
+A number is given again when its worker has died, and, once there is no fresh one, when it has left.
+``turn`` counts how often it was given. What a worker says under its number elsewhere (in a barrier,
+in a round) stands beside its turn, so that nothing an earlier one has said counts for a later one.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ __all__ = ["MAX_WORKERS", "Barrier", "Membership", "await_others", "say_workers"
 MAX_WORKERS = 256
 _LINE = 8
 _EXPECTED = 0
-_STATE, _PID, _START, _CLOCK = range(4)
+_STATE, _PID, _START, _CLOCK, _TURN = range(5)
 _EMPTY, _HERE, _LEFT, _DEAD = range(4)
 _LOOK_FOR_DEAD_S = 0.02
 
@@ -71,6 +76,7 @@ class Membership:
                 # Nobody has counted this one so far, so it begins where the slowest is.
                 slowest = min(self.clocks().values(), default=self._words[place + _CLOCK])
                 self._words[place + _CLOCK] = slowest
+            self._words[place + _TURN] += 1
             self._words[place + _PID] = me.pid
             self._words[place + _START] = me.start_ticks
             self._words[place + _STATE] = _HERE
@@ -89,13 +95,18 @@ class Membership:
         self._words[_EXPECTED] = num_expected
 
     def _free_number(self) -> int:
-        """The next that was never used; beyond those expected, first one that is free again."""
+        """Return a number that was never used, or one that is free again.
+
+        Those expected come first, then those of the dead; those of workers that left come last, so
+        that numbers differ for as long as they can.
+        """
         states = self._states()
         fresh = states.index(_EMPTY) if _EMPTY in states else MAX_WORKERS
         if fresh < self.num_expected:
             return fresh
-        again = [w for w, state in enumerate(states) if state == _DEAD]
-        return again[0] if again else fresh
+        if _DEAD in states:
+            return states.index(_DEAD)
+        return states.index(_LEFT) if fresh == MAX_WORKERS and _LEFT in states else fresh
 
     def _refuse_taken(self, worker: int) -> None:
         if not 0 <= worker < MAX_WORKERS:
@@ -109,10 +120,11 @@ class Membership:
                 f"{self._words[self._place(worker) + _PID]} is it already."
             )
 
-    def leave(self, worker: int, timeout_s: float) -> None:
-        """Stop counting ``worker``."""
+    def leave(self, worker: int, turn: int, timeout_s: float) -> None:
+        """Stop counting ``worker``, unless its number is another's by now."""
         with self.lock.exclusive(timeout_s):
-            self._words[self._place(worker) + _STATE] = _LEFT
+            if self.is_here(worker, turn):
+                self._words[self._place(worker) + _STATE] = _LEFT
 
     def bury(self, timeout_s: float) -> None:
         """Write down who has died, so that nobody waits for it."""
@@ -164,9 +176,14 @@ class Membership:
         """Return how many workers count."""
         return len(self.holding())
 
-    def is_here(self, worker: int) -> bool:
-        """Tell whether ``worker`` counts."""
-        return self._words[self._place(worker) + _STATE] == _HERE
+    def turn(self, worker: int) -> int:
+        """Return how many workers have had the number, the one that has it among them."""
+        return self._words[self._place(worker) + _TURN]
+
+    def is_here(self, worker: int, turn: int) -> bool:
+        """Tell whether the worker that got its number in that turn counts."""
+        place = self._place(worker)
+        return self._words[place + _STATE] == _HERE and self._words[place + _TURN] == turn
 
     # --- clocks -----------------------------------------------------------------------------------
 
@@ -192,7 +209,8 @@ class Membership:
 class Barrier:
     """A barrier of whoever is holding, under a name.
 
-    word 0 counts the rounds that are over; word 1 + w is the round that worker w has come to.
+    word 0 counts the rounds that are over; words 1 + 2w and 2 + 2w are the round that worker w has
+    come to, and its turn.
     """
 
     def __init__(self, name: str, region: Region, membership: Membership) -> None:
@@ -203,7 +221,7 @@ class Barrier:
     @staticmethod
     def needed_bytes() -> int:
         """Return the size of a barrier."""
-        return (1 + MAX_WORKERS) * 8
+        return (1 + 2 * MAX_WORKERS) * 8
 
     def wait(self, worker: int, timeout_s: float) -> int:
         """Come, wait for the others, and return the number of the round, from 1.
@@ -218,7 +236,8 @@ class Barrier:
         lock = self._membership.lock
         with lock.exclusive(timeout_s):
             number = words[0] + 1
-            words[1 + worker] = number
+            words[1 + 2 * worker] = number
+            words[2 + 2 * worker] = self._membership.turn(worker)
             self._finish(number)
 
         def look() -> None:
@@ -235,7 +254,11 @@ class Barrier:
             self._words[0] = number
 
     def _missing(self, number: int) -> list[int]:
-        return [w for w in self._membership.holding() if self._words[1 + w] < number]
+        return [w for w in self._membership.holding() if not self._has_come(w, number)]
+
+    def _has_come(self, worker: int, number: int) -> bool:
+        came_to, turn = self._words[1 + 2 * worker : 3 + 2 * worker]
+        return came_to >= number and turn == self._membership.turn(worker)
 
     def _give_up(self, worker: int, number: int, timeout_s: float) -> None:
         with self._membership.lock.exclusive(timeout_s):
@@ -243,7 +266,7 @@ class Barrier:
                 return
             missing = self._missing(number)
             came = [w for w in self._membership.holding() if w not in missing]
-            self._words[1 + worker] = 0
+            self._words[1 + 2 * worker] = 0
         raise PeerTimeout(
             f"{say_workers(missing)} of {len(missing) + len(came)} did not join barrier "
             f"{self.name!r} (round {number}) within {timeout_s:g} s; "

@@ -6,14 +6,15 @@
                ────────────┴───────┴─ worker 0, then 1, then 2; then all read the same bits
 
     page     | READY | APPLIED | TAKEN |              words of the table's own line
-    line w   | CLOCK | ROUND | COUNT | ROUND | COUNT |      worker w's line; written by it alone
+    line w   | CLOCK | ROUND | COUNT | ROUND | COUNT | TURN |      worker w's line; its own to write
 
 A worker's adds lie in its own log until their round is in, so nothing that it put down before it
 died is lost: its log is taken in with the next round. It has two logs, for it may have come to a
 round that is not in yet, and put down adds of the next. Who takes a round in may die of it: each
 shard knows how many adds of the round it has (see shard.py), and the next one goes on from there. A
 worker that joins meanwhile ends that round first (TAKEN is ahead of APPLIED): its own adds would
-come to those shards only that lack the round.
+come to those shards only that lack the round. A line is taken over with the number of a worker that
+has died or left: what is in its logs goes in, but what it has come to counts for its own TURN only.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from phalanx.tables.spec import TableSpec
 __all__ = ["APPLIED", "READY", "Log", "Rounds"]
 
 READY, APPLIED, _TAKEN = range(3)
-_CLOCK = 0
+_CLOCK, _TURN = 0, 5
 _LOG_ROUND, _LOG_COUNT = range(2)
 _NUM_LOGS = 2
 _ALL, _ROWS, _VALUE, _NEXT_CHUNK, _ROW_VALUES = range(5)
@@ -187,6 +188,7 @@ class _Arrival(NamedTuple):
 
     worker: int
     number: int
+    turn: int
 
 
 class Rounds:
@@ -254,7 +256,12 @@ class Rounds:
         with self._lock.exclusive(timeout_s):
             if self._page[_TAKEN] > self._page[APPLIED]:
                 self._take(self._page[_TAKEN], timeout_s)
-            self._line(worker)[_CLOCK] = self._page[APPLIED]
+            with self._mutex:
+                for index in range(_NUM_LOGS):  # another process may have written on in them
+                    self._logs.pop((worker, index), None)
+            line = self._line(worker)
+            line[_CLOCK] = self._page[APPLIED]
+            line[_TURN] = self._membership.turn(worker)  # last: from now on the clock counts
 
     def put(self, entry: Entry) -> None:
         """Put an add down for the round that its worker is in."""
@@ -266,7 +273,7 @@ class Rounds:
         """Say that ``worker`` has put down all of its round."""
         line = self._line(worker)
         line[_CLOCK] += 1
-        return _Arrival(worker, line[_CLOCK])
+        return _Arrival(worker, line[_CLOCK], line[_TURN])
 
     def finish(self, arrival: _Arrival, timeout_s: float) -> None:
         """Wait until the round is in; take it in if everybody has come.
@@ -278,7 +285,8 @@ class Rounds:
         """
         page, number = self._page, arrival.number
         line = self._line(arrival.worker)
-        line[_CLOCK] = max(line[_CLOCK], number)
+        if line[_CLOCK] < number and self._is_its_own(arrival):
+            line[_CLOCK] = number
 
         def ready() -> bool:
             if page[APPLIED] >= number:
@@ -296,8 +304,16 @@ class Rounds:
             self._give_up(arrival, timeout_s)
 
     def _missing(self, number: int) -> list[int]:
-        lines = self._lines
-        return [w for w in self._membership.holding() if lines[8 * w + _CLOCK] < number]
+        lines, membership = self._lines, self._membership
+        return [
+            w
+            for w in membership.holding()
+            if lines[8 * w + _CLOCK] < number or lines[8 * w + _TURN] != membership.turn(w)
+        ]
+
+    def _is_its_own(self, arrival: _Arrival) -> bool:
+        """Tell whether the line is still the worker's, and not that of one who has its number."""
+        return self._line(arrival.worker)[_TURN] == arrival.turn
 
     def _apply(self, number: int, timeout_s: float) -> None:
         """Take in all rounds up to ``number``; a get that nobody waits for leaves one open."""
@@ -322,11 +338,12 @@ class Rounds:
         self._page[APPLIED] = number
 
     def _give_up(self, arrival: _Arrival, timeout_s: float) -> None:
-        worker, number = arrival
+        worker, number, _ = arrival
         with self._lock.exclusive(timeout_s):
             missing = self._missing(number)
             if self._page[APPLIED] < number and missing:
-                self._line(worker)[_CLOCK] = number - 1
+                if self._is_its_own(arrival):
+                    self._line(worker)[_CLOCK] = number - 1
                 raise PeerTimeout(
                     f"{say_workers(missing)} of {self._membership.num_workers()} did not come to "
                     f"get {number} of table {self._spec.name!r} within {timeout_s:g} s. In a "

@@ -123,28 +123,36 @@ class Sharded:
 
     # --- reading and changing ---------------------------------------------------------------------
 
-    def read(self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float) -> None:
-        """Copy rows, checked, into ``out``."""
+    def read(
+        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float, *, backs_up: bool
+    ) -> None:
+        """Copy rows, checked, into ``out``; remember them as what ``worker`` has read, if told."""
         if len(self.shards) == 1:
-            self._read_from(self.shards[0], rows, out, worker, timeout_s)
+            self._read_from(self.shards[0], rows, out, worker, timeout_s, backs_up)
         elif rows is None:
             for shard in self.shards:
                 part = out[shard.first_row : shard.first_row + shard.num_rows]
-                self._read_from(shard, None, part, worker, timeout_s)
+                self._read_from(shard, None, part, worker, timeout_s, backs_up)
         else:
             order, routed = self._route(rows, worker)
             found = torch.empty_like(out)
             for shard, piece, places in routed:
-                self._read_from(shard, piece, found[places], worker, timeout_s)
+                self._read_from(shard, piece, found[places], worker, timeout_s, backs_up)
             # The inverse of `order`, because selecting rows is four times as fast as placing them.
             back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
             torch.index_select(found, 0, back, out=out)
 
     def _read_from(
-        self, shard: Part, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
+        self,
+        shard: Part,
+        rows: Tensor | None,
+        out: Tensor,
+        worker: int,
+        timeout_s: float,
+        backs_up: bool,
     ) -> None:
         reach("before read")
-        if self.spec.num_backups and self._membership.is_here(worker):
+        if backs_up:
             shard.read_and_back_up(rows, out, worker, timeout_s)
         else:
             shard.read(rows, out, timeout_s)

@@ -202,7 +202,7 @@ class SharedModule:
         Collective: Synchronous: all workers. Blocks: As a table's ``get`` in its mode.
         """
         world = self._world
-        if world.closed or not world.membership.is_here(world.worker_id):
+        if world.closed or not world.is_counted():
             raise StateError(
                 f"`sync` must be called by a worker of the run, but worker {world.worker_id} has "
                 "left."

@@ -39,6 +39,9 @@ class Worker(Protocol):
     closed: bool
     membership: Membership
 
+    def is_counted(self) -> bool:
+        """Tell whether this worker has not left."""
+
     def is_forked(self) -> bool:
         """Tell whether the process that joined is another one, which forked this one."""
 
@@ -173,7 +176,7 @@ class Table:
 
     def _refuse_if_left(self) -> None:
         """Raise for one who is in no round: two gets of one would differ by an add of its."""
-        if not self._world.membership.is_here(self._world.worker_id):
+        if not self._world.is_counted():
             raise StateError(
                 f"An add to bulk-synchronous table {self.name!r} must be made by a worker of the "
                 f"run, but worker {self._world.worker_id} has left. Add before `leave()`."
@@ -257,7 +260,7 @@ class Table:
 
     def _come(self) -> object:
         world = self._world
-        if self._is_bulk and world.membership.is_here(world.worker_id):
+        if self._is_bulk and world.is_counted():
             return self._storage.rounds.come(world.worker_id)
         return None
 
@@ -267,7 +270,8 @@ class Table:
             self._storage.rounds.finish(arrival, world.timeout_s)
         elif self._is_bounded:
             self._wait_for_slow()
-        self._storage.read(rows, target, world.worker_id, world.timeout_s)
+        backs_up = self._spec.num_backups > 0 and world.is_counted()
+        self._storage.read(rows, target, world.worker_id, world.timeout_s, backs_up=backs_up)
         self._stats.gets += 1
         self._stats.rows_read += target.shape[0]
 

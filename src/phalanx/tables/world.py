@@ -126,6 +126,7 @@ class World:
         self.run = house.run
         self.membership = house.membership
         self.closed = False
+        self._turn = house.membership.turn(worker_id)
         self._house = house
         self._pid = os.getpid()
         self._num_tables = 0
@@ -149,7 +150,7 @@ class World:
     @property
     def is_master(self) -> bool:
         """Whether this is the lowest worker that is waited for."""
-        if self.closed:
+        if self.closed or self.membership.turn(self.worker_id) != self._turn:
             return False
         return self.membership.master(self.worker_id, self.timeout_s) == self.worker_id
 
@@ -210,8 +211,8 @@ class World:
 
         Tables stay readable; bulk-synchronous ones take no more adds of this worker.
         """
-        if not self.closed and self.membership.is_here(self.worker_id):
-            self.membership.leave(self.worker_id, self.timeout_s)
+        if not self.closed and self.is_counted():
+            self.membership.leave(self.worker_id, self._turn, self.timeout_s)
 
     def close(self) -> None:
         """Leave and let go of everything; the last one out removes what the run has shared.
@@ -439,6 +440,10 @@ class World:
             bounds = [b for b in (self._tick_bound, staleness.bound) if b is not None]
             self._tick_bound = min(bounds)
 
+    def is_counted(self) -> bool:
+        """Tell whether this worker has not left; another may have its number since."""
+        return self.membership.is_here(self.worker_id, self._turn)
+
     def is_forked(self) -> bool:
         """Tell whether the process that joined is another one, which forked this one."""
         return os.getpid() != self._pid
@@ -449,7 +454,7 @@ class World:
             raise StateError(f"The world must be joined by this worker, but {why}. Call `join`.")
 
     def _check_counted(self, what: str) -> None:
-        if not self.membership.is_here(self.worker_id):
+        if not self.is_counted():
             raise StateError(
                 f"`{what}` must be called by a worker of the run, but worker {self.worker_id} has "
                 "left."

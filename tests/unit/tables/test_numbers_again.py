@@ -1,0 +1,129 @@
+"""Workers' numbers that are given again: what the one before has said counts for it alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+
+import pytest
+import torch
+
+from phalanx import tables
+from phalanx.errors import ConfigError, PeerTimeout, StateError
+from phalanx.tables.membership import MAX_WORKERS, await_others
+
+
+def come_and_go(world: tables.World) -> None:
+    """Use every fresh number up."""
+    for _ in range(MAX_WORKERS):
+        with world.thread_worker() as last:
+            if last.worker_id == MAX_WORKERS - 1:
+                return
+
+
+@pytest.fixture
+def full():
+    """A world of one worker, 0, in which every other number has been given once."""
+    with tables.join(timeout_s=5) as world:
+        come_and_go(world)
+        yield world
+
+
+def test_300_workers_come_and_go_by_name():
+    run = f"many-{os.getpid()}"
+    with tables.join(run, timeout_s=20) as world:
+        numbers = []
+        for _ in range(300):
+            with tables.join(run, timeout_s=20) as other:
+                numbers.append(other.worker_id)
+                assert world.num_workers == 2
+        assert numbers[:255] == list(range(1, 256))
+        assert set(numbers[255:]) == {1}
+
+
+def test_only_workers_that_are_here_use_numbers_up(full):
+    others = [full.thread_worker() for _ in range(MAX_WORKERS - 1)]
+    assert sorted(other.worker_id for other in others) == list(range(1, MAX_WORKERS))
+    with pytest.raises(ConfigError, match=r"must be numbered 0 to 255.* Let some leave first"):
+        full.thread_worker()
+    others[6].leave()
+    assert full.thread_worker().worker_id == 7
+
+
+def test_who_has_left_does_not_speak_for_who_has_its_number(full):
+    gone = full.thread_worker()
+    _, table = (world.array(1, name="x", sync=True) for world in (full, gone))
+    gone.leave()
+    with full.thread_worker() as other:
+        assert other.worker_id == gone.worker_id == 1
+        assert not gone.is_master
+        with pytest.raises(StateError, match="worker 1 has left"):
+            table.add([1.0])
+        gone.leave()
+        gone.close()
+        assert full.workers == [0, 1]
+
+
+def test_a_barrier_waits_for_who_has_the_number_of_one_that_had_come(full):
+    gone = full.thread_worker()
+    coming = threading.Thread(target=gone.barrier)
+    coming.start()
+    words = full._house.barrier("barrier")._words
+    await_others(lambda: words[1 + 2 * 1] == 1, lambda: None, 5)  # it has come to round 1
+    gone.leave()
+    with full.thread_worker() as other:
+        assert other.worker_id == 1
+        with pytest.raises(PeerTimeout) as caught:
+            full.barrier(timeout_s=0.05)
+        assert caught.value.rank == 1
+    assert full.barrier() == 1
+    coming.join(10)
+
+
+def test_a_round_waits_for_who_has_the_number_of_one_that_had_come(full):
+    gone = full.thread_worker()
+    ours, its = (world.array(1, name="x", sync=True) for world in (full, gone))
+    its.add([1.0])
+    pending = its.async_get()  # it has come to round 1
+    its.add([10.0])
+    gone.leave()
+    with full.thread_worker() as other:
+        theirs = other.array(1, name="x", sync=True)
+        theirs.add([100.0])
+        first = ours.async_get()
+        assert full.membership.here() == [0, 1]
+        full.timeout_s = 0.05
+        with pytest.raises(PeerTimeout) as caught:
+            first.wait()
+        assert caught.value.rank == 1
+        second = theirs.async_get()
+        assert first.wait().tolist() == second.wait().tolist() == [101.0]
+        assert pending.wait().tolist() == [101.0]  # of a round that ended without it
+        third, fourth = ours.async_get(), theirs.async_get()
+        assert third.wait().tolist() == fourth.wait().tolist() == [111.0]
+
+
+def test_who_goes_on_in_a_log_finds_its_end_though_it_was_there_before():
+    """Worker 1 is of this process, then of another, then of this one again, in one round."""
+    run = f"again-{os.getpid()}"
+    with tables.join(run, timeout_s=20, sync=True) as world:
+        come_and_go(world)
+        ours = world.matrix(5, 1, name="x")
+        with world.thread_worker() as one:
+            one.matrix(5, 1, name="x").add([[1.0]], rows=[0])
+        context = multiprocessing.get_context("spawn")
+        child = context.Process(target=add_two_rows, args=(run,))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        with world.thread_worker() as again:
+            assert again.worker_id == 1
+            again.matrix(5, 1, name="x").add([[8.0]], rows=[4])
+        assert ours.get().view(-1).tolist() == [1.0, 2.0, 4.0, 0.0, 8.0]
+
+
+def add_two_rows(run: str) -> None:
+    with tables.join(run, timeout_s=20, sync=True) as world:
+        assert world.worker_id == 1
+        world.matrix(5, 1, name="x").add(torch.tensor([[2.0], [4.0]]), rows=[1, 2])
