@@ -94,6 +94,7 @@ class Generation(Shard):
         lock: The shard's, the same for all its generations.
         first_rows: What a row holds at first.
         newest: Tells the number of the newest generation.
+        seed: Of the index.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Generation(Shard):
         lock: RangeLock,
         first_rows: FirstRows,
         newest: Callable[[], int],
+        seed: int,
     ) -> None:
         sized = _sized(spec, capacity)
         layout = Layout.of(sized)
@@ -135,6 +137,7 @@ class Generation(Shard):
         self._index = HashIndex(
             region.tensor(torch.int32, ENTRIES_PER_KEY * capacity, entries).numpy(),
             self._keys.numpy(),
+            seed,
         )
 
     # --- beginning --------------------------------------------------------------------------------

@@ -7,6 +7,9 @@ A key's search begins at its hash and goes on, entry by entry, until its own or 
 keys are sought at once, in rounds: each round looks at one entry of every key that is not found
 yet. Entries are never removed, but those of slots that were never used (:meth:`HashIndex.drop`), so
 who reads while another inserts finds what was there before.
+
+A table's seed is drawn by who makes it: keys that somebody has chosen to begin at one place, which
+would make a search as long as they are many, begin there under one seed only.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class HashIndex:
     Args:
         entries: Zeros at first; their number is a power of two.
         keys: The key of each slot, at most a quarter as many.
+        seed: The same wherever the entries are seen; an int64.
 
     Example:
         >>> index = HashIndex(np.zeros(16, np.int32), np.zeros(4, np.int64))
@@ -52,10 +56,11 @@ class HashIndex:
         [1, -1, 0]
     """
 
-    def __init__(self, entries: NDArray[np.int32], keys: Int64s) -> None:
+    def __init__(self, entries: NDArray[np.int32], keys: Int64s, seed: int = 0) -> None:
         self._entries = entries
         self._keys = keys
         self._mask = len(entries) - 1
+        self._seed = np.int64(seed)
 
     def find(self, keys: Int64s) -> Int64s:
         """Return each key's slot, or -1."""
@@ -89,5 +94,5 @@ class HashIndex:
         self._entries[self._entries > first_slot] = 0
 
     def _first_places(self, keys: Int64s) -> Int64s:
-        places: Int64s = mix(keys).view(np.int64) & self._mask
+        places: Int64s = mix(keys ^ self._seed).view(np.int64) & self._mask
         return places

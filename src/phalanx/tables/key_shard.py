@@ -74,6 +74,7 @@ class KeyShard:
         lock: Held alone to change anything, or to grow.
         first_rows: What a row holds at first.
         regions: Where generations lie.
+        seed: Tells the seed of the table's indices, once it has been made.
     """
 
     first_row = 0  # rows are keys, and no shard counts them from elsewhere
@@ -86,6 +87,7 @@ class KeyShard:
         lock: RangeLock,
         first_rows: FirstRows,
         regions: Regions,
+        seed: Callable[[], int],
     ) -> None:
         self._spec = spec
         self._index = index
@@ -93,6 +95,7 @@ class KeyShard:
         self._lock = lock
         self._first_rows = first_rows
         self._regions = regions
+        self._seed = seed
         self._known: Generation | None = None
 
     def begin(self) -> None:
@@ -145,6 +148,7 @@ class KeyShard:
             self._lock,
             self._first_rows,
             self._serial,
+            self._seed(),
         )
 
     # --- as a shard of any table ------------------------------------------------------------------

@@ -1,9 +1,13 @@
 """The memory of a keys table: a page that stays, and shards that grow.
 
 region   | page | workers' lines | the first rows' rule |
+
+The last word of the page's first line is the seed of the indices, drawn by who makes the table.
 """
 
 from __future__ import annotations
+
+import secrets
 
 import numpy as np
 import torch
@@ -19,6 +23,7 @@ from phalanx.tables.spec import Layout, TableSpec
 
 __all__ = ["KeyStorage"]
 
+_SEED = 7
 _FIRST_ROWS = Layout.PAGE + Layout.LINES
 
 
@@ -38,7 +43,9 @@ class KeyStorage(Sharded):
         super().__init__(spec, region, regions.open_region, membership)
         self._first_rows = FirstRows(spec, region, _FIRST_ROWS)
         self.shards = [
-            KeyShard(spec, i, self._line(i), self._lock_of(i), self._first_rows, regions)
+            KeyShard(
+                spec, i, self._line(i), self._lock_of(i), self._first_rows, regions, self._seed
+            )
             for i in range(spec.num_shards)
         ]
 
@@ -55,14 +62,20 @@ class KeyStorage(Sharded):
         """How much memory the table takes now, logs apart."""
         return self.region.nbytes + sum(shard.nbytes for shard in self.shards)
 
+    def _seed(self) -> int:
+        return self._page[_SEED]
+
     def _write_first(self, init: FirstRow) -> None:
+        self._page[_SEED] = secrets.randbits(63)  # before the first generation is looked at
         self._first_rows.write(init)
         for shard in self.shards:
             shard.begin()
 
     def _owners(self, rows: Tensor) -> Tensor:
         # The upper bits: the lower ones say where in a shard's index a key begins to be sought.
-        owners = (mix(rows.numpy()) >> np.uint64(32)) % np.uint64(len(self.shards))
+        owners = (mix(rows.numpy() ^ np.int64(self._seed())) >> np.uint64(32)) % np.uint64(
+            len(self.shards)
+        )
         return torch.from_numpy(owners.view(np.int64))
 
     # --- all of it --------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import numpy as np
+import torch
 from hypothesis import given
 
+from phalanx import tables
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, mix
 
 CAPACITY = 64
@@ -53,3 +55,54 @@ def test_keys_of_one_hash_are_all_found(monkeypatch):
 def test_mix_gives_every_number_another():
     numbers = np.concatenate([np.arange(-50_000, 50_000), np.arange(50_000) << 40])
     assert len(np.unique(mix(numbers))) == len(np.unique(numbers))
+
+
+def unmix(number: int) -> int:
+    """Return the number that ``mix`` makes ``number`` of."""
+
+    def unshift(x: int, bits: int) -> int:
+        whole = x
+        for _ in range(64 // bits):
+            whole = x ^ (whole >> bits)
+        return whole
+
+    x = unshift(number, 31) * pow(0x94D049BB133111EB, -1, 1 << 64) % (1 << 64)
+    x = unshift(x, 27) * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) % (1 << 64)
+    return unshift(x, 30)
+
+
+def rounds_of(index: HashIndex, keys: np.ndarray) -> int:
+    """Return how many entries the longest search looks at."""
+    places, longest = index._first_places(keys), 0
+    for place, slot in zip(places.tolist(), index.find(keys).tolist(), strict=True):
+        length = 1
+        while index._entries[(place + length - 1) & index._mask] != slot + 1:
+            length += 1
+        longest = max(longest, length)
+    return longest
+
+
+def test_keys_chosen_to_begin_at_one_place_do_so_under_no_other_seed():
+    chosen = np.array([unmix(i << 40 | 5) for i in range(2000)], np.uint64).view(np.int64)
+    assert set((mix(chosen) & np.uint64(0xFFFFFFFF)).tolist()) == {5}
+    lengths = []
+    for seed in (0, 1, -1, 987654321 << 31):
+        index = HashIndex(np.zeros(8192, np.int32), np.zeros(2048, np.int64), seed)
+        index.insert(chosen, 0)
+        lengths.append(rounds_of(index, chosen))
+    assert lengths[0] == 2000
+    assert max(lengths[1:]) < 40
+
+
+def test_every_table_draws_its_seed_and_keeps_it_as_it_grows():
+    with tables.join() as world:
+        made = [world.keys(1, capacity=16, num_shards=3) for _ in range(3)]
+        seeds = {table._storage._seed() for table in made}
+        assert len(seeds) == 3
+        table = made[0]
+        keys = torch.arange(-500, 500) << 33
+        table.add(torch.ones(1000, 1), rows=keys)
+        for shard in table._storage.shards:
+            assert shard.newest()._index._seed == table._storage._seed()
+            assert 200 < shard.num_rows < 500
+        assert torch.equal(table.keys(), keys)
