@@ -182,8 +182,9 @@ class Region:
                 f"end at byte {needed}."
             )
         if num_elements == 0:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(mapping, dtype=dtype, count=num_elements, offset=offset_bytes)
+            return torch.empty(0, dtype=dtype, device="cpu")
+        with torch.inference_mode(False):  # else nobody could write to it outside of that mode
+            return torch.frombuffer(mapping, dtype=dtype, count=num_elements, offset=offset_bytes)
 
     def close(self) -> None:
         """Close the descriptor and forget the mapping; tensors handed out stay valid."""

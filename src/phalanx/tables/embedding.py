@@ -129,7 +129,8 @@ class _Rows(nn.Module):
         _, unique_U, inverse, pending = self._take(indices)
         rows_UD = pending.wait().to(indices.device)
         if torch.is_grad_enabled():
-            anchor = torch.empty(0, requires_grad=True)  # so that there is something to go back to
+            # so that there is something to go back to
+            anchor = torch.empty(0, device="cpu", requires_grad=True)
             rows_UD = _Push.apply(anchor, rows_UD, unique_U, self)  # type: ignore[no-untyped-call]
         padding = None
         if self.padding_idx is not None:

@@ -36,7 +36,7 @@ class Flat:
 
     def gather(self, flat: Tensor | None = None) -> Tensor:
         """Copy the tensors into ``flat``, a new one if None."""
-        flat = torch.empty(self.size, dtype=self.dtype) if flat is None else flat
+        flat = torch.empty(self.size, dtype=self.dtype, device="cpu") if flat is None else flat
         for part, tensor in zip(self._parts(flat), self._tensors.values(), strict=True):
             part.copy_(_real(tensor.detach()))
         return flat
@@ -88,9 +88,10 @@ class Exchange:
         self.table = table
         self._sign = -1.0 if downhill else 1.0
         self._averages = averages
-        self._base = torch.zeros(flat.size, dtype=flat.dtype)
-        self._held = torch.empty_like(self._base)
-        self._spare = torch.empty_like(self._base)  # the difference, then the answer
+        with torch.inference_mode(False):  # else they could not be written to outside of it
+            self._base = torch.zeros(flat.size, dtype=flat.dtype, device="cpu")
+            self._held = torch.empty_like(self._base)
+            self._spare = torch.empty_like(self._base)  # the difference, then the answer
         self.forget()
 
     def forget(self) -> None:
@@ -187,7 +188,7 @@ class StatisticsExchange(Exchange):
         self.table.add(torch.stack((self._held, torch.full_like(self._held, weight)), 1))
 
     def _room(self) -> Tensor:
-        return torch.empty((self.flat.size, 2), dtype=self.flat.dtype)
+        return torch.empty((self.flat.size, 2), dtype=self.flat.dtype, device="cpu")
 
     def _read_answer(self, answer: Tensor) -> Tensor:
         return answer[:, 0].contiguous()

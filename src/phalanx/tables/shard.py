@@ -431,5 +431,5 @@ def _add_up_repeats(rows: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     unique, places = torch.unique(rows, return_inverse=True)
     if len(unique) == rows.numel():
         return rows, delta
-    summed = torch.zeros((len(unique), delta.shape[1]), dtype=delta.dtype)
+    summed = torch.zeros((len(unique), delta.shape[1]), dtype=delta.dtype, device="cpu")
     return unique, summed.index_add_(0, places, delta)

@@ -139,7 +139,8 @@ class Sharded:
             for shard, piece, places in routed:
                 self._read_from(shard, piece, found[places], worker, timeout_s, backs_up)
             # The inverse of `order`, because selecting rows is four times as fast as placing them.
-            back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+            ascending = torch.arange(order.numel(), device="cpu")
+            back = torch.empty_like(order).scatter_(0, order, ascending)
             torch.index_select(found, 0, back, out=out)
 
     def _read_from(
@@ -179,8 +180,8 @@ class Sharded:
 
     def _nothing(self, entry: Entry) -> Entry:
         return Entry(
-            torch.empty(0, dtype=torch.int64),
-            torch.empty((0, self.spec.cols), dtype=self.spec.dtype),
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+            torch.empty((0, self.spec.cols), dtype=self.spec.dtype, device="cpu"),
             entry.worker,
         )
 
@@ -226,7 +227,8 @@ class Sharded:
         owner, order = torch.sort(self._owners(rows), stable=True)
         first_rows = torch.index_select(self._offsets, 0, owner)
         pieces = torch.index_select(rows, 0, order).sub_(first_rows)
-        ends = torch.searchsorted(owner, torch.arange(num_shards), right=True).tolist()
+        indices = torch.arange(num_shards, device="cpu")
+        ends = torch.searchsorted(owner, indices, right=True).tolist()
         routed = []
         for turn in range(num_shards):
             index = (turn + worker) % num_shards
@@ -237,7 +239,7 @@ class Sharded:
 
     @cached_property
     def _offsets(self) -> Tensor:
-        return torch.tensor([shard.first_row for shard in self.shards])
+        return torch.tensor([shard.first_row for shard in self.shards], device="cpu")
 
     @property
     def num_undone(self) -> int:

@@ -222,10 +222,11 @@ class SharedModule:
     def _receive(self) -> None:
         # All are asked for before one is waited for: a worker that joins between the rounds of two
         # tables would else be waited for in one, while it waits in the other.
-        for exchange in self._exchanges:
-            exchange.ask()
-        for exchange in self._exchanges:
-            exchange.wait()
+        with torch.inference_mode(False):  # answers are kept, and written to later
+            for exchange in self._exchanges:
+                exchange.ask()
+            for exchange in self._exchanges:
+                exchange.wait()
         alone = self.outer is None and self._world.num_workers == 1
         for exchange in self._exchanges:
             exchange.put(alone=alone)

@@ -65,7 +65,7 @@ class Storage(Sharded):
         self._parts = view_parts(region, spec, layout)
         backups = view_backups(region, spec, layout)
         self.shards = [self._shard(index, backups) for index in range(spec.num_shards)]
-        self.bounds = torch.tensor(layout.first_rows[1:-1], dtype=torch.int64)
+        self.bounds = torch.tensor(layout.first_rows[1:-1], dtype=torch.int64, device="cpu")
 
     @staticmethod
     def regions(spec: TableSpec) -> dict[str, int]:

@@ -252,7 +252,7 @@ class Table:
         index = None if rows is None else read_rows(rows, spec)
         num_rows = spec.rows if index is None else index.numel()
         if out is None:
-            target = torch.empty((num_rows, spec.cols), dtype=spec.dtype)
+            target = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
             answer = target.view(-1) if spec.is_array else target
         else:
             target, answer = read_out(out, spec, num_rows), out

@@ -69,9 +69,9 @@ def _rows_tensor(given: object) -> Tensor:
         return _from_numpy(given, "rows")
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         if len(given) == 0:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         try:
-            return torch.tensor(list(given))
+            return torch.tensor(list(given), device="cpu")
         except (TypeError, ValueError, RuntimeError) as exc:
             raise ConfigError(f"`rows` must be a list of integers, but is {given!r}.") from exc
     raise ConfigError(f"`rows` must be a list of integers, but is {given!r}.")
@@ -90,7 +90,7 @@ def _whole_numbers(rows: Tensor) -> Tensor:
 
 def _from_numpy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], name: str) -> Tensor:
     try:
-        return torch.tensor(array) if not array.flags.writeable else torch.as_tensor(array)
+        return torch.as_tensor(array if array.flags.writeable else array.copy(), device="cpu")
     except (TypeError, ValueError) as exc:
         raise ConfigError(
             f"`{name}` must be an array that torch can take over, but is not: {exc}. "
@@ -139,13 +139,13 @@ def _delta_tensor(given: object, spec: TableSpec, name: str) -> Tensor:
             f"`{name}` must be a tensor, an array or a sequence of numbers, but is {given!r}."
         )
     try:
-        found = torch.tensor(given)
+        found = torch.tensor(given, device="cpu")
         if len(given) == 0 or (found.numel() == 0 and found.dim() == len(spec.shape)):
             found = found.to(spec.dtype)
             return found.view(0, spec.cols) if found.shape == (0,) and not spec.is_array else found
         fits = found.dtype.is_floating_point <= spec.dtype.is_floating_point
         if fits and found.dtype != torch.bool and not found.dtype.is_complex:
-            return torch.tensor(given, dtype=spec.dtype)
+            return torch.tensor(given, dtype=spec.dtype, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
         raise ConfigError(f"`{name}` must hold numbers in rows of equal length: {exc}.") from exc
     raise ConfigError(f"`{name}` must hold numbers that fit {spec.dtype}, but holds {found.dtype}.")
@@ -179,7 +179,7 @@ def read_number(given: float, spec: TableSpec, name: str) -> Tensor:
         ConfigError: The table's dtype does not hold it.
     """
     try:
-        return torch.full((), given, dtype=spec.dtype)
+        return torch.full((), given, dtype=spec.dtype, device="cpu")
     except (RuntimeError, OverflowError) as exc:
         raise ConfigError(
             f"`{name}` must be a number that {spec.dtype} holds, but is {given!r}."
