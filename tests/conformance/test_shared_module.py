@@ -517,6 +517,7 @@ def whole_number_net() -> nn.Module:
         ({"sync": 1}, "`sync` must be True or False, but is 1"),
         ({"staleness": -1}, "`staleness` must be a number of rounds"),
         ({"sync": True, "staleness": 2}, "`staleness` must be absent where `sync` is True"),
+        ({"name": ""}, "`name` must be None or a name, but is ''"),
         ({"name": "a/b"}, "`name` must be 1 to 100 letters"),
     ],
 )
@@ -531,6 +532,14 @@ def test_another_workers_module_of_another_shape_is_refused():
         tables.SharedModule(nn.Linear(2, 3), world, name="net")
         with pytest.raises(ConfigError, match=r"`shape` of table 'net.parameters.float32' must be"):
             tables.SharedModule(nn.Linear(2, 2), other, name="net")
+
+
+@pytest.mark.parametrize("named", [{"name": "net"}, {}])
+def test_another_workers_module_of_equal_size_and_other_shapes_is_refused(named):
+    with tables.join(num_workers=2) as world, world.thread_worker() as other:
+        tables.SharedModule(nn.Linear(5, 2), world, **named)  # 12 numbers
+        with pytest.raises(ConfigError, match=r"`module` must have tensors of the same shapes"):
+            tables.SharedModule(nn.Linear(3, 3), other, **named)
 
 
 # --- dtypes ---------------------------------------------------------------------------------------

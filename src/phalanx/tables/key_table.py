@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.errors import ConfigError
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.shard import Entry
-from phalanx.tables.snapshots import load_parts, save_parts
+from phalanx.tables.snapshots import load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.table import Numbers, PendingGet, Rows, Table, TableStats, Worker
 from phalanx.tables.values import holds_nonfinite, read_delta, read_rows
@@ -134,7 +134,7 @@ class KeyTable(Table):
         """Write keys, values and updater's state into ``directory``, as :meth:`Table.snapshot`."""
         self._check_open()
         return save_parts(
-            self._spec, self._storage.copy_all(self._world.timeout_s), Path(directory)
+            self._spec, self._storage.copy_all(self._world.timeout_s), read_directory(directory)
         )
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
@@ -144,7 +144,9 @@ class KeyTable(Table):
         """
         self._check_open()
         self._check_master("restore")
-        self._storage.replace_all(load_parts(self._spec, Path(directory)), self._world.timeout_s)
+        self._storage.replace_all(
+            load_parts(self._spec, read_directory(directory)), self._world.timeout_s
+        )
 
     def stats(self) -> TableStats:
         """Return what this worker has done so far, and how much memory the table has now."""

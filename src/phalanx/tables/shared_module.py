@@ -11,6 +11,8 @@ the same with outer="nesterov"       DiLoCo
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from phalanx.errors import ConfigError, StateError
 from phalanx.plan import check_argument, read_count
 from phalanx.tables.exchange import Exchange, Flat, StatisticsExchange, split_by_dtype
 from phalanx.tables.module_updaters import Blend, choose_updater, read_outer
-from phalanx.tables.snapshots import load_parts
+from phalanx.tables.snapshots import load_parts, read_directory
 from phalanx.tables.updaters import Nesterov
 from phalanx.tables.world import World, read_mode
 
@@ -103,6 +105,7 @@ class SharedModule:
         check_argument(isinstance(module, nn.Module), "module", "be an nn.Module", module)
         check_argument(isinstance(world, World), "world", "be what `join` returned", world)
         check_argument(merge in ("sum", "mean"), "merge", "be 'sum' or 'mean'", merge)
+        check_argument(name != "", "name", "be None or a name", name)
         self.module = module
         self.every = read_count("every", every, 1, "step")
         self.merge = merge
@@ -118,6 +121,7 @@ class SharedModule:
             *(self._open_parameters(name, Flat(*group)) for group in parameters),
             *(self._open_statistics(name, Flat(*group)) for group in statistics),
         ]
+        self._agree_on_shapes(name, [*parameters, *statistics], counters)
         self._take_counters(name, counters)
         self._receive()
 
@@ -160,6 +164,22 @@ class SharedModule:
             staleness=self._bound,
         )
         return StatisticsExchange(flat, table, in_rounds=in_rounds)
+
+    def _agree_on_shapes(self, name: str | None, groups: Groups, counters: _Tensors) -> None:
+        """Raise if another worker's module has as many numbers, but in other shapes."""
+        shapes = [
+            [list(tensor.shape) for tensor in tensors.values()]
+            for tensors in (*(group for group, _ in groups), counters)
+        ]
+        digest = hashlib.sha256(json.dumps(shapes).encode()).digest()
+        ours = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+        table_name = self._table_name(name, "shapes", torch.int64)
+        table = self._world.array(len(ours), torch.int64, init=ours, name=table_name, sync=False)
+        if not torch.equal(table.get(), ours):
+            raise ConfigError(
+                f"`module` must have tensors of the same shapes, in the same order, in all workers "
+                f"that share {table.name!r}, but the master's has others."
+            )
 
     def _take_counters(self, name: str | None, counters: dict[str, Tensor]) -> None:
         if counters:
@@ -257,7 +277,7 @@ class SharedModule:
         Collective: All workers. Blocks: Until all have come.
         """
         for exchange in self._exchanges:  # everybody looks, so that all go on or none
-            load_parts(exchange.table._spec, Path(directory))
+            load_parts(exchange.table._spec, read_directory(directory))
         self._world.barrier("restore a module")
         if self._world.is_master:
             for exchange in self._exchanges:
@@ -275,7 +295,8 @@ class SharedModule:
         )
 
 
-Groups = list[tuple[dict[str, Tensor], torch.dtype]]
+_Tensors = dict[str, Tensor]
+Groups = list[tuple[_Tensors, torch.dtype]]
 
 
 def _sort_tensors(module: nn.Module) -> tuple[Groups, Groups, dict[str, Tensor]]:

@@ -25,9 +25,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
+from phalanx.plan import check_argument
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["load_parts", "save_parts"]
+__all__ = ["load_parts", "read_directory", "save_parts"]
 
 _VERSION = 1
 _PIECE_BYTES = 1 << 20  # hashed and written while it is in the cache
@@ -39,6 +40,16 @@ _DTYPE_NAMES = {
     torch.int32: "I32",
     torch.int64: "I64",
 }
+
+
+def read_directory(given: object) -> Path:
+    """Return the folder that a user named.
+
+    Raises:
+        ConfigError: It is neither a string nor a path.
+    """
+    check_argument(isinstance(given, str | os.PathLike), "directory", "be a path", given)
+    return Path(given)  # type: ignore[arg-type]
 
 
 def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:

@@ -17,7 +17,7 @@ from phalanx.plan import Verdict
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.shard import Entry, NotFinite
-from phalanx.tables.snapshots import load_parts, save_parts
+from phalanx.tables.snapshots import load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.storage import Storage
 from phalanx.tables.values import holds_nonfinite, read_delta, read_out, read_rows
@@ -310,7 +310,7 @@ class Table:
         """
         self._check_open()
         parts = self._storage.copy_all(self._world.timeout_s)
-        return save_parts(self._spec, parts, Path(directory))
+        return save_parts(self._spec, parts, read_directory(directory))
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Replace values and updater's state by what :meth:`snapshot` wrote; only the master may.
@@ -324,7 +324,9 @@ class Table:
         """
         self._check_open()
         self._check_master("restore")
-        self._storage.replace_all(load_parts(self._spec, Path(directory)), self._world.timeout_s)
+        self._storage.replace_all(
+            load_parts(self._spec, read_directory(directory)), self._world.timeout_s
+        )
 
     def stats(self) -> TableStats:
         """Return what this worker has done so far."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import warnings
 import weakref
 
 import torch
@@ -18,7 +19,7 @@ from phalanx.tables.joining import read_ticket
 from phalanx.tables.key_shard import MAX_CAPACITY
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.key_table import KeyTable
-from phalanx.tables.membership import Barrier, Membership, await_others
+from phalanx.tables.membership import Barrier, Membership, await_others, say_workers
 from phalanx.tables.spec import TableSpec, make_spec
 from phalanx.tables.storage import Storage, agree_on
 from phalanx.tables.table import Numbers, Table, wait_for_clocks
@@ -218,13 +219,22 @@ class World:
         """Leave and let go of everything; the last one out removes what the run has shared.
 
         Blocks: Until the workers that were announced have come, else they would come to a run that
-        is not there any more; at most ``timeout_s``.
+        is not there any more; at most ``timeout_s``, and then it warns who has not come.
         """
-        if not self.closed and not self.is_forked() and self.run is not None:
-            await_others(
-                lambda: not self.membership.expected_missing(), lambda: None, self.timeout_s
-            )
+        self._wait_for_expected(stacklevel=3)
         self._leave_and_close()
+
+    def _wait_for_expected(self, stacklevel: int) -> None:
+        if self.closed or self.is_forked() or self.run is None:
+            return
+        missing = self.membership.expected_missing
+        if not await_others(lambda: not missing(), lambda: None, self.timeout_s):
+            warnings.warn(
+                f"{say_workers(missing())} of run {self.run!r} did not come within "
+                f"{self.timeout_s:g} s, though {self.membership.num_expected} workers were "
+                "announced as `num_workers`.",
+                stacklevel=stacklevel,
+            )
 
     def _leave_and_close(self) -> None:
         if self.closed:
@@ -239,9 +249,8 @@ class World:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.close()
-        else:
-            self._leave_and_close()
+            self._wait_for_expected(stacklevel=3)
+        self._leave_and_close()
 
     # --- tables -----------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -266,3 +268,27 @@ def test_one_world_per_process():
     tables.shutdown()
     with pytest.raises(StateError, match="`init` must be called first"):
         tables.barrier()
+
+
+@pytest.mark.parametrize("directory", [3, None, b"x", ["a"]])
+def test_a_folder_that_is_no_path_is_refused(directory):
+    with tables.join() as world:
+        net = tables.SharedModule(torch.nn.Linear(2, 1), world)
+        for table in (world.matrix(2, 2), world.keys(2), net):
+            for call in (table.snapshot, table.restore):
+                with pytest.raises(ConfigError, match="`directory` must be a path, but is"):
+                    call(directory)
+
+
+def test_who_was_announced_and_never_came_is_named_at_the_end():
+    run = f"lonely-{os.getpid()}"
+    with (
+        pytest.warns(UserWarning, match=f"Workers 1–2 of run '{run}' did not come") as caught,
+        tables.join(run, num_workers=3, timeout_s=0.05),
+    ):
+        pass
+    assert [warning.filename for warning in caught] == [__file__]
+    world = tables.join(run, num_workers=2, timeout_s=0.05)
+    with pytest.warns(UserWarning, match="Worker 1 of run .* within 0.05 s") as caught:
+        world.close()
+    assert [warning.filename for warning in caught] == [__file__]
