@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.errors import StateError
+from phalanx.errors import PeerTimeout, StateError
 from phalanx.memory import faults
 from phalanx.tables import generation, shard, sharded
 from tests.multiprocess.children import Children, Parent, wait_for_exit
@@ -328,3 +329,31 @@ def test_a_forked_child_changes_no_round_of_its_parent():
             os._exit(10 + refused)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 13
         assert table.get().tolist() == [1.0]
+
+
+# --- a lock that is held too long -----------------------------------------------------------------
+
+
+def _hold_a_shard(parent: Parent, run: str, num_threads: int) -> None:
+    with tables.join(run, timeout_s=DEADLINE_S) as world, contextlib.ExitStack() as others:
+        for _ in range(num_threads - 1):
+            others.enter_context(world.thread_worker())
+        table = world.matrix(6, 2, name="x", num_shards=3)
+        with table._storage.shards[1].lock.exclusive(DEADLINE_S):
+            parent.tell(world.worker_id)
+            parent.hear()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_who_holds_a_shard_too_long_is_named_by_number(run, num_threads):
+    with tables.join(run, timeout_s=0.1) as world, world.thread_worker(), Children() as children:
+        table = world.matrix(6, 2, name="x", num_shards=3)
+        holder = children.start(_hold_a_shard, run, num_threads)
+        assert holder.get() == 2
+        table.add(torch.ones(1, 2), rows=[0])
+        with pytest.raises(PeerTimeout, match=f"process {holder.pid} writes") as caught:
+            table.add(torch.ones(6, 2))
+        # which of a process's threads it is, a lock does not know
+        assert caught.value.rank == (2 if num_threads == 1 else None)
+        holder.put()
+        holder.process.join(DEADLINE_S)

@@ -176,6 +176,11 @@ class Membership:
         """Return how many workers count."""
         return len(self.holding())
 
+    def worker_of(self, pid: int) -> int | None:
+        """Return as whom a process works, if as one worker."""
+        found = [w for w in self.here() if self._words[self._place(w) + _PID] == pid]
+        return found[0] if len(found) == 1 else None
+
     def turn(self, worker: int) -> int:
         """Return how many workers have had the number, the one that has it among them."""
         return self._words[self._place(worker) + _TURN]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout
-from phalanx.memory import LockFile, RangeLock, Region, reach
+from phalanx.memory import LockFile, RangeLock, Region, find_holders, reach
 from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.rounds import READY, OpenRegion, Rounds
 from phalanx.tables.shard import Entry
@@ -153,16 +154,32 @@ class Sharded:
         backs_up: bool,
     ) -> None:
         reach("before read")
-        if backs_up:
-            shard.read_and_back_up(rows, out, worker, timeout_s)
-        else:
-            shard.read(rows, out, timeout_s)
+        try:
+            if backs_up:
+                shard.read_and_back_up(rows, out, worker, timeout_s)
+            else:
+                shard.read(rows, out, timeout_s)
+        except PeerTimeout as exc:
+            self._name_holder(exc, shard)
+            raise
         reach("rows read")
+
+    def _name_holder(self, exc: PeerTimeout, shard: Part) -> None:
+        """Say as whom the process works that holds the shard, for a lock knows processes only."""
+        start = 64 * (1 + self.shards.index(shard))
+        if exc.rank is None:
+            pids = [holder.pid for holder in find_holders(self.region.fd, start, start + 64)]
+            workers = [self._membership.worker_of(pid) for pid in pids if pid != os.getpid()]
+            exc.rank = next((worker for worker in workers if worker is not None), None)
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, checked, shard by shard."""
         for shard, part in self._parts_of(entry):
-            shard.add(part, timeout_s)
+            try:
+                shard.add(part, timeout_s)
+            except PeerTimeout as exc:
+                self._name_holder(exc, shard)
+                raise
 
     def _take_in(self, number: int, entries: list[Entry], timeout_s: float) -> None:
         """Take a round's adds; every shard counts each, also those that have no row of it."""
