@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,7 @@ def undo_applied_twice(patch: Patch) -> None:
 
 def lock_ignored(patch: Patch) -> None:
     """Whoever wants to write writes."""
-    patch(RangeLock, "acquire_exclusive", lambda self, timeout_s: None)
-    patch(RangeLock, "release_exclusive", lambda self: None)
+    patch(RangeLock, "exclusive", lambda self, timeout_s=30.0: nullcontext())
 
 
 def lock_outlives_its_holder(patch: Patch) -> None:
@@ -62,24 +62,27 @@ def lock_outlives_its_holder(patch: Patch) -> None:
         region = os.fstat(lock._fd).st_ino  # the same for all who share it
         return Path(tempfile.gettempdir()) / f"phalanx-bug-{region}-{lock.start}"
 
-    def acquire(self: RangeLock, timeout_s: float) -> None:
-        if not self.label.startswith("shard"):
-            return
+    def acquire(lock: RangeLock, timeout_s: float) -> None:
         waiting = Waiting(timeout_s)
         while True:
             try:
-                os.close(os.open(path_of(self), os.O_CREAT | os.O_EXCL))
+                os.close(os.open(path_of(lock), os.O_CREAT | os.O_EXCL))
                 return
             except FileExistsError:
                 if waiting.over():
-                    raise PeerTimeout(f"Lock {self.label!r} must become free.") from None
+                    raise PeerTimeout(f"Lock {lock.label!r} must become free.") from None
                 waiting.rest()
 
-    def release(self: RangeLock) -> None:
-        path_of(self).unlink(missing_ok=True)
+    @contextmanager
+    def exclusive(self: RangeLock, timeout_s: float = 30.0) -> Iterator[None]:
+        if self.label.startswith("shard"):
+            acquire(self, timeout_s)
+        try:
+            yield
+        finally:
+            path_of(self).unlink(missing_ok=True)
 
-    patch(RangeLock, "acquire_exclusive", acquire)
-    patch(RangeLock, "release_exclusive", release)
+    patch(RangeLock, "exclusive", exclusive)
 
 
 def ack_before_effect(patch: Patch) -> None:

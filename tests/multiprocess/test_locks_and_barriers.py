@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 
 import pytest
@@ -31,6 +32,11 @@ def start() -> Iterator[Children]:
 # --- locks ----------------------------------------------------------------------------------------
 
 
+def pass_through(hold: AbstractContextManager[None]) -> None:
+    with hold:
+        pass
+
+
 def hold(parent: Parent, region: Region, kind: str) -> None:
     with getattr(LockFile(region).range(0, 64), kind)():
         parent.tell()
@@ -48,14 +54,14 @@ def test_processes_exclude_each_other_and_the_error_names_the_holder(start, kind
         lock = file.range(0, 64, label="rows")
         verb = "reads" if kind == "shared" else "writes"
         with pytest.raises(PeerTimeout, match=f"but process {holder.pid} {verb}") as caught:
-            lock.acquire_exclusive(SHORT_S)
+            pass_through(lock.exclusive(SHORT_S))
         assert "Lock 'rows' must become free within 0.05 s" in str(caught.value)
         if kind == "shared":
             with lock.shared(SHORT_S):
                 pass
         else:
             with pytest.raises(PeerTimeout, match=f"but process {holder.pid} writes"):
-                lock.acquire_shared(SHORT_S)
+                pass_through(lock.shared(SHORT_S))
         holder.put()
         assert holder.get() == "released"
         with lock.exclusive(SHORT_S):
@@ -72,7 +78,7 @@ def test_a_lock_is_free_when_its_holder_is_killed(start, kind):
     holder = start.start(hold, region, kind)
     holder.get()
     with LockFile(region) as file, ThreadPoolExecutor(1) as pool:
-        waiter = pool.submit(file.range(0, 64).acquire_exclusive, DEADLINE_S)
+        waiter = pool.submit(pass_through, file.range(0, 64).exclusive(DEADLINE_S))
         deadline = now_s() + DEADLINE_S
         while not in_line(region):
             assert now_s() < deadline
@@ -83,7 +89,7 @@ def test_a_lock_is_free_when_its_holder_is_killed(start, kind):
 
 def wait_in_line(parent: Parent, region: Region) -> None:
     parent.tell()
-    LockFile(region).range(0, 64).acquire_exclusive(DEADLINE_S)
+    pass_through(LockFile(region).range(0, 64).exclusive(DEADLINE_S))
 
 
 def test_who_is_killed_in_the_line_holds_nobody_up(start):
@@ -95,9 +101,9 @@ def test_who_is_killed_in_the_line_holds_nobody_up(start):
         while not in_line(region):
             assert now_s() < deadline
         with pytest.raises(PeerTimeout):
-            other.range(0, 64).acquire_shared(0.0)
+            pass_through(other.range(0, 64).shared(0.0))
         waiter.kill()
-        other.range(0, 64).acquire_shared(0.0)
+        pass_through(other.range(0, 64).shared(0.0))
 
 
 def hold_and_fork(parent: Parent, region: Region, buggy: bool) -> None:
@@ -105,12 +111,12 @@ def hold_and_fork(parent: Parent, region: Region, buggy: bool) -> None:
         LockFile.forget = lambda self: None  # the planted bug: the child keeps the open file
     LockFile.__del__ = lambda self: None
     file = LockFile(region)
-    file.range(0, 64).acquire_exclusive(SHORT_S)
-    pid = os.fork()
-    if pid == 0:
+    with file.range(0, 64).exclusive(SHORT_S):
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+        parent.tell(pid)
         signal.pause()
-    parent.tell(pid)
-    signal.pause()
 
 
 @pytest.mark.parametrize("buggy", [False, True])
@@ -123,9 +129,9 @@ def test_a_forked_child_does_not_keep_a_dead_holders_lock(start, buggy):
         with LockFile(region) as file:
             if buggy:
                 with pytest.raises(PeerTimeout, match=f"process {forked} writes"):
-                    file.range(0, 64).acquire_exclusive(SHORT_S)
+                    pass_through(file.range(0, 64).exclusive(SHORT_S))
             else:
-                file.range(0, 64).acquire_exclusive(SHORT_S)
+                pass_through(file.range(0, 64).exclusive(SHORT_S))
     finally:
         os.kill(forked, signal.SIGKILL)
         wait_for_exit(forked)

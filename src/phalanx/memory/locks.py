@@ -15,6 +15,16 @@ range taken waits in the turnstile: readers together, a writer alone. Who comes 
 turnstile first and, where somebody of the other kind stands in it, goes there too. So a stream of
 readers does not keep a writer out, nor one of writers a reader. Among those who wait for the
 turnstile itself there is no order.
+
+# Note [Ctrl-C]
+Python raises KeyboardInterrupt between any two calls: as `__exit__` begins, before its first line,
+or when the kernel has given the lock and nobody has noted it. So ``with`` is given a token instead
+of a method, a `partial`. It lies on the stack of who holds the lock and nowhere else: a traceback
+keeps the frames of what the token calls, not the token. It is there before the lock is asked for,
+and goes when the block is left, however it is left; then its weak reference calls
+:meth:`_Hold.lost`, which releases what has not been released. Whoever finds the lock taken by a
+thread of its own process looks whether that one's token is still there, because a second
+interrupt may have stopped even `lost`. What was half written is left as a death leaves it.
 """
 
 from __future__ import annotations
@@ -25,7 +35,9 @@ import os
 import struct
 import threading
 import weakref
-from types import TracebackType
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.memory.forks import forget_in_child
@@ -108,21 +120,42 @@ class LockFile:
                     f"bytes {other} to {other + num_bytes - 1}."
                 )
 
-    def close(self) -> None:
-        """Close the file; what is held of it is released."""
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Close the file. Who asks for a range from now on is refused.
+
+        Raises:
+            StateError: This thread holds a range, or another one of this process held it for
+                ``timeout_s`` seconds. The file is still open.
+
+        Blocks: Until the other threads of this process have let go.
+        """
         with self._mutex:
+            if self._fd < 0:
+                return
+            locks = list(self._locks.values())
+            try:
+                for lock in locks:
+                    lock.disable()
+                waiting = Waiting(timeout_s)
+                for lock in locks:
+                    lock.await_free(waiting)
+            except BaseException:
+                for lock in locks:
+                    lock.enable(self._fd)
+                raise
             fd, self._fd = self._fd, -1
-            for lock in list(self._locks.values()):
-                lock.disable()
-            if fd >= 0:
-                os.close(fd)
+            for lock in locks:
+                lock.forget()
+            os.close(fd)
 
     def forget(self) -> None:
         """Let go in a forked child: closing its copy leaves the parent's locks alone."""
         self._mutex = threading.Lock()  # a thread that is not here may have held it
+        fd, self._fd = self._fd, -1
         for lock in list(self._locks.values()):
             lock.forget()
-        self.close()
+        if fd >= 0:
+            os.close(fd)
 
     def __enter__(self) -> LockFile:
         return self
@@ -153,12 +186,13 @@ class RangeLock:
         self.start = start
         self.num_bytes = num_bytes
         self.label = label
-        self._fd = fd
-        self._turn = threading.Lock()  # held by the one thread of ours that tries to come in
-        self._state = threading.Lock()  # around the three below; never held over a wait
-        self._num_waiting = 0
-        self._num_readers = 0
-        self._writing = False
+        self._fd = fd  # to take with; -1 refuses
+        self._open_fd = fd  # to let go with
+        self._turn = threading.RLock()  # held by the one thread of ours that tries to come in
+        self._state = threading.Lock()  # around the two below; never held over a wait
+        self._holds: dict[_Hold, None] = {}
+        self._writing = False  # who holds: one writer, else readers
+        self._waiting: dict[_Hold, None] = {}
         self._read = _FLOCK.pack(_READ, os.SEEK_SET, start, num_bytes, 0)
         self._write = _FLOCK.pack(_WRITE, os.SEEK_SET, start, num_bytes, 0)
         self._none = _FLOCK.pack(_NONE, os.SEEK_SET, start, num_bytes, 0)
@@ -167,7 +201,7 @@ class RangeLock:
         self._turnstile_write = _FLOCK.pack(_WRITE, *turnstile)
         self._turnstile_none = _FLOCK.pack(_NONE, *turnstile)
 
-    def shared(self, timeout_s: float = 30.0) -> _Shared:
+    def shared(self, timeout_s: float = 30.0) -> _Hold:
         """Hold the range with other readers: ``with lock.shared(): …``.
 
         Raises:
@@ -176,9 +210,9 @@ class RangeLock:
 
         Blocks: Until no writer holds it.
         """
-        return _Shared(self, timeout_s)
+        return _Hold(self, self._try_shared, timeout_s)
 
-    def exclusive(self, timeout_s: float = 30.0) -> _Exclusive:
+    def exclusive(self, timeout_s: float = 30.0) -> _Hold:
         """Hold the range alone: ``with lock.exclusive(): …``.
 
         Raises:
@@ -187,64 +221,102 @@ class RangeLock:
 
         Blocks: Until nobody else holds it.
         """
-        return _Exclusive(self, timeout_s)
+        return _Hold(self, self._try_exclusive, timeout_s)
 
-    def acquire_shared(self, timeout_s: float) -> None:
-        """Begin to read; :meth:`release_shared` ends it."""
+    def acquire(self, hold: _Hold) -> None:
+        """Begin a hold; for its ``with``."""
         with self._state:
-            if not self._num_waiting and self._try_shared(False):
+            if not self._waiting and hold.attempt(hold, False):
                 return
-            self._num_waiting += 1
-        self._wait(False, timeout_s)
+            self._waiting[hold] = None
+        self._wait(hold)
 
-    def release_shared(self) -> None:
-        """End what :meth:`acquire_shared` began."""
+    def release(self, hold: _Hold, *_exc_info: object) -> None:
+        """End a hold, if it has not ended."""
         with self._state:
-            self._num_readers -= 1
-            if self._num_readers == 0 and self._fd >= 0:
-                fcntl.fcntl(self._fd, _SET, self._none)
+            if hold in self._holds:
+                self._drop(hold)
+        hold.token = None
 
-    def acquire_exclusive(self, timeout_s: float) -> None:
-        """Begin to write; :meth:`release_exclusive` ends it."""
-        with self._state:
-            if not self._num_waiting and self._try_exclusive(False):
-                return
-            self._num_waiting += 1
-        self._wait(True, timeout_s)
-
-    def release_exclusive(self) -> None:
-        """End what :meth:`acquire_exclusive` began."""
-        with self._state:
-            self._writing = False
-            if self._fd >= 0:
-                fcntl.fcntl(self._fd, _SET, self._none)
+    def stop_waiting(self, hold: _Hold) -> None:
+        """Let others wait in this one's place, if it waits."""
+        if hold in self._waiting:
+            with suppress(RuntimeError):  # it is not this thread's turn
+                self._turn.release()
+            self._waiting.pop(hold, None)
 
     def disable(self) -> None:
-        """Refuse all use from now on; what is held counts as released."""
+        """Refuse all use from now on; who holds it goes on."""
         self._fd = -1
 
+    def enable(self, fd: int) -> None:
+        """Undo :meth:`disable`."""
+        self._fd = fd
+
+    def await_free(self, waiting: Waiting) -> None:
+        """Wait until no thread of this process holds the range or waits for it."""
+        while True:
+            with self._state:
+                held = self._held()
+                own = [hold for hold in held if hold.thread == threading.get_ident()]
+                if not held and all(hold.left() for hold in list(self._waiting)):
+                    return
+            if own or waiting.over():
+                who = "this thread" if own else "another thread of this process"
+                raise StateError(
+                    f"Lock {self.label!r} must be free when its file is closed, but {who} holds "
+                    "it. Close it when that has ended."
+                )
+            waiting.rest()
+
     def forget(self) -> None:
-        """Refuse all use in a forked child, where threads that held our mutexes are not."""
-        self._fd = -1
-        self._turn, self._state = threading.Lock(), threading.Lock()
+        """Refuse all use, and leave the file alone; in a forked child its threads are not there."""
+        self._fd = self._open_fd = -1
+        self._turn, self._state = threading.RLock(), threading.Lock()
 
     # --- trying: `_state` is held -----------------------------------------------------------------
 
-    def _try_shared(self, in_line: bool) -> bool:
-        if self._writing or not (in_line or self._nobody_waits(self._turnstile_read)):
+    def _try_shared(self, hold: _Hold, in_line: bool) -> bool:
+        if self._writing and self._held():
             return False
-        if self._num_readers == 0 and not self._set(self._read):
+        if not (in_line or self._nobody_waits(self._turnstile_read)):
             return False
-        self._num_readers += 1
-        return True
+        if self._holds:
+            self._holds[hold] = None
+            return True
+        self._writing = False
+        return self._take(hold, self._read)
 
-    def _try_exclusive(self, in_line: bool) -> bool:
-        if self._writing or self._num_readers:
+    def _try_exclusive(self, hold: _Hold, in_line: bool) -> bool:
+        if self._holds and self._held():
             return False
         if not (in_line or self._nobody_waits(self._turnstile_write)):
             return False
-        self._writing = self._set(self._write)
-        return self._writing
+        self._writing = True
+        return self._take(hold, self._write)
+
+    def _held(self) -> list[_Hold]:
+        """Return who holds it, without those who left it before they could say so."""
+        for hold in list(self._holds):
+            if hold.left():
+                self._drop(hold)
+        return list(self._holds)
+
+    def _take(self, hold: _Hold, request: bytes) -> bool:
+        self._holds[hold] = None
+        try:
+            taken = self._set(request)
+        except BaseException:
+            self._drop(hold)
+            raise
+        if not taken:
+            del self._holds[hold]
+        return taken
+
+    def _drop(self, hold: _Hold) -> None:
+        del self._holds[hold]  # a statement, so no interrupt comes between it and the next call
+        if not self._holds and self._open_fd >= 0:
+            fcntl.fcntl(self._open_fd, _SET, self._none)
 
     def _set(self, request: bytes) -> bool:
         try:
@@ -266,42 +338,38 @@ class RangeLock:
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def _wait(self, exclusive: bool, timeout_s: float) -> None:
-        waiting = Waiting(timeout_s)
+    def _wait(self, hold: _Hold) -> None:
+        waiting = Waiting(hold.timeout_s)
         try:
             if not self._turn.acquire(timeout=min(waiting.remaining_s(), threading.TIMEOUT_MAX)):
-                raise self._late(exclusive, timeout_s)
-            try:
-                self._stand_in_line(exclusive, timeout_s, waiting)
-            finally:
-                self._turn.release()
+                raise self._late(hold)
+            self._stand_in_line(hold, waiting)
         finally:
-            with self._state:
-                self._num_waiting -= 1
+            self.stop_waiting(hold)
 
-    def _stand_in_line(self, exclusive: bool, timeout_s: float, waiting: Waiting) -> None:
-        attempt = self._try_exclusive if exclusive else self._try_shared
+    def _stand_in_line(self, hold: _Hold, waiting: Waiting) -> None:
+        exclusive = hold.attempt == self._try_exclusive
         request = self._turnstile_write if exclusive else self._turnstile_read
         in_line = False
         try:
             while True:
                 in_line = in_line or self._set(request)
                 with self._state:
-                    if attempt(in_line):
+                    if hold.attempt(hold, in_line):
                         return
                 if waiting.over():
-                    raise self._late(exclusive, timeout_s)
+                    raise self._late(hold)
                 waiting.rest()
         finally:
-            if in_line and self._fd >= 0:
-                self._set(self._turnstile_none)
+            if self._open_fd >= 0:  # also where nobody could note that we are in line
+                fcntl.fcntl(self._open_fd, _SET, self._turnstile_none)
 
-    def _late(self, exclusive: bool, timeout_s: float) -> PeerTimeout:
-        what = "free" if exclusive else "free of writers"
+    def _late(self, hold: _Hold) -> PeerTimeout:
+        what = "free" if hold.attempt == self._try_exclusive else "free of writers"
         stop = self.start + self.num_bytes
         return PeerTimeout(
-            f"Lock {self.label!r} must become {what} within {timeout_s:g} s, but "
-            f"{describe_holders(self._fd, self.start, stop)}."
+            f"Lock {self.label!r} must become {what} within {hold.timeout_s:g} s, but "
+            f"{describe_holders(self._open_fd, self.start, stop)}."
         )
 
     def _cannot(self, exc: OSError | ValueError) -> StateError:
@@ -316,37 +384,35 @@ class RangeLock:
         return f"RangeLock({self.label!r}, bytes {self.start} to {self.start + self.num_bytes - 1})"
 
 
-class _Shared:
-    """A reader's hold on a lock."""
+class _Hold:
+    """One hold on a lock, for one ``with``; see Note [Ctrl-C] for how it ends."""
 
-    __slots__ = ("_lock", "_timeout_s")
+    __slots__ = ("attempt", "lock", "thread", "timeout_s", "token")
 
-    def __init__(self, lock: RangeLock, timeout_s: float) -> None:
-        self._lock = lock
-        self._timeout_s = timeout_s
+    def __init__(
+        self, lock: RangeLock, attempt: Callable[[_Hold, bool], bool], timeout_s: float
+    ) -> None:
+        self.lock = lock
+        self.attempt = attempt
+        self.timeout_s = timeout_s
+        self.thread = threading.get_ident()
+        self.token: weakref.ref[partial[None]] | None = None
 
     def __enter__(self) -> None:
-        self._lock.acquire_shared(self._timeout_s)
+        self.lock.acquire(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._lock.release_shared()
+    @property
+    def __exit__(self) -> Callable[..., None]:
+        """Make the token; ``with`` asks for it before it enters."""
+        token = partial(self.lock.release, self)
+        self.token = weakref.ref(token, self.lost)
+        return token
 
+    def lost(self, _token: object) -> None:
+        """Release what is still held: the block was left."""
+        self.lock.stop_waiting(self)
+        self.lock.release(self)
 
-class _Exclusive:
-    """A writer's hold on a lock."""
-
-    __slots__ = ("_lock", "_timeout_s")
-
-    def __init__(self, lock: RangeLock, timeout_s: float) -> None:
-        self._lock = lock
-        self._timeout_s = timeout_s
-
-    def __enter__(self) -> None:
-        self._lock.acquire_exclusive(self._timeout_s)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._lock.release_exclusive()
+    def left(self) -> bool:
+        """Tell whether the block was left."""
+        return self.token is not None and self.token() is None

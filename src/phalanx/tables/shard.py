@@ -193,9 +193,7 @@ class Shard:
             NotFinite: Nobody had looked, and it is not. The values are as they were.
         """
         reach("before lock")
-        lock = self.lock
-        lock.acquire_exclusive(timeout_s)
-        try:
+        with self.lock.exclusive(timeout_s):
             reach("lock held")
             word = self._settle()
             try:
@@ -208,8 +206,6 @@ class Shard:
                 self._settle()
                 raise
             reach("before unlock")
-        finally:
-            lock.release_exclusive()
         reach("after unlock")
 
     def apply_round(self, number: int, entries: Sequence[Entry], timeout_s: float) -> None:

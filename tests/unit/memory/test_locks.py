@@ -81,8 +81,13 @@ def test_the_last_reader_of_a_process_frees_the_range(pair):
 def test_openings_that_share_an_open_file_would_not_exclude_each_other(region, monkeypatch):
     """The planted bug: a descriptor that is passed on is the same open file, with its locks."""
     monkeypatch.setattr("phalanx.memory.locks.os.open", lambda path, flags: os.dup(region.fd))
-    with LockFile(region) as one, LockFile(region) as other, one.range(0, 64).exclusive():
-        other.range(0, 64).acquire_exclusive(SHORT_S)
+    with (
+        LockFile(region) as one,
+        LockFile(region) as other,
+        one.range(0, 64).exclusive(),
+        other.range(0, 64).exclusive(SHORT_S),
+    ):
+        pass
 
 
 def test_ranges_are_apart_to_the_byte(region):
@@ -96,8 +101,8 @@ def test_ranges_are_apart_to_the_byte(region):
 def test_a_range_may_lie_beyond_the_end_of_the_file(region):
     with LockFile(region) as one, LockFile(region) as other, one.range(1 << 40, 8).exclusive():
         far = other.range(1 << 40, 8)
-        with pytest.raises(PeerTimeout):
-            far.acquire_shared(SHORT_S)
+        with pytest.raises(PeerTimeout), far.shared(SHORT_S):
+            pass
 
 
 def test_an_exception_frees_the_range(locks):
@@ -118,8 +123,8 @@ def test_the_holders_number_is_in_the_error(pair):
         assert str(caught.value) == (
             f"Lock 'rows' must become free of writers within 0.02 s, but {me} writes."
         )
-    with theirs.shared(), pytest.raises(PeerTimeout) as caught:
-        ours.acquire_exclusive(SHORT_S)
+    with theirs.shared(), pytest.raises(PeerTimeout) as caught, ours.exclusive(SHORT_S):
+        pass
     assert str(caught.value) == f"Lock 'rows' must become free within 0.02 s, but {me} reads."
 
 
@@ -172,8 +177,8 @@ def test_without_the_turnstile_the_reader_would_overtake(region, pair, monkeypat
         with ours.shared():
             writer = pool.submit(write_once, theirs, threading.Event())
             wait_for_line(region, writing=True)
-            third.range(0, 64).acquire_shared(SHORT_S)
-            third.close()
+            with third.range(0, 64).shared(SHORT_S):
+                pass
         writer.result(LONG_S)
 
 
@@ -235,14 +240,11 @@ def test_what_is_no_range_is_refused(region, start, num_bytes):
         file.range(start, num_bytes)
 
 
-def test_a_closed_file_frees_and_refuses(region):
+def test_a_closed_file_refuses(region):
     file = LockFile(region)
     lock = file.range(0, 64)
-    with lock.exclusive():
-        file.close()
-        file.close()
-        with LockFile(region) as other, other.range(0, 64).exclusive(SHORT_S):
-            pass
+    file.close()
+    file.close()
     for kind in ("shared", "exclusive"):
         with pytest.raises(StateError, match=r"its file is closed\. After a fork, make a new"):
             hold(lock, kind).__enter__()
@@ -277,7 +279,8 @@ def test_a_forked_child_is_told_and_leaves_the_parents_lock_alone(region):
             pid = os.fork()
             if pid == 0:
                 try:
-                    lock.release_exclusive()
+                    for hold in list(lock._holds):
+                        lock.release(hold)
                     lock.shared().__enter__()
                 except StateError:
                     os._exit(7)
