@@ -91,4 +91,5 @@ def test_control_a_death_that_nobody_looks_for_is_caught(troop):
 
 def test_control_a_survivor_that_does_not_wait_is_caught(troop):
     case = Case("broadcast", 1, "operation begun", sabotage="marks unread")
-    assert offences(case, *troop.go_through(case))
+    # What it should have waited for may be there by chance.
+    assert any(offences(case, *troop.go_through(case)) for _ in range(20))

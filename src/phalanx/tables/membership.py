@@ -206,9 +206,9 @@ class Membership:
         self._words[place] += 1  # its own word: nobody else writes it
         return self._words[place]
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> None:
         """Let go of the page."""
-        self._file.close()
+        self._file.close(timeout_s)
 
 
 class Barrier:

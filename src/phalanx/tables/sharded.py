@@ -263,9 +263,9 @@ class Sharded:
         """How many interrupted adds were undone, by anybody."""
         return sum(shard.num_undone for shard in self.shards)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> None:
         """Let go of the locks; the memory goes with the last tensor over it."""
-        self._file.close()
+        self._file.close(timeout_s)
 
 
 def _merge(entries: list[Entry], how: str) -> Entry:

@@ -90,18 +90,33 @@ class _House:
                 self._barriers[name] = Barrier(name, region, self.membership)
             return self._barriers[name]
 
-    def count(self, change: int) -> None:
-        """Count a worker of this process in or out; the last one closes the house."""
+    def count_in(self) -> None:
+        """Count a worker of this process in."""
         with self._mutex:
-            self._num_workers += change
-            if self._num_workers == 0:
-                self.close()
+            self._num_workers += 1
 
-    def close(self) -> None:
+    def count_out(self, timeout_s: float) -> None:
+        """Count a worker of this process out; the last one closes the house.
+
+        Raises:
+            StateError: A thread was in a table all the time. The worker still counts.
+        """
+        with self._mutex:
+            self._num_workers -= 1
+            is_last = self._num_workers == 0
+        if not is_last:
+            return
+        try:
+            self.close(timeout_s)  # without the mutex, which a thread in a table may need
+        except BaseException:
+            self.count_in()
+            raise
+
+    def close(self, timeout_s: float) -> None:
         for storage in (*self._storages.values(), *self._key_storages.values()):
-            storage.close()
+            storage.close(timeout_s)
         if hasattr(self, "membership"):
-            self.membership.close()
+            self.membership.close(timeout_s)
         if self._directory is not None:
             self._directory.close()
         self._regions.clear()
@@ -132,7 +147,7 @@ class World:
         self._pid = os.getpid()
         self._num_tables = 0
         self._tick_bound: int | None = staleness.bound if staleness.is_bounded else None
-        house.count(+1)
+        house.count_in()
 
     # --- who is here ------------------------------------------------------------------------------
 
@@ -218,8 +233,13 @@ class World:
     def close(self) -> None:
         """Leave and let go of everything; the last one out removes what the run has shared.
 
+        Raises:
+            StateError: This thread is in a call of a table, or another one was for ``timeout_s``
+                seconds. Close again when that has ended.
+
         Blocks: Until the workers that were announced have come, else they would come to a run that
-        is not there any more; at most ``timeout_s``, and then it warns who has not come.
+        is not there any more, and it warns who has not; and until the calls of other threads have
+        ended; at most ``timeout_s`` each.
         """
         self._wait_for_expected(stacklevel=3)
         self._leave_and_close()
@@ -242,7 +262,11 @@ class World:
         if not self.is_forked():  # a forked child is not this worker
             self.leave()
         self.closed = True
-        self._house.count(-1)
+        try:
+            self._house.count_out(self.timeout_s)
+        except BaseException:
+            self.closed = False
+            raise
 
     def __enter__(self) -> World:
         return self
@@ -518,7 +542,7 @@ def join(
             worker=ticket.worker, num_expected=ticket.num_workers, timeout_s=timeout_s
         )
     except BaseException:
-        house.close()
+        house.close(timeout_s)
         raise
     return World(house, worker, mode, timeout_s)
 
