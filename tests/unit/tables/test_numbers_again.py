@@ -89,14 +89,14 @@ def test_a_round_waits_for_who_has_the_number_of_one_that_had_come(full):
     its.add([10.0])
     gone.leave()
     with full.thread_worker() as other:
-        theirs = other.array(1, name="x", sync=True)
-        theirs.add([100.0])
         first = ours.async_get()
         assert full.membership.here() == [0, 1]
         full.timeout_s = 0.05
         with pytest.raises(PeerTimeout) as caught:
             first.wait()
-        assert caught.value.rank == 1
+        assert caught.value.rank == 1  # it has joined, though not opened the table yet
+        theirs = other.array(1, name="x", sync=True)
+        theirs.add([100.0])
         second = theirs.async_get()
         assert first.wait().tolist() == second.wait().tolist() == [101.0]
         assert pending.wait().tolist() == [101.0]  # of a round that ended without it
