@@ -276,7 +276,12 @@ DOORS: dict[str, Door] = {
     ),
     "handles signals": Door(
         names("signal"),
-        allowed=("cli/train.py", "replicas/worker.py", "replicas/worker_process.py"),
+        allowed=(
+            "cli/train.py",
+            "replicas/worker.py",
+            "replicas/worker_process.py",
+            "world/launch.py",
+        ),
         caught=("import signal", "from signal import SIGINT"),
     ),
     "calls foreign code": Door(

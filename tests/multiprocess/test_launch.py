@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -110,7 +111,9 @@ def gathered(word: str) -> list[str]:
 
 
 def test_a_function_runs_in_every_rank_and_returns_by_rank():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     assert launch(gathered, 3, args=("rank",)) == [["rank 0", "rank 1", "rank 2"]] * 3
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 def broken() -> None:

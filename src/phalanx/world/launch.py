@@ -16,8 +16,10 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -207,9 +209,24 @@ def _environment(job: Job) -> Iterator[None]:
         # It repeats, before the end and for each rank, what we say once at the end.
         stack.callback(agent.setLevel, agent.level)
         agent.setLevel(logging.CRITICAL)
+        stack.enter_context(_signals_put_back())
         os.environ.update(wanted)
         stack.callback(_put_back, before)
         yield
+
+
+@contextmanager
+def _signals_put_back() -> Iterator[None]:
+    """Undo what the launcher does to signals: afterwards Ctrl-C is the caller's again."""
+    mine = threading.current_thread() is threading.main_thread()  # else nobody can change them
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if mine else ()
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: set by somebody who is not Python
+                signal.signal(number, handler)
 
 
 def _put_back(values: Mapping[str, str | None]) -> None:
