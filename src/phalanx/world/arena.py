@@ -40,6 +40,7 @@ Steps = Generator[Need, None, None]
 _NUM_SLOTS = 2
 _LARGEST_SLOT_BYTES = 1 << 20
 _ALL_SLOTS_BYTES = 8 << 20
+_MOST_CUTS = 16  # a cut of n ranks holds n² views
 _SMALLEST_SLOT_BYTES = 64 << 10
 _PUBLISHED, _REDUCED, _DONE, _PER_PIECE = 1, 2, 3, 3
 
@@ -61,6 +62,7 @@ class Arena:
         self.slot_bytes = slot_bytes(board.size)
         self._region = region
         self._slots_by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
+        self._cuts: dict[tuple[torch.dtype, tuple[int, ...], int], list[Sequence[Tensor]]] = {}
         self._piece = -1
         self._operation = Signature(0, 0, 0)
         self._unchecked: set[int] = set()
@@ -87,6 +89,22 @@ class Arena:
         if dtype not in self._slots_by_dtype:
             self._slots_by_dtype[dtype] = self._view(dtype)
         return self._slots_by_dtype[dtype][self._piece % _NUM_SLOTS]
+
+    def heads(self, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """Return the first ``count`` elements of the slots of this piece, by rank."""
+        return [slots[0] for slots in self.cut(dtype, (count,))]
+
+    def cut(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> list[Sequence[Tensor]]:
+        """Return the slots of this piece, by rank, each cut in parts of ``sizes`` elements."""
+        key = (dtype, sizes, self._piece % _NUM_SLOTS)
+        found = self._cuts.get(key)
+        if found is None:
+            if len(self._cuts) >= _MOST_CUTS:
+                self._cuts.clear()
+            used = sum(sizes)
+            found = [slot[:used].split(sizes) for slot in self.slots(dtype)]
+            self._cuts[key] = found
+        return found
 
     def _view(self, dtype: torch.dtype) -> list[list[Tensor]]:
         start = Board.needed_bytes(self.size)
@@ -140,10 +158,8 @@ class Arena:
         reach("piece ended")
 
     def _reach(self, ranks: Sequence[int], mark: int) -> Steps:
-        board = self.board
-        for rank in ranks:
-            while board.mark_of(rank) < mark:
-                yield ranks, mark
+        while not self.board.reached(ranks, mark):
+            yield ranks, mark
 
     def _check(self, ranks: Sequence[int]) -> None:
         ours = self._operation
@@ -157,6 +173,7 @@ class Arena:
     def close(self) -> None:
         """Let go of the memory; what was handed out keeps it until it goes, too."""
         self._slots_by_dtype.clear()
+        self._cuts.clear()
         self.bells.close()
         self.board.close()
         self._region.close()

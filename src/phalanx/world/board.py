@@ -13,7 +13,7 @@ and nobody writes another's page, so nothing has to be atomic beyond that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from phalanx.memory import ProcessIdentity, Region, fence
@@ -96,6 +96,14 @@ class Board:
     def mark_of(self, rank: int) -> int:
         """Return how far ``rank`` is."""
         return self._words[rank * self._step + _MARK]
+
+    def reached(self, ranks: Sequence[int], mark: int) -> bool:
+        """Tell whether all of ``ranks`` have come as far as ``mark``."""
+        words, step = self._words, self._step
+        for rank in ranks:  # noqa: SIM110 - with a generator it takes twice as long
+            if words[rank * step] < mark:
+                return False
+        return True
 
     # --- operations -------------------------------------------------------------------------------
 

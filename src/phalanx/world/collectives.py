@@ -69,13 +69,19 @@ def all_reduce(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
     if flat.numel() * flat.itemsize <= _SMALL_BYTES:
         yield from _all_reduce_small(arena, flat, reduction)
         return
-    for piece in _pieces(flat.numel(), arena.slot_bytes // flat.itemsize):
-        yield from _all_reduce_piece(arena, flat[piece], reduction)
+    cuts = [
+        tuple(equal_sizes(piece.stop - piece.start, arena.size))
+        for piece in _pieces(flat.numel(), arena.slot_bytes // flat.itemsize)
+    ]
+    parts = flat.split([size for sizes in cuts for size in sizes])  # one call instead of many
+    for at, sizes in enumerate(cuts):
+        own = parts[at * arena.size : (at + 1) * arena.size]
+        yield from _all_reduce_piece(arena, own, sizes, reduction)
 
 
 def _all_reduce_small(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
     yield from arena.begin_piece()
-    sources = [slot[: flat.numel()] for slot in arena.slots(flat.dtype)]
+    sources = arena.heads(flat.dtype, flat.numel())
     sources[arena.rank].copy_(flat)
     arena.publish()
     yield from arena.published()
@@ -83,29 +89,28 @@ def _all_reduce_small(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps
     arena.end_piece()
 
 
-def _all_reduce_piece(arena: Arena, part: Tensor, reduction: Reduction) -> Steps:
-    me = arena.rank
-    parts = part.split(equal_sizes(part.numel(), arena.size))
+def _all_reduce_piece(
+    arena: Arena, parts: Sequence[Tensor], sizes: tuple[int, ...], reduction: Reduction
+) -> Steps:
+    me, others = arena.rank, arena.board.others
+    mine = parts[me]
     yield from arena.begin_piece()
-    slots = [slot[: part.numel()] for slot in arena.slots(part.dtype)]
+    slots = arena.cut(mine.dtype, sizes)
     own = slots[me]
-    start = sum(len(before) for before in parts[:me])
-    stop = start + len(parts[me])
-    own[:start].copy_(part[:start])
-    own[stop:].copy_(part[stop:])
+    for rank in others:
+        own[rank].copy_(parts[rank])
     arena.publish()
     yield from arena.published()
-    sources = [slot[start:stop] for slot in slots]
-    sources[me] = parts[me]
-    reduction(sources, own[start:stop])
-    parts[me].copy_(own[start:stop])
+    sources = [slot[me] for slot in slots]
+    sources[me] = mine
+    # In place where the reduction can: what it writes to is in the cache already.
+    result, double = (mine, own[me]) if me < 2 else (own[me], mine)
+    reduction(sources, result)
+    double.copy_(result)
     arena.give_result()
     yield from arena.results_given()
-    at = 0
-    for rank, theirs in enumerate(parts):
-        if rank != me:
-            theirs.copy_(slots[rank][at : at + len(theirs)])
-        at += len(theirs)
+    for rank in others:
+        parts[rank].copy_(slots[rank][rank])
     arena.end_piece()
 
 

@@ -12,12 +12,14 @@ of a group share a lane, because they share its arena; messages have a lane per 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, GroupAborted
+from phalanx.memory import Waiting
 from phalanx.world.arena import Need
 from phalanx.world.bell import Bells
 from phalanx.world.board import LEFT, Board
@@ -29,7 +31,9 @@ __all__ = ["COLLECTIVES", "Engine"]
 
 COLLECTIVES = "collectives"
 _LOOK_FOR_DEAD_S = 0.02
-_FEWEST_LOOKS, _MOST_LOOKS = 4, 64
+_SHORTEST_SPIN_S, _LONGEST_SPIN_S = 20e-6, 300e-6
+_CROWDED_SPIN_S = 10e-6
+_LOOKS_PER_CLOCK = 16
 _NOBODY: Need = ((), 0)
 _FIRST_SLEEP_S = 1e-3
 _LONGEST_SLEEP_S = 10e-3
@@ -53,10 +57,14 @@ class Engine:
         self._lanes: dict[Hashable, deque[Task]] = {}
         self._broken: BaseException | None = None
         self._next_look_s = 0.0
-        # How often to look before sleeping. Where each rank has a core, what is waited for is
-        # mostly a moment away; where ranks share cores, or others keep them busy, looking is in
-        # vain. Which it is shows: looks that were in vain halve the number, others double it.
-        self._looks = _MOST_LOOKS
+        # One thread moves the operations at a time: two would take each other's wake-ups.
+        self._mover = threading.RLock()
+        self._num_drivers = 0
+        # How long to look before sleeping. Where each rank has a core, what is waited for is
+        # mostly a moment away, and a sleep takes longer to end than that; where other work keeps
+        # the cores busy, looking is in vain. Which it is shows by how long waits are.
+        self._roomy = board.size <= len(os.sched_getaffinity(0))
+        self._spin_s = _LONGEST_SPIN_S if self._roomy else _CROWDED_SPIN_S
 
     def start(self, task: Task, lane: Hashable, needs: Need, *, wait: bool) -> None:
         """Begin ``task``, and finish it if ``wait``; a failure under way is kept in it.
@@ -95,24 +103,68 @@ class Engine:
         """Look until ``task`` has ended."""
         if timeout_s is not None:
             task.deadline_s = min(task.deadline_s, now_s() + timeout_s)
-        looks = rests = 0
+        waiting, rests = Waiting(task.timeout_s), 0
+        with self._lock:
+            self._num_drivers += 1
         try:
             while not task.done:
-                if self.advance():
-                    if looks and not rests:
-                        self._looks = min(2 * self._looks, _MOST_LOOKS)
-                    looks = rests = 0
-                elif looks < self._looks:
-                    looks += 1
+                if self._mover.acquire(blocking=False):
+                    try:
+                        rests = 0 if self._turn(task.need, rests) else rests + 1
+                    finally:
+                        self._mover.release()
                 else:
-                    rests += 1
-                    if rests == 1:
-                        self._looks = max(self._looks // 2, _FEWEST_LOOKS)
-                    self.rest(task.need, rests)
+                    waiting.rest()
         except BaseException as exc:
             with self._lock:
                 self._break(self._interrupted(task, exc), task)
             raise
+        finally:
+            with self._lock:
+                self._num_drivers -= 1
+
+    def pump(self) -> bool:
+        """Give a turn to what nobody waits for; tell whether there was any."""
+        if self._num_drivers or not self._mover.acquire(blocking=False):
+            return False
+        try:
+            self._turn(self._first_need(), 0)
+        finally:
+            self._mover.release()
+        return True
+
+    def _first_need(self) -> Need | None:
+        with self._lock:
+            return next((tasks[0].need for tasks in self._lanes.values() if tasks), None)
+
+    def _turn(self, need: Need | None, rests: int) -> bool:
+        """Move on, or look for a moment, or else sleep; tell whether it was not the last."""
+        if self.advance():
+            return True
+        if not rests:
+            since = now_s()
+            if self._spin(need or _NOBODY, since):
+                return True
+            self.rest(need, 1)
+            self._learn(now_s() - since)
+        else:
+            self.rest(need, rests + 1)
+        return False
+
+    def _spin(self, need: Need, since_s: float) -> bool:
+        ranks, mark = need
+        until_s = since_s + self._spin_s
+        while now_s() < until_s:
+            for _ in range(_LOOKS_PER_CLOCK):
+                if self._board.reached(ranks, mark) if mark > 0 else self.advance():
+                    return True
+        return False
+
+    def _learn(self, waited_s: float) -> None:
+        if self._roomy:
+            more = waited_s < 2 * _LONGEST_SPIN_S
+            spin_s = self._spin_s * (2 if more else 0.5)
+            self._spin_s = min(max(spin_s, _SHORTEST_SPIN_S), _LONGEST_SPIN_S)
 
     def rest(self, need: Need | None, times: int) -> None:
         """Sleep until the first of those needed rings, or for a moment that grows with ``times``.

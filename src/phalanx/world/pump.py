@@ -20,7 +20,10 @@ class Pumped(Protocol):
         """Whether nothing is under way."""
 
     def advance(self) -> bool:
-        """Move on what can be; tell whether something has ended."""
+        """Move on what can be; tell whether something could."""
+
+    def pump(self) -> bool:
+        """Move on what nobody waits for, or sleep until it may; tell whether there was any."""
 
     def examine(self) -> None:
         """Fail what cannot go on."""

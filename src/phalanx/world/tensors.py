@@ -37,7 +37,7 @@ def flat_of(tensor: Tensor, name: str) -> Flat:
     Raises:
         UnsupportedError: It is on another device, or sparse.
     """
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise UnsupportedError(
             f"`{name}` must be on the CPU, but is on {tensor.device}. Use a group of another "
             'backend for it, such as `new_group(backend="nccl")`.'
@@ -46,10 +46,10 @@ def flat_of(tensor: Tensor, name: str) -> Flat:
         raise UnsupportedError(
             f"`{name}` must be dense, but is of layout {tensor.layout}. Give `.to_dense()`."
         )
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
         if plain.numel() != 1:
-            return Flat(plain, plain.view(-1), False)
+            return Flat(plain, plain if plain.dim() == 1 else plain.view(-1), False)
         # Its view would keep whatever stride a single element has.
         return Flat(plain, plain.as_strided((1,), (1,), plain.storage_offset()), False)
     return Flat(plain, plain.resolve_conj().resolve_neg().contiguous().view(-1), True)
