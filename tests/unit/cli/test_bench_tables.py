@@ -121,6 +121,7 @@ def test_two_workers_are_judged_by_the_rows_of_both():
 def test_tables_fit_and_show_medians():
     latencies = shown(latency_table(results()))
     assert "add 1,000 40 40 40 40" in latencies
+    assert "idle, and rows found by key" in latencies
     assert any("Ray actor" in line for line in latencies)
     assert "snapshot, GB/s 25,000" in shown(rate_table(results()))
     targets = shown(target_table(results(seconds=7e-6)))
@@ -231,7 +232,7 @@ def test_it_runs_beside_its_peers_and_writes_what_it_found(tmp_path, monkeypatch
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "tables.json").read_text())
     counts = {name: len(tasks) for name, tasks in report["contestants"].items()}
-    assert counts == {"phalanx": 24, "torch": 24, "rpc": 18, "snapshot": 2}
+    assert counts == {"phalanx": 30, "torch": 24, "rpc": 18, "snapshot": 2}
     assert all(target["met"] is not None for target in report["targets"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tables.json", "tables.png"]
 

@@ -69,11 +69,16 @@ def _phalanx(job: Job) -> Iterator[Turn]:
     with _join(job) as world:
         matrix = world.matrix(job.rows, COLS, name="matrix")
         sharded = world.matrix(job.rows, COLS, name="sharded", num_shards=_NUM_SHARDS)
+        keyed = world.keys(COLS, name="keyed", capacity=job.rows)
+        if job.rank == 0:
+            keyed.add(torch.zeros(job.rows, COLS), torch.arange(job.rows))
         array = world.array(ARRAY_ELEMENTS, name="array")
         steps = Steps(
             makers={
                 "get": draws.getting(lambda rows, out: matrix.get(rows, out=out)),
                 "add": draws.adding(lambda rows, delta: matrix.add(delta, rows)),
+                "keys get": draws.getting(lambda rows, out: keyed.get(rows, out=out)),
+                "keys add": draws.adding(lambda rows, delta: keyed.add(delta, rows)),
                 "flood": draws.adding(lambda rows, delta: sharded.add(delta, rows)),
                 "array get": draws.of_array(lambda out: array.get(out=out)),
                 "array add": draws.of_array(array.add),

@@ -19,7 +19,8 @@ class Task:
     """One thing that is timed, as worker 0 sees it.
 
     Args:
-        kind: "get" or "add": of rows of the matrix. "array get" or "array add": of all of the
+        kind: "get" or "add": of rows of the matrix. "keys get" or "keys add": the same of a table
+            that finds them by key. "array get" or "array add": of all of the
             array. "flood": equally many adds by each worker at work, to random rows of 4 shards,
             from the beginning of the first to the end of the last. "snapshot": of a table, to disk.
             "disk": the same bytes, written and synced.
@@ -42,6 +43,7 @@ TASKS_OF_MEMORY = (
         for rows in SIZES
         for kind in ("get", "add")
     ),
+    *(Task(kind=kind, rows=rows) for rows in SIZES for kind in ("keys get", "keys add")),
     Task(kind="array get"),
     Task(kind="array add"),
     *(

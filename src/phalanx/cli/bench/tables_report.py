@@ -31,9 +31,10 @@ TITLES = {
 }
 _COLOURS = {"phalanx": "#0f766e", "torch": "#9ca3af", "rpc": "#b45309", "ray": "#7c3aed"}
 _WAYS = {
-    (False, False): "the other worker idle",
-    (True, False): "the other at work too",
-    (False, True): "idle, and other rows each time",
+    ("", False, False): "the other worker idle",
+    ("", True, False): "the other at work too",
+    ("", False, True): "idle, and other rows each time",
+    ("keys ", False, False): "idle, and rows found by key",
 }
 _GREY, _INK = "#6b7280", "#1f2933"
 
@@ -87,12 +88,12 @@ def latency_table(results: Results) -> Table:
     table.add_column("random rows", no_wrap=True)
     for name in names:
         table.add_column(TITLES[name], justify="right", no_wrap=True)
-    for (both, fresh), words in _WAYS.items():
+    for (found, both, fresh), words in _WAYS.items():
         table.add_section()
         table.add_row(Text(words, style="bold"))
         for rows in SIZES:
             for kind in ("get", "add"):
-                task = Task(kind=kind, rows=rows, both=both, fresh=fresh)
+                task = Task(kind=found + kind, rows=rows, both=both, fresh=fresh)
                 cells = [_us(medians[name].get(task)) for name in names]
                 table.add_row(f"  {kind} {rows:,}", *cells)
     return table
