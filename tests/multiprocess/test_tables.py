@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -355,5 +356,75 @@ def test_who_holds_a_shard_too_long_is_named_by_number(run, num_threads):
             table.add(torch.ones(6, 2))
         # which of a process's threads it is, a lock does not know
         assert caught.value.rank == (2 if num_threads == 1 else None)
+        holder.put()
+        holder.process.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize("rows", [None, [5, 2, 0]], ids=["whole", "rows"])
+def test_an_add_to_several_shards_goes_to_those_that_are_free_first(run, rows):
+    with tables.join(run, timeout_s=DEADLINE_S) as world, Children() as children:
+        table = world.matrix(6, 2, name="x", num_shards=3)
+        holder = children.start(_hold_a_shard, run, 1)
+        assert holder.get() == 1
+        before_last = threading.Event()
+        left = iter(range(3))
+
+        def fault(point: str, worker: int) -> None:
+            if point == "before lock" and next(left) == 2:
+                before_last.set()
+
+        faults.plant(fault)
+        delta = torch.ones(6, 2) if rows is None else torch.ones(3, 2)
+        adding = threading.Thread(target=table.add, args=(delta, rows))
+        adding.start()
+        try:
+            assert before_last.wait(DEADLINE_S)  # it comes to the shard that is held
+            assert table.get([0, 2, 5])[:, 0].tolist() == [1.0, 0.0, 1.0]
+        finally:
+            holder.put()
+            adding.join(DEADLINE_S)
+            faults.plant(None)
+            holder.process.join(DEADLINE_S)
+        assert table.get([0, 2, 5])[:, 0].tolist() == [1.0, 1.0, 1.0]
+
+
+def _hold_a_lock(parent: Parent, run: str, which: str) -> None:
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        table = world.matrix(6, 2, name="x", sync=True)
+        storage = table._storage
+        lock = {
+            "membership": world.membership.lock,
+            "rounds": storage._lock,
+            "shard": storage.shards[0].lock,
+        }[which]
+        with lock.exclusive(DEADLINE_S):
+            parent.tell(world.worker_id)
+            parent.hear()
+
+
+@pytest.mark.parametrize(
+    ("which", "act"),
+    [
+        ("membership", lambda world, table: world.barrier()),
+        ("membership", lambda world, table: world.leave()),
+        ("rounds", lambda world, table: table.async_get().wait()),
+        ("shard", lambda world, table: table.snapshot("never")),
+        ("shard", lambda world, table: table.restore("snapshot")),
+    ],
+)
+def test_whoever_holds_any_lock_of_a_run_too_long_is_named_by_number(
+    run, which, act, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with tables.join(run, timeout_s=DEADLINE_S) as world, Children() as children:
+        table = world.matrix(6, 2, name="x", sync=True)
+        table.snapshot("snapshot")
+        holder = children.start(_hold_a_lock, run, which)
+        assert holder.get() == 1
+        world.timeout_s = 0.1
+        with pytest.raises(PeerTimeout) as caught:
+            act(world, table)
+        assert caught.value.rank == 1
+        world.timeout_s = DEADLINE_S
         holder.put()
         holder.process.join(DEADLINE_S)

@@ -14,7 +14,6 @@ from phalanx.memory.flat import (
     zeros,
 )
 from phalanx.memory.forks import forget_in_child
-from phalanx.memory.holders import find_holders
 from phalanx.memory.locks import LockFile, RangeLock
 from phalanx.memory.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.memory.region import Region
@@ -38,7 +37,6 @@ __all__ = [
     "dense_strides",
     "die_with_parent",
     "fence",
-    "find_holders",
     "forget_in_child",
     "in_memory_order",
     "keep_freed_memory",

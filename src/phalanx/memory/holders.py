@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 __all__ = ["Holder", "describe_holders", "find_holders"]
@@ -44,12 +44,8 @@ def find_holders(fd: int, start: int, stop: int) -> list[Holder]:
     return [Holder(pid, writing) for pid, writing in sorted(found.items())]
 
 
-def describe_holders(fd: int, start: int, stop: int) -> str:
+def describe_holders(holders: Sequence[Holder]) -> str:
     """Say who holds a lock, as the end of a sentence."""
-    try:
-        holders = find_holders(fd, start, stop)
-    except OSError:
-        holders = []
     if not holders:
         return "is held, or waited for, by a process that cannot be seen from here"
     words = [

@@ -41,7 +41,7 @@ from functools import partial
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.memory.forks import forget_in_child
-from phalanx.memory.holders import describe_holders
+from phalanx.memory.holders import Holder, describe_holders, find_holders
 from phalanx.memory.region import Region
 from phalanx.memory.waiting import Waiting
 
@@ -60,6 +60,7 @@ class LockFile:
 
     Args:
         file: A region or a file descriptor; neither is needed afterwards.
+        rank_of: Tells as which rank a process works, if as one; for errors.
 
     Raises:
         ConfigError: It cannot be opened anew.
@@ -72,7 +73,10 @@ class LockFile:
         RangeLock('row 0', bytes 0 to 63)
     """
 
-    def __init__(self, file: Region | int) -> None:
+    def __init__(
+        self, file: Region | int, *, rank_of: Callable[[int], int | None] = lambda _: None
+    ) -> None:
+        self.rank_of = rank_of
         fd = file if isinstance(file, int) else file.fd
         try:
             self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -223,6 +227,14 @@ class RangeLock:
         """
         return _Hold(self, self._try_exclusive, timeout_s)
 
+    def looks_free(self) -> bool:
+        """Tell whether nobody holds the range at this moment; the next one may be another's.
+
+        Raises:
+            StateError: The file is closed, or was opened before this process was forked.
+        """
+        return not self._holds and self._is_free(self._write)
+
     def acquire(self, hold: _Hold) -> None:
         """Begin a hold; for its ``with``."""
         with self._state:
@@ -279,7 +291,7 @@ class RangeLock:
     def _try_shared(self, hold: _Hold, in_line: bool) -> bool:
         if self._writing and self._held():
             return False
-        if not (in_line or self._nobody_waits(self._turnstile_read)):
+        if not (in_line or self._is_free(self._turnstile_read)):
             return False
         if self._holds:
             self._holds[hold] = None
@@ -290,7 +302,7 @@ class RangeLock:
     def _try_exclusive(self, hold: _Hold, in_line: bool) -> bool:
         if self._holds and self._held():
             return False
-        if not (in_line or self._nobody_waits(self._turnstile_write)):
+        if not (in_line or self._is_free(self._turnstile_write)):
             return False
         self._writing = True
         return self._take(hold, self._write)
@@ -329,7 +341,7 @@ class RangeLock:
             raise self._cannot(exc) from exc
         return True
 
-    def _nobody_waits(self, request: bytes) -> bool:
+    def _is_free(self, request: bytes) -> bool:
         try:
             answer = fcntl.fcntl(self._fd, _GET, request)
         except (OSError, ValueError) as exc:
@@ -366,11 +378,19 @@ class RangeLock:
 
     def _late(self, hold: _Hold) -> PeerTimeout:
         what = "free" if hold.attempt == self._try_exclusive else "free of writers"
-        stop = self.start + self.num_bytes
+        holders = self._holders()
+        ranks = [self._file.rank_of(pid) for pid, _ in holders if pid != os.getpid()]
         return PeerTimeout(
             f"Lock {self.label!r} must become {what} within {hold.timeout_s:g} s, but "
-            f"{describe_holders(self._open_fd, self.start, stop)}."
+            f"{describe_holders(holders)}.",
+            next((rank for rank in ranks if rank is not None), None),
         )
+
+    def _holders(self) -> list[Holder]:
+        try:
+            return find_holders(self._open_fd, self.start, self.start + self.num_bytes)
+        except OSError:  # closed meanwhile
+            return []
 
     def _cannot(self, exc: OSError | ValueError) -> StateError:
         if self._fd < 0:

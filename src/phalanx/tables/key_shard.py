@@ -92,7 +92,7 @@ class KeyShard:
         self._spec = spec
         self._index = index
         self._line = line
-        self._lock = lock
+        self.lock = lock
         self._first_rows = first_rows
         self._regions = regions
         self._seed = seed
@@ -145,7 +145,7 @@ class KeyShard:
             serial,
             1 << exponent,
             self._regions.open_region(name, nbytes, create=create),
-            self._lock,
+            self.lock,
             self._first_rows,
             self._serial,
             self._seed(),
@@ -207,14 +207,14 @@ class KeyShard:
                 None,
                 None,
             )
-        with self._lock.exclusive(timeout_s):
+        with self.lock.exclusive(timeout_s):
             if self._serial() == old.serial:  # else somebody else was first
                 old.settle()
                 self._publish(_exponent_for(num_keys), lambda new: new.grow_from(old))
 
     def replace(self, keys: Tensor, parts: Sequence[Tensor], timeout_s: float) -> None:
         """Replace everything by these keys and their values and states."""
-        with self._lock.exclusive(timeout_s):
+        with self.lock.exclusive(timeout_s):
             old = self.newest()
             old.settle()
             exponent = max(_exponent_for(len(keys)), _first_exponent(self._spec))

@@ -11,6 +11,7 @@ import secrets
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.memory import Region
@@ -71,12 +72,12 @@ class KeyStorage(Sharded):
         for shard in self.shards:
             shard.begin()
 
-    def _owners(self, rows: Tensor) -> Tensor:
+    def _owners(self, rows: Tensor) -> NDArray[np.uint8]:
         # The upper bits: the lower ones say where in a shard's index a key begins to be sought.
         owners = (mix(rows.numpy() ^ np.int64(self._seed())) >> np.uint64(32)) % np.uint64(
             len(self.shards)
         )
-        return torch.from_numpy(owners.view(np.int64))
+        return owners.astype(np.uint8)
 
     # --- all of it --------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class KeyStorage(Sharded):
         keys, *others = parts
         owners = self._owners(keys)
         for index, shard in enumerate(self.shards):
-            mine = owners == index
+            mine = torch.from_numpy(owners == index)
             shard.replace(keys[mine], [part[mine] for part in others], timeout_s)
 
 

@@ -42,7 +42,7 @@ class Membership:
 
     def __init__(self, region: Region, label: str) -> None:
         self._words = region.buffer[: self.needed_bytes()].cast("q")
-        self._file = LockFile(region)
+        self._file = LockFile(region, rank_of=self.worker_of)
         self.lock: RangeLock = self._file.range(0, 64, label=f"membership of {label}")
         self._label = label
 

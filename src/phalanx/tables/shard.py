@@ -38,7 +38,7 @@ from phalanx.memory import RangeLock, reach
 from phalanx.tables.updaters import Change, Updater
 from phalanx.tables.values import holds_nonfinite
 
-__all__ = ["POINTS", "Entry", "NotFinite", "Shard"]
+__all__ = ["POINTS", "Entry", "NotFinite", "Shard", "refuse_nonfinite"]
 
 POINTS = (
     "before lock",
@@ -277,7 +277,7 @@ class Shard:
             self._change_all(word, delta, worker, unseen)
         else:
             if unseen and (self._scale is None or rows.numel() > self._undo_rows):
-                _refuse_nonfinite(delta)  # sums of what is finite may be infinite
+                refuse_nonfinite(delta)  # sums of what is finite may be infinite
                 unseen = False
             if self._scale is None or rows.numel() > self._undo_rows:
                 rows, delta = _add_up_repeats(rows, delta)
@@ -303,7 +303,7 @@ class Shard:
             ids, saved = self._undo_place(word & _CURRENT, num_rows)
             ids.copy_(rows)
             if unseen:
-                _refuse_nonfinite(delta)
+                refuse_nonfinite(delta)
             self._change_block(word, current, saved, rows, delta, num_rows, worker)
             return
         self._ids[:num_rows] = rows
@@ -311,7 +311,7 @@ class Shard:
             stop = min(start + BLOCK_ROWS, num_rows)
             piece = delta[start:stop]
             if unseen:
-                _refuse_nonfinite(piece)
+                refuse_nonfinite(piece)
             saved = [part[start:stop] for part in record]
             self._change_block(word, current, saved, rows[start:stop], piece, stop, worker)
             reach("half the rows written")
@@ -367,14 +367,14 @@ class Shard:
             parts = (delta.split(block), old[0].split(block), new[0].split(block))
             for piece, source, target in zip(*parts, strict=True):
                 if unseen:
-                    _refuse_nonfinite(piece)
+                    refuse_nonfinite(piece)
                 torch.add(source, piece, alpha=self._scale, out=target)
                 reach("half the rows written")
             return
         for start in range(0, self.num_rows, block):
             rows = slice(start, start + block)
             if unseen:
-                _refuse_nonfinite(delta[rows])
+                refuse_nonfinite(delta[rows])
             for source, target in zip(old, new, strict=True):
                 target[rows].copy_(source[rows])
             backup = self._backups[worker][rows] if self._backups else None
@@ -410,7 +410,12 @@ class _Place(NamedTuple):
     saved: Sequence[Tensor]
 
 
-def _refuse_nonfinite(delta: Tensor) -> None:
+def refuse_nonfinite(delta: Tensor) -> None:
+    """Look at a delta that has to be finite.
+
+    Raises:
+        NotFinite: It is not.
+    """
     if holds_nonfinite(delta):
         raise NotFinite
 

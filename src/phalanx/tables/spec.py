@@ -92,6 +92,7 @@ class TableSpec:
                 f"`updater` must be 'sum' for a table of {self.dtype}, but is "
                 f"{self.updater.name!r}."
             )
+        self.updater.check_dtype(self.dtype)
         if self.nonfinite not in _NONFINITE:
             raise ConfigError(
                 f"`nonfinite` must be 'reject', 'skip' or 'allow', but is {self.nonfinite!r}."

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.tables.membership import Membership
@@ -105,8 +107,9 @@ class Storage(Sharded):
         else:
             values.copy_(init)
 
-    def _owners(self, rows: Tensor) -> Tensor:
-        return torch.bucketize(rows, self.bounds, right=True)
+    def _owners(self, rows: Tensor) -> NDArray[np.uint8]:
+        owners = torch.bucketize(rows, self.bounds, right=True, out_int32=True)
+        return owners.numpy().astype(np.uint8)
 
     # --- all of it --------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class Worker(Protocol):
     worker_id: int
     timeout_s: float
     closed: bool
+    left: bool
     membership: Membership
 
     def is_counted(self) -> bool:
@@ -96,8 +97,8 @@ class Table:
         self._is_bulk = spec.staleness.is_bulk_synchronous
         self._is_bounded = spec.staleness.is_bounded
         self._is_guarded = spec.nonfinite != "allow"
-        # Where a refusal comes in time: no other shard, and no other worker, has the add by then.
-        self._shard_may_look = self._is_guarded and spec.num_shards == 1 and not self._is_bulk
+        # Where a refusal comes in time: no other worker has the add by then.
+        self._storage_may_look = self._is_guarded and not self._is_bulk
         self._seen_clock = -1  # nobody was behind this one when last looked at
 
     @property
@@ -133,7 +134,7 @@ class Table:
         Raises:
             ConfigError: Shape or dtype is another, a row is outside the table, or the delta holds
                 NaN or infinity and the table rejects those. The table is unchanged.
-            StateError: The table is bulk-synchronous, and this worker has left.
+            StateError: This worker has left.
             PeerTimeout: Another worker held the shard beyond the deadline.
 
         Collective: No. Blocks: While another worker adds to the same shard.
@@ -145,7 +146,7 @@ class Table:
         spec = self._spec
         index = None if rows is None else read_rows(rows, spec)
         value = read_delta(delta, spec, None if index is None else index.numel())
-        unseen = self._shard_may_look and value.numel() > _LARGE
+        unseen = self._storage_may_look and value.numel() > _LARGE
         if self._is_guarded and not unseen and holds_nonfinite(value):
             self._refuse_nonfinite()
             return
@@ -168,18 +169,18 @@ class Table:
         )
 
     def _take(self, entry: Entry) -> None:
+        self._refuse_if_left()
         if self._is_bulk:
-            self._refuse_if_left()
             self._storage.rounds.put(entry)
         else:
             self._storage.add(entry, self._world.timeout_s)
 
     def _refuse_if_left(self) -> None:
-        """Raise for one who is in no round: two gets of one would differ by an add of its."""
-        if not self._world.is_counted():
+        # Who is in no round may not come between the gets of one: they would differ by its add.
+        if self._world.left or (self._is_bulk and not self._world.is_counted()):
             raise StateError(
-                f"An add to bulk-synchronous table {self.name!r} must be made by a worker of the "
-                f"run, but worker {self._world.worker_id} has left. Add before `leave()`."
+                f"An add to table {self.name!r} must be made by a worker of the run, but worker "
+                f"{self._world.worker_id} has left. Add before `leave()`."
             )
 
     def assign(self, value: Numbers) -> None:

@@ -95,6 +95,20 @@ class Updater:
         """What a delta is multiplied with and added, where that is all; then repeats may stay."""
         return None
 
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Look whether a table of ``dtype`` can compute with the options.
+
+        Raises:
+            ConfigError: One is beyond what the dtype holds.
+        """
+        most = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
+        for name, value in self.options().items():
+            if isinstance(value, int | float) and value > most:
+                raise ConfigError(
+                    f"Option `{name}` of updater {self.name!r} must be at most {most:.4g} for a "
+                    f"table of {dtype}, but is {value!r}."
+                )
+
     def first_states(self) -> list[float]:
         """Return what each state is filled with at first."""
         return [0.0] * len(self.states)

@@ -142,6 +142,7 @@ class World:
         self.run = house.run
         self.membership = house.membership
         self.closed = False
+        self.left = False
         self._turn = house.membership.turn(worker_id)
         self._house = house
         self._pid = os.getpid()
@@ -225,10 +226,11 @@ class World:
     def leave(self) -> None:
         """Stop counting as a worker: nobody waits for this one any more.
 
-        Tables stay readable; bulk-synchronous ones take no more adds of this worker.
+        Tables stay readable, but take no more adds of this worker.
         """
         if not self.closed and self.is_counted():
             self.membership.leave(self.worker_id, self._turn, self.timeout_s)
+        self.left = True
 
     def close(self) -> None:
         """Leave and let go of everything; the last one out removes what the run has shared.

@@ -43,6 +43,30 @@ def hold(lock: RangeLock, kind: str, timeout_s: float = SHORT_S) -> AbstractCont
     return getattr(lock, kind)(timeout_s)
 
 
+@pytest.mark.parametrize("kind", ["shared", "exclusive"])
+def test_a_lock_that_is_held_does_not_look_free(locks, kind):
+    first, second = locks
+    assert second.looks_free()
+    with hold(first, kind):
+        assert not second.looks_free()
+        assert not first.looks_free()
+    assert second.looks_free()
+
+
+def test_who_holds_a_lock_too_long_is_named_by_rank(region):
+    told: list[int] = []
+
+    def rank_of(pid: int) -> int:
+        told.append(pid)
+        return 7
+
+    with LockFile(region, rank_of=rank_of) as one, LockFile(region) as other:
+        with hold(other.range(0, 64), "exclusive"), pytest.raises(PeerTimeout) as caught:
+            hold(one.range(0, 64), "exclusive").__enter__()
+        assert caught.value.rank is None  # it is this process, of which one of its ranks may wait
+        assert told == []
+
+
 @pytest.mark.parametrize(
     ("held", "asked", "granted"),
     [
@@ -171,7 +195,7 @@ def test_a_reader_goes_behind_a_writer_that_waits(region, pair):
 
 def test_without_the_turnstile_the_reader_would_overtake(region, pair, monkeypatch):
     """The planted bug: nobody looks whether somebody waits."""
-    monkeypatch.setattr(RangeLock, "_nobody_waits", lambda self, request: True)
+    monkeypatch.setattr(RangeLock, "_is_free", lambda self, request: True)
     ours, theirs = pair
     with LockFile(region) as third, ThreadPoolExecutor(1) as pool:
         with ours.shared():

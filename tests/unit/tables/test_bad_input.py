@@ -94,11 +94,36 @@ def test_a_refused_get_does_not_end_the_round():
         ({"staleness": -1}, "`staleness` must be a number of rounds from 0 on"),
         ({"staleness": 2, "sync": True}, "`staleness` must be absent where `sync` is True"),
         ({"sync": "yes"}, "`sync` must be True or False"),
+        ({"updater": {"name": "sgd", "lr": 1e39}}, r"`lr` .* at most 3.403e\+38 .*, but is 1e\+39"),
+        ({"updater": {"name": "adam", "lr": 10**400}}, "`lr` .* at most 3.403e"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused(kwargs, message):
     with tables.join() as world, pytest.raises(ConfigError, match=message):
         world.matrix(**{"rows": 2, "cols": 3, **kwargs})
+
+
+def test_a_rate_that_the_dtype_holds_is_taken():
+    with tables.join() as world:
+        table = world.matrix(2, 1, torch.float64, updater={"name": "sgd", "lr": 1e39})
+        table.add([[1.0]], rows=[1])
+        assert table.get().tolist() == [[0.0], [-1e39]]
+
+
+@pytest.mark.parametrize("kind", ["matrix", "keys"])
+def test_who_has_left_adds_nothing_and_may_read_on(kind):
+    with tables.join(num_workers=2) as world, world.thread_worker() as gone:
+        ours, its = (
+            w.matrix(3, 2, name="x") if kind == "matrix" else w.keys(2, name="x")
+            for w in (world, gone)
+        )
+        its.add([[1.0, 2.0]], rows=[1])
+        gone.leave()
+        with pytest.raises(
+            StateError, match=r"An add to table 'x' .* worker 1 has left. Add before `leave\(\)`"
+        ):
+            its.add([[1.0, 2.0]], rows=[1])
+        assert ours.get([1]).tolist() == its.get([1]).tolist() == [[1.0, 2.0]]
 
 
 @pytest.mark.parametrize(
