@@ -29,7 +29,9 @@ from phalanx.cli.bench.contestants import (
     loss_of,
     select,
 )
+from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerLost
+from phalanx.memory import ProcessIdentity
 
 # --- stand-ins for contestants: the arena's protocol in a few lines, without torch --------------
 
@@ -186,11 +188,29 @@ def test_a_child_that_does_not_heed_the_end_of_its_input_is_killed(monkeypatch):
 
 
 @needs_proc
+def test_who_is_not_at_work_is_stopped():
+    """A contestant whose threads go on by themselves takes nothing from the others."""
+    with Arena([stub("pair", STEADY, STEADY), stub("other", STEADY)]) as arena:
+        for name in ("pair", "other"):
+            arena.greet(name)
+        for name in ("other", "pair", "other"):
+            assert arena.run(name, 2) == [0.0, 1.0]
+            until_s = now_s() + 30
+            while not all(ProcessIdentity.of(pid).stopped() for pid in arena.pids):
+                assert now_s() < until_s
+
+
+@needs_proc
 def test_children_end_with_a_controller_that_is_killed():
+    attends = """
+from contextlib import nullcontext
+from phalanx.cli.bench.arena import attend
+attend(nullcontext(lambda number: [1.0] * number))
+"""
     controller = f"""
 from phalanx.cli.bench.arena import Arena, Entrant
 import sys
-entrant = Entrant(name="a", commands=((sys.executable, "-c", {STEADY!r}),) * 2)
+entrant = Entrant(name="a", commands=((sys.executable, "-c", {attends!r}),) * 2)
 with Arena([entrant]) as arena:
     arena.greet("a")
     print(*arena.pids, flush=True)

@@ -4,19 +4,23 @@ A machine is never equally fast for two minutes on end, so contestants that are 
 the other are measured on different machines. Here all are set up first; then the controller goes
 round them many times, and each makes a few steps per round:
 
-    controller ──"5\\n"──> contestant 1    (all others wait in a read)
+    controller ──"5\\n"──> contestant 1    (all others are stopped)
                <──times──
                ──"5\\n"──> contestant 2
                ...
     next round, in another order
+
+Whose turn it is not is stopped by SIGSTOP: waiting in a read is not enough where a library has
+threads that look for messages without a pause, as torch RPC has. Three such processes took one and
+a half of two cores from whoever was being timed.
 
 The first steps of a turn find the caches full of somebody else's data, and are dropped. The
 contestants of a round come in an order drawn anew each time, so that none always follows the same
 neighbour.
 
 What travels is one line each way: a number of steps down a child's stdin, the seconds of each as a
-JSON list up its stdout (an empty one as soon as it is ready). A child whose stdin ends is finished;
-so children end with their controller, whichever way that one goes.
+JSON list up its stdout (an empty one as soon as it is ready). A child whose stdin ends is finished,
+and the kernel kills one whose controller has died: it may be stopped.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import json
 import os
 import random
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +42,8 @@ from types import TracebackType
 from typing import IO
 
 from phalanx.clock import now_s
-from phalanx.errors import PeerError, PeerLost, PeerTimeout
+from phalanx.errors import PeerError, PeerLost, PeerTimeout, UnsupportedError
+from phalanx.memory import die_with_parent
 
 __all__ = [
     "Arena",
@@ -196,8 +202,10 @@ class Arena:
         return [child.process.pid for child in children if child.process.poll() is None]
 
     def greet(self, name: str) -> list[float]:
-        """Wait until contestant ``name`` is ready; raises like `run`."""
-        return self._times(name)
+        """Wait until contestant ``name`` is ready, and stop it; raises like `run`."""
+        times = self._times(name)
+        self._signal(name, signal.SIGSTOP)
+        return times
 
     def run(self, name: str, num_steps: int) -> list[float]:
         """Let contestant ``name`` make steps; return the seconds of each.
@@ -208,9 +216,16 @@ class Arena:
 
         Blocks: Until all its processes have answered, so that none is at work in the next turn.
         """
+        self._signal(name, signal.SIGCONT)
         for child in self._children[name]:
             child.send(num_steps)
-        return self._times(name)
+        times = self._times(name)
+        self._signal(name, signal.SIGSTOP)
+        return times
+
+    def _signal(self, name: str, number: int) -> None:
+        for child in self._children[name]:
+            child.process.send_signal(number)
 
     def dismiss(self, name: str) -> None:
         """End contestant ``name``."""
@@ -345,6 +360,7 @@ def _end(children: list[_Child], *, grace_s: float) -> None:
         for child in children:
             assert child.process.stdin is not None
             child.process.stdin.close()
+            child.process.send_signal(signal.SIGCONT)
         deadline_s = now_s() + grace_s
         for child in children:
             child.process.wait(max(0.0, deadline_s - now_s()))
@@ -376,6 +392,8 @@ def attend(contestant: AbstractContextManager[Turn]) -> None:
 
     Whatever the contestant prints goes to stderr; stdout belongs to the answers.
     """
+    with contextlib.suppress(UnsupportedError):
+        die_with_parent(os.getppid())  # stopped, it would not see its input end
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
