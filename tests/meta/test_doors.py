@@ -277,6 +277,7 @@ DOORS: dict[str, Door] = {
     "handles signals": Door(
         names("signal"),
         allowed=(
+            "cli/bench/arena.py",  # stops whoever is not at work
             "cli/train.py",
             "replicas/worker.py",
             "replicas/worker_process.py",

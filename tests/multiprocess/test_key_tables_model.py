@@ -146,7 +146,7 @@ class KeyTableMachine(RuleBasedStateMachine):
         there = set(table.keys().tolist())
         asked = torch.tensor(sorted(set(keys)))
         now = dict(zip(asked.tolist(), table.get(asked).numpy(), strict=True))
-        owners = table._storage._owners(asked).tolist()
+        owners = table._storage._owners(asked.numpy()).tolist()
         for owner in set(owners):  # of each shard's part all or nothing
             mine = [key for key, o in zip(asked.tolist(), owners, strict=True) if o == owner]
             taken = [key in there and np.array_equal(now[key], after[key]) for key in mine]

@@ -72,11 +72,9 @@ class KeyStorage(Sharded):
         for shard in self.shards:
             shard.begin()
 
-    def _owners(self, rows: Tensor) -> NDArray[np.uint8]:
+    def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         # The upper bits: the lower ones say where in a shard's index a key begins to be sought.
-        owners = (mix(rows.numpy() ^ np.int64(self._seed())) >> np.uint64(32)) % np.uint64(
-            len(self.shards)
-        )
+        owners = (mix(rows ^ np.int64(self._seed())) >> np.uint64(32)) % np.uint64(len(self.shards))
         return owners.astype(np.uint8)
 
     # --- all of it --------------------------------------------------------------------------------
@@ -100,7 +98,7 @@ class KeyStorage(Sharded):
     def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
         """Replace everything by these keys, each once, and their values and states."""
         keys, *others = parts
-        owners = self._owners(keys)
+        owners = self._owners(keys.numpy())
         for index, shard in enumerate(self.shards):
             mine = torch.from_numpy(owners == index)
             shard.replace(keys[mine], [part[mine] for part in others], timeout_s)

@@ -207,7 +207,7 @@ class Sharded:
             (shard, Entry(piece, delta[places], worker, assigns)) for shard, piece, places in routed
         ]
 
-    def _owners(self, rows: Tensor) -> NDArray[np.uint8]:
+    def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return the shard of each row, as uint8."""
         raise NotImplementedError
 
@@ -220,19 +220,21 @@ class Sharded:
             Where in the list the sorted rows stood; and for each shard that has any of them its
             rows, counted from its first one, and where among the sorted ones they are.
         """
-        num_shards = len(self.shards)
-        owners = self._owners(rows)
-        # numpy sorts bytes by counting them, in a third of the time that torch takes
-        order = torch.from_numpy(np.argsort(owners, kind="stable"))
+        # In numpy: it needs half of torch's time for few rows, and sorts bytes by counting them.
+        num_shards, numbers = len(self.shards), rows.numpy()
+        owners = self._owners(numbers)
+        order = np.argsort(owners, kind="stable")
         ends = np.bincount(owners, minlength=num_shards).cumsum().tolist()
-        sorted_rows = torch.index_select(rows, 0, order)
+        sorted_rows = numbers.take(order)
         routed = []
         for turn in range(num_shards):
             index = (turn + worker) % num_shards
-            shard, places = self.shards[index], slice(ends[index - 1] if index else 0, ends[index])
-            if places.start < places.stop:
-                routed.append((shard, sorted_rows[places].sub_(shard.first_row), places))
-        return order, routed
+            start, stop = ends[index - 1] if index else 0, ends[index]
+            if start < stop:
+                shard, piece = self.shards[index], sorted_rows[start:stop]
+                piece -= shard.first_row
+                routed.append((shard, torch.from_numpy(piece), slice(start, stop)))
+        return torch.from_numpy(order), routed
 
     @property
     def num_undone(self) -> int:
@@ -254,16 +256,17 @@ def _first_free(left: Sequence[tuple[Part, Entry]]) -> int:
 
 
 def _pick(delta: Tensor, order: Tensor, unseen: bool) -> Tensor:
-    """Return rows of a delta; look at each block while it is in the cache, if nobody has.
+    """Return rows of a delta; if nobody has looked, look at each block while it is in the cache.
 
     Raises:
         NotFinite: It had to be finite, and is not.
     """
+    if not unseen:
+        return torch.index_select(delta, 0, order)
     picked = torch.empty_like(delta)
     for piece, places in zip(picked.split(BLOCK_ROWS), order.split(BLOCK_ROWS), strict=True):
         torch.index_select(delta, 0, places, out=piece)
-        if unseen:
-            refuse_nonfinite(piece)
+        refuse_nonfinite(piece)
     return picked
 
 

@@ -67,7 +67,7 @@ class Storage(Sharded):
         self._parts = view_parts(region, spec, layout)
         backups = view_backups(region, spec, layout)
         self.shards = [self._shard(index, backups) for index in range(spec.num_shards)]
-        self.bounds = torch.tensor(layout.first_rows[1:-1], dtype=torch.int64, device="cpu")
+        self._bounds = np.array(layout.first_rows[1:-1], dtype=np.int64)
 
     @staticmethod
     def regions(spec: TableSpec) -> dict[str, int]:
@@ -107,9 +107,8 @@ class Storage(Sharded):
         else:
             values.copy_(init)
 
-    def _owners(self, rows: Tensor) -> NDArray[np.uint8]:
-        owners = torch.bucketize(rows, self.bounds, right=True, out_int32=True)
-        return owners.numpy().astype(np.uint8)
+    def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        return np.searchsorted(self._bounds, rows, side="right").astype(np.uint8)
 
     # --- all of it --------------------------------------------------------------------------------
 
