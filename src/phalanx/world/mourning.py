@@ -30,9 +30,8 @@ def look(
             state, _ = board.state_of(rank)
             if state == HERE and not board.alive(rank) and is_missing(board, rank, mark):
                 return PeerLost(
-                    f"Rank {rank} of {board.size} must be alive, but its process is gone{during}; "
-                    f"the last that it began is {describe(board.latest_of(rank))}. "
-                    "Destroy the group and make a new one.",
+                    f"Rank {rank} of {board.size} must be alive, but its process is gone{during}. "
+                    f"{_last_of(board, rank, board.rank)} Destroy the group and make a new one.",
                     rank,
                 )
     for rank in missing:
@@ -40,13 +39,14 @@ def look(
         if state == LOST:
             return PeerLost(
                 f"Rank {cause} of {board.size} must be alive, but rank {rank} has found it gone"
-                f"{during}. Destroy the group and make a new one.",
+                f"{during}. {_last_of(board, cause, board.rank)} Destroy the group and make a new "
+                "one.",
                 cause,
             )
         if state == LEFT and is_missing(board, rank, mark):
             return PeerLost(
-                f"Rank {rank} of {board.size} must take part, but has destroyed its group{during}; "
-                f"the last that it began is {describe(board.latest_of(rank))}.",
+                f"Rank {rank} of {board.size} must take part, but has destroyed its group{during}. "
+                f"{_last_of(board, rank, board.rank)}",
                 rank,
             )
         if state == GAVE_UP:
@@ -65,19 +65,35 @@ def is_missing(board: Board, rank: int, mark: int) -> bool:
 
 def out_of_time(
     board: Board, ranks: Sequence[int], mark: int, title: str, timeout_s: float
-) -> PeerTimeout:
-    """Say who did not come, and what everybody was in."""
+) -> PeerTimeout | None:
+    """Say who did not come, and what everybody was in; None if all have come after all.
+
+    They have where this rank itself did not run for a while.
+    """
     missing = [rank for rank in ranks if is_missing(board, rank, mark)]
-    told = "; ".join(
-        f"rank {rank}: {describe(board.latest_of(rank))}{_hint(board, rank)}"
-        for rank in range(board.size)
-    )
+    if not missing:
+        return None
     who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
     return PeerTimeout(
-        f"{who} of {board.size} did not come to {title} within {timeout_s:g} s. The last that each "
-        f"began: {told}.",
-        missing[0],
+        f"{who} of {board.size} did not come to {title} within {timeout_s:g} s. "
+        f"{_last_of(board, *range(board.size))}",
+        min(missing, key=lambda rank: _progress(board, rank)),
     )
+
+
+def _progress(board: Board, rank: int) -> tuple[bool, int, int]:
+    """Return what grows with how far ``rank`` is; who is behind may wait for who is further."""
+    identity = board.identity_of(rank)
+    runs = identity is not None and not identity.stopped()
+    return runs, board.latest_of(rank).number, board.mark_of(rank)
+
+
+def _last_of(board: Board, *ranks: int) -> str:
+    """Say what each of ``ranks`` began last, with its number."""
+    told = "; ".join(
+        f"rank {rank}: {describe(board.latest_of(rank))}{_hint(board, rank)}" for rank in ranks
+    )
+    return f"The last that each began: {told}."
 
 
 def _hint(board: Board, rank: int) -> str:
