@@ -16,7 +16,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PeerLost
 from phalanx.memory import Region, Waiting, fence
 from phalanx.world.arena import Need, Steps
 from phalanx.world.board import HERE, LEFT, Board
@@ -175,7 +175,10 @@ class Mail:
             identity = self._board.identity_of(sender)
             if fd is None or identity is None:
                 return None
-            region = Region.borrow(identity.pid, fd, label=f"channel from rank {sender}")
+            try:
+                region = Region.borrow(identity.pid, fd, label=f"channel from rank {sender}")
+            except PeerLost:  # the channel went with its sender, of whom the wait will tell
+                return None
             self._in[sender] = _Channel(region)
         return self._in[sender]
 
