@@ -1,41 +1,86 @@
 """A rank of a `phalanx` group is killed or halted inside each collective: the others are told whom.
 
-Afterwards the survivors make a new group with a newcomer, in the same processes: the next case.
+Afterwards all who are left make a new group, in the same processes: the next case.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from phalanx.world.arena import POINTS
-from tests.chaos.ranks import CALLS, KINDS, SIZE, Case, Report, Troop
+from tests.chaos.calls import WITH_POINTS
+from tests.chaos.ranks import CALLS, SIZE, Case, Report, Troop
 
 TOLD_WITHIN_S = 10.0  # of a promised 0.2: a busy machine may not run a survivor for long
+HALTED_S = 1.5  # a timeout that no busy machine reaches by itself
 
 
 @pytest.fixture(scope="module")
-def troop() -> Iterator[Troop]:
-    with Troop() as troop:
-        yield troop
+def troops() -> Iterator[list[Troop]]:
+    """One for each rank that may be hit: waits for somebody who is halted go on side by side."""
+    with Troop() as first, Troop() as second, Troop() as third:
+        yield [first, second, third]
+
+
+@pytest.fixture
+def troop(troops: list[Troop]) -> Troop:
+    return troops[0]
+
+
+def offences_of(rank: int, report: Report) -> list[str]:
+    """Say what is not as promised after any failure."""
+    found = [f"rank {rank} still holds {what}" for what in report.left_over]
+    if report.num_right >= CALLS:
+        found.append(f"rank {rank} went on alone")
+    return found
 
 
 def offences(case: Case, hit_at_s: float, reports: dict[int, Report]) -> list[str]:
     """Say what is not as promised after a death."""
     found = []
     for rank, report in reports.items():
+        found += offences_of(rank, report)
         if (report.error, report.rank) != ("PeerLost", case.victim):
             found.append(
                 f"rank {rank} raised {report.error} of rank {report.rank}: {report.message}"
             )
-        if f"Rank {case.victim} of {SIZE} must" not in report.message:
-            found.append(f"rank {rank} was not told whom: {report.message}")
+        whom = f"Rank {case.victim} of {SIZE} must"
+        if whom not in report.message or f"began: rank {case.victim}: " not in report.message:
+            found.append(f"rank {rank} was not told whom, and in what: {report.message}")
         if not 0 < report.raised_at_s - hit_at_s < TOLD_WITHIN_S:
             found.append(f"rank {rank} was told after {report.raised_at_s - hit_at_s:.3f} s")
-        if report.num_right >= CALLS:
-            found.append(f"rank {rank} went on alone")
-        found += [f"rank {rank} still holds {what}" for what in report.left_over]
+    return found
+
+
+def halting_offences(case: Case, hit_at_s: float, reports: dict[int, Report]) -> list[str]:
+    """Say what is not as promised after somebody was halted, and woken when the others had failed.
+
+    Of the others some wait for the halted rank, the rest for those; the first to run out of time
+    names it, with what it was in.
+    """
+    found = []
+    for rank, report in reports.items():
+        found += offences_of(rank, report)
+        if report.error not in ("PeerTimeout", "GroupAborted") or report.rank != case.victim:
+            found.append(
+                f"rank {rank} raised {report.error} of rank {report.rank}: {report.message}"
+            )
+    others = [report for rank, report in reports.items() if rank != case.victim]
+    late = [report for report in others if report.error == "PeerTimeout"]
+    if not late:
+        found.append("nobody ran out of time")
+    for report in late:
+        if f"of {SIZE} did not come to" not in report.message:
+            found.append(f"this is no timeout: {report.message}")
+        if report.message.split("began: ")[1].count("(its process is stopped)") != 1:
+            found.append(f"not told who is halted: {report.message}")
+        if report.raised_at_s - hit_at_s < case.timeout_s - 0.5:
+            found.append("somebody lost patience early")
     return found
 
 
@@ -49,47 +94,80 @@ def some_victim(kind: str, point: str, number: int) -> int:
     return number % SIZE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def points_of(kind: str) -> list[str]:
+    reduces_in_parts = kind in ("all_reduce", "unwaited all_reduces")
+    return [point for point in POINTS if point != "result given" or reduces_in_parts]
+
+
+@pytest.mark.parametrize("kind", WITH_POINTS)
 def test_a_death_inside_a_collective_is_told_to_all_and_a_new_group_works(troop, kind):
     found = {}
-    for number, point in enumerate(POINTS):
-        if point == "result given" and kind != "all_reduce":
-            continue
+    for number, point in enumerate(points_of(kind)):
         victim = some_victim(kind, point, number)
         case = Case(kind=kind, victim=victim, point=point, passing=1 + number % 2)
-        hit_at_s, reports = troop.go_through(case)
-        wrong = offences(case, hit_at_s, reports)
+        wrong = offences(case, *troop.go_through(case))
         if wrong:
             found[case] = wrong
     assert found == {}
 
 
 @pytest.mark.parametrize("victim", range(SIZE))
-@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "barrier"])
+@pytest.mark.parametrize("kind", WITH_POINTS)
 def test_each_rank_may_die(troop, kind, victim):
     case = Case(kind=kind, victim=victim, point="operation begun", passing=2)
     assert offences(case, *troop.go_through(case)) == []
 
 
-@pytest.mark.parametrize("victim", range(SIZE))
-def test_a_halted_rank_is_named_at_the_timeout(troop, victim):
-    case = Case("all_reduce", victim, "operation begun", deed="stop", timeout_s=1.0)
-    _, reports = troop.go_through(case)
-    assert {report.error for report in reports.values()} <= {"PeerTimeout", "GroupAborted"}
-    assert {report.rank for report in reports.values()} == {victim}
-    told = [report.message for report in reports.values() if report.error == "PeerTimeout"]
-    assert told
-    for message in told:
-        assert f"Rank {victim} of {SIZE} did not come to all_reduce" in message
-        assert "(its process is stopped)" in message
+def go_halting(troops: list[Troop], cases: list[Case]) -> dict[Case, list[str]]:
+    """Go through ``cases`` with troops side by side; return what was not as promised."""
+
+    def go(troop: Troop, some: list[Case]) -> dict[Case, list[str]]:
+        return {case: halting_offences(case, *troop.go_through(case)) for case in some}
+
+    shares = [cases[number :: len(troops)] for number in range(len(troops))]
+    with ThreadPoolExecutor(len(troops)) as pool:
+        found = pool.map(go, troops, shares)
+    return {case: wrong for share in found for case, wrong in share.items() if wrong}
+
+
+@pytest.mark.parametrize("kind", WITH_POINTS)
+def test_a_halted_rank_is_named_at_the_timeout_and_fails_when_it_goes_on(troops, kind):
+    pids = [troop.pids for troop in troops]
+    cases = [
+        Case(kind, victim, "operation begun", deed="stop", passing=1 + victim, timeout_s=HALTED_S)
+        for victim in range(SIZE)
+    ]
+    assert go_halting(troops, cases) == {}
+    assert [troop.pids for troop in troops] == pids  # the same processes go on
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("kind", WITH_POINTS)
+def test_each_rank_may_be_halted_at_each_point(troops, kind):
+    cases = [
+        Case(kind, victim, point, deed="stop", timeout_s=HALTED_S)
+        for victim, point in itertools.product(range(SIZE), points_of(kind))
+        if victim == some_victim(kind, point, victim) or point in ("operation begun", "piece ended")
+    ]
+    assert go_halting(troops, cases) == {}
 
 
 def test_control_a_death_that_nobody_looks_for_is_caught(troop):
-    case = Case("all_reduce", 2, "operation begun", timeout_s=1.0, sabotage="deaths unseen")
+    case = Case("all_reduce", 2, "operation begun", timeout_s=1.0, sabotage="deaths_unseen")
     assert offences(case, *troop.go_through(case))
 
 
 def test_control_a_survivor_that_does_not_wait_is_caught(troop):
-    case = Case("broadcast", 1, "operation begun", sabotage="marks unread")
-    # What it should have waited for may be there by chance.
-    assert any(offences(case, *troop.go_through(case)) for _ in range(20))
+    case = Case("broadcast", 1, "operation begun", sabotage="marks_unread")
+    assert offences(case, *troop.go_through(case))
+
+
+def test_processes_and_regions_end_with_the_troop():
+    regions = set(os.listdir("/dev/shm"))
+    with Troop() as troop:
+        pids = troop.pids
+        case = Case("broadcast", 1, "piece written")
+        assert offences(case, *troop.go_through(case)) == []
+        pids += troop.pids
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    assert set(os.listdir("/dev/shm")) == regions

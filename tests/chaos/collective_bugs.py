@@ -1,0 +1,114 @@
+"""Bugs that are planted in the backend `phalanx`, to see that somebody notices.
+
+Each is a function that breaks this process's groups, by name in :data:`BUGS`; the process is not
+needed for anything else afterwards. What a bug leaves out, or does too early, its docstring says.
+Where a bug opens a window, it also loses the processor in it, as a rank may at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx.clock import pause
+from phalanx.world import mourning
+from phalanx.world.arena import Arena, Steps
+from phalanx.world.bell import Bells
+from phalanx.world.board import LEFT, Board
+
+Patch = Callable[[Any, str, Any], None]  # as `setattr`, or pytest's
+
+_WINDOW_S = 20e-3
+
+
+def deaths_unseen(patch: Patch) -> None:
+    """Nobody looks whether a rank lives."""
+    patch(Board, "alive", lambda self, rank: True)
+
+
+def news_kept(patch: Patch) -> None:
+    """Who has found a rank gone does not tell the others."""
+    patch(Board, "stop", lambda self, state, cause: None)
+
+
+def marks_unread(patch: Patch) -> None:
+    """Nobody waits for anybody: results are made of whatever lies in the slots."""
+    patch(Board, "mark_of", lambda self, rank: 1 << 60)
+    patch(Arena, "_check", lambda self, ranks: None)
+
+
+def mark_before_data(patch: Patch) -> None:
+    """A piece is said to be there when its turn has come, and written after that."""
+    begin_piece = Arena.begin_piece
+
+    def too_early(self: Arena) -> Steps:
+        yield from begin_piece(self)
+        self.publish()
+        pause(_WINDOW_S)
+
+    patch(Arena, "begin_piece", too_early)
+
+
+def done_before_reading(patch: Patch) -> None:
+    """A rank says that it reads no more when what it is to read has come."""
+    published = Arena.published
+
+    def too_early(self: Arena, ranks: Sequence[int] | None = None) -> Steps:
+        yield from published(self, ranks)
+        self.end_piece()
+        pause(_WINDOW_S)
+
+    patch(Arena, "published", too_early)
+
+
+def slot_taken_early(patch: Patch) -> None:
+    """A slot is written again one piece too early: its last readers are not waited for."""
+    reach = Arena._reach
+
+    def too_soon(self: Arena, ranks: Sequence[int], mark: int) -> Steps:
+        done = mark % 3 == 0
+        yield from reach(self, ranks, mark - 3 if done else mark)
+
+    patch(Arena, "_reach", too_soon)
+
+
+def signatures_not_compared(patch: Patch) -> None:
+    """Ranks in different calls take each other's numbers."""
+    patch(Arena, "_check", lambda self, ranks: None)
+
+
+def leavers_missed(patch: Patch) -> None:
+    """Who has given its part and left is taken for lost."""
+    is_missing = mourning.is_missing
+
+    def whoever_left(board: Board, rank: int, mark: int) -> bool:
+        return board.state_of(rank)[0] == LEFT or is_missing(board, rank, mark)
+
+    patch(mourning, "is_missing", whoever_left)
+
+
+def rings_lost(patch: Patch) -> None:
+    """Nobody rings."""
+    patch(Bells, "ring", lambda self, rank: None)
+
+
+def bells_kept(patch: Patch) -> None:
+    """A group that is destroyed leaves its pipes open."""
+    patch(Bells, "close", lambda self: None)
+
+
+BUGS: dict[str, Callable[[Patch], None]] = {
+    bug.__name__: bug
+    for bug in (
+        deaths_unseen,
+        news_kept,
+        marks_unread,
+        mark_before_data,
+        done_before_reading,
+        slot_taken_early,
+        signatures_not_compared,
+        leavers_missed,
+        rings_lost,
+        bells_kept,
+    )
+}

@@ -1,0 +1,196 @@
+"""Bugs planted in the backend `phalanx`: each scene goes well, and each bug makes one go wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.clock import now_s
+from phalanx.errors import PeerLost, StateError
+from phalanx.memory import Waiting, plant
+from phalanx.world import board as pages
+from phalanx.world import engine
+from tests.chaos.calls import Call, draw
+from tests.chaos.collective_bugs import BUGS
+from tests.chaos.ranks import held, join_group
+from tests.multiprocess.children import DEADLINE_S, Child, Parent
+
+SIZE = 3
+VICTIM = 2
+SHORT_S = 2.0
+
+Scene = Callable[[Parent, int], None]
+
+
+# --- scenes, as each rank plays them --------------------------------------------------------------
+
+
+def a_death_is_told(parent: Parent, rank: int) -> None:
+    dist.barrier()
+    if rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost) as caught:
+        dist.all_reduce(torch.ones(3))
+    assert caught.value.rank == VICTIM
+
+
+def news_travel(parent: Parent, rank: int) -> None:
+    """Rank 0 waits for rank 1, which waits for somebody who dies."""
+    dist.barrier()
+    if rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost) as caught:
+        dist.recv(torch.empty(3), rank + 1)
+    assert caught.value.rank == VICTIM
+
+
+def results_are_right(parent: Parent, rank: int) -> None:
+    chance = random.Random(0)
+    for number in range(30):
+        call = draw(chance, number, SIZE)
+        assert call.is_right(rank), f"a wrong result of {call}"
+
+
+def a_reader_falls_behind(parent: Parent, rank: int) -> None:
+    """The root of a broadcast of many pieces runs ahead of rank 0 as far as it can."""
+    board = dist.group.WORLD._arena.board
+    pieces = iter(range(3))
+
+    def fault(point: str, worker: int) -> None:
+        if point == "piece ended" and next(pieces, None) == 1:
+            waiting, before = Waiting(DEADLINE_S), -1
+            while before != (before := board.mark_of(1)):
+                until_s = now_s() + 0.2
+                while now_s() < until_s:
+                    waiting.rest()
+
+    if rank == 0:
+        plant(fault)
+    assert Call("broadcast", 0, 3_000_001, SIZE).is_right(rank), "a slot is overwritten"
+
+
+def calls_differ(parent: Parent, rank: int) -> None:
+    with pytest.raises(StateError, match="same calls in the same order"):
+        dist.all_reduce(torch.ones(3 + rank))
+
+
+def somebody_leaves_early(parent: Parent, rank: int) -> None:
+    """Rank 1 has given its part, and is gone when the others take it."""
+    engine._LOOK_FOR_DEAD_S = 0.0  # at each call
+    dist.barrier()
+    tensor = torch.full((5,), float(rank))
+    if rank == 1:
+        dist.broadcast(tensor, 1)
+        dist.destroy_process_group()
+        parent.tell("gone")
+        return
+    assert parent.hear() == "it is gone"
+    dist.broadcast(tensor, 1)
+    assert tensor.tolist() == [1.0] * 5
+
+
+def sleepers_are_woken(parent: Parent, rank: int) -> None:
+    """Rank 0 comes late each time, when the others sleep for it; sleeps are long."""
+    engine._FIRST_SLEEP_S = engine._LONGEST_SLEEP_S = 0.5
+    board = dist.group.WORLD._arena.board
+    began_s = now_s()
+    for _ in range(10):
+        if rank == 0:
+            waiting = Waiting(DEADLINE_S)
+            while not all(_sleeps_for_next_mark_of(board, at) for _, at in board.places):
+                assert not waiting.over()
+                waiting.rest()
+        dist.barrier()
+    assert now_s() - began_s < 3.0, "nobody was woken"
+
+
+def _sleeps_for_next_mark_of(board: pages.Board, at: int) -> bool:
+    """Tell whether the rank whose page is at ``at`` sleeps for what this one has not posted."""
+    awaited, wanted = board._words[at + pages._AWAITED], board._words[at + pages._WANTED]
+    return awaited == board.rank + 1 and wanted > board.mark_of(board.rank)
+
+
+def nothing_is_left(parent: Parent, rank: int) -> None:
+    dist.barrier()
+    before = held()
+    group = dist.new_group(backend="phalanx")
+    dist.all_reduce(torch.ones(300_000), group=group)
+    dist.destroy_process_group(group)
+    del group
+    assert held() == before, "something is left open"
+
+
+# --- playing them ---------------------------------------------------------------------------------
+
+
+def play(parent: Parent, scene: Scene, bug: str | None, store: str, rank: int) -> None:
+    torch.set_num_threads(1)
+    if bug is not None:
+        BUGS[bug](setattr)
+    deadly = scene in (a_death_is_told, news_travel)
+    join_group(store, rank, SIZE, SHORT_S if deadly and bug else DEADLINE_S)
+    scene(parent, rank)
+    parent.tell("well")
+    parent.hear()  # who ends would be missed
+
+
+@contextmanager
+def on_stage(scene: Scene, bug: str | None) -> Iterator[list[Child]]:
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = [Child(play, scene, bug, store, rank) for rank in range(SIZE)]
+        try:
+            yield ranks
+        finally:
+            for rank in ranks:
+                rank.end()
+
+
+def perform(scene: Scene, bug: str | None) -> None:
+    """Let all ranks play; fail if one of them says that it went wrong."""
+    with on_stage(scene, bug) as ranks:
+        if scene is somebody_leaves_early:
+            assert ranks[1].get() == "gone"
+            for rank in (0, 2):
+                ranks[rank].put("it is gone")
+        dead = [VICTIM] if scene in (a_death_is_told, news_travel) else []
+        for rank in sorted(set(range(SIZE)) - set(dead)):
+            assert ranks[rank].get() == "well"
+
+
+SCENES: dict[str, tuple[Scene, str]] = {
+    "deaths_unseen": (a_death_is_told, "PeerTimeout: Rank 2 of 3 did not come to all_reduce"),
+    "news_kept": (news_travel, "PeerTimeout: Rank 1 of 3 did not come to recv"),
+    "marks_unread": (results_are_right, "a wrong result of"),
+    "mark_before_data": (results_are_right, "a wrong result of"),
+    "done_before_reading": (a_reader_falls_behind, "a slot is overwritten"),
+    "slot_taken_early": (a_reader_falls_behind, "a slot is overwritten"),
+    "signatures_not_compared": (calls_differ, "DID NOT RAISE"),
+    "leavers_missed": (
+        somebody_leaves_early,
+        "PeerLost: Rank 1 of 3 must take part, but has destroyed its group",
+    ),
+    "rings_lost": (sleepers_are_woken, "nobody was woken"),
+    "bells_kept": (nothing_is_left, "something is left open"),
+}
+
+
+@pytest.mark.parametrize("scene", {scene: 0 for scene, _ in SCENES.values()})
+def test_each_scene_goes_well(scene: Scene) -> None:
+    perform(scene, None)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug: str) -> None:
+    scene, says = SCENES[bug]
+    with pytest.raises(AssertionError, match=says):
+        perform(scene, bug)
