@@ -4,7 +4,8 @@
 #   PYTHON=python3.12   the interpreter that .venv is made with (default: the first one >= 3.11 found)
 #   ARGS="..."          further arguments for the command: make train ARGS="--epochs 3 --replicas 2"
 #   N=200               how many faults `make chaos` commits in a training,
-#   KILLS=2000          and how many workers of parameter tables it kills
+#   KILLS=2000          how many workers of parameter tables it kills,
+#   RANK_KILLS=300      and how many ranks of process groups
 
 .DEFAULT_GOAL := help
 .PHONY: help venv train test check format bench chaos night clean .venv/moved
@@ -13,6 +14,7 @@ PYTHON ?= python3
 ARGS ?=
 N ?= 200
 KILLS ?= 2000
+RANK_KILLS ?= 300
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -65,9 +67,10 @@ format: $(STAMP)  ## put the sources into the house format
 bench: $(STAMP)  ## measure a training step beside its peers
 	@$(BIN)/phalanx bench step $(ARGS)
 
-chaos: $(STAMP)  ## kill workers at random, of a training and of tables; bits and books must stay
+chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and groups; bits and books must stay
 	@$(BIN)/python -m tests.chaos.soak --kills $(N) $(ARGS)
 	@$(BIN)/python -m tests.chaos.ledger --kills $(KILLS)
+	@$(BIN)/python -m tests.chaos.rank_kills --kills $(RANK_KILLS)
 
 night: $(STAMP)  ## every kind of fault at every point in every worker (a quarter of an hour)
 	@$(BIN)/python -m pytest -m "night or not night" tests/chaos $(ARGS)
