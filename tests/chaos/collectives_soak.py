@@ -1,0 +1,182 @@
+"""Many small collectives and many groups, one after the other: nothing may grow.
+
+    python -m tests.chaos.collectives_soak --calls 1000000 --groups 10000
+
+Two ranks of `phalanx` make all-reduces of some numbers, each with a checked result, then make and
+destroy groups. Each weighs itself on the way: resident memory, descriptors, mappings and threads,
+and what lies in /dev/shm. The first weighing comes after a part of the way, when all that is made
+once is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos.ranks import join_group
+from tests.multiprocess.children import DEADLINE_S, Child, Parent
+
+RANKS = 2
+LENGTH = 256
+WEIGHINGS = 10
+GROWTH_BYTES = 4 << 20  # of resident memory, from the first weighing to the last: noise of malloc
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a rank holds at a moment.
+
+    Attributes:
+        rank: Which.
+        done: After how many calls, or groups.
+        seconds: After what time.
+        resident_bytes: Memory.
+        descriptors: Open files.
+        mappings: Of groups.
+        threads: Of the process.
+        shm: Entries of /dev/shm.
+    """
+
+    rank: int
+    done: int
+    seconds: float
+    resident_bytes: int
+    descriptors: int
+    mappings: int
+    threads: int
+    shm: int
+
+    @classmethod
+    def now(cls, rank: int, done: int, seconds: float) -> Weight:
+        """Weigh this process."""
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return cls(
+            rank=rank,
+            done=done,
+            seconds=seconds,
+            resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+            descriptors=len(os.listdir("/proc/self/fd")),
+            mappings=Path("/proc/self/maps").read_text().count("memfd:phalanx"),
+            threads=len(os.listdir("/proc/self/task")),
+            shm=len(os.listdir("/dev/shm")),
+        )
+
+
+def _reduce_once(rank: int, number: int) -> None:
+    tensor = torch.full((LENGTH,), float(rank + number % 1000))
+    dist.all_reduce(tensor)
+    assert tensor[0] == tensor[-1] == RANKS * (number % 1000) + 1, f"call {number}: {tensor}"
+
+
+def _group_once(rank: int, number: int) -> None:
+    group = dist.new_group(backend="phalanx")
+    tensor = torch.full((LENGTH,), float(rank + number % 1000))
+    dist.all_reduce(tensor, group=group)
+    assert tensor[0] == tensor[-1] == RANKS * (number % 1000) + 1, f"group {number}: {tensor}"
+    dist.destroy_process_group(group)
+
+
+DEEDS: dict[str, Callable[[int, int], None]] = {"calls": _reduce_once, "groups": _group_once}
+
+
+def serve(parent: Parent, rank: int, store: str, deed: str, times: int) -> None:
+    """Do ``deed`` so often, and tell the weight at the beginning of each part but the first."""
+    torch.set_num_threads(1)
+    join_group(store, rank, RANKS, DEADLINE_S)
+    began_s = time.monotonic()
+    every = max(1, times // WEIGHINGS)
+    for number in range(times):
+        DEEDS[deed](rank, number)
+        if (number + 1) % every == 0:
+            parent.tell(Weight.now(rank, number + 1, time.monotonic() - began_s))
+    parent.tell(None)
+    dist.destroy_process_group()
+
+
+def weigh(
+    deed: str, times: int, progress: Callable[[Weight], None] = lambda _: None
+) -> list[Weight]:
+    """Let all ranks do ``deed`` so often; return their weights on the way."""
+    found: list[Weight] = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = [Child(serve, rank, store, deed, times) for rank in range(RANKS)]
+        try:
+            ended = 0
+            while ended < RANKS:
+                for rank in ranks:
+                    weight = rank.get()
+                    ended += weight is None
+                    if weight is not None:
+                        found.append(weight)
+                        progress(weight)
+        finally:
+            for rank in ranks:
+                rank.end()
+    return found
+
+
+def growths(weights: Sequence[Weight]) -> list[str]:
+    """Say what has grown from a rank's first weighing to its last."""
+    found = []
+    for rank in range(RANKS):
+        own = [weight for weight in weights if weight.rank == rank]
+        first, last = own[0], own[-1]
+        more = last.resident_bytes - first.resident_bytes
+        if more > GROWTH_BYTES:
+            found.append(f"rank {rank} holds {more >> 10} KiB more")
+        for what in ("descriptors", "mappings", "threads", "shm"):
+            before, after = getattr(first, what), getattr(last, what)
+            if after > before:
+                found.append(f"rank {rank} holds {after} {what}, before {before}")
+    return found
+
+
+def table_of(deed: str, weights: Sequence[Weight]) -> Table:
+    table = Table(title=f"After so many {deed}")
+    columns = (deed, "rank", "s", "MiB", "descriptors", "mappings", "threads", "/dev/shm")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for one in sorted(weights, key=lambda one: (one.rank, one.done)):
+        table.add_row(
+            str(one.done),
+            str(one.rank),
+            f"{one.seconds:.1f}",
+            f"{one.resident_bytes / 2**20:.2f}",
+            *(str(n) for n in (one.descriptors, one.mappings, one.threads, one.shm)),
+        )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--calls", type=int, default=1_000_000)
+    parser.add_argument("--groups", type=int, default=10_000)
+    options = parser.parse_args(arguments)
+    console = Console()
+    grown = []
+    for deed, times in (("calls", options.calls), ("groups", options.groups)):
+        if times:
+            weights = weigh(deed, times)
+            console.print(table_of(deed, weights))
+            grown += growths(weights)
+    for line in grown:
+        console.print(line, style="red")
+    return 1 if grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
