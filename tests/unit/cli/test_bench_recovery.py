@@ -34,8 +34,10 @@ def kill(*, running=0.03, noticed=0.03, whole=2.0):
     return Kill(running_s=running, noticed_s=noticed, whole_s=whole)
 
 
-def disturbed(name="processes", *kills, ordinary=(0.01, 0.02, 0.03)):
-    return Disturbed(name=name, ordinary_s=ordinary, kills=kills or (kill(),))
+def disturbed(name="processes", *kills, ordinary=(0.01, 0.02, 0.03), end=""):
+    kills = kills or (kill(),)
+    asked = len(kills) + 2 * bool(end)
+    return Disturbed(name=name, ordinary_s=ordinary, kills=kills, num_asked=asked, end=end)
 
 
 # --- percentiles and targets ----------------------------------------------------------------------
@@ -74,6 +76,11 @@ def test_the_peer_stands_beside_without_a_target():
     assert "step that was running, p50 30.0 ≤120.0 ✓ 7500" in rows
     assert "step that noticed it, p99 40.0 30.0" in rows
     assert "all workers back, p50 2000 2000" in rows
+
+
+def test_who_did_not_go_on_has_fewer_kills_than_asked():
+    rows = rows_of(disturbed(), disturbed("torchrun", kill(), end="It ended."))
+    assert "went on after a kill 1 of 1 1 of 3" in rows
 
 
 def test_the_record_holds_every_kill_and_verdict():
@@ -163,6 +170,30 @@ def test_nobody_is_killed_before_all_workers_have_been_at_work_for_a_while():
     late = [beat(100.0 + number) for number in range(settled)]
     training = Told(*early, beat(50.0, working=1), *late, beat(200.0))
     assert recovery_module._settle(training) == late[-1]
+
+
+class Mortal(Told):
+    """A training that does not survive its second kill."""
+
+    name = "torchrun"
+
+    def next(self):
+        if not self._beats:
+            raise PeerLost("It ended.", 0)
+        return super().next()
+
+
+def test_the_kills_before_the_one_that_ended_all_count(monkeypatch):
+    monkeypatch.setattr(recovery_module, "_WARMUP_STEPS", 1)
+    monkeypatch.setattr(recovery_module, "_ORDINARY_STEPS", 1)
+    monkeypatch.setattr(recovery_module, "_SETTLED_STEPS", 1)
+    monkeypatch.setattr(recovery_module.os, "kill", lambda pid, number: None)
+    far = 1e12  # seconds, later than any kill
+    after = [beat(far, pids=(81, 82), life=1), beat(far + 1, pids=(81, 82), life=1)]
+    told = recovery_module.disturb(Mortal(*[beat(1.0)] * 3, *after), 5, random.Random(0))
+    assert (len(told.kills), told.num_asked, told.end) == (1, 5, "It ended.")
+    with pytest.raises(PeerLost):
+        recovery_module.disturb(Mortal(*[beat(1.0)] * 3), 5, random.Random(0))
 
 
 # --- the processes --------------------------------------------------------------------------------

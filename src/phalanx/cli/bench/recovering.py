@@ -28,7 +28,7 @@ from phalanx.cli.bench.contestants import build, loss_of
 from phalanx.clock import now_s
 from phalanx.memory import die_with_parent
 
-__all__ = ["CONTESTANTS", "ENVIRONMENTS", "Beat", "Job", "command", "main"]
+__all__ = ["CONTESTANTS", "Beat", "Job", "command", "main"]
 
 _LEARNING_RATE = 0.01
 
@@ -140,15 +140,6 @@ CONTESTANTS: dict[str, Callable[[Job, Callable[[Beat], None]], None]] = {
     "processes": _run_trainer,
     "torchrun": partial(_run_rank, backend="gloo"),
     "launch": partial(_run_rank, backend="phalanx"),
-}
-
-
-# Without it the ranks that torchrun 2.13 restarts find the addresses of the dead ones in the store,
-# and many restarts fail.
-ENVIRONMENTS: dict[str, dict[str, str]] = {
-    "processes": {},
-    "torchrun": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    "launch": {},
 }
 
 

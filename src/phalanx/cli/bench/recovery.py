@@ -18,9 +18,9 @@ import selectors
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import IO, Annotated
 
 import typer
@@ -28,7 +28,7 @@ import typer
 from phalanx.cli.bench.arena import child_environment
 from phalanx.cli.bench.contestants import check_model
 from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.recovering import ENVIRONMENTS, Beat, Job, command
+from phalanx.cli.bench.recovering import Beat, Job, command
 from phalanx.cli.bench.recovery_report import (
     Disturbed,
     Kill,
@@ -69,8 +69,8 @@ def recovery(
     """Kill worker processes in mid-step, and time how soon the training goes on.
 
     Beside it, in the same table, torchrun over gloo and `phalanx launch` over phalanx, both with
-    --max-restarts, on the same model. A missed target is marked and is no error; a contestant that
-    failed is: exit code 1.
+    --max-restarts, on the same model. A missed target is marked and is no error, nor is a torchrun
+    that does not go on after a kill; a contestant of ours that failed is: exit code 1.
     """
     check_model(model, "--model")
     if workers < 2:
@@ -90,35 +90,35 @@ def recovery(
                 console.print(f"{name}: {num_kills} kills")
             words = command(name, job, max_restarts=num_kills + 1)
             try:
-                with Training(name, words, ENVIRONMENTS[name]) as training:
+                with Training(name, words) as training:
                     results.append(disturb(training, num_kills, random.Random(seed), show))
             except PeerError as error:
                 failures[name] = str(error)
+            else:
+                if results[-1].end:
+                    failures[name] = results[-1].end
     console.print(recovery_table(results, model, workers))
+    killed = {result.name for result in results}
     for name, cause in failures.items():
-        console.print(f"{name} failed.", style="red")
+        console.print(
+            f"{name} did not go on." if name in killed else f"{name} failed.", style="red"
+        )
         console.print(cause)
     out.mkdir(parents=True, exist_ok=True)
     record = as_json(results, failures, machine, model=model, workers=workers, seed=seed)
     (out / "recovery.json").write_text(record, encoding="utf-8")
     draw_recovery(results, machine, out / "recovery.png", model=model, workers=workers)
     console.print(f"Wrote {out / 'recovery.json'} and {out / 'recovery.png'}.")
-    if failures:
+    if set(failures) - ({"torchrun"} & killed):
         raise typer.Exit(1)
 
 
 class Training:
     """A contestant's processes, and the lines that they tell."""
 
-    def __init__(
-        self,
-        name: str,
-        words: tuple[str, ...],
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, name: str, words: tuple[str, ...]) -> None:
         self.name = name
         self._words = words
-        self._environment = environment
         self._heard = b""
 
     def __enter__(self) -> Training:
@@ -133,7 +133,7 @@ class Training:
                 stderr=self._errors,
                 bufsize=0,
                 start_new_session=True,
-                env={**child_environment(), **self._environment},
+                env=child_environment(),
             )
         except BaseException:
             self._errors.close()
@@ -218,25 +218,43 @@ def disturb(
 ) -> Disturbed:
     """Kill workers of ``training``, one at a time, and return what became of its steps.
 
+    One that does not go on after a kill is killed no more.
+
     Args:
         chance: Draws who is killed, and when: evenly over two ordinary steps.
         tell: Told before each kill.
+
+    Raises:
+        PeerError: It did not go on after the first.
     """
     for _ in range(_WARMUP_STEPS):
         training.next()
     ordinary = [training.next().seconds for _ in range(_ORDINARY_STEPS)]
     median_s = statistics.median(ordinary)
     done: list[Kill] = []
+    end = ""
     for number in range(num_kills):
         tell(f"{training.name} · kill {number + 1} of {num_kills}")
-        before = _settle(training)
-        pause(chance.uniform(0.0, 2 * median_s))
-        victim = chance.choice(before.pids)
-        killed_s = now_s()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, _SIGKILL)
-        done.append(_watch(training, before, victim, killed_s))
-    return Disturbed(name=training.name, ordinary_s=tuple(ordinary), kills=tuple(done))
+        try:
+            before = _settle(training)
+            pause(chance.uniform(0.0, 2 * median_s))
+            victim = chance.choice(before.pids)
+            killed_s = now_s()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, _SIGKILL)
+            done.append(_watch(training, before, victim, killed_s))
+        except PeerError as error:
+            if not done:
+                raise
+            end = str(error)
+            break
+    return Disturbed(
+        name=training.name,
+        ordinary_s=tuple(ordinary),
+        kills=tuple(done),
+        num_asked=num_kills,
+        end=end,
+    )
 
 
 def _settle(training: Training) -> Beat:

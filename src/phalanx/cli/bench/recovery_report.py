@@ -70,11 +70,21 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class Disturbed:
-    """What was measured of one contestant: its ordinary steps, and its kills."""
+    """What was measured of one contestant.
+
+    Attributes:
+        name: Which.
+        ordinary_s: Its ordinary steps.
+        kills: Those after which it went on, at least one.
+        num_asked: How many workers were to be killed.
+        end: Why it did not go on after a further one.
+    """
 
     name: str
     ordinary_s: tuple[float, ...]
     kills: tuple[Kill, ...]
+    num_asked: int
+    end: str = ""
 
     @property
     def median_s(self) -> float:
@@ -116,7 +126,7 @@ def recovery_table(results: Sequence[Disturbed], model: str, workers: int) -> Ta
     for result in results:
         table.add_column(TITLES[result.name], justify="right", no_wrap=True)
     table.add_row("ordinary step, median", *(_ms(result.median_s) for result in results))
-    table.add_row("kills", *(str(len(result.kills)) for result in results))
+    table.add_row("went on after a kill", *map(_went_on, results))
     for target in TARGETS:
         cells = [_judged_cell(result, target) for result in results]
         table.add_row(f"step that was running, p{target.percent}", *cells, style="bold")
@@ -125,6 +135,10 @@ def recovery_table(results: Sequence[Disturbed], model: str, workers: int) -> Ta
             shown = [_ms(_percentile(result, field, target.percent)) for result in results]
             table.add_row(f"{what}, p{target.percent}", *shown)
     return table
+
+
+def _went_on(result: Disturbed) -> str:
+    return f"{len(result.kills)} of {result.num_asked}"
 
 
 def _judged_cell(result: Disturbed, target: Target) -> Text:
@@ -158,6 +172,8 @@ def _as_dict(result: Disturbed) -> Mapping[str, Any]:
     return {
         "title": TITLES[result.name],
         "ordinary_median_s": result.median_s,
+        "num_asked": result.num_asked,
+        "end": result.end,
         "percentiles_s": {
             name: {
                 f"p{target.percent}": _percentile(result, name, target.percent)
@@ -212,7 +228,7 @@ def draw_recovery(
             )
         p50, p99 = (1e3 * _percentile(result, "running_s", p) for p in (50, 99))
         axis.annotate(
-            f"p50 {p50:.4g}, p99 {p99:.4g}, of {len(kills_ms)}",
+            f"p50 {p50:.4g}, p99 {p99:.4g}; went on after {_went_on(result)}",
             (1.0, height),
             xycoords=("axes fraction", "data"),
             xytext=(-4, 0),
