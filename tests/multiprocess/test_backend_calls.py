@@ -82,6 +82,29 @@ def test_large_messages_may_all_be_sent_first(ranks):
     assert ranks.run(everybody_sends_before_anybody_receives) == [[True, True]] * 3
 
 
+def messages_that_nobody_receives(rank: int) -> list[str]:
+    group = make()
+    told = []
+    if rank == 0:
+        for _ in range(2):
+            dist.send(torch.ones(5), 1, group)
+        group.setTimeout(datetime.timedelta(seconds=0.2))
+        with pytest.warns(UserWarning, match="2 messages") as caught:
+            dist.destroy_process_group(group)
+        told = [str(warning.message) for warning in caught]
+        assert [warning.filename for warning in caught] == [__file__]
+    dist.barrier()
+    if rank != 0:
+        dist.destroy_process_group(group)
+    return told
+
+
+def test_messages_that_are_lost_with_a_group_are_told(ranks):
+    (told,) = ranks.run(messages_that_nobody_receives)[0]
+    assert "Rank 1 of 3 must receive what rank 0 has sent before group " in told
+    assert "has left 2 messages for 0.2 s: lost." in told
+
+
 def groups_in_another_order(rank: int) -> list[float]:
     """Asynchronous calls on two groups, begun in opposite orders: legal, as nobody waits yet."""
     groups = [make(), make()]

@@ -11,6 +11,7 @@ reducer, the functional collectives), by the names that its trampolines look up.
 from __future__ import annotations
 
 import datetime
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -407,17 +408,28 @@ class SharedGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Leave the group, once what was sent is received; what is under way then fails.
 
-        Blocks: For 10 s at most, while a living rank has not received all.
+        Blocks: For 10 s at most, while a living rank has not received all; what it then has not
+        received is lost, which a warning tells.
         """
         if not self._closed:
             self._closed = True
             if not self._engine.broken:
-                self._mail.linger(min(_LINGER_S, self._timeout_s))
+                self._linger(min(_LINGER_S, self._timeout_s))
             self._engine.close()
             self._mail.close()
             self._arena.close()
 
     abort = shutdown
+
+    def _linger(self, timeout_s: float) -> None:
+        for receiver, unread in self._mail.linger(timeout_s).items():
+            warnings.warn(
+                f"Rank {receiver} of {self.size()} must receive what rank {self.rank()} has sent "
+                f"before group {self._group_name!r} is destroyed, but has left {unread} "
+                f"message{'s' * (unread > 1)} for {timeout_s:g} s: lost. Let it receive them, or "
+                "call `barrier()` first.",
+                stacklevel=4,  # where `destroy_process_group` is called
+            )
 
     def __repr__(self) -> str:
         return f"SharedGroup({self._group_name!r}, rank {self.rank()} of {self.size()})"

@@ -38,6 +38,7 @@ class _Channel:
         self.data = region.tensor(torch.uint8, _RING_BYTES, _DATA_BYTES)
         self.reading: object = None  # who is in the middle of a message
         self.aside: deque[tuple[int, Tensor]] = deque()  # tag and bytes of what nobody asked for
+        self._ends: deque[int] = deque()  # of messages sent: at which byte ever written each ends
 
     @property
     def filled(self) -> int:
@@ -66,6 +67,17 @@ class _Channel:
             fence()
             self.words[_READ] = read + there
         return there
+
+    def mark_end(self) -> None:
+        """Note that a message ends with what was written last."""
+        self.num_unread()  # so that those that were read are forgotten
+        self._ends.append(self.words[_WRITTEN])
+
+    def num_unread(self) -> int:
+        """Return how many messages have not been taken out of the ring, or not all of them."""
+        while self._ends and self._ends[0] <= self.words[_READ]:
+            self._ends.popleft()
+        return len(self._ends)
 
     def close(self) -> None:
         self.words.release()
@@ -96,6 +108,7 @@ class Mail:
                 self._board.nudge(receiver)
                 if not moved:
                     yield (receiver,), -channel.words[_WRITTEN]
+        channel.mark_end()
 
     def _channel_to(self, receiver: int) -> _Channel:
         if receiver not in self._out:
@@ -189,14 +202,24 @@ class Mail:
                 f"{len(into)}."
             )
 
-    def linger(self, timeout_s: float) -> None:
-        """Wait until the others have taken out of the channels what this rank has put in."""
+    def linger(self, timeout_s: float) -> dict[int, int]:
+        """Wait until the others have taken out of the channels what this rank has put in.
+
+        Returns:
+            How many messages each living receiver has left, by rank, where it has left any.
+        """
         waiting = Waiting(timeout_s)
+        left: dict[int, int] = {}
         for receiver, channel in self._out.items():
-            while channel.filled and not waiting.over() and self._board.alive(receiver):
-                if self._board.state_of(receiver)[0] != HERE:
+            while (unread := channel.num_unread()) and self._is_here(receiver):
+                if waiting.over():
+                    left[receiver] = unread
                     break
                 waiting.rest()
+        return left
+
+    def _is_here(self, rank: int) -> bool:
+        return self._board.state_of(rank)[0] == HERE and self._board.alive(rank)
 
     def close(self) -> None:
         """Let go of all channels; messages under way are lost."""
