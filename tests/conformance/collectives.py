@@ -244,6 +244,61 @@ def scattered_reductions(rank: int, op_name: str, dtypes: tuple[torch.dtype, ...
     return wrong
 
 
+def scaled_sums(rank: int, dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    """PREMUL_SUM, each rank with a factor of its own, given as a number or as a tensor."""
+    ours, size = group("phalanx"), dist.get_world_size()
+    factors = [0.3 * (other + 1) for other in range(size)]
+    wrong = []
+    for seed, dtype, length, layout in cases(dtypes):
+        factor = torch.tensor([factors[rank]], dtype=torch.float64) if seed % 2 else factors[rank]
+        op = dist.ReduceOp.PREMUL_SUM(factor)
+        everybody = [draw(r, length, dtype, layout, seed) for r in range(size)]
+        scaled = [one * f for one, f in zip(everybody, factors, strict=True)]
+        expected = in_rank_order(scaled, dist.ReduceOp.SUM)
+        case = f"{dtype} {length} {layout}"
+        mine = everybody[rank].clone(memory_format=torch.preserve_format)
+        dist.all_reduce(mine, op, group=ours)
+        if not same_bits(mine, expected):
+            wrong.append(f"all_reduce {case}")
+        mine = everybody[rank].clone(memory_format=torch.preserve_format)
+        root = length % size
+        dist.reduce(mine, root, op, group=ours)
+        if not same_bits(mine, expected if rank == root else everybody[rank]):
+            wrong.append(f"reduce {case}")
+        given = torch.cat([everybody[rank].reshape(-1)] * size)
+        result = torch.empty(everybody[rank].numel(), dtype=dtype)
+        dist.reduce_scatter_tensor(result, given, op, group=ours)
+        if not same_bits(result, expected.reshape(-1)) or given.numel() != size * result.numel():
+            wrong.append(f"reduce_scatter {case}")
+        if not same_bits(given, torch.cat([everybody[rank].reshape(-1)] * size)):
+            wrong.append(f"reduce_scatter {case} has changed its input")
+    return wrong
+
+
+def splits(rank: int) -> list[str]:
+    """split_group: a group of every second rank, one of the first alone, and one twice."""
+    ours, size = group("phalanx"), dist.get_world_size()
+    every_second = list(range(rank % 2, size, 2))
+    wrong = []
+    for attempt in range(2):  # of the same ranks again
+        half = ours.split_group(every_second, group_name=f"half {attempt}", group_desc="a half")
+        found = half.size(), half.rank(), half.group_name, half.group_desc
+        if found != (len(every_second), rank // 2, f"half {attempt}", "a half"):
+            wrong.append(f"the half is {found}")
+        total = torch.tensor([rank + 1.0])
+        half.allreduce([total]).wait()
+        if total.item() != sum(other + 1.0 for other in every_second):
+            wrong.append(f"the half's sum is {total.item()}")
+        half.shutdown()
+    first = ours.split_group([0])
+    if (first is None) != (rank > 0):
+        wrong.append(f"the first alone is {first}")
+    if first is not None:
+        first.shutdown()
+    dist.barrier(group=ours)
+    return wrong
+
+
 def very_large(rank: int, num_elements: int) -> list[str]:
     """Through slots that are much smaller; the last piece is three elements long."""
     ours, size = group("phalanx"), dist.get_world_size()

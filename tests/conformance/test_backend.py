@@ -43,6 +43,14 @@ def test_a_scattered_reduction_is_in_rank_order(ranks, op):
     check(ranks.run(calls.scattered_reductions, op, dtypes))
 
 
+def test_a_sum_of_scaled_numbers_is_the_plain_one(ranks):
+    check(ranks.run(calls.scaled_sums, calls.FLOATS))
+
+
+def test_a_group_can_be_split(ranks):
+    check(ranks.run(calls.splits))
+
+
 @pytest.mark.parametrize("kind", calls.MOVES)
 def test_what_moves_is_gloos_bit_for_bit(ranks, kind):
     check(ranks.run(calls.moves, kind, calls.MOVED))

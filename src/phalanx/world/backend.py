@@ -16,7 +16,7 @@ __all__ = ["NAME", "SharedGroup", "make_group"]
 def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> SharedGroup:
     """Make the group of these ranks; what ``torch.distributed`` calls."""
     timeout_s = timeout.total_seconds()
-    return SharedGroup(meet(store, rank, size, timeout_s), store, timeout_s)
+    return SharedGroup(meet(store, rank, size, timeout_s), store, timeout_s, make_group)
 
 
 # Here, and not in a function that somebody would have to call: `import phalanx` is enough.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.world import collectives as steps_of
@@ -32,6 +32,8 @@ __all__ = ["NAME", "SharedGroup"]
 
 NAME = "phalanx"
 
+GroupMaker = Callable[[Store, int, int, datetime.timedelta], dist.ProcessGroup]
+
 _NOBODY: Need = ((), 0)
 _LINGER_S = 10.0
 
@@ -44,10 +46,12 @@ class SharedGroup(dist.ProcessGroup):
         arena: The memory.
         store: Where the ranks have met.
         timeout_s: How long an operation may take, where the call does not say.
+        make_part: What makes a group of some of the ranks, as torch makes one of all.
     """
 
-    def __init__(self, arena: Arena, store: Store, timeout_s: float) -> None:
+    def __init__(self, arena: Arena, store: Store, timeout_s: float, make_part: GroupMaker) -> None:
         super().__init__(arena.rank, arena.size)
+        self._make_part = make_part
         self._arena = arena
         self._store = store
         self._timeout_s = timeout_s
@@ -93,13 +97,16 @@ class SharedGroup(dist.ProcessGroup):
             flat = flat_of(tensors[0], "tensor")
             if not flat.copied:  # by far the most frequent call
                 reduction = reduction_of(opts.reduceOp, flat.data.dtype)
-                one = steps_of.all_reduce(self._arena, flat.data, reduction)
-                return self._run("all_reduce", one, tensors, opts)
+                if reduction.factor is None:
+                    one = steps_of.all_reduce(self._arena, flat.data, reduction)
+                    return self._run("all_reduce", one, tensors, opts)
         flats = [flat_of(tensor, "tensor") for tensor in tensors]
         reductions = [reduction_of(opts.reduceOp, flat.data.dtype) for flat in flats]
 
         def steps() -> Steps:
             for flat, reduction in zip(flats, reductions, strict=True):
+                if reduction.factor is not None:
+                    flat.data.mul_(reduction.factor)
                 yield from steps_of.all_reduce(self._arena, flat.data, reduction)
                 flat.write_back()
 
@@ -114,8 +121,11 @@ class SharedGroup(dist.ProcessGroup):
         reduction = reduction_of(opts.reduceOp, flat.data.dtype)
 
         def steps() -> Steps:
-            yield from steps_of.reduce(self._arena, flat.data, reduction, opts.rootRank)
-            flat.write_back()
+            given = reduction.scaled(flat.data)
+            yield from steps_of.reduce(self._arena, given, reduction, opts.rootRank)
+            if self._arena.rank == opts.rootRank:
+                flat.data.copy_(given)
+                flat.write_back()
 
         return self._run("reduce", steps(), [flat.tensor], opts)
 
@@ -159,7 +169,8 @@ class SharedGroup(dist.ProcessGroup):
 
         def steps() -> Steps:
             for output, parts, reduction in jobs:
-                yield from steps_of.reduce_scatter(self._arena, output.data, parts, reduction)
+                given = [reduction.scaled(part) for part in parts]
+                yield from steps_of.reduce_scatter(self._arena, output.data, given, reduction)
                 output.write_back()
 
         return self._run("reduce_scatter", steps(), [output for output, _ in pairs], opts)
@@ -365,6 +376,56 @@ class SharedGroup(dist.ProcessGroup):
         work.sources = found
         return work
 
+    # --- parts ------------------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: datetime.timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> dist.ProcessGroup | None:
+        """Make a group of ``ranks`` of this one, in ascending order; None for who is not of them.
+
+        Args:
+            ranks: Ranks of this group. Others may make another part at the same time.
+            timeout: How long its operations may take; as here, unless told.
+            opts: For other backends; not read.
+            group_name: What it is called.
+            group_desc: What it is for.
+            device_types: For other backends; not read.
+
+        Collective: All of ``ranks``; it blocks until they have come.
+        """
+        del opts, device_types
+        chosen = sorted(ranks)
+        if (
+            not chosen
+            or len(set(chosen)) < len(chosen)
+            or not 0 <= chosen[0] <= chosen[-1] < self.size()
+        ):
+            raise ConfigError(
+                f"`ranks` must be some of the group's ranks (0 to {self.size() - 1}), each once, "
+                f"but is {list(ranks)}."
+            )
+        if self.rank() not in chosen:
+            return None
+        members = ",".join(map(str, chosen))
+        name = group_name or f"{self._group_name}:{members}"
+        part = self._make_part(
+            PrefixStore(f"part/{name}/{members}/", self._store),
+            chosen.index(self.rank()),
+            len(chosen),
+            timeout or datetime.timedelta(seconds=self._timeout_s),
+        )
+        part._set_group_name(name)  # type: ignore[arg-type]
+        part._set_group_desc(group_desc or f"{self._group_desc}:split")
+        return part
+
+    splitGroup = split_group
+
     # --- what torch asks --------------------------------------------------------------------------
 
     def size(self) -> int:
@@ -522,5 +583,7 @@ def _options(
 
 
 def _as_op(given: Any) -> dist.ReduceOp:
-    # `ReduceOp.SUM` says that it is a ReduceOp, but options do not take it for one.
-    return dist.ReduceOp(getattr(given, "op", given))
+    # `ReduceOp.SUM` says that it is a ReduceOp, but options do not take it for one; PREMUL_SUM is
+    # one only together with its factor.
+    kind = getattr(given, "op", given)
+    return given if kind == dist.ReduceOp.PREMUL_SUM else dist.ReduceOp(kind)

@@ -4,12 +4,14 @@
 
 so every rank that reduces gets the same bits, whoever it is and whoever came first. float16 and
 bfloat16 are accumulated in float32 and rounded once, at the end.
+
+PREMUL_SUM has each rank scale what it gives by a factor of its own, rounded to the dtype, before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -35,6 +37,7 @@ _COMBINE_BY_OP: dict[object, Combine] = {
 }
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _NUMBER_BY_OP = {op: number for number, op in enumerate(_COMBINE_BY_OP)}
+_PREMUL_SUM_NUMBER = len(_NUMBER_BY_OP)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Reduction:
     Attributes:
         number: Which operation, as an integer that all ranks agree on.
         name: What it is called.
+        factor: What this rank's numbers are multiplied by first; None for 1.
     """
 
     number: int
@@ -51,6 +55,7 @@ class Reduction:
     _combine: Combine
     _dtype: torch.dtype
     _averages: bool
+    factor: float | None = None
 
     def __call__(self, sources: Sequence[Tensor], out: Tensor) -> None:
         """Reduce ``sources``, one per rank and in their order, into ``out``.
@@ -61,6 +66,10 @@ class Reduction:
             out.copy_(self._folded([source.float() for source in sources], None))
             return
         self._folded(sources, out)
+
+    def scaled(self, source: Tensor) -> Tensor:
+        """Return what this rank gives: ``source`` itself, or where there is a factor, a product."""
+        return source if self.factor is None else source * self.factor
 
     def _folded(self, sources: Sequence[Tensor], out: Tensor | None) -> Tensor:
         if out is None:
@@ -84,7 +93,26 @@ def reduction_of(op: object, dtype: torch.dtype) -> Reduction:
         ConfigError: These numbers cannot be reduced so.
         UnsupportedError: This operation is not built.
     """
-    return _reduction_of(getattr(op, "op", op), dtype)
+    kind = getattr(op, "op", op)
+    if kind == ReduceOp.PREMUL_SUM:
+        return _scaling_sum(op, dtype)
+    return _reduction_of(kind, dtype)
+
+
+def _scaling_sum(op: object, dtype: torch.dtype) -> Reduction:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigError(
+            f"`op` must not scale {dtype}, but is PREMUL_SUM. Give numbers with fractions."
+        )
+    given = getattr(op, "factor", None)
+    try:
+        factor = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError) as exc:
+        raise ConfigError(
+            f"`op` must bring a real factor, but brings {given!r}. Give ReduceOp.PREMUL_SUM(0.5)."
+        ) from exc
+    plain = _reduction_of(ReduceOp.SUM, dtype)
+    return replace(plain, number=_PREMUL_SUM_NUMBER, name="PREMUL_SUM", factor=factor)
 
 
 @cache
@@ -92,8 +120,8 @@ def _reduction_of(kind: object, dtype: torch.dtype) -> Reduction:
     found = next((known for known in _COMBINE_BY_OP if known == kind), None)
     if found is None:
         raise UnsupportedError(
-            f"`op` must be SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, but is {kind}. Scale "
-            "the tensor first, and give SUM."
+            "`op` must be SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM, but is "
+            f"{kind}."
         )
     inexact = dtype.is_floating_point or dtype.is_complex
     if found in _BITWISE and inexact:

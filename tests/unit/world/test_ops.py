@@ -54,10 +54,31 @@ def test_one_rank_is_its_own_sum():
     assert reduced(ReduceOp.AVG, torch.bfloat16, [3.0]) == [3.0]
 
 
+@pytest.mark.parametrize("factor", [0.3, torch.tensor([0.3], dtype=torch.float64)])
+def test_a_factor_scales_what_a_rank_gives_and_is_rounded_to_the_dtype(factor):
+    reduction = reduction_of(ReduceOp.PREMUL_SUM(factor), torch.float16)
+    given = torch.tensor([1.0, 10.0], dtype=torch.float16)
+    assert torch.equal(reduction.scaled(given), torch.tensor([0.3, 3.0]).half())
+    assert given.tolist() == [1.0, 10.0]
+
+
+def test_ranks_may_bring_different_factors_and_are_in_the_same_operation():
+    one, two = (reduction_of(ReduceOp.PREMUL_SUM(f), torch.float32) for f in (1.0, 2.0))
+    assert one.number == two.number != reduction_of(ReduceOp.SUM, torch.float32).number
+
+
 @pytest.mark.parametrize(
     ("op", "dtype", "kind", "words"),
     [
-        (ReduceOp.PREMUL_SUM, torch.float32, UnsupportedError, "`op` must be SUM, AVG, PRODUCT,"),
+        ("sum", torch.float32, UnsupportedError, "`op` must be SUM, AVG, PRODUCT,"),
+        (ReduceOp.PREMUL_SUM(2.0), torch.int64, ConfigError, "`op` must not scale torch.int64"),
+        (
+            ReduceOp.PREMUL_SUM(torch.tensor([1j])),
+            torch.float32,
+            ConfigError,
+            "`op` must bring a real factor, but brings tensor([0.+1.j])",
+        ),
+        (ReduceOp.PREMUL_SUM, torch.float32, ConfigError, "`op` must bring a real factor"),
         (ReduceOp.BXOR, torch.bfloat16, ConfigError, "`op` must be arithmetic for torch.bfloat16"),
         (ReduceOp.MAX, torch.complex64, ConfigError, "`op` must not need an order for"),
     ],
