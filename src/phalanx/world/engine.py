@@ -63,7 +63,9 @@ class Engine:
         # How long to look before sleeping. Where each rank has a core, what is waited for is
         # mostly a moment away, and a sleep takes longer to end than that; where other work keeps
         # the cores busy, looking is in vain. Which it is shows by how long waits are.
-        self._roomy = board.size <= len(os.sched_getaffinity(0))
+        num_cores = len(os.sched_getaffinity(0))
+        self._roomy = board.size <= num_cores
+        self._busy = num_cores < 2 * board.size  # no core is left for a second thread per rank
         self._spin_s = _LONGEST_SPIN_S if self._roomy else _CROWDED_SPIN_S
 
     def start(self, task: Task, lane: Hashable, needs: Need, *, wait: bool) -> None:
@@ -86,7 +88,10 @@ class Engine:
             return
         if wait:
             self.drive(task)
-        else:
+            return
+        if self._busy:
+            self._push(task)
+        if not task.done:
             pump.add(self)
 
     def _refuse_if_broken(self, task: Task, needs: Need) -> None:
@@ -98,6 +103,21 @@ class Engine:
         if self._broken is not None:
             task.end(self._broken)
             task.raise_error()
+
+    def _push(self, task: Task) -> None:
+        """Go on with ``task`` in the caller's thread while the others go on, too.
+
+        Where every core has a rank that computes, the pump would run in turns with it, and ranks
+        whose pumps seldom run at the same time wait for each other at every piece.
+        """
+        if not self._mover.acquire(blocking=False):
+            return
+        try:
+            while not task.done:
+                if not self.advance() and not self._spin(self._first_need() or _NOBODY, now_s()):
+                    return
+        finally:
+            self._mover.release()
 
     def drive(self, task: Task, timeout_s: float | None = None) -> None:
         """Look until ``task`` has ended."""
