@@ -65,7 +65,8 @@ class Entry(NamedTuple):
     """One add, checked: rows (None for all) of the shard, what is added, and by whom.
 
     ``assigns`` says that the delta is the new value; ``unseen`` that nobody has looked yet whether
-    it is finite, and it has to be.
+    it is finite, and it has to be. ``places`` are the rows of the delta that are meant, in the
+    order of ``rows``, or None for all of them as they come.
     """
 
     rows: Tensor | None
@@ -73,6 +74,7 @@ class Entry(NamedTuple):
     worker: int
     assigns: bool = False
     unseen: bool = False
+    places: Tensor | None = None
 
 
 class NotFinite(Exception):
@@ -270,7 +272,7 @@ class Shard:
         return word + _VERSION
 
     def _change(self, entry: Entry, word: int, after: int) -> None:
-        rows, delta, worker, assigns, unseen = entry
+        rows, delta, worker, assigns, unseen, places = entry
         if assigns:
             self._replace(word, delta)
         elif rows is None:
@@ -280,9 +282,11 @@ class Shard:
                 refuse_nonfinite(delta)  # sums of what is finite may be infinite
                 unseen = False
             if self._scale is None or rows.numel() > self._undo_rows:
+                if places is not None:
+                    delta, places = torch.index_select(delta, 0, places), None
                 rows, delta = _add_up_repeats(rows, delta)
             if rows.numel() <= self._undo_rows:
-                self._change_rows(word, rows, delta, worker, unseen)
+                self._change_rows(word, rows, delta, worker, unseen, places)
                 self._header[_WORD] = after
                 return
             self._change_many(word, rows, delta, worker)
@@ -291,7 +295,13 @@ class Shard:
     # --- an add of rows: in place, with a record --------------------------------------------------
 
     def _change_rows(
-        self, word: int, rows: Tensor, delta: Tensor, worker: int, unseen: bool
+        self,
+        word: int,
+        rows: Tensor,
+        delta: Tensor,
+        worker: int,
+        unseen: bool,
+        places: Tensor | None,
     ) -> None:
         header = self._header
         current, record = self._both(word)
@@ -302,6 +312,8 @@ class Shard:
         if num_rows <= BLOCK_ROWS:
             ids, saved = self._undo_place(word & _CURRENT, num_rows)
             ids.copy_(rows)
+            if places is not None:
+                delta = torch.index_select(delta, 0, places)
             if unseen:
                 refuse_nonfinite(delta)
             self._change_block(word, current, saved, rows, delta, num_rows, worker)
@@ -309,7 +321,10 @@ class Shard:
         self._ids[:num_rows] = rows
         for start in range(0, num_rows, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, num_rows)
-            piece = delta[start:stop]
+            if places is None:
+                piece = delta[start:stop]
+            else:
+                piece = torch.index_select(delta, 0, places[start:stop])
             if unseen:
                 refuse_nonfinite(piece)
             saved = [part[start:stop] for part in record]

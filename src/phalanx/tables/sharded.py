@@ -14,13 +14,16 @@ from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.memory import LockFile, RangeLock, Region, reach
 from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.rounds import READY, OpenRegion, Rounds
-from phalanx.tables.shard import BLOCK_ROWS, Entry, refuse_nonfinite
+from phalanx.tables.shard import Entry, refuse_nonfinite
 from phalanx.tables.spec import Layout, TableSpec
 
 __all__ = ["READ_POINTS", "Sharded"]
 
 READ_POINTS = ("before read", "reader's lock held", "rows read")
 """Where the chaos tests stop a get, in its order; it takes a lock only where adds overtake it."""
+
+
+_LARGE = 1 << 18  # elements of a delta from which on no sorted copy is made
 
 
 class Part(Protocol):
@@ -192,17 +195,22 @@ class Sharded:
     def _parts_of(self, entry: Entry) -> list[tuple[Part, Entry]]:
         if len(self.shards) == 1:
             return [(self.shards[0], entry)]
-        rows, delta, worker, assigns, unseen = entry
+        rows, delta, worker, assigns, unseen, _ = entry
+        if unseen:
+            refuse_nonfinite(delta)
         if rows is None:
-            if unseen:
-                refuse_nonfinite(delta)
             spans = [(s, s.first_row, s.first_row + s.num_rows) for s in self.shards]
             return [
                 (shard, Entry(None, delta[first:stop], worker, assigns))
                 for shard, first, stop in spans
             ]
         order, routed = self._route(rows, worker)
-        delta = _pick(delta, order, unseen)
+        if delta.numel() > _LARGE:  # a shard takes its rows of it block by block
+            return [
+                (shard, Entry(piece, delta, worker, assigns, False, order[places]))
+                for shard, piece, places in routed
+            ]
+        delta = torch.index_select(delta, 0, order)
         return [
             (shard, Entry(piece, delta[places], worker, assigns)) for shard, piece, places in routed
         ]
@@ -253,21 +261,6 @@ def _first_free(left: Sequence[tuple[Part, Entry]]) -> int:
             if shard.lock.looks_free():
                 return index
     return 0
-
-
-def _pick(delta: Tensor, order: Tensor, unseen: bool) -> Tensor:
-    """Return rows of a delta; if nobody has looked, look at each block while it is in the cache.
-
-    Raises:
-        NotFinite: It had to be finite, and is not.
-    """
-    if not unseen:
-        return torch.index_select(delta, 0, order)
-    picked = torch.empty_like(delta)
-    for piece, places in zip(picked.split(BLOCK_ROWS), order.split(BLOCK_ROWS), strict=True):
-        torch.index_select(delta, 0, places, out=piece)
-        refuse_nonfinite(piece)
-    return picked
 
 
 def _merge(entries: list[Entry], how: str) -> Entry:

@@ -10,7 +10,7 @@ import torch
 from phalanx import tables
 from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.memory import faults
-from phalanx.tables import shard, table
+from phalanx.tables import shard, sharded, table
 
 ROWS = 8
 
@@ -147,14 +147,24 @@ def test_no_shard_has_an_add_that_another_shard_would_refuse(looking_late):
 # --- several shards -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("updater", ["sum", "sgd", "adam"])
+@pytest.mark.parametrize("large", [False, True], ids=["few", "large"])
 @pytest.mark.parametrize("num_shards", [2, 3, 5])
-def test_rows_are_routed_to_shards_and_back_in_the_order_asked(num_shards):
+def test_rows_are_routed_to_shards_and_back_in_the_order_asked(
+    num_shards, large, updater, monkeypatch
+):
     """Repeated rows add up in the order given, to the bit, whoever asks."""
+    if large:
+        monkeypatch.setattr(sharded, "_LARGE", 0)
+        monkeypatch.setattr(shard, "BLOCK_ROWS", 2)
     rows = [26, 0, 13, 13, 40, 13, 39, 0]
     delta = first_values(8 * 3).view(8, 3)
     with tables.join(num_workers=2, timeout_s=20.0) as one, one.thread_worker() as other:
-        many = [world.matrix(41, 3, name="many", num_shards=num_shards) for world in (one, other)]
-        single = one.matrix(41, 3, name="single")
+        many = [
+            world.matrix(41, 3, name="many", num_shards=num_shards, updater=updater)
+            for world in (one, other)
+        ]
+        single = one.matrix(41, 3, name="single", updater=updater)
         for made in (*many, single, single):
             made.add(delta, rows=rows)
         for made in many:
