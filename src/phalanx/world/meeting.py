@@ -63,6 +63,7 @@ def meet(store: Store, rank: int, size: int, timeout_s: float) -> Arena:
         bells.reach(other, cards[other]["pid"], cards[other]["bell"])
     arena = Arena(region, board, bells)
     _wait_for_all(ours, rank, size, deadline_s, timeout_s)
+    _tidy(ours, size)
     return arena
 
 
@@ -94,3 +95,12 @@ def _wait_for_all(store: Store, rank: int, size: int, deadline_s: float, timeout
     store.set(f"mapped/{rank}", "1")
     for other in range(size):
         _get(store, f"mapped/{other}", other, size, deadline_s, timeout_s)
+
+
+def _tidy(store: Store, size: int) -> None:
+    """Take out of the store what all have read, else it grows with each group; the last does it."""
+    if store.add("read", 1) == size:
+        for rank in range(size):
+            store.delete_key(str(rank))
+            store.delete_key(f"mapped/{rank}")
+        store.delete_key("read")
