@@ -75,6 +75,34 @@ def test_the_first_cause_is_told_last_and_its_exit_code_is_the_commands(tmp_path
     assert not any("[rank" in line for line in last[told:])
 
 
+def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
+    script = write(
+        tmp_path,
+        "import signal, torch, torch.distributed as dist\n"
+        "dist.init_process_group('phalanx')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1:\n"
+        "    dist.destroy_process_group()\n"
+        "    signal.pause()\n"
+        "dist.all_reduce(torch.ones(3))\n",
+    )
+    done = run(script, "-n", "2", str(script))
+    assert done.returncode == 1, done.stderr
+    lines = done.stderr.splitlines()
+    prefix = "[rank 0] [rank0]: "  # ours, and torch's
+    its_own = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+    first = its_own.index("Traceback (most recent call last):")
+    assert f'File "{script}", line 7' in its_own[first + 1]
+    assert sum("Rank 1 of 2 must take part" in line for line in its_own) == 1
+    last = [" ".join(line.split()) for line in lines if not line.startswith("[rank")]
+    told = next(place for place, line in enumerate(last) if line.startswith("Rank 0 (process "))
+    assert last[told].endswith("must end well, but ended with exit code 1.")
+    assert last[told + 1] == "Traceback (most recent call last):"
+    text = " ".join(last[told:])
+    assert "line 7" in text
+    assert "distributed_c10d.py" not in text
+
+
 def test_all_ranks_are_started_again_after_one_was_killed(tmp_path):
     script = write(
         tmp_path,

@@ -272,8 +272,12 @@ def _describe(failures: Mapping[int, ProcessFailure]) -> RankFailed:
         how, code = f"was killed by {failure.signal_name()}", 128 - code
     else:
         how = f"ended with exit code {code}"
-    others = len(failures) - 1
-    also = f" {others} more failed after it." if others else ""
+    others = [
+        str(other)
+        for other, its in sorted(failures.items())
+        if other != rank and its.exitcode != -_SIGTERM
+    ]
+    also = f" Rank{'s' * (len(others) > 1)} {', '.join(others)} failed as well." if others else ""
     told = _told(failure)
     text = f"Rank {rank} (process {failure.pid}) must end well, but {how}.{also}"
     if told is not None and told.get("py_callstack"):

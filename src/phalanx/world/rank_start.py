@@ -15,15 +15,21 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
 from phalanx.clock import wall_clock_s
-from phalanx.errors import PeerError
+from phalanx.errors import PeerError, PhalanxError
 from phalanx.world.backend import NAME
 
 __all__ = ["main", "prefer_phalanx", "record_failures"]
+
+_OURS = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_LEADING = (_OURS, runpy.__file__, "<string>", "<frozen runpy>")
+"""Where frames lie that come before the user's own, in a rank's traceback."""
 
 
 def prefer_phalanx() -> None:
@@ -58,7 +64,7 @@ def _record(exc: BaseException) -> None:
         "message": {
             "message": f"{type(exc).__name__}: {exc}",
             "extraInfo": {
-                "py_callstack": "".join(traceback.format_exception(exc)),
+                "py_callstack": _said(exc),
                 "timestamp": str(int(at_s)),
                 "at_s": at_s,
                 "echo": isinstance(exc, PeerError | dist.DistError),
@@ -68,10 +74,38 @@ def _record(exc: BaseException) -> None:
     Path(path).write_text(json.dumps(said), encoding="utf-8")
 
 
+def _from_user_on(exc: BaseException) -> TracebackType | None:
+    """Return the traceback of ``exc`` without the frames that lead to the user's own code."""
+    found = exc.__traceback__
+    while found is not None and found.tb_frame.f_code.co_filename.startswith(_LEADING):
+        found = found.tb_next
+    return found
+
+
+def _said(exc: BaseException) -> str:
+    """Return the traceback of ``exc`` as far as it is the user's; our own errors say the rest."""
+    if not isinstance(exc, PhalanxError):
+        return "".join(traceback.format_exception(type(exc), exc, _from_user_on(exc)))
+    frames = traceback.extract_tb(exc.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith((*_LEADING, _TORCH))]
+    return "".join(
+        [
+            "Traceback (most recent call last):\n",
+            *traceback.format_list(users or frames),
+            *traceback.format_exception_only(exc),
+        ]
+    )
+
+
 def main() -> None:
     """Run the script that the command line names, as Python itself would."""
     del sys.argv[0]
     script = sys.argv[0]
     sys.path.insert(0, str(Path(script).resolve().parent))
     prefer_phalanx()
-    record_failures(lambda: runpy.run_path(script, run_name="__main__"))
+    try:
+        record_failures(lambda: runpy.run_path(script, run_name="__main__"))
+    except Exception as exc:
+        exc.__traceback__ = _from_user_on(exc)
+        sys.excepthook(type(exc), exc, exc.__traceback__)
+        sys.exit(1)

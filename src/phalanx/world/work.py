@@ -61,9 +61,10 @@ class Task:
 
     def raise_error(self) -> None:
         """Raise why it has failed, if it has."""
-        if self.error is not None:
+        error = self.error
+        if error is not None:
             # A copy: one error may be told to many callers, and each adds its own traceback.
-            raise copy.copy(self.error) from self.error
+            raise copy.copy(error).with_traceback(error.__traceback__) from error.__cause__
 
 
 class SharedWork(dist.Work):
