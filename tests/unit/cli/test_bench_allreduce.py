@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from phalanx.cli.bench.allreduce_report import (
     target,
 )
 from phalanx.cli.bench.machine import describe_machine
+from phalanx.cli.bench.mpi import ProcessFailed, has_mpi, measure_mpi
 from phalanx.errors import ConfigError
 
 CELLS = [
@@ -29,9 +31,9 @@ CELLS = [
 ]
 
 
-def shown() -> str:
+def shown(cells: list[Cell] = CELLS) -> str:
     text = StringIO()
-    Console(file=text, width=120).print(allreduce_table(CELLS, 6e9))
+    Console(file=text, width=120).print(allreduce_table(cells, 6e9))
     return text.getvalue()
 
 
@@ -42,6 +44,32 @@ def test_the_table_marks_what_is_met_and_what_is_missed():
     assert "4.0 ≥5 ✗" in large
     assert "4.19 ≥3 ✓" in large
     assert "2.0 ≥1 ✓" in four
+
+
+def test_mpi_stands_beside_where_it_was_measured(tmp_path: Path):
+    cells = [
+        replace(CELLS[1], seconds={**CELLS[1].seconds, "mpi": [2e-3] * 3}),
+        replace(CELLS[2], seconds={**CELLS[2].seconds, "mpi": [9e-3] * 3}),
+        CELLS[2],
+    ]
+    two, four, without = (line for line in shown(cells).splitlines() if "iB" in line)
+    assert "2.00 ≥2.5 ✗" in two
+    assert "4.50" in four
+    assert "–" in without
+    assert "mpi" not in shown()
+    draw_allreduce(cells, describe_machine(), tmp_path / "a.png", copy_bytes_per_s=6e9)
+    assert (tmp_path / "a.png").exists()
+
+
+@pytest.mark.skipif(not has_mpi(), reason="needs mpirun and the package mpi4py")
+def test_mpi_is_timed_in_ranks_of_its_own():
+    assert [len(s) for s in measure_mpi(2, {4096: 3, 1 << 20: 1}, 2).values()] == [2, 2]
+
+
+@pytest.mark.skipif(not has_mpi(), reason="needs mpirun and the package mpi4py")
+def test_ranks_of_mpi_that_fail_say_why():
+    with pytest.raises(ProcessFailed, match="MPI's ranks must end well"):
+        measure_mpi(2, {-4: 1}, 1)
 
 
 def test_sizes_between_have_no_target():

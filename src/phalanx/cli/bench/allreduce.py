@@ -1,8 +1,8 @@
-"""``phalanx bench allreduce``: an all-reduce over shared memory beside gloo's.
+"""``phalanx bench allreduce``: an all-reduce over shared memory beside gloo's, and MPI's.
 
 Both have a group of the same ranks and take turns within each round, so that whatever else the
 machine does meets both. What is timed is `torch.distributed.all_reduce` of a tensor in ordinary
-memory, call after call, as rank 0 sees it.
+memory, call after call, as rank 0 sees it. MPI, where it is installed, comes after them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from phalanx.cli.bench.allreduce_report import (
     draw_allreduce,
 )
 from phalanx.cli.bench.machine import describe_machine
+from phalanx.cli.bench.mpi import ProcessFailed, has_mpi, measure_mpi
 from phalanx.cli.bench.step import introduce, turn_progress
 from phalanx.cli.console import make_console
 from phalanx.clock import now_s
@@ -50,7 +51,8 @@ def allreduce(
 ) -> None:
     """Time all-reduces of 4 KiB to 100 MB: `phalanx` beside gloo, in the same processes.
 
-    A missed target is marked and is no error; ranks that failed are: exit code 1.
+    MPI comes after them, where `mpirun` and the package mpi4py are installed. A missed target is
+    marked and is no error; ranks that failed are: exit code 1.
     """
     counts = _counts(ranks)
     console = make_console()
@@ -68,8 +70,14 @@ def allreduce(
             except RankFailed as error:
                 failures[f"{count} ranks"] = str(error)
                 continue
+            if has_mpi():
+                try:
+                    calls = {size: calls_of(size) for size in SIZES}
+                    seconds["mpi"] = measure_mpi(count, calls, rounds)
+                except ProcessFailed as error:
+                    failures[f"{count} ranks of MPI"] = str(error)
             cells += [
-                Cell(ranks=count, num_bytes=size, seconds={b: seconds[b][size] for b in BACKENDS})
+                Cell(ranks=count, num_bytes=size, seconds={b: seconds[b][size] for b in seconds})
                 for size in SIZES
             ]
     console.print(allreduce_table(cells, copy_bytes_per_s))
@@ -111,6 +119,11 @@ def copy_bandwidth(num_bytes: int = 100_000_000, times: int = 7) -> float:
     return num_bytes / min(taken)
 
 
+def calls_of(num_bytes: int) -> int:
+    """Return how many calls of a size a turn has."""
+    return max(1, min(_MOST_CALLS, _BYTES_PER_TURN // num_bytes))
+
+
 def measure(sizes: tuple[int, ...], rounds: int) -> Seconds:
     """Time both backends; in every rank of a job."""
     torch.set_num_threads(1)
@@ -120,7 +133,7 @@ def measure(sizes: tuple[int, ...], rounds: int) -> Seconds:
     seconds: Seconds = {name: {size: [] for size in sizes} for name in BACKENDS}
     for size in sizes:
         tensor = torch.ones(size // 4)
-        calls = max(1, min(_MOST_CALLS, _BYTES_PER_TURN // size))
+        calls = calls_of(size)
         for _ in range(rounds):
             for name, group in groups.items():
                 seconds[name][size].append(_turn(group, tensor, calls))

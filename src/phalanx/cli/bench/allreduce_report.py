@@ -22,11 +22,13 @@ __all__ = ["BACKENDS", "SCHEMA", "Cell", "allreduce_table", "as_json", "draw_all
 
 SCHEMA = "phalanx.bench.allreduce/1"
 BACKENDS = ("phalanx", "gloo")
-_COLOURS = {"phalanx": "#0f766e", "gloo": "#9aa3ae"}
+MPI = "mpi"
+_COLOURS = {"phalanx": "#0f766e", "gloo": "#9aa3ae", MPI: "#c2854b"}
 _GREY, _INK = "#6b7280", "#1f2933"
 _WITHIN_S = {4 << 10: 30e-6}  # of two ranks
 _SHARE_OF_COPY = 0.5  # algorithm bandwidth of two ranks, from 4 MiB on
 _SHARE_FROM_BYTES = 4 << 20
+_TIMES_MPI = 2.5  # as fast, with two ranks, from 4 MiB on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +45,12 @@ class Cell:
 
     @property
     def speedup(self) -> float:
-        """Return gloo's median over ours."""
-        return self.median_s("gloo") / self.median_s("phalanx")
+        """Gloo's median over ours."""
+        return self.speedup_over("gloo")
+
+    def speedup_over(self, backend: str) -> float:
+        """Return the median of ``backend`` over ours."""
+        return self.median_s(backend) / self.median_s("phalanx")
 
     @property
     def bytes_per_s(self) -> float:
@@ -75,7 +81,9 @@ def allreduce_table(cells: Sequence[Cell], copy_bytes_per_s: float) -> Table:
         padding=(0, 1, 0, 0),
         show_edge=False,
     )
-    for heading in ("ranks", "size", "phalanx", "gloo", "gloo / phalanx", "GB/s"):
+    mpi = any(MPI in cell.seconds for cell in cells)
+    peers = ("mpi", "mpi / phalanx") if mpi else ()
+    for heading in ("ranks", "size", "phalanx", "gloo", "gloo / phalanx", *peers, "GB/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     before = None
     for cell in cells:
@@ -88,9 +96,18 @@ def allreduce_table(cells: Sequence[Cell], copy_bytes_per_s: float) -> Table:
             _time_cell(cell),
             _time(cell.median_s("gloo")),
             _judged(f"{cell.speedup:.1f}", target(cell), cell.speedup),
+            *(_mpi_cells(cell) if mpi else ()),
             _bandwidth_cell(cell, copy_bytes_per_s),
         )
     return table
+
+
+def _mpi_cells(cell: Cell) -> tuple[str | Text, ...]:
+    if MPI not in cell.seconds:
+        return ("–", "–")
+    least = _TIMES_MPI if cell.ranks == 2 and cell.num_bytes >= _SHARE_FROM_BYTES else None
+    times = cell.speedup_over(MPI)
+    return _time(cell.median_s(MPI)), _judged(f"{times:.2f}", least, times)
 
 
 def _time_cell(cell: Cell) -> Text:
@@ -143,8 +160,8 @@ def as_json(
         "cells": [
             {
                 **asdict(cell),
-                "median_s": {backend: cell.median_s(backend) for backend in BACKENDS},
-                "least_s": {backend: min(cell.seconds[backend]) for backend in BACKENDS},
+                "median_s": {backend: cell.median_s(backend) for backend in cell.seconds},
+                "least_s": {backend: min(cell.seconds[backend]) for backend in cell.seconds},
                 "speedup": cell.speedup,
                 "target": target(cell),
             }
@@ -185,11 +202,13 @@ def draw_allreduce(
 def _draw_lines(axis: Axes, cells: Sequence[Cell]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    for backend in BACKENDS:
-        sizes = [cell.num_bytes for cell in cells]
+    for backend in _COLOURS:
+        measured = [cell for cell in cells if backend in cell.seconds]
+        if not measured:
+            continue
         axis.plot(
-            sizes,
-            [cell.median_s(backend) for cell in cells],
+            [cell.num_bytes for cell in measured],
+            [cell.median_s(backend) for cell in measured],
             marker="o",
             markersize=4,
             color=_COLOURS[backend],

@@ -1,0 +1,83 @@
+"""An all-reduce by MPI, timed as `phalanx bench allreduce` times the others; where there is one.
+
+MPI starts its ranks itself and brings its own group, so it takes its turn in processes of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.clock import now_s
+from phalanx.errors import PhalanxError
+
+__all__ = ["ProcessFailed", "has_mpi", "main", "measure_mpi"]
+
+_TIMEOUT_S = 300.0
+_START = "from phalanx.cli.bench.mpi import main; main()"
+
+
+class ProcessFailed(PhalanxError):
+    """MPI's processes did not end well."""
+
+
+def has_mpi() -> bool:
+    """Tell whether `mpirun` and the package mpi4py are there."""
+    return shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
+
+
+def measure_mpi(ranks: int, calls_by_size: dict[int, int], rounds: int) -> dict[int, list[float]]:
+    """Return the seconds of a call by size, one per round, as rank 0 sees them.
+
+    Args:
+        ranks: How many.
+        calls_by_size: How many calls a round has, by bytes of the tensor.
+        rounds: How many rounds.
+
+    Raises:
+        ProcessFailed: The ranks failed.
+    """
+    job = json.dumps([list(calls_by_size.items()), rounds])
+    command = ["mpirun", "-n", str(ranks), "--oversubscribe", sys.executable, "-c", _START, job]
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    ended = subprocess.run(
+        command,
+        env={**os.environ, **allowed, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if ended.returncode:
+        raise ProcessFailed(f"MPI's ranks must end well, but ended with:\n{ended.stderr.strip()}")
+    return {int(size): seconds for size, seconds in json.loads(ended.stdout).items()}
+
+
+def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
+    """Time the job of the command line in one rank; rank 0 prints JSON."""
+    from mpi4py import MPI  # starts MPI, which only these processes shall
+
+    group = MPI.COMM_WORLD
+    sizes, rounds = json.loads(arguments[0])
+    torch.set_num_threads(1)
+    seconds: dict[int, list[float]] = {}
+    for size, calls in sizes:
+        tensor = torch.ones(size // 4)
+        data = [tensor.numpy(), MPI.FLOAT]
+        for _ in range(rounds):
+            tensor.fill_(1.0)
+            group.Allreduce(MPI.IN_PLACE, data)
+            since = now_s()
+            for _ in range(calls):
+                group.Allreduce(MPI.IN_PLACE, data)
+            seconds.setdefault(size, []).append((now_s() - since) / calls)
+            group.Barrier()
+    if group.Get_rank() == 0:
+        sys.stdout.write(json.dumps(seconds))
