@@ -33,7 +33,7 @@ def news_kept(patch: Patch) -> None:
 
 def marks_unread(patch: Patch) -> None:
     """Nobody waits for anybody: results are made of whatever lies in the slots."""
-    patch(Board, "mark_of", lambda self, rank: 1 << 60)
+    patch(Board, "reached", lambda self, ranks, mark: True)
     patch(Arena, "_check", lambda self, ranks: None)
 
 
