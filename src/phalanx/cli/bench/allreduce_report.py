@@ -82,8 +82,8 @@ def allreduce_table(cells: Sequence[Cell], copy_bytes_per_s: float) -> Table:
         show_edge=False,
     )
     mpi = any(MPI in cell.seconds for cell in cells)
-    peers = ("mpi", "mpi / phalanx") if mpi else ()
-    for heading in ("ranks", "size", "phalanx", "gloo", "gloo / phalanx", *peers, "GB/s"):
+    peers = ("MPI", "÷ phalanx") if mpi else ()
+    for heading in ("ranks", "size", "phalanx", "gloo", "÷ phalanx", *peers, "GB/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     before = None
     for cell in cells:

@@ -11,7 +11,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -44,28 +46,35 @@ def measure_mpi(ranks: int, calls_by_size: dict[int, int], rounds: int) -> dict[
     Raises:
         ProcessFailed: The ranks failed.
     """
-    job = json.dumps([list(calls_by_size.items()), rounds])
-    command = ["mpirun", "-n", str(ranks), "--oversubscribe", sys.executable, "-c", _START, job]
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "seconds.json"
+        job = json.dumps([list(calls_by_size.items()), rounds, str(answer)])
+        ended = _run(["-n", str(ranks), "--oversubscribe", sys.executable, "-c", _START, job])
+        if ended.returncode:
+            last_words = ended.stderr.strip()
+            raise ProcessFailed(f"MPI's ranks must end well, but ended with:\n{last_words}")
+        seconds = json.loads(answer.read_text(encoding="utf-8"))
+    return {int(size): rounds_of_size for size, rounds_of_size in seconds.items()}
+
+
+def _run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    ended = subprocess.run(
-        command,
+    return subprocess.run(
+        ["mpirun", *arguments],
         env={**os.environ, **allowed, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
         check=False,
     )
-    if ended.returncode:
-        raise ProcessFailed(f"MPI's ranks must end well, but ended with:\n{ended.stderr.strip()}")
-    return {int(size): seconds for size, seconds in json.loads(ended.stdout).items()}
 
 
 def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
-    """Time the job of the command line in one rank; rank 0 prints JSON."""
+    """Time the job of the command line in one rank; rank 0 writes JSON to the file it names."""
     from mpi4py import MPI  # starts MPI, which only these processes shall
 
     group = MPI.COMM_WORLD
-    sizes, rounds = json.loads(arguments[0])
+    sizes, rounds, answer = json.loads(arguments[0])
     torch.set_num_threads(1)
     seconds: dict[int, list[float]] = {}
     for size, calls in sizes:
@@ -80,4 +89,4 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
             seconds.setdefault(size, []).append((now_s() - since) / calls)
             group.Barrier()
     if group.Get_rank() == 0:
-        sys.stdout.write(json.dumps(seconds))
+        Path(answer).write_text(json.dumps(seconds), encoding="utf-8")
