@@ -14,6 +14,7 @@ from phalanx.clock import pause
 from phalanx.world import mourning
 from phalanx.world.arena import Arena, Steps
 from phalanx.world.bell import Bells
+from phalanx.world.blame import Blame
 from phalanx.world.board import LEFT, Board
 
 Patch = Callable[[Any, str, Any], None]  # as `setattr`, or pytest's
@@ -96,6 +97,14 @@ def bells_kept(patch: Patch) -> None:
     """A group that is destroyed leaves its pipes open."""
     patch(Bells, "close", lambda self: None)
 
+
+def blame_kept(patch: Patch) -> None:
+    """Nobody tells other hosts why the group has ended."""
+    patch(Blame, "write", lambda self, error: None)
+
+
+BUGS_ACROSS: dict[str, Callable[[Patch], None]] = {"blame_kept": blame_kept}
+"""Those that show in groups of several hosts alone."""
 
 BUGS: dict[str, Callable[[Patch], None]] = {
     bug.__name__: bug

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import phalanx  # noqa: F401
 from phalanx.memory import Waiting, plant
 from tests.chaos.calls import Call
-from tests.chaos.collective_bugs import BUGS
+from tests.chaos.collective_bugs import BUGS, BUGS_ACROSS
 from tests.multiprocess.children import DEADLINE_S, Child, Parent
 
 SIZE = 3
@@ -38,6 +38,7 @@ class Case:
         passing: At the how-manieth passing.
         timeout_s: The group's, from when the victim is ready.
         sabotage: The bug that is planted in the survivors, by its name in `BUGS`.
+        hosts: The host that each rank plays to be on; nothing for one host.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Case:
     passing: int = 1
     timeout_s: float = 60.0
     sabotage: str = ""
+    hosts: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def told(caught: BaseException | None) -> dict[str, Any]:
 
 
 def _take_part(parent: Parent, rank: int, store: str, case: Case) -> dict[str, Any]:
+    os.environ["PHALANX_HOST"] = case.hosts[rank] if case.hosts else ""
     join_group(store, rank, SIZE, DEADLINE_S)
     calls = [Call(case.kind, number, LENGTH, SIZE) for number in range(1 + CALLS)]
     num_right = 0
@@ -128,6 +131,8 @@ def _take_part(parent: Parent, rank: int, store: str, case: Case) -> dict[str, A
         dist.group.WORLD.setTimeout(datetime.timedelta(seconds=case.timeout_s))
         if rank == case.victim:
             _prepare(parent, case)
+        elif case.sabotage in BUGS_ACROSS:  # which show only once somebody has failed
+            BUGS_ACROSS[case.sabotage](setattr)
         elif case.sabotage:
             _await_death(case.victim)
             BUGS[case.sabotage](setattr)

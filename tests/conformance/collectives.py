@@ -5,11 +5,15 @@ Imported by the ranks' processes; `test_backend.py` says which cases there are.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tests.multiprocess.spawn import PLAYED_HOSTS
 
 SIZES = (0, 1, 5, 4096, 70_003)  # the last beyond what is published whole, and no round number
 LAYOUTS = ("plain", "strided", "scalar", "transposed")
@@ -61,7 +65,7 @@ def cases(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[int, torch.dtype, int
 
 
 def in_rank_order(parts: list[Tensor], op: object) -> Tensor:
-    """Reduce as we promise: by rank, halves in float32."""
+    """Reduce as we promise: by rank on each host, then by host, halves in float32."""
     dtype = parts[0].dtype
     halves = dtype in (torch.float16, torch.bfloat16)
     parts = [part.float() for part in parts] if halves else parts
@@ -75,9 +79,12 @@ def in_rank_order(parts: list[Tensor], op: object) -> Tensor:
         dist.ReduceOp.BOR: torch.bitwise_or,
         dist.ReduceOp.BXOR: torch.bitwise_xor,
     }[op]
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total = combine(total, part)
+    hosts = os.environ.get(PLAYED_HOSTS, ",".join("a" * len(parts))).split(",")
+    on_hosts = [
+        [p for p, at in zip(parts, hosts, strict=True) if at == host]
+        for host in dict.fromkeys(hosts)
+    ]
+    total = reduce(combine, [reduce(combine, on_host) for on_host in on_hosts]).clone()
     if op == dist.ReduceOp.AVG:
         total = total / len(parts)
     return total.to(dtype)

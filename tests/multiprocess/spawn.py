@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 COLLECTIVE_S = 20.0  # after that, a rank that waits for another reports where it waits
 START_S = 60.0
+PLAYED_HOSTS = "PHALANX_TEST_HOSTS"  # of all ranks, for what depends on them
 
 
 class Ranks:
@@ -33,10 +34,19 @@ class Ranks:
         size: How many.
         deadline_s: How long one call may take, beyond what a start takes.
         backend: Of their group.
+        hosts: The host that each rank plays to be on; all are on one if there is none.
     """
 
-    def __init__(self, size: int = 3, *, deadline_s: float = 60.0, backend: str = "gloo") -> None:
+    def __init__(
+        self,
+        size: int = 3,
+        *,
+        deadline_s: float = 60.0,
+        backend: str = "gloo",
+        hosts: Sequence[str] = (),
+    ) -> None:
         self.size = size
+        self.hosts = hosts
         self.deadline_s = deadline_s
         self.backend = backend
         self._processes: list[Any] = []
@@ -83,7 +93,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.size, self.backend, store, theirs),
+                args=(rank, self.size, self.backend, self.hosts, store, theirs),
                 daemon=True,
             )
             process.start()
@@ -126,9 +136,14 @@ class Ranks:
         self._processes, self._connections, self._folder = [], [], None
 
 
-def _serve(rank: int, size: int, backend: str, store: str, connection: Connection) -> None:
+def _serve(
+    rank: int, size: int, backend: str, hosts: Sequence[str], store: str, connection: Connection
+) -> None:
     """Run what comes until the pipe ends or an empty message comes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    if hosts:
+        os.environ["PHALANX_HOST"] = hosts[rank]
+        os.environ[PLAYED_HOSTS] = ",".join(hosts)
     torch.set_num_threads(1)
     if backend == "phalanx":
         import phalanx  # noqa: F401 - registers it

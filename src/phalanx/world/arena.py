@@ -34,8 +34,11 @@ POINTS = ("operation begun", "piece written", "piece published", "result given",
 Need = tuple[Sequence[int], int]
 """Whom a wait is for, and the mark that they must reach; no mark, but a place, if not positive."""
 
-Steps = Generator[Need, None, None]
-"""An operation under way: it stops wherever it would wait, and is resumed to look again."""
+Steps = Generator[Need | None, None, None]
+"""An operation under way: it stops wherever it would wait, and is resumed to look again.
+
+Where it waits for no rank of this host, it says None, and ends in time by itself.
+"""
 
 _NUM_SLOTS = 2
 _LARGEST_SLOT_BYTES = 1 << 20
@@ -168,7 +171,8 @@ class Arena:
                 self._unchecked.discard(rank)
                 theirs = self.board.signature_of(rank, ours.number)
                 if theirs != ours:
-                    raise Desync(self.rank, ours, rank, theirs)
+                    names = self.board.names
+                    raise Desync(names[self.rank], ours, names[rank], theirs)
 
     def close(self) -> None:
         """Let go of the memory; what was handed out keeps it until it goes, too."""

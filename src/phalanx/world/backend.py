@@ -1,4 +1,8 @@
-"""The c10d backend ``phalanx``: collectives over shared memory for ranks of one host."""
+"""The c10d backend ``phalanx``: collectives over shared memory, and gloo between hosts.
+
+make_group ──> who is where? ──> all on one host      SharedGroup, ways within memory
+                             └─> on several           AcrossGroup, ways across them
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,12 @@ import datetime
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from phalanx.world.across import Across
+from phalanx.world.across_group import AcrossGroup
 from phalanx.world.group import NAME, SharedGroup
-from phalanx.world.meeting import meet
+from phalanx.world.hosts import network_interfaces
+from phalanx.world.meeting import Meeting
+from phalanx.world.within import Within
 
 __all__ = ["NAME", "SharedGroup", "make_group"]
 
@@ -16,7 +24,13 @@ __all__ = ["NAME", "SharedGroup", "make_group"]
 def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> SharedGroup:
     """Make the group of these ranks; what ``torch.distributed`` calls."""
     timeout_s = timeout.total_seconds()
-    return SharedGroup(meet(store, rank, size, timeout_s), store, timeout_s, make_group)
+    meeting = Meeting(store, rank, size, timeout_s)
+    hosts = meeting.find_hosts()
+    arena = meeting.share_memory(hosts.ranks[hosts.host_of(rank)])
+    if len(hosts.ranks) == 1:
+        return SharedGroup(arena, Within(arena), store, timeout_s, make_group)
+    across = Across(arena, hosts, rank, meeting.store, timeout_s, network_interfaces())
+    return AcrossGroup(arena, across, store, timeout_s, make_group)
 
 
 # Here, and not in a function that somebody would have to call: `import phalanx` is enough.

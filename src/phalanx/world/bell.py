@@ -36,6 +36,11 @@ class Bell:
             with suppress(BlockingIOError):  # another thread of ours was faster
                 os.read(self._read, _SOME_BYTES)
 
+    def ring(self) -> None:
+        """Wake this rank itself; another of its threads has something for it."""
+        with suppress(BlockingIOError):
+            os.write(self.fd, b"\0")
+
     def close(self) -> None:
         """Close both ends."""
         os.close(self._read)
@@ -60,6 +65,10 @@ class Bells:
         """Open the bell of another process, which is there."""
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
         self._fd_by_rank[rank] = os.open(f"/proc/{pid}/fd/{fd}", flags)
+
+    def ring_here(self) -> None:
+        """Wake this rank."""
+        self._bell.ring()
 
     def ring(self, rank: int) -> None:
         """Wake ``rank``."""

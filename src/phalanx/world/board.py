@@ -43,11 +43,23 @@ class Signature(NamedTuple):
 
 
 class Board:
-    """The pages of ``size`` ranks in a region of zeros, seen by ``rank``."""
+    """The pages of some ranks in a region of zeros, seen by one of them.
 
-    def __init__(self, region: Region, rank: int, size: int) -> None:
+    Args:
+        region: The memory.
+        rank: Whose view it is: the place among those here, as everywhere below.
+        names: What each is called in its group, by place.
+        group_size: How many ranks the group has, here or on other hosts.
+
+    Attributes:
+        size: How many there are here.
+    """
+
+    def __init__(self, region: Region, rank: int, names: Sequence[int], group_size: int) -> None:
         self.rank = rank
-        self.size = size
+        self.size = size = len(names)
+        self.names = names
+        self.group_size = group_size
         self._step = self.words_per_page(size)
         self._words = region.buffer[: self.needed_bytes(size)].cast("q")
         self._mine = rank * self._step
@@ -126,13 +138,13 @@ class Board:
     # --- who takes part ---------------------------------------------------------------------------
 
     def stop(self, state: int, cause: int) -> None:
-        """Say that this rank takes part no more, because of rank ``cause``; the first holds."""
+        """Say that this rank takes part no more because of one named ``cause``; the first holds."""
         if self._words[self._mine + _STATE] == HERE:
             self._words[self._mine + _CAUSE] = cause
             self._words[self._mine + _STATE] = state
 
     def state_of(self, rank: int) -> tuple[int, int]:
-        """Return the state of ``rank`` and the rank that caused it."""
+        """Return the state of ``rank`` and the name of the rank that caused it."""
         at = rank * self._step
         return self._words[at + _STATE], self._words[at + _CAUSE]
 

@@ -47,10 +47,18 @@ class Engine:
         board: The group's.
         bells: The group's.
         name: What the group is called in messages.
+        tell: Whom to tell of an error that breaks the group, beyond the ranks on the board.
     """
 
-    def __init__(self, board: Board, bells: Bells, name: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        board: Board,
+        bells: Bells,
+        name: Callable[[], str],
+        tell: Callable[[BaseException], object] = bool,
+    ) -> None:
         self._board = board
+        self._tell = tell
         self._bells = bells
         self._name = name
         self._lock = threading.RLock()  # a step may run a signal's handler, which may wait again
@@ -253,10 +261,11 @@ class Engine:
         return _ENDED
 
     def _interrupted(self, task: Task, by: BaseException) -> GroupAborted:
+        me = self._board.names[self._board.rank]
         return GroupAborted(
-            f"Rank {self._board.rank} gave up {task.title} of group {self._name()!r} "
+            f"Rank {me} gave up {task.title} of group {self._name()!r} "
             f"({type(by).__name__}). Destroy the group and make a new one.",
-            self._board.rank,
+            me,
         )
 
     def examine(self) -> None:
@@ -292,7 +301,8 @@ class Engine:
         """Fail everything under way, now and from now on; the others learn of it."""
         if self._broken is None:
             self._broken = error
-            self._board.stop(*cause_state(error, self._board.rank))
+            self._board.stop(*cause_state(error, self._board.names[self._board.rank]))
+            self._tell(error)
         lanes, self._lanes = self._lanes, {}
         task.end(error)
         for other in (other for tasks in lanes.values() for other in tasks if not other.done):

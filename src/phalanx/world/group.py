@@ -19,13 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.world import collectives as steps_of
+from phalanx.errors import ConfigError
+from phalanx.world.across import Across
 from phalanx.world.arena import Arena, Need, Steps
+from phalanx.world.call_forms import check_fit, listed, only, options
+from phalanx.world.collectives import as_bytes
 from phalanx.world.engine import COLLECTIVES, Engine
 from phalanx.world.mail import Mail
 from phalanx.world.ops import reduction_of
 from phalanx.world.tensors import Flat, flat_of
+from phalanx.world.within import Within
 from phalanx.world.work import SharedWork, Task
 
 __all__ = ["NAME", "SharedGroup"]
@@ -43,22 +46,31 @@ class SharedGroup(dist.ProcessGroup):
     """Ranks of one host that talk through memory; made by ``init_process_group("phalanx")``.
 
     Args:
-        arena: The memory.
+        arena: The memory of the ranks of this host.
+        ways: How the operations are done.
         store: Where the ranks have met.
         timeout_s: How long an operation may take, where the call does not say.
         make_part: What makes a group of some of the ranks, as torch makes one of all.
     """
 
-    def __init__(self, arena: Arena, store: Store, timeout_s: float, make_part: GroupMaker) -> None:
-        super().__init__(arena.rank, arena.size)
+    def __init__(
+        self,
+        arena: Arena,
+        ways: Within | Across,
+        store: Store,
+        timeout_s: float,
+        make_part: GroupMaker,
+    ) -> None:
+        super().__init__(ways.rank, ways.size)
         self._make_part = make_part
         self._arena = arena
+        self._ways = ways
         self._store = store
         self._timeout_s = timeout_s
         self._mail = Mail(arena.board)
         self._group_name = "default"
         self._group_desc = "undefined"
-        self._engine = Engine(arena.board, arena.bells, self.getGroupName)
+        self._engine = Engine(arena.board, arena.bells, self.getGroupName, ways.tell)
         self._closed = False
 
     def _run(
@@ -70,10 +82,7 @@ class SharedGroup(dist.ProcessGroup):
         lane: Hashable = COLLECTIVES,
         needs: Need | None = None,
     ) -> SharedWork:
-        timeout = getattr(opts, "timeout", None)
-        timeout_s = self._timeout_s
-        if timeout is not None and timeout > datetime.timedelta(0):
-            timeout_s = timeout.total_seconds()
+        timeout_s = self._seconds(opts) + self._ways.patience_s
         task = Task(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
         if needs is None:  # everybody who has not begun it yet
             board = self._arena.board
@@ -81,16 +90,23 @@ class SharedGroup(dist.ProcessGroup):
         self._engine.start(task, lane, needs, wait=not getattr(opts, "asyncOp", True))
         return SharedWork(task, self._engine.drive)
 
+    def _seconds(self, opts: Any) -> float:
+        """Return how long a call with these options may take."""
+        timeout = getattr(opts, "timeout", None)
+        if timeout is not None and timeout > datetime.timedelta(0):
+            return float(timeout.total_seconds())
+        return self._timeout_s
+
     # --- reducing ---------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SharedWork:
         """Reduce over all ranks, in place."""
-        opts = _options(dist.AllreduceOptions, opts, timeout)
-        return self._all_reduce(_listed(tensors), opts)
+        opts = options(dist.AllreduceOptions, opts, timeout)
+        return self._all_reduce(listed(tensors), opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
         """Reduce several tensors over all ranks, in place."""
-        return self._all_reduce(tensors, _options(dist.AllreduceCoalescedOptions, opts))
+        return self._all_reduce(tensors, options(dist.AllreduceCoalescedOptions, opts))
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:
         if len(tensors) == 1:
@@ -98,7 +114,7 @@ class SharedGroup(dist.ProcessGroup):
             if not flat.copied:  # by far the most frequent call
                 reduction = reduction_of(opts.reduceOp, flat.data.dtype)
                 if reduction.factor is None:
-                    one = steps_of.all_reduce(self._arena, flat.data, reduction)
+                    one = self._ways.all_reduce(flat.data, reduction)
                     return self._run("all_reduce", one, tensors, opts)
         flats = [flat_of(tensor, "tensor") for tensor in tensors]
         reductions = [reduction_of(opts.reduceOp, flat.data.dtype) for flat in flats]
@@ -107,7 +123,7 @@ class SharedGroup(dist.ProcessGroup):
             for flat, reduction in zip(flats, reductions, strict=True):
                 if reduction.factor is not None:
                     flat.data.mul_(reduction.factor)
-                yield from steps_of.all_reduce(self._arena, flat.data, reduction)
+                yield from self._ways.all_reduce(flat.data, reduction)
                 flat.write_back()
 
         return self._run("all_reduce", steps(), list(tensors), opts)
@@ -116,14 +132,14 @@ class SharedGroup(dist.ProcessGroup):
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> SharedWork:
         """Reduce over all ranks into the root's tensor."""
-        opts = _options(dist.ReduceOptions, opts, timeout, op)
-        flat = flat_of(_only(_listed(tensors)), "tensor")
+        opts = options(dist.ReduceOptions, opts, timeout, op)
+        flat = flat_of(only(listed(tensors)), "tensor")
         reduction = reduction_of(opts.reduceOp, flat.data.dtype)
 
         def steps() -> Steps:
             given = reduction.scaled(flat.data)
-            yield from steps_of.reduce(self._arena, given, reduction, opts.rootRank)
-            if self._arena.rank == opts.rootRank:
+            yield from self._ways.reduce(given, reduction, opts.rootRank)
+            if self._ways.rank == opts.rootRank:
                 flat.data.copy_(given)
                 flat.write_back()
 
@@ -133,14 +149,14 @@ class SharedGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> SharedWork:
         """Reduce over all ranks what each holds for this one."""
-        opts = _options(dist.ReduceScatterOptions, opts)
-        output, parts = _only(outputs), _only(inputs)
+        opts = options(dist.ReduceScatterOptions, opts)
+        output, parts = only(outputs), only(inputs)
         self._check_count(parts, "input_list")
         return self._reduce_scatter([(output, list(parts))], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """Reduce over all ranks, and keep this rank's part of the result."""
-        opts = _options(dist.ReduceScatterOptions, opts)
+        opts = options(dist.ReduceScatterOptions, opts)
         return self._reduce_scatter([(output, self._cut(input, output))], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -149,7 +165,7 @@ class SharedGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedWork:
         """Do what :meth:`reduce_scatter_single` does, with several tensors."""
-        opts = _options(dist.ReduceScatterOptions, opts)
+        opts = options(dist.ReduceScatterOptions, opts)
         pairs = zip(outputs, inputs, strict=True)
         return self._reduce_scatter([(o, self._cut(i, o)) for o, i in pairs], opts)
 
@@ -165,12 +181,12 @@ class SharedGroup(dist.ProcessGroup):
             for output, parts in pairs
         ]
         for output, parts, _ in jobs:
-            _check_fit(output.data, parts[self._arena.rank], "output", "this rank's input")
+            check_fit(output.data, parts[self._ways.rank], "output", "this rank's input")
 
         def steps() -> Steps:
             for output, parts, reduction in jobs:
                 given = [reduction.scaled(part) for part in parts]
-                yield from steps_of.reduce_scatter(self._arena, output.data, given, reduction)
+                yield from self._ways.reduce_scatter(output.data, given, reduction)
                 output.write_back()
 
         return self._run("reduce_scatter", steps(), [output for output, _ in pairs], opts)
@@ -179,12 +195,12 @@ class SharedGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SharedWork:
         """Give every rank the root's tensor."""
-        opts = _options(dist.BroadcastOptions, opts, timeout)
-        flat = flat_of(_only(_listed(tensors)), "tensor")
+        opts = options(dist.BroadcastOptions, opts, timeout)
+        flat = flat_of(only(listed(tensors)), "tensor")
 
         def steps() -> Steps:
-            yield from steps_of.broadcast(self._arena, flat.data, opts.rootRank)
-            if self._arena.rank != opts.rootRank:
+            yield from self._ways.broadcast(flat.data, opts.rootRank)
+            if self._ways.rank != opts.rootRank:
                 flat.write_back()
 
         return self._run("broadcast", steps(), [flat.tensor], opts)
@@ -193,8 +209,8 @@ class SharedGroup(dist.ProcessGroup):
         """Give every rank the tensors of all, as a list."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        self._check_count(_only(outputs), "tensor_list")
-        return self._all_gather([(list(_only(outputs)), _only(inputs))], outputs, opts)
+        self._check_count(only(outputs), "tensor_list")
+        return self._all_gather([(list(only(outputs)), only(inputs))], outputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """Give every rank the tensors of all, one after the other in one."""
@@ -227,12 +243,12 @@ class SharedGroup(dist.ProcessGroup):
         for outputs, given in pairs:
             flats = [flat_of(output, "output") for output in outputs]
             flat = flat_of(given, "input")
-            _check_fit(flats[self._arena.rank].data, flat.data, "output", "this rank's input")
+            check_fit(flats[self._ways.rank].data, flat.data, "output", "this rank's input")
             jobs.append((flats, flat))
 
         def steps() -> Steps:
             for flats, flat in jobs:
-                yield from steps_of.all_gather(self._arena, [one.data for one in flats], flat.data)
+                yield from self._ways.all_gather([one.data for one in flats], flat.data)
                 for one in flats:
                     one.write_back()
 
@@ -240,18 +256,18 @@ class SharedGroup(dist.ProcessGroup):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
         """Give the root the tensors of all, as a list."""
-        opts = _options(dist.GatherOptions, opts)
-        flat = flat_of(_only(_listed(inputs)), "tensor")
-        wanted = list(_only(outputs)) if self._arena.rank == opts.rootRank else []
+        opts = options(dist.GatherOptions, opts)
+        flat = flat_of(only(listed(inputs)), "tensor")
+        wanted = list(only(outputs)) if self._ways.rank == opts.rootRank else []
         flats = [flat_of(output, "gather_list") for output in wanted]
         if wanted:
             self._check_count(wanted, "gather_list")
         for one in flats:
-            _check_fit(one.data, flat.data, "gather_list", "`tensor`")
+            check_fit(one.data, flat.data, "gather_list", "`tensor`")
 
         def steps() -> Steps:
             data = [one.data for one in flats]
-            yield from steps_of.gather(self._arena, data, flat.data, opts.rootRank)
+            yield from self._ways.gather(data, flat.data, opts.rootRank)
             for one in flats:
                 one.write_back()
 
@@ -259,17 +275,17 @@ class SharedGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
         """Give each rank its tensor of the root's list."""
-        opts = _options(dist.ScatterOptions, opts)
-        flat = flat_of(_only(_listed(outputs)), "tensor")
-        given = list(_only(inputs)) if self._arena.rank == opts.rootRank else []
+        opts = options(dist.ScatterOptions, opts)
+        flat = flat_of(only(listed(outputs)), "tensor")
+        given = list(only(inputs)) if self._ways.rank == opts.rootRank else []
         parts = [flat_of(part, "scatter_list").data for part in given]
         if given:
             self._check_count(given, "scatter_list")
         for part in parts:
-            _check_fit(part, flat.data, "scatter_list", "`tensor`")
+            check_fit(part, flat.data, "scatter_list", "`tensor`")
 
         def steps() -> Steps:
-            yield from steps_of.scatter(self._arena, flat.data, parts, opts.rootRank)
+            yield from self._ways.scatter(flat.data, parts, opts.rootRank)
             flat.write_back()
 
         return self._run("scatter", steps(), [flat.tensor], opts)
@@ -309,7 +325,7 @@ class SharedGroup(dist.ProcessGroup):
         opts: Any,
     ) -> SharedWork:
         def steps() -> Steps:
-            yield from steps_of.all_to_all(self._arena, outputs, inputs)
+            yield from self._ways.all_to_all(outputs, inputs)
             for one in flats:
                 one.write_back()
 
@@ -319,13 +335,13 @@ class SharedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> SharedWork:
         """Wait until all ranks have come."""
-        opts = _options(dist.BarrierOptions, opts, timeout)
-        return self._run("barrier", steps_of.barrier(self._arena), [], opts)
+        opts = options(dist.BarrierOptions, opts, timeout)
+        return self._run("barrier", self._ways.barrier(), [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have come; all who are late are named, whatever is asked."""
         del wait_all_ranks
-        opts = _options(dist.BarrierOptions, None, timeout)
+        opts = options(dist.BarrierOptions, None, timeout)
         opts.asyncOp = False
         self.barrier(opts).wait()
 
@@ -333,7 +349,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> SharedWork:
         """Send to one rank."""
-        data = steps_of.as_bytes(flat_of(_only(tensors), "tensor").data)
+        data = as_bytes(flat_of(only(tensors), "tensor").data)
         steps = self._mail.send(data, receiver, tag)
         return self._run(
             f"send to rank {receiver}",
@@ -345,10 +361,10 @@ class SharedGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> SharedWork:
         """Receive from one rank."""
-        flat = flat_of(_only(tensors), "tensor")
+        flat = flat_of(only(tensors), "tensor")
 
         def steps() -> Steps:
-            yield from self._mail.receive(steps_of.as_bytes(flat.data), sender, tag)
+            yield from self._mail.receive(as_bytes(flat.data), sender, tag)
             flat.write_back()
 
         work = self._run(
@@ -363,11 +379,11 @@ class SharedGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> SharedWork:
         """Receive from whoever sends first."""
-        flat = flat_of(_only(tensors), "tensor")
+        flat = flat_of(only(tensors), "tensor")
         found: list[int] = []
 
         def steps() -> Steps:
-            yield from self._mail.receive_any(steps_of.as_bytes(flat.data), tag, found)
+            yield from self._mail.receive_any(as_bytes(flat.data), tag, found)
             flat.write_back()
 
         work = self._run(
@@ -430,11 +446,11 @@ class SharedGroup(dist.ProcessGroup):
 
     def size(self) -> int:
         """Return how many ranks there are."""
-        return self._arena.size
+        return self._ways.size
 
     def rank(self) -> int:
         """Return which of them this is."""
-        return self._arena.rank
+        return self._ways.rank
 
     def get_group_store(self) -> Store:
         """Return where the ranks have met."""
@@ -478,6 +494,7 @@ class SharedGroup(dist.ProcessGroup):
                 self._linger(min(_LINGER_S, self._timeout_s))
             self._engine.close()
             self._mail.close()
+            self._ways.close()
             self._arena.close()
 
     abort = shutdown
@@ -498,14 +515,14 @@ class SharedGroup(dist.ProcessGroup):
     # --- arguments --------------------------------------------------------------------------------
 
     def _check_count(self, tensors: Sequence[Tensor], name: str) -> None:
-        if len(tensors) != self._arena.size:
+        if len(tensors) != self._ways.size:
             raise ConfigError(
-                f"`{name}` must hold one tensor per rank ({self._arena.size}), but holds "
+                f"`{name}` must hold one tensor per rank ({self._ways.size}), but holds "
                 f"{len(tensors)}."
             )
 
     def _cut(self, whole: Tensor, part: Tensor) -> list[Tensor]:
-        size = self._arena.size
+        size = self._ways.size
         if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
             raise ConfigError(
                 f"`input` must hold {size} times the elements of `output` ({part.numel()} × "
@@ -514,7 +531,7 @@ class SharedGroup(dist.ProcessGroup):
         return list(whole.reshape(size, -1).unbind()) if part.numel() else [whole] * size
 
     def _cut_flat(self, whole: Tensor, part: Tensor) -> list[Tensor]:
-        size = self._arena.size
+        size = self._ways.size
         if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
             raise ConfigError(
                 f"`output` must hold {size} times the elements of `input` ({part.numel()} × "
@@ -526,7 +543,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def _rows(self, tensor: Tensor, flat: Tensor, sizes: Sequence[int], name: str) -> list[Tensor]:
         num_rows = tensor.shape[0] if tensor.dim() else 1
-        size = self._arena.size
+        size = self._ways.size
         if not sizes:
             if num_rows % size:
                 raise ConfigError(
@@ -541,49 +558,3 @@ class SharedGroup(dist.ProcessGroup):
             )
         per_row = tensor.numel() // num_rows if num_rows else 0
         return list(flat.split([count * per_row for count in sizes]))
-
-
-def _listed(tensors: Any) -> Sequence[Any]:
-    return [tensors] if isinstance(tensors, Tensor) else tensors
-
-
-def _only(tensors: Sequence[Any]) -> Any:
-    if len(tensors) != 1:
-        raise UnsupportedError(
-            f"A call must concern one tensor per rank, but concerns {len(tensors)}. Call once for "
-            "each."
-        )
-    return tensors[0]
-
-
-def _check_fit(one: Tensor, other: Tensor, name: str, of: str) -> None:
-    if one.numel() != other.numel() or one.dtype != other.dtype:
-        raise ConfigError(
-            f"`{name}` must hold as many elements as {of} ({other.numel()} × {other.dtype}), but "
-            f"holds {one.numel()} × {one.dtype}."
-        )
-
-
-def _options(
-    kind: Callable[[], Any], given: Any, timeout: datetime.timedelta | None = None, op: Any = None
-) -> Any:
-    """Return torch's options, made of what the shorter forms of a call give in their place."""
-    if isinstance(given, kind):  # type: ignore[arg-type]
-        return given
-    options = kind()
-    if isinstance(given, int):
-        options.rootRank = given
-    elif given is not None:
-        options.reduceOp = _as_op(given)
-    if op is not None:
-        options.reduceOp = _as_op(op)
-    if timeout is not None:
-        options.timeout = timeout
-    return options
-
-
-def _as_op(given: Any) -> dist.ReduceOp:
-    # `ReduceOp.SUM` says that it is a ReduceOp, but options do not take it for one; PREMUL_SUM is
-    # one only together with its factor.
-    kind = getattr(given, "op", given)
-    return given if kind == dist.ReduceOp.PREMUL_SUM else dist.ReduceOp(kind)

@@ -144,7 +144,7 @@ class Mail:
 
     def _try(
         self, into: Tensor, sender: int, tag: int, claim: object
-    ) -> Generator[Need, None, bool]:
+    ) -> Generator[Need | None, None, bool]:
         """Take a message of ``tag`` if one is there; of others, put aside what is there."""
         channel = self._channel_from(sender)
         if channel is None:

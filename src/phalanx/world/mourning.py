@@ -27,32 +27,35 @@ def look(
     during = f" during {title}" if title else ""
     if closely:
         for rank in missing:
+            name = board.names[rank]
             state, _ = board.state_of(rank)
             if state == HERE and not board.alive(rank) and is_missing(board, rank, mark):
                 return PeerLost(
-                    f"Rank {rank} of {board.size} must be alive, but its process is gone{during}. "
-                    f"{_last_of(board, rank, board.rank)} Destroy the group and make a new one.",
-                    rank,
+                    f"Rank {name} of {board.group_size} must be alive, but its process is gone"
+                    f"{during}. {_last_of(board, rank, board.rank)} Destroy the group and make a "
+                    "new one.",
+                    name,
                 )
     for rank in missing:
+        name = board.names[rank]
         state, cause = board.state_of(rank)
         if state == LOST:
             return PeerLost(
-                f"Rank {cause} of {board.size} must be alive, but rank {rank} has found it gone"
-                f"{during}. {_last_of(board, cause, board.rank)} Destroy the group and make a new "
-                "one.",
+                f"Rank {cause} of {board.group_size} must be alive, but rank {name} has found it "
+                f"gone{during}. {_last_of(board, *_places(board, cause), board.rank)} Destroy the "
+                "group and make a new one.",
                 cause,
             )
         if state == LEFT and is_missing(board, rank, mark):
             return PeerLost(
-                f"Rank {rank} of {board.size} must take part, but has destroyed its group{during}. "
-                f"{_last_of(board, rank, board.rank)}",
-                rank,
+                f"Rank {name} of {board.group_size} must take part, but has destroyed its group"
+                f"{during}. {_last_of(board, rank, board.rank)}",
+                name,
             )
         if state == GAVE_UP:
             return GroupAborted(
-                f"Rank {rank} of {board.size} gave up the group{during}, because of rank {cause}. "
-                "See what it says.",
+                f"Rank {name} of {board.group_size} gave up the group{during}, because of rank "
+                f"{cause}. See what it says.",
                 cause,
             )
     return None
@@ -73,11 +76,12 @@ def out_of_time(
     missing = [rank for rank in ranks if is_missing(board, rank, mark)]
     if not missing:
         return None
-    who = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
+    names = [str(board.names[rank]) for rank in missing]
+    who = f"Rank {names[0]}" if len(names) == 1 else f"Ranks {', '.join(names)}"
     return PeerTimeout(
-        f"{who} of {board.size} did not come to {title} within {timeout_s:g} s. "
+        f"{who} of {board.group_size} did not come to {title} within {timeout_s:g} s. "
         f"{_last_of(board, *range(board.size))}",
-        min(missing, key=lambda rank: _progress(board, rank)),
+        board.names[min(missing, key=lambda rank: _progress(board, rank))],
     )
 
 
@@ -91,9 +95,15 @@ def _progress(board: Board, rank: int) -> tuple[bool, int, int]:
 def _last_of(board: Board, *ranks: int) -> str:
     """Say what each of ``ranks`` began last, with its number."""
     told = "; ".join(
-        f"rank {rank}: {describe(board.latest_of(rank))}{_hint(board, rank)}" for rank in ranks
+        f"rank {board.names[rank]}: {describe(board.latest_of(rank))}{_hint(board, rank)}"
+        for rank in ranks
     )
     return f"The last that each began: {told}."
+
+
+def _places(board: Board, name: int) -> list[int]:
+    """Return where on the board the rank of that name is, unless it is on another host."""
+    return [rank for rank, known in enumerate(board.names) if known == name]
 
 
 def _hint(board: Board, rank: int) -> str:
@@ -103,8 +113,8 @@ def _hint(board: Board, rank: int) -> str:
     return " (its process is stopped)" if identity.stopped() else ""
 
 
-def cause_state(error: BaseException, rank: int) -> tuple[int, int]:
-    """Return what a rank that stops with ``error`` tells the others: a state, and whose fault."""
+def cause_state(error: BaseException, name: int) -> tuple[int, int]:
+    """Return what the rank ``name`` tells the others when it stops: a state, and whose fault."""
     cause = getattr(error, "rank", None)
-    cause = rank if cause is None else cause
+    cause = name if cause is None else cause
     return (LOST if isinstance(error, PeerLost) else GAVE_UP), cause

@@ -71,6 +71,26 @@ class Reduction:
         """Return what this rank gives: ``source`` itself, or where there is a factor, a product."""
         return source if self.factor is None else source * self.factor
 
+    @property
+    def stage(self) -> Reduction:
+        """How some of the ranks are reduced, where others follow: wide, and not averaged yet."""
+        wide = torch.float32 if self._dtype in _HALVES else self._dtype
+        return replace(self, _dtype=wide, _averages=False, factor=None)
+
+    def of(self, source: Tensor) -> Tensor:
+        """Return ``source`` in the dtype that is reduced: itself, or a wider copy."""
+        return source.to(self._dtype)
+
+    def finish(self, total: Tensor, num_ranks: int, out: Tensor) -> None:
+        """Make of the last stage's ``total``, which may change, the result of ``num_ranks``."""
+        self._average(total, num_ranks)
+        out.copy_(total)
+
+    def _average(self, total: Tensor, num_ranks: int) -> None:
+        if self._averages:
+            whole = None if total.is_floating_point() or total.is_complex() else "trunc"
+            total.div_(num_ranks, rounding_mode=whole)
+
     def _folded(self, sources: Sequence[Tensor], out: Tensor | None) -> Tensor:
         if out is None:
             out = torch.empty_like(sources[0])
@@ -80,9 +100,7 @@ class Reduction:
             self._combine(sources[0], sources[1], out=out)
         for source in sources[2:]:
             self._combine(out, source, out=out)
-        if self._averages:
-            whole = None if out.is_floating_point() or out.is_complex() else "trunc"
-            out.div_(len(sources), rounding_mode=whole)
+        self._average(out, len(sources))
         return out
 
 

@@ -19,7 +19,7 @@ SIZE = 3
 @pytest.fixture
 def boards() -> Iterator[list[Board]]:
     with Region.create(Board.needed_bytes(SIZE)) as region:
-        boards = [Board(region, rank, SIZE) for rank in range(SIZE)]
+        boards = [Board(region, rank, range(SIZE), SIZE) for rank in range(SIZE)]
         yield boards
         for board in boards:
             board.close()

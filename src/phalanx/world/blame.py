@@ -1,0 +1,95 @@
+"""What was the first error of a group, told across hosts through the store it was made with."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from torch._C._distributed_c10d import Store
+
+from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
+
+__all__ = ["Blame"]
+
+_STORE_S = 1.0
+_KINDS: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (PeerLost, PeerTimeout)}
+
+
+class Blame:
+    """The place in ``store`` where the first error of a group of ``group_size`` ranks stands."""
+
+    def __init__(self, store: Store, rank: int, group_size: int) -> None:
+        self.group_size = group_size
+        self._store = store
+        self._rank = rank
+
+    def write(self, error: BaseException) -> None:
+        """Tell ``error``, if nobody has told one before."""
+        rank = getattr(error, "rank", None)
+        told = {
+            "kind": type(error).__name__,
+            "rank": self._rank if rank is None else rank,
+            "text": str(error),
+        }
+
+        def put() -> None:
+            if self._store.add("blame/times", 1) == 1:
+                self._store.set("blame", json.dumps(told))
+
+        _within(_STORE_S, put)
+
+    def read(self) -> PeerError | None:
+        """Return the error that was told first, if any."""
+        found: list[dict[str, object]] = []
+
+        def get() -> None:
+            if self._store.check(["blame"]):
+                found.append(json.loads(self._store.get("blame")))
+
+        _within(_STORE_S, get)
+        if not found:
+            return None
+        told = found[0]
+        kind = _KINDS.get(str(told["kind"]), GroupAborted)
+        return kind(str(told["text"]), int(str(told["rank"])))
+
+    @contextmanager
+    def naming(self, rank: int | None, timeout_s: float) -> Iterator[None]:
+        """Say of gloo's errors which rank they concern, or what was told first.
+
+        Raises:
+            PeerLost: The connection to ``rank`` has ended.
+            PeerTimeout: It gave no sign for ``timeout_s`` seconds.
+        """
+        try:
+            yield
+        except RuntimeError as exc:
+            said = self.read()
+            if said is not None:
+                raise said from exc
+            who = "Some rank" if rank is None else f"Rank {rank}"
+            if "imed out" in str(exc):
+                raise PeerTimeout(
+                    f"{who} of {self.group_size} did not answer over the network within "
+                    f"{timeout_s:g} s.",
+                    rank,
+                ) from exc
+            raise PeerLost(
+                f"{who} of {self.group_size} must be alive, but its connection is lost. Destroy "
+                "the group and make a new one.",
+                rank,
+            ) from exc
+
+
+def _within(seconds: float, call: Callable[[], None]) -> None:
+    """Call for as long as that: a store on a host that has vanished never answers."""
+
+    def try_it() -> None:
+        with suppress(RuntimeError):
+            call()
+
+    thread = threading.Thread(target=try_it, name="phalanx blame", daemon=True)
+    thread.start()
+    thread.join(seconds)
