@@ -1,0 +1,121 @@
+"""Two launchers make one job of two hosts: played, and in two namespaces of the network."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.spawn import START_S
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(5, 3).double())
+inputs = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+model(inputs[dist.get_rank()]).square().mean().backward()
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print(type(dist.group.WORLD).__name__, total.item(), model.module.weight.grad.sum().item())
+dist.destroy_process_group()
+"""
+NAMES = ("phxa", "phxb")
+
+
+def launch(folder: Path, ranks: int, endpoint: str, words: Sequence[str], **variables: str):
+    command = "from phalanx.cli.app import main; main()"
+    options = ["-n", str(ranks), "--nnodes", "2", "--endpoint", endpoint]
+    return subprocess.Popen(
+        [*words, sys.executable, "-c", command, "launch", *options, str(folder / "script.py")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+    )
+
+
+def check(started: list[subprocess.Popen[str]]) -> None:
+    """Three ranks in all, each with the same total and gradient, over a group of several hosts."""
+    try:
+        said = [one.communicate(timeout=START_S)[0] for one in started]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+    assert [one.returncode for one in started] == [0, 0], "\n".join(said)
+    lines = [line.partition("] ")[2] for text in said for line in text.splitlines()]
+    found = [line for line in lines if line.startswith("AcrossGroup 6.0 ")]
+    assert len(found) == 3, "\n".join(said)
+    assert len(set(found)) == 1
+
+
+def test_two_launchers_make_one_job_of_two_hosts(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    endpoint = f"localhost:{20_000 + os.getpid() % 10_000}"
+    variables = {"GLOO_SOCKET_IFNAME": "lo"}
+    check(
+        [
+            launch(tmp_path, 2, endpoint, (), PHALANX_HOST="a", **variables),
+            launch(tmp_path, 1, endpoint, (), PHALANX_HOST="b", **variables),
+        ]
+    )
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def two_networks() -> Iterator[tuple[str, str]]:
+    """Make two namespaces of the network with a cable between them: 10.213.7.1 and .2."""
+    one, other = (f"{name}{os.getpid()}" for name in NAMES)
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in (one, other):
+                ip("netns", "add", name)
+                stack.callback(ip, "netns", "del", name)
+            ip("link", "add", "phx0", "netns", one, "type", "veth", "peer", "phx0", "netns", other)
+            for number, name in enumerate((one, other), start=1):
+                ip("-n", name, "addr", "add", f"10.213.7.{number}/24", "dev", "phx0")
+                ip("-n", name, "link", "set", "phx0", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"needs the right to make namespaces of the network: {error}")
+        yield one, other
+
+
+def test_a_job_of_two_networks_trains(two_networks, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    one, other = two_networks
+    # Who opens the store at the endpoint is decided by a host's name, so theirs are addresses.
+    name = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"')
+    words = ("ip", "netns", "exec")
+    variables = {"GLOO_SOCKET_IFNAME": "phx0"}
+    endpoint = "10.213.7.1:29500"
+    check(
+        [
+            launch(
+                tmp_path,
+                2,
+                endpoint,
+                (*words, one, *name, "10.213.7.1"),
+                PHALANX_HOST="a",
+                **variables,
+            ),
+            launch(
+                tmp_path,
+                1,
+                endpoint,
+                (*words, other, *name, "10.213.7.2"),
+                PHALANX_HOST="b",
+                **variables,
+            ),
+        ]
+    )
