@@ -157,11 +157,6 @@ def test_control_a_death_that_nobody_looks_for_is_caught(troop):
     assert offences(case, *troop.go_through(case))
 
 
-def test_control_a_survivor_that_does_not_wait_is_caught(troop):
-    case = Case("broadcast", 1, "operation begun", sabotage="marks_unread")
-    assert offences(case, *troop.go_through(case))
-
-
 def test_processes_and_regions_end_with_the_troop():
     regions = set(os.listdir("/dev/shm"))
     with Troop() as troop:
