@@ -2,6 +2,7 @@
 
 make_group ──> who is where? ──> all on one host      SharedGroup, ways within memory
                              └─> on several           AcrossGroup, ways across them
+                                 (hosts with NCCL     their Cuda kinds: CUDA tensors go there)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.world.across import Across
 from phalanx.world.across_group import AcrossGroup
+from phalanx.world.cuda_group import CudaAcrossGroup, CudaGroup, nccl_is_here
 from phalanx.world.group import NAME, SharedGroup
 from phalanx.world.hosts import network_interfaces
 from phalanx.world.meeting import Meeting
@@ -26,11 +28,13 @@ def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) 
     timeout_s = timeout.total_seconds()
     meeting = Meeting(store, rank, size, timeout_s)
     hosts = meeting.find_hosts()
+    cuda = nccl_is_here()
     arena = meeting.share_memory(hosts.ranks[hosts.host_of(rank)])
     if len(hosts.ranks) == 1:
-        return SharedGroup(arena, Within(arena), store, timeout_s, make_group)
+        shared = CudaGroup if cuda else SharedGroup
+        return shared(arena, Within(arena), store, timeout_s, make_group)
     across = Across(arena, hosts, rank, meeting.store, timeout_s, network_interfaces())
-    return AcrossGroup(arena, across, store, timeout_s, make_group)
+    return (CudaAcrossGroup if cuda else AcrossGroup)(arena, across, store, timeout_s, make_group)
 
 
 # Here, and not in a function that somebody would have to call: `import phalanx` is enough.
