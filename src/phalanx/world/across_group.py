@@ -76,7 +76,7 @@ class AcrossGroup(SharedGroup):
     def shutdown(self) -> None:
         """Leave the group; what is under way then fails."""
         super().shutdown()
-        if self._post is not None:
+        if self._post is not None and not self._engine.forked:
             self._post.shutdown()
             self._post = None
 

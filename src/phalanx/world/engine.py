@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Hashable
 
 from phalanx.clock import now_s
-from phalanx.errors import ConfigError, GroupAborted
-from phalanx.memory import Waiting
+from phalanx.errors import ConfigError, GroupAborted, StateError
+from phalanx.memory import Waiting, forget_in_child
 from phalanx.world.arena import Need
 from phalanx.world.bell import Bells
 from phalanx.world.board import LEFT, Board
@@ -48,6 +48,9 @@ class Engine:
         bells: The group's.
         name: What the group is called in messages.
         tell: Whom to tell of an error that breaks the group, beyond the ranks on the board.
+
+    Attributes:
+        forked: Whether this is a copy in a forked child, where the group is not to be touched.
     """
 
     def __init__(
@@ -75,6 +78,20 @@ class Engine:
         self._roomy = board.size <= num_cores
         self._busy = num_cores < 2 * board.size  # no core is left for a second thread per rank
         self._spin_s = _LONGEST_SPIN_S if self._roomy else _CROWDED_SPIN_S
+        self.forked = False
+        forget_in_child(self)
+
+    def forget(self) -> None:
+        """Give the group up in a forked child, where it would speak in its parent's name."""
+        self._lock, self._mover = threading.RLock(), threading.RLock()  # a thread may have had them
+        self._broken = StateError(
+            f"Group {self._name()!r} must be used by the process that made it, but this is a fork "
+            "of that. Make a group of its own here."
+        )
+        self.forked = True
+        lanes, self._lanes = self._lanes, {}
+        for task in (task for tasks in lanes.values() for task in tasks):
+            task.error, task.done = self._broken, True  # who waits on a future is the parent
 
     def start(self, task: Task, lane: Hashable, needs: Need, *, wait: bool) -> None:
         """Begin ``task``, and finish it if ``wait``; a failure under way is kept in it.
@@ -263,8 +280,8 @@ class Engine:
     def _interrupted(self, task: Task, by: BaseException) -> GroupAborted:
         me = self._board.names[self._board.rank]
         return GroupAborted(
-            f"Rank {me} gave up {task.title} of group {self._name()!r} "
-            f"({type(by).__name__}). Destroy the group and make a new one.",
+            f"Rank {me} gave up {task.title} ({type(by).__name__}). "
+            "Destroy the group and make a new one.",
             me,
         )
 

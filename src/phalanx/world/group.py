@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, StateError
 from phalanx.world.across import Across
 from phalanx.world.arena import Arena, Need, Steps
 from phalanx.world.call_forms import check_fit, listed, only, options
@@ -82,6 +82,11 @@ class SharedGroup(dist.ProcessGroup):
         lane: Hashable = COLLECTIVES,
         needs: Need | None = None,
     ) -> SharedWork:
+        if self._closed:
+            raise StateError(
+                f"Group {self._group_name!r} must be used before it is destroyed, but {kind} comes "
+                "after. Make a new group."
+            )
         timeout_s = self._seconds(opts) + self._ways.patience_s
         task = Task(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
         if needs is None:  # everybody who has not begun it yet
@@ -488,7 +493,7 @@ class SharedGroup(dist.ProcessGroup):
         Blocks: For 10 s at most, while a living rank has not received all; what it then has not
         received is lost, which a warning tells.
         """
-        if not self._closed:
+        if not self._closed and not self._engine.forked:
             self._closed = True
             if not self._engine.broken:
                 self._linger(min(_LINGER_S, self._timeout_s))

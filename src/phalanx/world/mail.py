@@ -132,6 +132,8 @@ class Mail:
 
     def receive_any(self, into: Tensor, tag: int, found: list[int]) -> Steps:
         """Fill ``into`` with a message of ``tag`` from anybody; put the sender into ``found``."""
+        if not self._board.others:
+            raise ConfigError("`src` must be another rank, but the group has one rank only.")
         claim = object()
         while True:
             for sender in self._board.others:

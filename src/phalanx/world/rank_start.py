@@ -35,8 +35,8 @@ _LEADING = (_OURS, runpy.__file__, "<string>", "<frozen runpy>")
 def prefer_phalanx() -> None:
     """Let ``init_process_group()`` without a backend mean ours, for the CPU, in this process.
 
-    Where there is a CUDA device the defaults stay: a group of ours has no place for a second
-    backend beside it.
+    Where there is a CUDA device the defaults stay: that ours hands CUDA tensors to NCCL was never
+    tried on one.
     """
     if not torch.cuda.is_available():
         dist.Backend.default_device_backend_map["cpu"] = NAME

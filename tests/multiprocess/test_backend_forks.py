@@ -1,0 +1,73 @@
+"""A fork of a rank is not that rank: its group is refused there, and stays whole in the parent."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx  # noqa: F401
+from phalanx.errors import ConfigError, StateError
+from phalanx.world import make_group
+from tests.multiprocess.spawn import Ranks
+
+
+def in_fork(function: Callable[[], object]) -> str:
+    """Call ``function`` in a fork, and return what it raised there."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            function()
+        except BaseException as exc:
+            os.write(write, f"{type(exc).__name__}: {exc}".encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def use_it_in_forks(rank: int) -> list[str]:
+    group = dist.new_group(backend="phalanx", timeout=datetime.timedelta(seconds=20))
+    dist.all_reduce(torch.ones(3), group=group)
+    pending = dist.all_reduce(torch.ones(3), group=group, async_op=True) if rank else None
+    said = [
+        in_fork(lambda: dist.all_reduce(torch.ones(3), group=group)),
+        in_fork(pending.wait) if pending is not None else "",
+        in_fork(lambda: dist.destroy_process_group(group)),
+    ]
+    dist.barrier()  # rank 0 comes to the second all_reduce only when the forks are over
+    if pending is not None:
+        pending.wait()
+    else:
+        dist.all_reduce(torch.ones(3), group=group)
+    ones = torch.ones(300_001)
+    dist.all_reduce(ones, group=group)
+    said.append(str(ones.unique().item()))
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_a_fork_cannot_speak_for_its_parent():
+    with Ranks(2) as ranks:
+        first, second = ranks.run(use_it_in_forks)
+    refused = "must be used by the process that made it, but this is a fork"
+    assert refused in first[0]
+    assert refused in second[0]
+    assert refused in second[1]
+    assert first[2:] == second[2:] == ["", "2.0"]
+
+
+def test_a_single_rank_does_not_wait_for_senders_and_a_group_that_is_left_says_so():
+    group = make_group(dist.HashStore(), 0, 1, datetime.timedelta(minutes=1))
+    with pytest.raises(ConfigError, match="must be another rank, but the group has one"):
+        group.recv_anysource([torch.ones(1)], 0).wait()
+    group.shutdown()
+    with pytest.raises(StateError, match="before it is destroyed, but all_reduce comes after"):
+        group.allreduce([torch.ones(1)])
