@@ -121,7 +121,7 @@ def launch(
         What each rank returned, by rank.
 
     Raises:
-        ConfigError: ``function`` cannot be called, or a number makes no sense.
+        ConfigError: ``function`` cannot be called or imported, or a number makes no sense.
         RankFailed: A rank failed; ``.rank`` names the first, its traceback is in the message.
 
     Blocks: Until all ranks have ended. None outlives the call.
@@ -130,6 +130,12 @@ def launch(
     job = Job(ranks=available_cores() if n is None else n, max_restarts=max_restarts)
     main_file = getattr(sys.modules["__main__"], "__file__", "")
     typed = function.__module__ == "__main__" and not Path(main_file).is_file()
+    name = getattr(function, "__qualname__", "")
+    if not typed and "<" in name:
+        raise ConfigError(
+            f"`function` must be importable from a module, but is {name!r}. Define it with `def`, "
+            "outside of any function."
+        )
     with _logs(job) as logs, _environment(job):
         config = _config(job, logs, start_method="fork" if typed else "spawn")
         try:

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from phalanx.errors import ConfigError
-from phalanx.world.launch import Job, first_failure
+from phalanx.world.launch import Job, first_failure, launch
 
 
 def failure(
@@ -56,3 +56,11 @@ def test_a_job_that_cannot_be_is_refused(job, words):
     with pytest.raises(ConfigError) as caught:
         Job(**job)
     assert words in str(caught.value)
+
+
+def test_a_function_that_ranks_cannot_import_is_refused():
+    def inside() -> None: ...
+
+    for function in (lambda: 3, inside):
+        with pytest.raises(ConfigError, match="must be importable from a module, but is"):
+            launch(function, 2)
