@@ -232,7 +232,13 @@ DOORS: dict[str, Door] = {
             "multiprocessing.pool",
             "multiprocessing.dummy",
         ),
-        allowed=("replicas/team.py", "world/blame.py", "world/pump.py", "world/wire.py"),
+        allowed=(
+            "replicas/team.py",
+            "tables/snapshots.py",  # writes while the next block is hashed
+            "world/blame.py",
+            "world/pump.py",
+            "world/wire.py",
+        ),
         caught=(
             "import threading\nthreading.Thread(target=f).start()",
             "from threading import Thread\nclass Worker(Thread): pass",
