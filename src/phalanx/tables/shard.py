@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +50,8 @@ POINTS = (
     "after unlock",
 )
 """Where the chaos tests stop an add, in its order (:func:`phalanx.memory.reach`)."""
+
+Array = np.ndarray[Any, Any]  # of any table's dtype
 
 _WORD, _ARMED, _COUNT, _BLOCK, _UNDONE = range(5)
 _CURRENT, _PARITY, _PROGRESS, _VERSION = 1, 2, 4, 1 << 24
@@ -115,10 +118,14 @@ class Shard:
         self._sides = tuple((values[side], *(s[side] for s in states)) for side in range(2))
         self._ids = ids
         self._undo_rows = len(ids)
+        # Rows are saved by numpy, which takes them in three quarters of torch's time.
+        self._ids_array = ids.numpy()
+        self._arrays = tuple([_as_array(part) for part in side] for side in self._sides)
+        self._picked = torch.empty(0, device="cpu")  # a block of a delta
         self._backups = backups
         self._updater = updater
         self._scale = updater.scale
-        self._last_place = _Place((-1, -1), ids, self._sides[0])
+        self._last_ids = ids
 
     def begin(self) -> None:
         """Make the header of a new table."""
@@ -304,73 +311,65 @@ class Shard:
         places: Tensor | None,
     ) -> None:
         header = self._header
-        current, record = self._both(word)
         num_rows = rows.numel()
         if num_rows == 0:
             return
         header[_COUNT], header[_BLOCK] = 0, BLOCK_ROWS
+        ids = self._undo_ids(num_rows)
+        # No caller can change these, and none is outside: whoever undoes this can rely on it.
+        torch.clamp(rows, 0, self.num_rows - 1, out=ids)
         if num_rows <= BLOCK_ROWS:
-            ids, saved = self._undo_place(word & _CURRENT, num_rows)
-            ids.copy_(rows)
-            if places is not None:
-                delta = torch.index_select(delta, 0, places)
-            if unseen:
-                refuse_nonfinite(delta)
-            self._change_block(word, current, saved, rows, delta, num_rows, worker)
+            self._change_block(word, 0, ids, self._pick(delta, places, unseen), worker)
             return
-        self._ids[:num_rows] = rows
         for start in range(0, num_rows, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, num_rows)
+            block = slice(start, min(start + BLOCK_ROWS, num_rows))
             if places is None:
-                piece = delta[start:stop]
+                piece = self._pick(delta[block], None, unseen)
             else:
-                piece = torch.index_select(delta, 0, places[start:stop])
-            if unseen:
-                refuse_nonfinite(piece)
-            saved = [part[start:stop] for part in record]
-            self._change_block(word, current, saved, rows[start:stop], piece, stop, worker)
+                piece = self._pick(delta, places[block], unseen)
+            self._change_block(word, start, ids[block], piece, worker)
             reach("half the rows written")
 
-    def _undo_place(self, side: int, num_rows: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return where an add of few rows goes in the record; the last answer is kept.
+    def _undo_ids(self, num_rows: int) -> Tensor:
+        """Return where the numbers of so many rows go; the last answer is kept."""
+        if self._last_ids.numel() != num_rows:
+            self._last_ids = self._ids[:num_rows]
+        return self._last_ids
 
-        Two slices take as long as copying ten rows.
-        """
-        place = self._last_place
-        if place.key != (side, num_rows):
-            saved = tuple(part[:num_rows] for part in self._sides[1 - side])
-            place = self._last_place = _Place((side, num_rows), self._ids[:num_rows], saved)
-        return place.ids, place.saved
+    def _pick(self, delta: Tensor, places: Tensor | None, unseen: bool) -> Tensor:
+        """Return what of a delta is meant for a block, good until the next; the lock is held."""
+        if places is not None:
+            if not self._picked.numel():  # once: its pages would be new ones for each block
+                with torch.inference_mode(False):  # else nobody could write to it outside of it
+                    self._picked = delta.new_empty((BLOCK_ROWS, delta.shape[1]))
+            delta = torch.index_select(delta, 0, places, out=self._picked[: places.numel()])
+        if unseen:
+            refuse_nonfinite(delta)
+        return delta
 
-    def _change_block(
-        self,
-        word: int,
-        current: tuple[Tensor, ...],
-        saved: Sequence[Tensor],
-        rows: Tensor,
-        delta: Tensor,
-        stop: int,
-        worker: int,
-    ) -> None:
-        header, scale = self._header, self._scale
-        for part, old in zip(current, saved, strict=True):
-            torch.index_select(part, 0, rows, out=old)
+    def _change_block(self, word: int, start: int, ids: Tensor, delta: Tensor, worker: int) -> None:
+        header, scale, side = self._header, self._scale, word & _CURRENT
+        stop = start + ids.numel()
+        rows = self._ids_array[start:stop]
+        for array, saved in zip(self._arrays[side], self._arrays[1 - side], strict=True):
+            array.take(rows, 0, saved[start:stop], "clip")  # else it takes them elsewhere first
         header[_COUNT] = stop
         header[_ARMED] = word
         reach("undo written")
+        current = self._sides[side]
         if scale is not None:
-            if scale == 1 and rows.numel() <= _FEW and delta.numel() < _ONE_THREAD:
+            if scale == 1 and stop - start <= _FEW and delta.numel() < _ONE_THREAD:
                 # The same sums in the same order, in a third of the time. Of more elements torch
                 # would let threads add, in any order.
-                current[0].index_put_((rows,), delta, accumulate=True)
+                current[0].index_put_((ids,), delta, accumulate=True)
             else:
-                current[0].index_add_(0, rows, delta, alpha=scale)
+                current[0].index_add_(0, ids, delta, alpha=scale)
             return
-        news = [old.clone() for old in saved]
-        backup = self._backups[worker][rows] if self._backups else None
+        news = [record[start:stop].clone() for record in self._sides[1 - side]]
+        backup = self._backups[worker][ids] if self._backups else None
         self._updater.apply(Change(news[0], delta, news[1:], backup))
         for part, new in zip(current, news, strict=True):
-            part.index_copy_(0, rows, new)
+            part.index_copy_(0, ids, new)
 
     # --- an add of everything: on the other side --------------------------------------------------
 
@@ -417,12 +416,9 @@ class Shard:
             target.copy_(source)
 
 
-class _Place(NamedTuple):
-    """Where ``key`` = (current side, number of rows) is saved."""
-
-    key: tuple[int, int]
-    ids: Tensor
-    saved: Sequence[Tensor]
+def _as_array(part: Tensor) -> Array:
+    """Return the same memory, of which rows are only copied; numpy has no bfloat16."""
+    return part.view(torch.int16).numpy() if part.dtype == torch.bfloat16 else part.numpy()
 
 
 def refuse_nonfinite(delta: Tensor) -> None:
