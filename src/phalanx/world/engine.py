@@ -68,9 +68,8 @@ class Engine:
         self._lanes: dict[Hashable, deque[Task]] = {}
         self._broken: BaseException | None = None
         self._next_look_s = 0.0
-        # One thread moves the operations at a time: two would take each other's wake-ups.
+        # One caller moves the operations at a time: two would take each other's wake-ups.
         self._mover = threading.RLock()
-        self._num_drivers = 0
         # How long to look before sleeping. Where each rank has a core, what is waited for is
         # mostly a moment away, and a sleep takes longer to end than that; where other work keeps
         # the cores busy, looking is in vain. Which it is shows by how long waits are.
@@ -149,8 +148,6 @@ class Engine:
         if timeout_s is not None:
             task.deadline_s = min(task.deadline_s, now_s() + timeout_s)
         waiting, rests = Waiting(task.timeout_s), 0
-        with self._lock:
-            self._num_drivers += 1
         try:
             while not task.done:
                 if self._mover.acquire(blocking=False):
@@ -164,19 +161,6 @@ class Engine:
             with self._lock:
                 self._break(self._interrupted(task, exc), task)
             raise
-        finally:
-            with self._lock:
-                self._num_drivers -= 1
-
-    def pump(self) -> bool:
-        """Give a turn to what nobody waits for; tell whether there was any."""
-        if self._num_drivers or not self._mover.acquire(blocking=False):
-            return False
-        try:
-            self._turn(self._first_need(), 0)
-        finally:
-            self._mover.release()
-        return True
 
     def _first_need(self) -> Need | None:
         with self._lock:

@@ -22,9 +22,6 @@ class Pumped(Protocol):
     def advance(self) -> bool:
         """Move on what can be; tell whether something could."""
 
-    def pump(self) -> bool:
-        """Move on what nobody waits for, or sleep until it may; tell whether there was any."""
-
     def examine(self) -> None:
         """Fail what cannot go on."""
 
