@@ -1,0 +1,164 @@
+"""How a group is made where somebody dies on the way, or did so in a meeting before."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.clock import now_s
+from phalanx.errors import PeerError
+from phalanx.world.backend import make_group
+from phalanx.world.meeting import Meeting
+from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
+
+SIZE = 3
+LATE_S = 0.5
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    with Children() as children:
+        yield children
+
+
+def meet(store: dist.Store, rank: int, timeout_s: float) -> tuple[str, int | None, float]:
+    """Make a group and use it; tell what failed, whose fault it was and how long it took."""
+    started_s = now_s()
+    try:
+        group = make_group(store, rank, SIZE, datetime.timedelta(seconds=timeout_s))
+        tensor = torch.full((5,), float(rank))
+        group.allreduce([tensor]).wait()
+    except PeerError as exc:
+        return type(exc).__name__, exc.rank, now_s() - started_s
+    group.shutdown()
+    assert tensor.tolist() == [3.0] * 5
+    return "met", None, now_s() - started_s
+
+
+def member(parent: Parent, path: str, rank: int, dies_at: str | None) -> None:
+    """Meet as often as the parent says, with so much patience; die at a place in the meeting."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(path, SIZE)
+    if dies_at is not None:
+        plant_death(dies_at)
+    parent.tell("ready")
+    while (timeout_s := parent.hear()) is not None:
+        parent.tell(meet(store, rank, timeout_s))
+
+
+def blind_member(parent: Parent, path: str, rank: int, dies_at: str | None) -> None:
+    """The same with a planted bug: nobody sees that somebody is dead."""
+    setattr(Meeting, "_is_dead", lambda *_: False)  # noqa: B010 - mypy lets no method be assigned
+    member(parent, path, rank, dies_at)
+
+
+def plant_death(where: str) -> None:
+    """Let this process kill itself when it comes to the method ``where`` of a meeting."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(Meeting, where, die)
+
+
+def gather(
+    children: Children,
+    path: Path,
+    dies_at: str | None = None,
+    ranks: tuple[int, ...] = (0, 1, 2),
+    body: Callable[..., None] = member,
+) -> list[Child]:
+    """Start ranks of which the last one dies where told."""
+    members = [
+        children.start(body, str(path), rank, dies_at if rank == ranks[-1] else None)
+        for rank in ranks
+    ]
+    for one in members:
+        assert one.get() == "ready"
+    return members
+
+
+@pytest.mark.parametrize(
+    ("where", "victim"), [("_enter", 2), ("_map", 0), ("_map", 2), ("_tidy", 0), ("_tidy", 2)]
+)
+def test_a_death_while_a_group_is_made_is_told_at_once(children, tmp_path, where, victim):
+    ranks = (0, 1, 2) if victim == 2 else (1, 2, 0)
+    members = gather(children, tmp_path / "store", where, ranks)
+    for one in members:
+        one.put(DEADLINE_S)
+    members[-1].process.join(DEADLINE_S)
+    for one in members[:-1]:
+        error, rank, seconds = one.get()
+        assert (error, rank) == ("PeerLost", victim)
+        assert seconds < DEADLINE_S / 4
+
+
+def test_with_deaths_unseen_it_is_told_at_the_deadline_only(children, tmp_path):
+    members = gather(children, tmp_path / "store", "_map", body=blind_member)
+    for one in members:
+        one.put(LATE_S)
+    for one in members[:-1]:
+        error, rank, _ = one.get()
+        assert (error, rank) == ("PeerTimeout", 2)
+
+
+def test_after_a_meeting_that_one_missed_the_next_one_succeeds(children, tmp_path):
+    members = gather(children, tmp_path / "store")
+    for one in members[:-1]:
+        one.put(LATE_S)
+    for one in members[:-1]:
+        error, rank, _ = one.get()
+        assert (error, rank) == ("PeerTimeout", 2)
+    for one in members:
+        one.put(DEADLINE_S)
+    for one in members:
+        assert one.get()[0] == "met"
+
+
+def test_nobody_believes_what_the_killed_left_in_the_store(children, tmp_path):
+    old = gather(children, tmp_path / "store")
+    for one in old[:-1]:
+        one.put(DEADLINE_S)
+    _until_heard(tmp_path / "store", 2)
+    for one in old:
+        one.kill()
+    members = gather(children, tmp_path / "store")
+    for one in members:
+        one.put(DEADLINE_S)
+    for one in members:
+        assert one.get()[0] == "met"
+
+
+def _until_heard(path: Path, count: int) -> None:
+    """Wait until so many ranks have said hello."""
+    store = dist.PrefixStore("phalanx/0/", dist.FileStore(str(path), SIZE))
+    store.wait([f"hello/{rank}" for rank in range(count)], datetime.timedelta(seconds=DEADLINE_S))
+
+
+def in_turn(parent: Parent, path: str, rank: int) -> None:
+    """Make groups under one name, one after the other; tell how many keys there are then."""
+    store = dist.FileStore(path, SIZE)
+    while parent.hear():
+        parent.tell(meet(store, rank, DEADLINE_S)[0])
+        parent.hear()
+        parent.tell(store.num_keys())
+
+
+def test_groups_of_one_name_leave_nothing_in_the_store(children, tmp_path):
+    members = [children.start(in_turn, str(tmp_path / "store"), rank) for rank in range(SIZE)]
+    counts = []
+    for _ in range(4):
+        for one in members:
+            one.put(True)
+        assert [one.get() for one in members] == ["met"] * SIZE
+        for one in members:
+            one.put()
+        counts.append({one.get() for one in members})
+    assert counts == [counts[0]] * 4
