@@ -287,13 +287,13 @@ def test_a_contestant_over_processes_has_one_command_per_worker():
     assert len(entrant("trainer", "tiny", workers=3, folder="meet").commands) == 1
 
 
-def test_all_run_by_default_but_those_that_round_gradients():
-    rounding = {"dataparallel-fp16", "dataparallel-one-bit", "dataparallel-top-k"}
-    assert set(CONTESTANTS) - set(by_default()) == rounding
-    assert set(select(sorted(rounding), "gpt")) == rounding
+def test_all_run_by_default_but_those_that_do_other_work():
+    others = {"dataparallel-fp16", "dataparallel-one-bit", "dataparallel-top-k", "ddp-meet"}
+    assert set(CONTESTANTS) - set(by_default()) == others
+    assert set(select(sorted(others), "gpt")) == others
 
 
-@pytest.mark.parametrize("name", by_default())
+@pytest.mark.parametrize("name", [*by_default(), "ddp-meet"])
 def test_every_contestant_does_the_same_job(name, tmp_path):
     """All sum the same gradient, in another order: three float32 steps agree within 1e-6."""
     model = "tiny" if "tiny" in (CONTESTANTS[name].models or {"tiny"}) else "cnn"

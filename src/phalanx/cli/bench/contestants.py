@@ -3,7 +3,8 @@
 All train the same model from the same weights on the same synthetic batch with plain SGD. What
 differs is where the work is done, and nothing is tuned on one side only: Phalanx lays out
 convolutional nets as channels_last by itself, so peers are also measured with that done by hand.
-Those with a codec alone do other work, as their gradients are rounded; they run when named.
+Those with a codec do other work, as their gradients are rounded, and so does DDP whose ranks only
+meet: what is left of its step when nothing is reduced. These run when named.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import phalanx
 from phalanx.cli.bench.arena import Entrant, Step, serve
 from phalanx.cli.models import bench_cnn, bench_gpt, bench_mlp
 from phalanx.errors import ConfigError
+from phalanx.world.bucket import GradBucket
 
 __all__ = [
     "CODECS",
@@ -141,7 +143,15 @@ def _one_process(*, num_threads: int | None, channels_last: bool = False) -> Ope
     return open_step
 
 
-def _ddp(*, backend: str = "gloo", channels_last: bool = False) -> Opener:
+def _meet_only(bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Instead of a bucket of gradients reduce one number, so that the ranks wait for each other."""
+    dist.all_reduce(torch.zeros(1))
+    met: torch.futures.Future[Tensor] = torch.futures.Future()
+    met.set_result(bucket.buffer())
+    return met
+
+
+def _ddp(*, backend: str = "gloo", channels_last: bool = False, reduces: bool = True) -> Opener:
     @contextmanager
     def open_step(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
         torch.set_num_threads(1)
@@ -158,7 +168,10 @@ def _ddp(*, backend: str = "gloo", channels_last: bool = False) -> Opener:
             batch = (inputs.contiguous(), targets.contiguous())
             if channels_last:
                 module, batch = _to_channels_last(module, batch)
-            yield _plain_step(DistributedDataParallel(module), batch)
+            wrapped = DistributedDataParallel(module)
+            if not reduces:
+                wrapped.register_comm_hook(None, lambda _, bucket: _meet_only(bucket))
+            yield _plain_step(wrapped, batch)
         finally:
             dist.destroy_process_group()
 
@@ -243,6 +256,13 @@ CONTESTANTS: dict[str, Contestant] = {
         open=_ddp(backend="phalanx"),
         of_phalanx=True,
         process_per_worker=True,
+    ),
+    "ddp-meet": Contestant(
+        title="DDP, {workers} ranks only meet",
+        open=_ddp(backend="phalanx", reduces=False),
+        of_phalanx=False,
+        process_per_worker=True,
+        if_named=True,
     ),
     "dataparallel": Contestant(
         title="DataParallel, {workers} replicas", open=_data_parallel(), of_phalanx=True
