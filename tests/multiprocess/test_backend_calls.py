@@ -273,3 +273,56 @@ def watched(rank: int) -> tuple[str, int | None] | None:
         dist.barrier()
         dist.destroy_process_group(group)
     return None
+
+
+def reduced_in_inference_mode(rank: int) -> list[float]:
+    """Calls inside and outside of the mode in turn: what one leaves behind serves the other."""
+    group, sums = make(), []
+    for inside in (True, False, True):
+        for numbers in (torch.ones(5), torch.ones(600_001), torch.ones(7, 9).t()):
+            with torch.inference_mode(inside):
+                tensor = numbers * (rank + 1)
+                work = dist.all_reduce(tensor, group=group, async_op=True)
+                work.wait()
+            sums.append(tensor.mean().item())
+    with torch.inference_mode():
+        tensors = [torch.ones(5), torch.ones(4, 3).t()]
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=group)
+        sums.append(tensor.mean().item())
+    dist.destroy_process_group(group)
+    return sums
+
+
+def test_tensors_of_inference_mode_are_reduced_in_it_and_out_of_it(ranks):
+    assert ranks.run(reduced_in_inference_mode) == [[6.0] * 9 + [3.0] * 2] * 3
+
+
+def expanded_outputs(rank: int) -> list[str]:
+    group = make()
+    apart, expanded = torch.ones(3, 5), torch.ones(5).expand(3, 5)
+    said = []
+    for call in (
+        lambda: dist.all_reduce(expanded, group=group),
+        lambda: dist.all_gather([apart, expanded, apart], apart, group=group),
+        lambda: dist.recv(expanded, (rank + 1) % 3, group),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        said.append(str(caught.value))
+    dist.broadcast(expanded if rank == 0 else apart, 0, group)
+    dist.all_gather([apart, apart.clone(), apart.clone()], expanded, group=group)
+    dist.all_reduce(apart, group=group)
+    assert torch.equal(apart, torch.full((3, 5), 3.0))
+    assert torch.equal(expanded, torch.ones(3, 5))
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_an_expanded_tensor_is_refused_as_output_and_taken_as_input(ranks):
+    for said in ranks.run(expanded_outputs):
+        assert said == [
+            f"`{name}` must have memory for each of its elements, but is expanded (shape (3, 5), "
+            "strides (0, 1)). Give `.contiguous()` and keep it."
+            for name in ("tensor", "output", "tensor")
+        ]

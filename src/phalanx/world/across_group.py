@@ -17,7 +17,7 @@ from phalanx.world.across import Across
 from phalanx.world.arena import Arena
 from phalanx.world.call_forms import only
 from phalanx.world.group import GroupMaker, SharedGroup
-from phalanx.world.tensors import Flat, flat_of
+from phalanx.world.tensors import Flat, flat_of, output_of
 from phalanx.world.wire import Gloo
 
 __all__ = ["AcrossGroup"]
@@ -63,13 +63,13 @@ class AcrossGroup(SharedGroup):
 
     def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> dist.Work:
         """Receive from one rank."""
-        flat = flat_of(only(tensors), "tensor")
+        flat = output_of(only(tensors), "tensor")
         work = self._opened_post().recv([flat.data], sender, tag)
         return _Message(self._across, work, flat, sender, self._timeout_s, received=True)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """Receive from whoever sends first."""
-        flat = flat_of(only(tensors), "tensor")
+        flat = output_of(only(tensors), "tensor")
         work = self._opened_post().recv_anysource([flat.data], tag)
         return _Message(self._across, work, flat, None, self._timeout_s, received=True)
 

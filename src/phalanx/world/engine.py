@@ -17,6 +17,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 
+import torch
+
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, GroupAborted, StateError
 from phalanx.memory import Waiting, forget_in_child
@@ -246,7 +248,12 @@ class Engine:
         if task.done:
             return _ENDED
         try:
-            need = next(task.steps)
+            if torch.is_inference_mode_enabled():
+                # What a step makes and keeps, others write to who are not in that mode.
+                with torch.inference_mode(False):
+                    need = next(task.steps)
+            else:
+                need = next(task.steps)
         except StopIteration:
             task.end()
         except ConfigError as exc:  # all ranks see it alike, or it concerns this message alone

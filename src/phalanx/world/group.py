@@ -27,7 +27,7 @@ from phalanx.world.collectives import as_bytes
 from phalanx.world.engine import COLLECTIVES, Engine
 from phalanx.world.mail import Mail
 from phalanx.world.ops import reduction_of
-from phalanx.world.tensors import Flat, flat_of
+from phalanx.world.tensors import Flat, flat_of, output_of
 from phalanx.world.within import Within
 from phalanx.world.work import SharedWork, Task
 
@@ -115,13 +115,13 @@ class SharedGroup(dist.ProcessGroup):
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:
         if len(tensors) == 1:
-            flat = flat_of(tensors[0], "tensor")
+            flat = output_of(tensors[0], "tensor")
             if not flat.copied:  # by far the most frequent call
                 reduction = reduction_of(opts.reduceOp, flat.data.dtype)
                 if reduction.factor is None:
                     one = self._ways.all_reduce(flat.data, reduction)
                     return self._run("all_reduce", one, tensors, opts)
-        flats = [flat_of(tensor, "tensor") for tensor in tensors]
+        flats = [output_of(tensor, "tensor") for tensor in tensors]
         reductions = [reduction_of(opts.reduceOp, flat.data.dtype) for flat in flats]
 
         def steps() -> Steps:
@@ -138,7 +138,8 @@ class SharedGroup(dist.ProcessGroup):
     ) -> SharedWork:
         """Reduce over all ranks into the root's tensor."""
         opts = options(dist.ReduceOptions, opts, timeout, op)
-        flat = flat_of(only(listed(tensors)), "tensor")
+        taken = output_of if self._ways.rank == opts.rootRank else flat_of
+        flat = taken(only(listed(tensors)), "tensor")
         reduction = reduction_of(opts.reduceOp, flat.data.dtype)
 
         def steps() -> Steps:
@@ -179,7 +180,7 @@ class SharedGroup(dist.ProcessGroup):
     def _reduce_scatter(self, pairs: list[tuple[Tensor, list[Tensor]]], opts: Any) -> SharedWork:
         jobs = [
             (
-                flat_of(output, "output"),
+                output_of(output, "output"),
                 [flat_of(part, "input").data for part in parts],
                 reduction_of(opts.reduceOp, output.dtype),
             )
@@ -201,7 +202,8 @@ class SharedGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SharedWork:
         """Give every rank the root's tensor."""
         opts = options(dist.BroadcastOptions, opts, timeout)
-        flat = flat_of(only(listed(tensors)), "tensor")
+        taken = flat_of if self._ways.rank == opts.rootRank else output_of
+        flat = taken(only(listed(tensors)), "tensor")
 
         def steps() -> Steps:
             yield from self._ways.broadcast(flat.data, opts.rootRank)
@@ -246,7 +248,7 @@ class SharedGroup(dist.ProcessGroup):
     ) -> SharedWork:
         jobs = []
         for outputs, given in pairs:
-            flats = [flat_of(output, "output") for output in outputs]
+            flats = [output_of(output, "output") for output in outputs]
             flat = flat_of(given, "input")
             check_fit(flats[self._ways.rank].data, flat.data, "output", "this rank's input")
             jobs.append((flats, flat))
@@ -264,7 +266,7 @@ class SharedGroup(dist.ProcessGroup):
         opts = options(dist.GatherOptions, opts)
         flat = flat_of(only(listed(inputs)), "tensor")
         wanted = list(only(outputs)) if self._ways.rank == opts.rootRank else []
-        flats = [flat_of(output, "gather_list") for output in wanted]
+        flats = [output_of(output, "gather_list") for output in wanted]
         if wanted:
             self._check_count(wanted, "gather_list")
         for one in flats:
@@ -281,7 +283,7 @@ class SharedGroup(dist.ProcessGroup):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
         """Give each rank its tensor of the root's list."""
         opts = options(dist.ScatterOptions, opts)
-        flat = flat_of(only(listed(outputs)), "tensor")
+        flat = output_of(only(listed(outputs)), "tensor")
         given = list(only(inputs)) if self._ways.rank == opts.rootRank else []
         parts = [flat_of(part, "scatter_list").data for part in given]
         if given:
@@ -301,7 +303,7 @@ class SharedGroup(dist.ProcessGroup):
         """Give each rank one tensor of every other."""
         self._check_count(outputs, "output_tensor_list")
         self._check_count(inputs, "input_tensor_list")
-        taken = [flat_of(output, "output_tensor_list") for output in outputs]
+        taken = [output_of(output, "output_tensor_list") for output in outputs]
         given = [flat_of(part, "input_tensor_list").data for part in inputs]
         return self._all_to_all(taken, [one.data for one in taken], given, list(outputs), opts)
 
@@ -314,7 +316,7 @@ class SharedGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> SharedWork:
         """Give each rank a range of rows of every other."""
-        taken, given = flat_of(output, "output"), flat_of(input, "input")
+        taken, given = output_of(output, "output"), flat_of(input, "input")
         into = self._rows(output, taken.data, output_split_sizes, "output_split_sizes")
         parts = self._rows(input, given.data, input_split_sizes, "input_split_sizes")
         return self._all_to_all([taken], into, parts, [output], opts)
@@ -366,7 +368,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> SharedWork:
         """Receive from one rank."""
-        flat = flat_of(only(tensors), "tensor")
+        flat = output_of(only(tensors), "tensor")
 
         def steps() -> Steps:
             yield from self._mail.receive(as_bytes(flat.data), sender, tag)
@@ -384,7 +386,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> SharedWork:
         """Receive from whoever sends first."""
-        flat = flat_of(only(tensors), "tensor")
+        flat = output_of(only(tensors), "tensor")
         found: list[int] = []
 
         def steps() -> Steps:

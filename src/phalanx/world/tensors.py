@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.errors import UnsupportedError
+from phalanx.errors import ConfigError, UnsupportedError
 
-__all__ = ["Flat", "flat_of"]
+__all__ = ["Flat", "flat_of", "output_of"]
 
 
 class Flat(NamedTuple):
@@ -47,6 +47,38 @@ def flat_of(tensor: Tensor, name: str) -> Flat:
             f"`{name}` must be dense, but is of layout {tensor.layout}. Give `.to_dense()`."
         )
     plain = tensor.detach() if tensor.requires_grad else tensor
+    if plain.is_inference() or torch.is_inference_mode_enabled():
+        # Whoever moves the operation on writes, which may be a thread that is not in that mode.
+        with torch.inference_mode(False):
+            return _in_line(_with_same_memory(plain) if plain.is_inference() else plain)
+    return _in_line(plain)
+
+
+def output_of(tensor: Tensor, name: str) -> Flat:
+    """Return ``tensor``, which will be written to, in one line.
+
+    Raises:
+        UnsupportedError: As :func:`flat_of`.
+        ConfigError: Several of its elements are one in memory.
+    """
+    flat = flat_of(tensor, name)
+    shape = zip(tensor.shape, tensor.stride(), strict=True) if flat.copied else ()
+    if any(size > 1 and stride == 0 for size, stride in shape):
+        raise ConfigError(
+            f"`{name}` must have memory for each of its elements, but is expanded (shape "
+            f"{tuple(tensor.shape)}, strides {tensor.stride()}). Give `.contiguous()` and keep it."
+        )
+    return flat
+
+
+def _with_same_memory(tensor: Tensor) -> Tensor:
+    alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    alias.set_(tensor.untyped_storage(), *place)
+    return alias
+
+
+def _in_line(plain: Tensor) -> Flat:
     if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
         if plain.numel() != 1:
             return Flat(plain, plain if plain.dim() == 1 else plain.view(-1), False)
