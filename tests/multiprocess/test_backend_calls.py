@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx  # noqa: F401
-from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
+from phalanx.errors import ConfigError, PeerError, PeerTimeout, StateError, UnsupportedError
 from tests.multiprocess.spawn import Ranks
 
 
@@ -326,3 +327,26 @@ def test_an_expanded_tensor_is_refused_as_output_and_taken_as_input(ranks):
             "strides (0, 1)). Give `.contiguous()` and keep it."
             for name in ("tensor", "output", "tensor")
         ]
+
+
+def destroyed_too_early(rank: int) -> list[str]:
+    """Rank 0 goes before its call has ended; the others, who never made it, go after it."""
+    group = make()
+    if rank != 0:
+        dist.barrier()
+    work = dist.all_reduce(torch.ones(600_001), group=group, async_op=True) if rank == 0 else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.destroy_process_group(group)
+    if work is not None:
+        with pytest.raises(PeerError):
+            work.wait()
+        dist.barrier()
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_has_not_ended_when_a_group_is_destroyed_is_told(ranks):
+    first, *others = ranks.run(destroyed_too_early)
+    assert len(first) == 1
+    assert "1 have not, the first of them all_reduce of group" in first[0]
+    assert others == [[], []]

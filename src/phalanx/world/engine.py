@@ -316,16 +316,18 @@ class Engine:
         for other in (other for tasks in lanes.values() for other in tasks if not other.done):
             other.end(error)
 
-    def close(self) -> None:
-        """Leave the group; what is under way fails."""
+    def close(self) -> list[str]:
+        """Leave the group; what is under way fails, and is returned by its title."""
         pump.remove(self)
         with self._lock:
             if self._broken is None:
                 self._broken = GroupAborted(f"Group {self._name()!r} is destroyed.")
                 self._board.stop(LEFT, self._board.rank)
             lanes, self._lanes = self._lanes, {}
-            for task in (task for tasks in lanes.values() for task in tasks):
+            left = [task for tasks in lanes.values() for task in tasks if not task.done]
+            for task in left:
                 task.end(self._broken)
+        return [task.title for task in left]
 
 
 def _has_gone_on(task: Task, before: Need) -> bool:

@@ -499,12 +499,21 @@ class SharedGroup(dist.ProcessGroup):
             self._closed = True
             if not self._engine.broken:
                 self._linger(min(_LINGER_S, self._timeout_s))
-            self._engine.close()
+            self._warn_of(self._engine.close())
             self._mail.close()
             self._ways.close()
             self._arena.close()
 
     abort = shutdown
+
+    def _warn_of(self, left: Sequence[str]) -> None:
+        if left:
+            warnings.warn(
+                f"The operations of group {self._group_name!r} must have ended before it is "
+                f"destroyed, but {len(left)} have not, the first of them {left[0]}: their tensors "
+                "are not filled. Call `wait()` on what `async_op=True` returned.",
+                stacklevel=4,  # where `destroy_process_group` is called
+            )
 
     def _linger(self, timeout_s: float) -> None:
         for receiver, unread in self._mail.linger(timeout_s).items():
