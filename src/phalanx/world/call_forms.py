@@ -1,4 +1,4 @@
-"""The forms in which torch gives a call's arguments, brought to one."""
+"""The forms in which torch gives a call's arguments, brought to one, and cut into parts by rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError, UnsupportedError
 
-__all__ = ["check_fit", "listed", "only", "options"]
+__all__ = [
+    "check_count",
+    "check_fit",
+    "cut_input",
+    "cut_output",
+    "cut_rows",
+    "listed",
+    "only",
+    "options",
+]
 
 
 # Any, below: options are torch's own classes, which have no common base and no types.
@@ -45,6 +54,79 @@ def check_fit(one: Tensor, other: Tensor, name: str, of: str) -> None:
             f"`{name}` must hold as many elements as {of} ({other.numel()} × {other.dtype}), but "
             f"holds {one.numel()} × {one.dtype}."
         )
+
+
+def check_count(size: int, tensors: Sequence[Tensor], name: str) -> None:
+    """See that there is a tensor for each of ``size`` ranks.
+
+    Raises:
+        ConfigError: There are more, or fewer.
+    """
+    if len(tensors) != size:
+        raise ConfigError(
+            f"`{name}` must hold one tensor per rank ({size}), but holds {len(tensors)}."
+        )
+
+
+def cut_input(size: int, whole: Tensor, part: Tensor) -> list[Tensor]:
+    """Cut an input into one part per rank, each as large as the output ``part``.
+
+    Raises:
+        ConfigError: It has another number of elements, or dtype.
+    """
+    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+        raise ConfigError(
+            f"`input` must hold {size} times the elements of `output` ({part.numel()} × "
+            f"{part.dtype}), but holds {whole.numel()} × {whole.dtype}."
+        )
+    return list(whole.reshape(size, -1).unbind()) if part.numel() else [whole] * size
+
+
+def cut_output(size: int, whole: Tensor, part: Tensor) -> list[Tensor]:
+    """Cut an output into one part per rank, each as large as the input ``part``.
+
+    Raises:
+        ConfigError: It has another number of elements, or dtype, or its parts are no views.
+    """
+    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+        raise ConfigError(
+            f"`output` must hold {size} times the elements of `input` ({part.numel()} × "
+            f"{part.dtype}), but holds {whole.numel()} × {whole.dtype}."
+        )
+    if not whole.is_contiguous():
+        raise ConfigError("`output` must be contiguous, but is not. Give `.contiguous()`.")
+    return list(whole.view(size, -1).unbind()) if part.numel() else [whole] * size
+
+
+def cut_rows(
+    size: int, tensor: Tensor, flat: Tensor, counts: Sequence[int], name: str
+) -> list[Tensor]:
+    """Cut what lies in one line in ``flat`` into the rows of each rank.
+
+    Args:
+        size: How many ranks.
+        tensor: As the user gave it.
+        flat: Its elements in order.
+        counts: How many rows each rank has; nothing for equally many.
+        name: What ``counts`` is called in messages.
+
+    Raises:
+        ConfigError: The counts do not fit.
+    """
+    num_rows = tensor.shape[0] if tensor.dim() else 1
+    if not counts:
+        if num_rows % size:
+            raise ConfigError(
+                f"`{name}` must be given where {num_rows} rows cannot be cut in {size} equal "
+                "parts, but is not."
+            )
+        counts = [num_rows // size] * size
+    if len(counts) != size or sum(counts) != num_rows or min(counts) < 0:
+        raise ConfigError(
+            f"`{name}` must hold {size} numbers of rows, {num_rows} in all, but is {list(counts)}."
+        )
+    per_row = tensor.numel() // num_rows if num_rows else 0
+    return list(flat.split([count * per_row for count in counts]))
 
 
 def options(

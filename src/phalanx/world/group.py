@@ -22,7 +22,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from phalanx.errors import ConfigError, StateError
 from phalanx.world.across import Across
 from phalanx.world.arena import Arena, Need, Steps
-from phalanx.world.call_forms import check_fit, listed, only, options
+from phalanx.world.call_forms import (
+    check_count,
+    check_fit,
+    cut_input,
+    cut_output,
+    cut_rows,
+    listed,
+    only,
+    options,
+)
 from phalanx.world.collectives import as_bytes
 from phalanx.world.engine import COLLECTIVES, Engine
 from phalanx.world.mail import Mail
@@ -157,13 +166,13 @@ class SharedGroup(dist.ProcessGroup):
         """Reduce over all ranks what each holds for this one."""
         opts = options(dist.ReduceScatterOptions, opts)
         output, parts = only(outputs), only(inputs)
-        self._check_count(parts, "input_list")
+        check_count(self._ways.size, parts, "input_list")
         return self._reduce_scatter([(output, list(parts))], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """Reduce over all ranks, and keep this rank's part of the result."""
         opts = options(dist.ReduceScatterOptions, opts)
-        return self._reduce_scatter([(output, self._cut(input, output))], opts)
+        return self._reduce_scatter([(output, cut_input(self._ways.size, input, output))], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -173,7 +182,7 @@ class SharedGroup(dist.ProcessGroup):
         """Do what :meth:`reduce_scatter_single` does, with several tensors."""
         opts = options(dist.ReduceScatterOptions, opts)
         pairs = zip(outputs, inputs, strict=True)
-        return self._reduce_scatter([(o, self._cut(i, o)) for o, i in pairs], opts)
+        return self._reduce_scatter([(o, cut_input(self._ways.size, i, o)) for o, i in pairs], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -216,12 +225,14 @@ class SharedGroup(dist.ProcessGroup):
         """Give every rank the tensors of all, as a list."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        self._check_count(only(outputs), "tensor_list")
+        check_count(self._ways.size, only(outputs), "tensor_list")
         return self._all_gather([(list(only(outputs)), only(inputs))], outputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """Give every rank the tensors of all, one after the other in one."""
-        return self._all_gather([(self._cut_flat(output, input), input)], [output], opts)
+        return self._all_gather(
+            [(cut_output(self._ways.size, output, input), input)], [output], opts
+        )
 
     _allgather_base = all_gather_single
 
@@ -230,7 +241,9 @@ class SharedGroup(dist.ProcessGroup):
     ) -> SharedWork:
         """Do what :meth:`all_gather_single` does, with several tensors."""
         pairs = zip(outputs, inputs, strict=True)
-        return self._all_gather([(self._cut_flat(o, i), i) for o, i in pairs], list(outputs), opts)
+        return self._all_gather(
+            [(cut_output(self._ways.size, o, i), i) for o, i in pairs], list(outputs), opts
+        )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -268,7 +281,7 @@ class SharedGroup(dist.ProcessGroup):
         wanted = list(only(outputs)) if self._ways.rank == opts.rootRank else []
         flats = [output_of(output, "gather_list") for output in wanted]
         if wanted:
-            self._check_count(wanted, "gather_list")
+            check_count(self._ways.size, wanted, "gather_list")
         for one in flats:
             check_fit(one.data, flat.data, "gather_list", "`tensor`")
 
@@ -287,7 +300,7 @@ class SharedGroup(dist.ProcessGroup):
         given = list(only(inputs)) if self._ways.rank == opts.rootRank else []
         parts = [flat_of(part, "scatter_list").data for part in given]
         if given:
-            self._check_count(given, "scatter_list")
+            check_count(self._ways.size, given, "scatter_list")
         for part in parts:
             check_fit(part, flat.data, "scatter_list", "`tensor`")
 
@@ -301,8 +314,8 @@ class SharedGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedWork:
         """Give each rank one tensor of every other."""
-        self._check_count(outputs, "output_tensor_list")
-        self._check_count(inputs, "input_tensor_list")
+        check_count(self._ways.size, outputs, "output_tensor_list")
+        check_count(self._ways.size, inputs, "input_tensor_list")
         taken = [output_of(output, "output_tensor_list") for output in outputs]
         given = [flat_of(part, "input_tensor_list").data for part in inputs]
         return self._all_to_all(taken, [one.data for one in taken], given, list(outputs), opts)
@@ -317,8 +330,10 @@ class SharedGroup(dist.ProcessGroup):
     ) -> SharedWork:
         """Give each rank a range of rows of every other."""
         taken, given = output_of(output, "output"), flat_of(input, "input")
-        into = self._rows(output, taken.data, output_split_sizes, "output_split_sizes")
-        parts = self._rows(input, given.data, input_split_sizes, "input_split_sizes")
+        into = cut_rows(
+            self._ways.size, output, taken.data, output_split_sizes, "output_split_sizes"
+        )
+        parts = cut_rows(self._ways.size, input, given.data, input_split_sizes, "input_split_sizes")
         return self._all_to_all([taken], into, parts, [output], opts)
 
     alltoall_base = all_to_all_single
@@ -527,50 +542,3 @@ class SharedGroup(dist.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"SharedGroup({self._group_name!r}, rank {self.rank()} of {self.size()})"
-
-    # --- arguments --------------------------------------------------------------------------------
-
-    def _check_count(self, tensors: Sequence[Tensor], name: str) -> None:
-        if len(tensors) != self._ways.size:
-            raise ConfigError(
-                f"`{name}` must hold one tensor per rank ({self._ways.size}), but holds "
-                f"{len(tensors)}."
-            )
-
-    def _cut(self, whole: Tensor, part: Tensor) -> list[Tensor]:
-        size = self._ways.size
-        if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
-            raise ConfigError(
-                f"`input` must hold {size} times the elements of `output` ({part.numel()} × "
-                f"{part.dtype}), but holds {whole.numel()} × {whole.dtype}."
-            )
-        return list(whole.reshape(size, -1).unbind()) if part.numel() else [whole] * size
-
-    def _cut_flat(self, whole: Tensor, part: Tensor) -> list[Tensor]:
-        size = self._ways.size
-        if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
-            raise ConfigError(
-                f"`output` must hold {size} times the elements of `input` ({part.numel()} × "
-                f"{part.dtype}), but holds {whole.numel()} × {whole.dtype}."
-            )
-        if not whole.is_contiguous():
-            raise ConfigError("`output` must be contiguous, but is not. Give `.contiguous()`.")
-        return list(whole.view(size, -1).unbind()) if part.numel() else [whole] * size
-
-    def _rows(self, tensor: Tensor, flat: Tensor, sizes: Sequence[int], name: str) -> list[Tensor]:
-        num_rows = tensor.shape[0] if tensor.dim() else 1
-        size = self._ways.size
-        if not sizes:
-            if num_rows % size:
-                raise ConfigError(
-                    f"`{name}` must be given where {num_rows} rows cannot be cut in {size} equal "
-                    "parts, but is not."
-                )
-            sizes = [num_rows // size] * size
-        if len(sizes) != size or sum(sizes) != num_rows or min(sizes) < 0:
-            raise ConfigError(
-                f"`{name}` must hold {size} numbers of rows, {num_rows} in all, but is "
-                f"{list(sizes)}."
-            )
-        per_row = tensor.numel() // num_rows if num_rows else 0
-        return list(flat.split([count * per_row for count in sizes]))

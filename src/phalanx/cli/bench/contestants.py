@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,9 @@ import phalanx
 from phalanx.cli.bench.arena import Entrant, Step, serve
 from phalanx.cli.models import bench_cnn, bench_gpt, bench_mlp
 from phalanx.errors import ConfigError
-from phalanx.world.bucket import GradBucket
+
+if TYPE_CHECKING:  # torch.distributed does not tell type checkers that it exports it
+    from torch._C._distributed_c10d import GradBucket
 
 __all__ = [
     "CODECS",
