@@ -28,6 +28,8 @@ app = typer.Typer(
     help="Train PyTorch models on replicas, with the same numbers in every formation.",
     no_args_is_help=True,
     add_completion=False,
+    # Docstrings are wrapped for their source; help wraps them anew, for the terminal at hand.
+    rich_markup_mode="markdown",
     # An unexpected error keeps Python's own traceback, which is what a bug report needs.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -135,8 +135,8 @@ def train(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Read this file whenever it changes: a line `replicas 3` goes on with three, "
-            "`stop` ends as Ctrl-C does. SIGUSR1 adds a replica, SIGUSR2 takes one away.",
+            help="Read this file whenever it changes: a line 'replicas 3' goes on with three, "
+            "'stop' ends as Ctrl-C does. SIGUSR1 adds a replica, SIGUSR2 takes one away.",
         ),
     ] = None,
     out: Annotated[

@@ -409,3 +409,10 @@ def test_help_is_there(phalanx, words):
     code, out, _ = phalanx(*words)
     assert code == 0
     assert "Usage: phalanx" in out
+
+
+def test_help_is_wrapped_for_the_terminal_and_not_as_in_the_source(phalanx, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = phalanx("launch", "--help")
+    lines = [line.strip() for line in out.splitlines()]
+    assert "has the cores divided by the ranks as threads, unless OMP_NUM_THREADS says" in lines
