@@ -173,6 +173,12 @@ TRAINER: list[tuple[dict[str, Any], str]] = [
     ({"intra_op": 1.5}, "`intra_op` must be a whole number, but is 1.5"),
     ({"clip_norm": "1"}, "`clip_norm` must be a number, but is '1'"),
     ({"seed": "a"}, "`seed` must be a whole number, but is 'a'"),
+    ({"replicas": 0}, "`replicas` must be at least 1, but is 0"),
+    (
+        {"replicas": ["gpu"]},
+        "`replicas` must hold names such as 'cpu' or 'cuda:0', but holds 'gpu'",
+    ),
+    ({"replicas": "cpu,cpu"}, r"Give \['cpu', 'cpu'\] for a replica on each"),
     ({"replicas": 2.5}, "`replicas` must be a number, a sequence of devices or 'auto'"),
     ({"replicas": None}, "`replicas` must be a number, a sequence of devices or 'auto'"),
     ({"timeout_s": "1"}, "`timeout_s` must be a number, but is '1'"),

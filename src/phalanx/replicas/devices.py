@@ -15,7 +15,7 @@ __all__ = ["known_devices", "present_devices", "resolve_device", "resolve_device
 
 
 def resolve_devices(
-    devices: Sequence[Device] | int | None, home: torch.device
+    devices: Sequence[Device] | int | None, home: torch.device, *, name: str = "devices"
 ) -> tuple[torch.device, ...]:
     """Return one device per replica.
 
@@ -23,6 +23,7 @@ def resolve_devices(
         devices: Names or devices, a number of replicas on ``home``, or None for one replica for
             every device of the kind of ``home`` (two on a CPU).
         home: Where the module's parameters lie.
+        name: What the user calls ``devices``, for errors.
 
     Raises:
         ConfigError: There is no device, one is unknown, or one does not exist here.
@@ -34,17 +35,17 @@ def resolve_devices(
         )
     if isinstance(devices, Integral) and not isinstance(devices, bool):
         if devices < 1:
-            raise ConfigError(f"`replicas` must be at least 1, but is {devices!r}.")
+            raise ConfigError(f"`{name}` must be at least 1, but is {devices!r}.")
         return (home,) * int(devices)
     if isinstance(devices, (str, bool, Mapping, Set)) or not isinstance(devices, Iterable):
         raise ConfigError(
-            f"`devices` must be a number of replicas or a sequence with a device for each, but is "
+            f"`{name}` must be a number of replicas or a sequence with a device for each, but is "
             f"{devices!r}. Give 2, or ['cpu', 'cpu']."
         )
-    found = tuple(resolve_device(device) for device in devices)
+    found = tuple(resolve_device(device, name) for device in devices)
     if not found:
         raise ConfigError(
-            "`devices` must name at least one device, but is empty. Give ['cpu', 'cpu']."
+            f"`{name}` must name at least one device, but is empty. Give ['cpu', 'cpu']."
         )
     return found
 
@@ -76,8 +77,8 @@ def present_devices(devices: Sequence[torch.device]) -> tuple[torch.device, ...]
     return tuple(found)
 
 
-def resolve_device(device: Device) -> torch.device:
-    """Return the device that ``device`` names, with its index.
+def resolve_device(device: Device, name: str = "devices") -> torch.device:
+    """Return the device that ``device`` names, with its index; errors speak of ``name``.
 
     Raises:
         ConfigError: It is unknown, or does not exist here.
@@ -86,7 +87,7 @@ def resolve_device(device: Device) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"`devices` must hold names such as 'cpu' or 'cuda:0', but holds {device!r}."
+            f"`{name}` must hold names such as 'cpu' or 'cuda:0', but holds {device!r}."
         ) from error
     if found.type == "cpu":
         return torch.device("cpu")
@@ -95,7 +96,7 @@ def resolve_device(device: Device) -> torch.device:
     index = found.index or 0
     if not 0 <= index < count:
         raise ConfigError(
-            f"`devices` must exist on this machine, but {str(device)!r} does not: it has {count} "
+            f"`{name}` must exist on this machine, but {str(device)!r} does not: it has {count} "
             f"device(s) of kind {found.type!r}. Give 'cpu'."
         )
     return torch.device(found.type, index)

@@ -101,7 +101,7 @@ def check_replicas(replicas: int | str | Sequence[Device], crew: str) -> None:
     if isinstance(replicas, str) and replicas != "auto":
         raise ConfigError(
             f"`replicas` must be a number, a sequence of devices or 'auto', but is {replicas!r}. "
-            f"Give [{replicas!r}] for one replica there."
+            f"Give {replicas.split(',')!r} for a replica on each."
         )
     number = isinstance(replicas, Integral) and not isinstance(replicas, bool)
     several = isinstance(replicas, Sequence)

@@ -69,7 +69,7 @@ def given(
         if crew != "ranks":
             return None
         replicas = 1
-    devices = resolve_devices(replicas, home)
+    devices = resolve_devices(replicas, home, name="replicas")
     everybody = devices * (num_ranks_here() if crew == "ranks" else 1)
     return Formation(devices, intra_op or default_intra_op(everybody))
 

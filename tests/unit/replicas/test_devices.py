@@ -105,8 +105,8 @@ def test_one_device_per_replica(devices: Any, home: torch.device, found: Any) ->
 @pytest.mark.parametrize(
     ("devices", "match"),
     [
-        (0, r"`replicas` must be at least 1, but is 0"),
-        (-2, r"`replicas` must be at least 1, but is -2"),
+        (0, r"`devices` must be at least 1, but is 0"),
+        (-2, r"`devices` must be at least 1, but is -2"),
         ([], r"`devices` must name at least one device, but is empty\. Give \['cpu', 'cpu'\]"),
         ("cpu", r"`devices` must be a number of replicas or .*, but is 'cpu'\. Give 2, or"),
         (["cpu", "gpu"], r"such as 'cpu' or 'cuda:0', but holds 'gpu'"),
@@ -116,6 +116,12 @@ def test_one_device_per_replica(devices: Any, home: torch.device, found: Any) ->
 def test_devices_that_cannot_be(devices: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         resolve_devices(devices, CPU)
+
+
+@pytest.mark.parametrize("devices", [0, [], "cpu", ["gpu"], ["cuda:99"]])
+def test_errors_call_devices_what_the_user_calls_them(devices: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^`replicas` must "):
+        resolve_devices(devices, CPU, name="replicas")
 
 
 # --- what there is --------------------------------------------------------------------------------
