@@ -127,7 +127,7 @@ def test_all_ranks_are_started_again_after_one_was_killed(tmp_path):
 def test_a_script_that_is_not_there_is_refused(tmp_path):
     done = run(tmp_path / "script.py", "-n", "2", "none.py")
     assert done.returncode == 2
-    assert "`script` must be a Python file, but is 'none.py'." in done.stderr
+    assert "`script` must be a Python file, but there is no file 'none.py'." in done.stderr
 
 
 def gathered(word: str) -> list[str]:

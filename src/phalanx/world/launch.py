@@ -162,7 +162,7 @@ def launch_script(script: Path, args: Sequence[str], job: Job) -> None:
     Blocks: Until all ranks have ended.
     """
     if not script.is_file():
-        raise ConfigError(f"`script` must be a Python file, but is {str(script)!r}.")
+        raise ConfigError(f"`script` must be a Python file, but there is no file {str(script)!r}.")
     command = ["-u", "-c", "from phalanx.world.rank_start import main; main()", str(script), *args]
     with _logs(job) as logs, _environment(job):
         prefix = "\x1b[9${local_rank}m[rank ${rank}]\x1b[0m " if job.colour else "[rank ${rank}] "
