@@ -1,4 +1,4 @@
-"""Train on two worker processes, kill one of them twice, and get the same bits all the same.
+"""Train on two worker processes, kill one and later the other, and get the same bits all the same.
 
 Run it with ``python examples/04_kill_a_worker.py``.
 """
