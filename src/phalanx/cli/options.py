@@ -59,7 +59,7 @@ class TrainOptions:
         if not 0 <= self.seed <= _LARGEST_SEED:
             raise ConfigError(f"`--seed` must be from 0 to 2**63 - 1, but is {self.seed!r}.")
         if self.codec is not None:
-            resolve_codec(self.codec)
+            _check_codec(self.codec)
         if self.crew not in _CREWS:
             raise ConfigError(
                 f"`--crew` must be one of {', '.join(_CREWS)}, but is {self.crew!r}. For ranks of "
@@ -90,6 +90,15 @@ class GivenOptions:
     timeout_s: float | None = None
     max_failures: int | None = None
     memory_dir: str | None = None
+
+
+def _check_codec(name: str) -> None:
+    try:
+        resolve_codec(name)
+    except ConfigError as exc:  # it also speaks of objects, which nobody can type
+        raise ConfigError(
+            f"`--codec` must be fp16, bf16, one_bit, top_k or 'top_k(fraction)', but is {name!r}."
+        ) from exc
 
 
 def parse_replicas(text: str) -> Replicas:
@@ -194,7 +203,7 @@ def complete(given: GivenOptions) -> TrainOptions:
         "lr": recipe.lr,
         **_OF_WORKERS,
     }
-    return TrainOptions(**{**_nothing_said(), **defaults, **_said(given)})
+    return _served(TrainOptions(**{**_nothing_said(), **defaults, **_said(given)}), given)
 
 
 def continue_with(stored: TrainOptions, given: GivenOptions, *, run: str) -> TrainOptions:
@@ -219,7 +228,18 @@ def continue_with(stored: TrainOptions, given: GivenOptions, *, run: str) -> Tra
                 f"{_word(value)}. Leave it out, or start a run of its own with `--out`."
             )
     anew = {"workloads": None} if "replicas" in said else {}
-    return TrainOptions(**{**asdict(stored), **anew, **said})
+    return _served(TrainOptions(**{**asdict(stored), **anew, **said}), given)
+
+
+def _served(options: TrainOptions, given: GivenOptions) -> TrainOptions:
+    """Return ``options``, unless the crew takes no notice of one that was given."""
+    for name in sorted(_OF_WORKERS.keys() & _said(given).keys() - {"crew"}):
+        if options.crew != "processes":
+            raise ConfigError(
+                f"`--{name.replace('_', '-')}` must come with worker processes, but the crew is "
+                f"{options.crew!r}. Add --crew processes, or leave it out."
+            )
+    return options
 
 
 def read_options(stored: Mapping[str, Any], *, source: str) -> TrainOptions:

@@ -121,7 +121,12 @@ def test_what_is_said_is_taken():
         ({"lr": 0.0}, "`--lr` must be a number above 0, but is 0.0"),
         ({"lr": float("nan")}, "`--lr` must be a number above 0, but is nan"),
         ({"lr": float("inf")}, "`--lr` must be a number above 0, but is inf"),
-        ({"codec": "zip"}, "`codec` must be 'fp16', 'bf16', 'one_bit'"),
+        (
+            {"codec": "zip"},
+            r"`--codec` must be fp16, bf16, one_bit, top_k or 'top_k\(fraction\)', ",
+        ),
+        ({"timeout_s": 5.0}, "`--timeout-s` must come with worker processes, but the crew is 'th"),
+        ({"max_failures": 1, "crew": "threads"}, "`--max-failures` must come .* --crew processes"),
         ({"seed": -1}, "`--seed` must be from 0 to"),
         ({"seed": 2**63}, "`--seed` must be from 0 to"),
         ({"workloads": "1,2"}, "must come with a fixed number of replicas.* Give --replicas 2"),
