@@ -1,7 +1,4 @@
-"""Processes that a test may kill: each runs one function and talks over a pipe.
-
-They are forked from a server that has imported torch, so that one costs milliseconds.
-"""
+"""Processes that a test may kill: each runs one function and talks over a pipe."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-DEADLINE_S = 60.0
+from tests.multiprocess.fork_server import context
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "pytest", "phalanx.tables"])
+DEADLINE_S = 60.0
 
 
 class Child:
@@ -24,7 +20,7 @@ class Child:
 
     def __init__(self, function: Callable[..., Any], *args: object) -> None:
         self.connection, theirs = multiprocessing.Pipe()
-        self.process = _context.Process(target=_run, args=(function, theirs, args), daemon=True)
+        self.process = context.Process(target=_run, args=(function, theirs, args), daemon=True)
         self.process.start()
         theirs.close()  # else its end would not be seen as the end of the pipe
 

@@ -1,13 +1,12 @@
 """Real processes that are ranks of one group, and run functions that a test hands them.
 
-Starting a process costs seconds, so the ranks of one `Ranks` are used by many tests. If one fails,
-all are ended, and started anew for the next call.
+Making a group costs more than a call in it, so the ranks of one `Ranks` are used by many tests. If
+one fails, all are ended, and started anew for the next call.
 """
 
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import pickle
 import sys
@@ -21,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.multiprocess.fork_server import context
 
 COLLECTIVE_S = 20.0  # after that, a rank that waits for another reports where it waits
 START_S = 60.0
@@ -88,7 +89,6 @@ class Ranks:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
