@@ -1,4 +1,7 @@
-"""Each collective of the backend ``phalanx`` gives what gloo gives, with 2, 3 and 4 ranks."""
+"""Each collective of the backend ``phalanx`` gives what gloo gives, on one host and on several.
+
+With 2, 3 and 4 ranks; several hosts are played on one, and each rank's is a letter.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from tests.multiprocess.spawn import Ranks
 LARGE_ELEMENTS = (64 << 20) // 4 + 3
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=["aa", "aaa", "aaaa", "aab", "aabb", "abc", "abaa"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param) as ranks:
+    hosts = request.param if len(set(request.param)) > 1 else ""
+    with Ranks(len(request.param), hosts=hosts) as ranks:
         yield ranks
 
 

@@ -38,6 +38,12 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.fixture(scope="module", params=["aab", "aabb", "abc", "abaa"])
+def ranks_of_hosts(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(len(request.param), hosts=request.param) as ranks:
+        yield ranks
+
+
 class Net(nn.Module):
     """A branch that not every rank uses, and a layer used twice."""
 
@@ -201,6 +207,15 @@ def test_a_client_gives_what_it_gives_over_gloo(ranks, name):
             # float64; gloo adds in another order. A float16 hook rounds each sum otherwise.
             rel = 2e-2 if "hook" in name else 1e-12
             assert numbers == pytest.approx(gloos[key], rel=rel, abs=rel), key
+
+
+@pytest.mark.parametrize(
+    "name", ["DDP with unused parameters", "DDP without sync", "FSDP2", "objects"]
+)
+def test_a_client_on_several_hosts_gives_what_it_gives_over_gloo(ranks_of_hosts, name):
+    for ours, gloos in ranks_of_hosts.run(over_both, name):
+        for key, numbers in ours.items():
+            assert numbers == pytest.approx(gloos[key], rel=1e-12, abs=1e-12), key
 
 
 @pytest.mark.parametrize("name", [name for name in CLIENTS if "DDP" in name])
