@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.meta.source import Module, is_within, read_house
+from tests.meta.source import Module, is_within
 
 Finding = tuple[int, str]
 Matcher = Callable[[Module], Iterator[Finding]]
@@ -440,8 +440,8 @@ def offences(effect: str, door: Door, module: Module) -> list[str]:
 
 
 @pytest.mark.parametrize("effect", DOORS)
-def test_a_side_effect_stays_behind_its_door(effect):
-    found = [line for module in read_house() for line in offences(effect, DOORS[effect], module)]
+def test_a_side_effect_stays_behind_its_door(effect, house):
+    found = [line for module in house for line in offences(effect, DOORS[effect], module)]
     assert not found, "\n" + "\n".join(found)
 
 

@@ -14,7 +14,6 @@ from tests.meta.source import (
     Module,
     is_stdlib,
     is_within,
-    read_house,
 )
 
 
@@ -150,13 +149,13 @@ def cycles(modules: list[Module]) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("rule", [floor_offences, privacy_offences, late_import_offences])
-def test_every_room_keeps_to_its_floor(rule):
-    offences = [line for module in read_house() for line in rule(module)]
+def test_every_room_keeps_to_its_floor(rule, house):
+    offences = [line for module in house for line in rule(module)]
     assert not offences, "\n" + "\n".join(offences)
 
 
-def test_no_module_imports_itself_by_a_detour():
-    assert list(cycles(read_house())) == []
+def test_no_module_imports_itself_by_a_detour(house):
+    assert list(cycles(house)) == []
 
 
 @pytest.mark.parametrize(

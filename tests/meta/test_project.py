@@ -14,7 +14,7 @@ import pytest
 
 import phalanx
 from tests.meta.commands import flags, root_command
-from tests.meta.source import ROOT, SOURCE, Module, read_house
+from tests.meta.source import ROOT, SOURCE, Module
 
 MAX_LINES = 600
 SHELL_LANGUAGES = ("", "sh", "bash", "shell", "console")
@@ -52,8 +52,8 @@ def unfinished(module: Module) -> list[str]:
 
 
 @pytest.mark.parametrize("rule", [too_long, shapeless_name, unfinished])
-def test_a_source_file_is_kept(rule):
-    offences = [line for module in read_house() for line in rule(module)]
+def test_a_source_file_is_kept(rule, house):
+    offences = [line for module in house for line in rule(module)]
     assert not offences, "\n" + "\n".join(offences)
 
 
