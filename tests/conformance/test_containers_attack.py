@@ -405,8 +405,13 @@ def test_a_compiled_model_leaves_its_containers_as_they_are() -> None:
     )
 
 
-def test_the_compiler_is_not_imported_with_us() -> None:
-    program = "import sys, phalanx; assert 'torch._dynamo' not in sys.modules"
+def test_the_compiler_is_not_imported_with_us_nor_by_a_pass() -> None:
+    program = (
+        "import sys, phalanx, torch\n"
+        "with phalanx.DataParallel(torch.nn.Dropout(0.5), 2) as model:\n"
+        "    model(torch.ones(3, 2, requires_grad=True)).sum().backward()\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 

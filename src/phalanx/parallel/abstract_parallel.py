@@ -13,7 +13,6 @@ from phalanx.errors import ConfigError, StateError
 from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
 from phalanx.parallel.pinning import keeping
-from phalanx.parallel.uncompiled import uncompiled
 from phalanx.plan import (
     Merge,
     Merging,
@@ -23,7 +22,14 @@ from phalanx.plan import (
     least_loaded,
     read_whole,
 )
-from phalanx.replicas import Crew, ThreadCrew, known_devices, present_devices, resolve_device
+from phalanx.replicas import (
+    Crew,
+    ThreadCrew,
+    known_devices,
+    present_devices,
+    resolve_device,
+    uncompiled,
+)
 from phalanx.types import Device, Nested
 
 __all__ = ["AbstractParallel"]

@@ -16,7 +16,6 @@ from phalanx.parallel.call import Call, CallPart
 from phalanx.parallel.connection import refuse_transforms
 from phalanx.parallel.container import Container
 from phalanx.parallel.replica_losses import ReplicaLosses, loss_of_nothing
-from phalanx.parallel.uncompiled import uncompiled
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
     BufferRules,
@@ -42,6 +41,7 @@ from phalanx.replicas import (
     present_devices,
     resolve_devices,
     restore_memory_format,
+    uncompiled,
     use_channels_last,
     wants_channels_last,
 )

@@ -36,6 +36,7 @@ from phalanx.replicas.statistics import (
 from phalanx.replicas.sums import Partial, PartialSums, TreeSums
 from phalanx.replicas.team import Team
 from phalanx.replicas.thread_crew import ThreadCrew
+from phalanx.replicas.uncompiled import uncompiled
 from phalanx.replicas.worker import Worker
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "resolve_devices",
     "restore_memory_format",
     "seed_of_process",
+    "uncompiled",
     "use_channels_last",
     "wants_channels_last",
     "write_statistics",

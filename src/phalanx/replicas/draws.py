@@ -3,7 +3,7 @@
 The CPU's default generator is one for all threads, so what a replica draws from it depends on what
 the others draw meanwhile. Inside `Draws` every operator that draws is given a generator that was
 seeded for this very microbatch. The mode sees every operator and costs about 10 % of a small
-transformer's step, so it is entered only for models that draw (see `ThreadCrew`).
+transformer's step, so it is entered only for models that draw (see `Crew.run`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (
 )
 
 from phalanx.errors import UnsupportedError
+from phalanx.replicas.uncompiled import uncompiled
 
 __all__ = ["Draws", "advance_process_generator", "derive_seed", "seed_of_process"]
 
@@ -84,7 +85,16 @@ class Draws(TorchDispatchMode):
         """Return the state of this microbatch's generator on the CPU."""
         return self._generator(torch.device("cpu")).get_state()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing its compiler for every mode; :func:`uncompiled` does the same.
+
+        Torch asks as it makes the class (those before 2.9 or so do not, nor import it).
+        """
+        return False
+
     # Any: this is torch's own signature for modes.
+    @uncompiled
     def __torch_dispatch__(
         self,
         func: Any,

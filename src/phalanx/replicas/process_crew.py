@@ -76,6 +76,8 @@ class ProcessCrew(Crew):
         workloads: Relative shares; equal by default; 0 switches a worker off.
         intra_op: Threads inside operators, per worker.
         rules: What becomes of buffers that workers write.
+        steps: Whether errands will step an optimizer: a worker is ready only when it has imported
+            what that takes.
         timeout_s: How long one microbatch may take before its worker counts as hung.
         on_failure: Called for every lost worker, in any thread; what it raises ends the run.
 
@@ -96,6 +98,7 @@ class ProcessCrew(Crew):
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
         rules: BufferRules | None = None,
+        steps: bool = False,
         timeout_s: float = 300.0,
         on_failure: Callable[[WorkerFailure], None] = lambda _: None,
     ) -> None:
@@ -129,7 +132,7 @@ class ProcessCrew(Crew):
             self._slots = _Slots(self.parameters, shelf)
             module = self._packed_module()
             self._birth = self._shelved(
-                Birth(module, self._mirrored.places, self._slots.layout, rules)
+                Birth(module, self._mirrored.places, self._slots.layout, rules, steps)
             )
             self._workers.extend(self._team.each(self._launch))
             self._team.each(self._await_first)

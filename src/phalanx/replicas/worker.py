@@ -76,12 +76,14 @@ class Birth:
         slot: Where the gradients of one microbatch lie, in memory order, by parameter; the region
             comes with each task.
         rules: What becomes of buffers that it writes.
+        steps: Whether errands will step an optimizer.
     """
 
     blob: bytes
     buffers: list[Place | None]
     slot: list[Place | None]
     rules: BufferRules | None = None
+    steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
                 case BirthPlace(place):
                     birth: Birth = load(shelf.at(place).numpy().tobytes())
                     worker = Worker(start.worker, birth, shelf)
-                    _warm_up()
+                    _warm_up(steps=birth.steps)
                     reach("born")
                     answer: Any = None
                 case _:
@@ -330,11 +332,15 @@ def _born(birth: Birth, shelf: Shelf) -> tuple[nn.Module, list[Any]]:
     return module, shared
 
 
-def _warm_up() -> None:
-    """Let torch import what it imports at a first forward and backward pass (a second's work)."""
-    layer = nn.Linear(1, 1)
-    layer(torch.zeros(1, 1)).sum().backward()
-    torch.optim.SGD(layer.parameters(), lr=0.0).step()
+def _warm_up(*, steps: bool) -> None:
+    """Let torch import what it imports at a first backward pass (half a second's work).
+
+    For a first optimizer it imports its compiler as well, for another second.
+    """
+    output = nn.Linear(1, 1)(torch.zeros(1, 1))
+    output.backward(torch.ones_like(output))
+    if steps:
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0).step()
 
 
 def _failed(error: BaseException) -> Failed:

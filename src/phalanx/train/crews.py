@@ -11,6 +11,7 @@ from phalanx.memory import Allocate, zeros
 from phalanx.replicas import Crew, FailureLog, ProcessCrew, Shelf, ThreadCrew, WorkerFailure
 from phalanx.train.formation import Formation
 from phalanx.train.ranks import open_ranks, write_once
+from phalanx.train.shared_stepping import is_worth_sending
 from phalanx.train.work import Work
 
 __all__ = ["CREWS", "CrewMaker", "writer_of"]
@@ -75,6 +76,7 @@ class CrewMaker:
                 inline=self._kind == "inline",
             )
             return local if self._kind != "ranks" else open_ranks(local, module)
+        num_elements = sum(parameter.numel() for parameter in module.parameters())
         return ProcessCrew(
             module,
             len(formation.devices),
@@ -82,6 +84,7 @@ class CrewMaker:
             shared=[self._work],
             workloads=workloads,
             intra_op=formation.intra_op,
+            steps=is_worth_sending(num_elements, len(formation.devices)),
             timeout_s=self._timeout_s,
             on_failure=self._on_failure,
         )

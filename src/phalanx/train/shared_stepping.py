@@ -15,11 +15,16 @@ from phalanx.replicas import ProcessCrew
 from phalanx.train.slices import Slice, SlicePlan, SliceStep, plan_slice
 from phalanx.train.stepping import FlatStepper
 
-__all__ = ["LEAST_SLICE_ELEMENTS", "SharedStepper"]
+__all__ = ["LEAST_SLICE_ELEMENTS", "SharedStepper", "is_worth_sending"]
 
 LEAST_SLICE_ELEMENTS = 1 << 21
 
 _numbers = itertools.count()  # one for each plan ever made, so that workers cannot mix them up
+
+
+def is_worth_sending(num_elements: int, num_workers: int) -> bool:
+    """Tell whether workers step their slices, or this process all of so few elements."""
+    return num_elements >= LEAST_SLICE_ELEMENTS * num_workers
 
 
 class SharedStepper(FlatStepper):
@@ -40,7 +45,7 @@ class SharedStepper(FlatStepper):
         self._slices: list[_Planned] = []
         super().__init__(optimizer, flat, len(crew), allocate=crew.shelf.allocate)
         elements = sum(segment.values.numel() for segment in flat.segments)
-        self._is_worth_sending = elements >= LEAST_SLICE_ELEMENTS * len(crew)
+        self._is_worth_sending = is_worth_sending(elements, len(crew))
         self._has_state = bool(optimizer.state)
 
     def prepare(self, missing: Sequence[int]) -> None:

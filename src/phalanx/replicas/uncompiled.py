@@ -16,8 +16,9 @@ T = TypeVar("T")
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """Run ``function``, and all that it calls, as it is written, also within `torch.compile`.
 
-    Workers run in other threads, where the compiler cannot follow. Torch's own decorator would
-    import the compiler, which takes a second, together with us.
+    Workers run in other threads, where the compiler cannot follow, and what draws their random
+    numbers is called by operators, not by the model. Torch's own decorator would import the
+    compiler, which takes a second or two, in every process that uses us.
     """
     left_alone: list[Callable[P, T]] = []
 
