@@ -1,7 +1,7 @@
 """All parameters of one dtype in one buffer, and all their gradients in another.
 
-    parameters   | weight 0 ..|pad| bias 0 |pad| weight 1 .... |pad|     one buffer per group and
-    dtype gradients    | weight 0 ..|pad| bias 0 |pad| weight 1 .... |pad|     the same places
+    parameters   | weight 0 ..|pad| bias 0 |pad| weight 1 .... |pad|     one buffer per group, dtype
+    gradients    | weight 0 ..|pad| bias 0 |pad| weight 1 .... |pad|     and device; the same places
 
 The module's own parameters become views of the buffer, so whoever writes there trains the module,
 and sums, steps and copies are one pass over memory. Every parameter starts at 64 bytes, every
@@ -65,6 +65,7 @@ class Segment:
         group: Index of the group.
         members: Indices of its parameters, in `FlatParameters.parameters`.
         starts: First element of each member in the buffers.
+        sizes: Elements of each member.
         values: The buffer of parameters, 1-D.
         gradients: The buffer of gradients, 1-D, of the same size.
     """
