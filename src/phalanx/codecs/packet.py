@@ -20,7 +20,7 @@ _ALIGN_BYTES = 16  # no element of torch is wider
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Copy ``tensors``, at least one and all on one device, into one uint8 vector."""
     spans = list(_spans(tensors))
-    packet = tensors[0].new_zeros(spans[-1][1] if spans else 0, dtype=torch.uint8)
+    packet = tensors[0].new_zeros(spans[-1][1], dtype=torch.uint8)
     for tensor, (start, _) in zip(tensors, spans, strict=True):
         _view(packet, start, tensor).copy_(tensor)
     return packet

@@ -20,8 +20,6 @@ from phalanx.types import Nested
 
 __all__ = ["Order", "Reader", "begin_epoch"]
 
-_MT19937_WORDS = 624
-
 
 class Order:
     """The state of all generators that may decide a loader's order.
