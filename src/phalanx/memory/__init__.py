@@ -4,6 +4,7 @@ from phalanx.memory.allocator import keep_freed_memory
 from phalanx.memory.barrier import SharedBarrier, fence
 from phalanx.memory.faults import Fault, plant, planted, reach
 from phalanx.memory.flat import (
+    ALIGN_BYTES,
     Allocate,
     FlatParameters,
     Part,
@@ -21,6 +22,7 @@ from phalanx.memory.run_directory import RunDirectory
 from phalanx.memory.waiting import Waiting
 
 __all__ = [
+    "ALIGN_BYTES",
     "Allocate",
     "Fault",
     "FlatParameters",

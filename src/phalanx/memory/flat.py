@@ -36,7 +36,7 @@ __all__ = [
     "zeros",
 ]
 
-ALIGN_BYTES = 64
+ALIGN_BYTES = 64  # of whatever begins in memory: a line of the cache, the widest vector
 BLOCK_BYTES = 256  # no vector loop of torch's kernels is wider, so whole blocks leave no tail
 
 

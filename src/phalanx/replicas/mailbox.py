@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.memory import ALIGN_BYTES
 from phalanx.replicas.parcel import Form, copy_of, flat_bytes, is_plain
 from phalanx.replicas.shelf import Place, Shelf
 
 __all__ = ["Mailbox", "Outbox", "collect"]
 
-_ALIGN_BYTES = 64
 _LEAST_BYTES = 1 << 12  # smaller tensors travel with the message
 _FIRST_BYTES = 1 << 16
 _CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ class Mailbox(Outbox):
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def collect(shelf: Shelf, place: Place, form: Form) -> Tensor:

@@ -12,11 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.memory import Region
+from phalanx.memory import ALIGN_BYTES, Region, dense_strides
 
 __all__ = ["Place", "Shelf"]
-
-_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -62,16 +60,12 @@ class Shelf:
         offsets, total = [], 0
         for tensor in tensors:
             offsets.append(total)
-            total += -(-tensor.numel() * tensor.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+            total += -(-tensor.numel() * tensor.itemsize // ALIGN_BYTES) * ALIGN_BYTES
         whole = self.allocate(total, torch.uint8, torch.device("cpu"))
         return [
             whole[start : start + tensor.numel() * tensor.itemsize]
             .view(tensor.dtype)
-            .as_strided(
-                tensor.shape,
-                torch.empty_like(tensor, device="meta").stride(),
-                start // tensor.itemsize,
-            )
+            .as_strided(tensor.shape, dense_strides(tensor), start // tensor.itemsize)
             for tensor, start in zip(tensors, offsets, strict=True)
         ]
 

@@ -29,12 +29,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.memory import RangeLock, Region, reach
+from phalanx.memory import ALIGN_BYTES, RangeLock, Region, reach
 from phalanx.tables.first_rows import FirstRows
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
 from phalanx.tables.parts import view_backups, view_parts
 from phalanx.tables.shard import _ARMED, _WORD, KEEPS_ORDER, Entry, Shard
-from phalanx.tables.spec import ALIGN_BYTES, Layout, TableSpec
+from phalanx.tables.spec import Layout, TableSpec
 from phalanx.tables.updaters import Change, Updater
 
 __all__ = ["POINTS", "Full", "Generation", "Retired", "generation_bytes"]

@@ -17,6 +17,7 @@ from itertools import pairwise
 import torch
 
 from phalanx.errors import ConfigError
+from phalanx.memory import ALIGN_BYTES
 from phalanx.plan import Staleness, equal_sizes
 from phalanx.tables.membership import MAX_WORKERS
 from phalanx.tables.updaters import Updater, parse_updater, state_dtype
@@ -33,7 +34,6 @@ _SMALL_UNDO_ROWS = 4096
 _UNDO_SHARE = 4  # of a shard's rows; more are written beside it instead (see shard.py)
 MAX_SHARDS = 256
 _MAX_ELEMENTS = 1 << 48
-ALIGN_BYTES = 64  # what `Region.tensor` asks for
 
 
 @dataclass(frozen=True, kw_only=True)
