@@ -16,7 +16,17 @@ from torch.utils import _pytree as pytree
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.types import Nested
 
-__all__ = ["Layout", "covering", "covers", "cut", "flatten", "leaf_paths", "num_rows", "unflatten"]
+__all__ = [
+    "Layout",
+    "covering",
+    "covers",
+    "cut",
+    "flatten",
+    "leaf_paths",
+    "named",
+    "num_rows",
+    "unflatten",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Layout:
         ]
         for place, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
             if dim is not None and not -leaf.dim() <= dim < leaf.dim():
-                path = _named(leaf_paths(batch)[place])
+                path = named(leaf_paths(batch)[place])
                 raise ConfigError(
                     f"Input {path} must have a dim {dim} to be split along, but has "
                     f"shape {tuple(leaf.shape)}. Give its path with None in the layout to hand it "
@@ -124,8 +134,8 @@ def num_rows(batch: Nested, layout: Layout) -> int:
         if rows != expected:
             paths = leaf_paths(batch)
             raise ConfigError(
-                f"Input {_named(paths[place])} must have {expected} rows along dim {dim} like "
-                f"{_named(paths[first])}, but has {rows}. Give leaves that are not per sample "
+                f"Input {named(paths[place])} must have {expected} rows along dim {dim} like "
+                f"{named(paths[first])}, but has {rows}. Give leaves that are not per sample "
                 "whole, by None in the layout."
             )
     return int(expected)
@@ -154,7 +164,7 @@ def _check_dense(batch: Nested, leaves: Sequence[Any], dims: Sequence[int | None
         if dim is not None and (leaf.is_nested or leaf.layout is not torch.strided):
             told = "nested" if leaf.is_nested else f"of layout {leaf.layout}"
             raise UnsupportedError(
-                f"Input {_named(leaf_paths(batch)[place])} must be dense to be split, but is "
+                f"Input {named(leaf_paths(batch)[place])} must be dense to be split, but is "
                 f"{told}. Give its path with None in the layout to hand it over whole, or make it "
                 "dense."
             )
@@ -229,5 +239,6 @@ def _key(key: object) -> str:
     return str(key)
 
 
-def _named(path: str) -> str:
+def named(path: str) -> str:
+    """Return a leaf's path as errors print it; an input that is one tensor has none."""
     return f"`{path}`" if path else "tensor"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.plan.layout import covering, covers, flatten, leaf_paths, unflatten
+from phalanx.plan.layout import covering, covers, flatten, leaf_paths, named, unflatten
 from phalanx.types import Nested
 
 __all__ = ["Merge", "Merging", "join"]
@@ -229,7 +229,7 @@ class Merging:
             shape = part.leaf.shape
             if not -len(shape) <= dim < len(shape) or shape[dim] != part.rows:
                 raise ConfigError(
-                    f"Output {_named(path)} of `module` must have its slice's {part.rows} rows "
+                    f"Output {named(path)} of `module` must have its slice's {part.rows} rows "
                     f"along dim {dim}, but has shape {tuple(shape)}. Return one row per sample, or "
                     f"a scalar per replica. {self._way_out(path, 'first')}"
                 )
@@ -246,7 +246,7 @@ class Merging:
         if any(shape != shapes[0] for shape in shapes):
             told = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
             raise ConfigError(
-                f"Output {_named(path)} of `module` must have shapes that {rule._text()!r} can "
+                f"Output {named(path)} of `module` must have shapes that {rule._text()!r} can "
                 f"merge, but {self._noun}s returned {told}. {self._way_out(path, 'per_replica')}"
             )
 
@@ -258,7 +258,7 @@ class Merging:
             how = "a tensor on all or none" if rule is None else "a tensor"
             by = "" if rule is None else f" by {rule._text()!r}"
             raise ConfigError(
-                f"Output {_named(path)} of `module` must be {how} to be merged{by}, but is "
+                f"Output {named(path)} of `module` must be {how} to be merged{by}, but is "
                 f"{kinds}. {self._choices('first', 'per_replica')}"
             )
 
@@ -270,14 +270,14 @@ class Merging:
             if leaf.is_nested or sparse:
                 told = "nested" if leaf.is_nested else f"of layout {leaf.layout}"
                 raise UnsupportedError(
-                    f"Output {_named(path)} of `module` must be dense to be merged by {kind!r}, "
+                    f"Output {named(path)} of `module` must be dense to be merged by {kind!r}, "
                     f"but is {told}. {self._choices('per_replica', 'first')}"
                 )
 
     def _check_floating(self, path: str, leaf: Tensor) -> None:
         if not (leaf.is_floating_point() or leaf.is_complex()):
             raise ConfigError(
-                f"Output {_named(path)} of `module` must be floating to be merged by 'mean', but "
+                f"Output {named(path)} of `module` must be floating to be merged by 'mean', but "
                 f"is {leaf.dtype}. {self._choices('sum', 'first')}"
             )
 
@@ -310,10 +310,6 @@ def _mean(leaves: list[Tensor], rows: list[int]) -> Tensor:
     sizes = rows if any(rows) else [1] * len(rows)
     pairs = [(leaf, size) for leaf, size in zip(leaves, sizes, strict=True) if size]
     return _sum([leaf * (size / sum(sizes)) for leaf, size in pairs])
-
-
-def _named(path: str) -> str:
-    return f"`{path}`" if path else "tensor"
 
 
 def _shown(spec: pytree.TreeSpec) -> str:
