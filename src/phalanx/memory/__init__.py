@@ -1,7 +1,7 @@
 """Where parameters and gradients lie, and what processes share."""
 
 from phalanx.memory.allocator import keep_freed_memory
-from phalanx.memory.barrier import SharedBarrier, fence
+from phalanx.memory.barrier import KEEPS_ORDER, SharedBarrier, fence
 from phalanx.memory.faults import Fault, plant, planted, reach
 from phalanx.memory.flat import (
     ALIGN_BYTES,
@@ -23,6 +23,7 @@ from phalanx.memory.waiting import Waiting
 
 __all__ = [
     "ALIGN_BYTES",
+    "KEEPS_ORDER",
     "Allocate",
     "Fault",
     "FlatParameters",

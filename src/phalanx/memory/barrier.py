@@ -23,7 +23,7 @@ from phalanx.memory.flat import ALIGN_BYTES
 from phalanx.memory.region import Region
 from phalanx.memory.waiting import Waiting
 
-__all__ = ["SharedBarrier", "fence"]
+__all__ = ["KEEPS_ORDER", "SharedBarrier", "fence"]
 
 _LOOK_FOR_DEAD_S = 0.02
 _STEP = ALIGN_BYTES // 8
@@ -33,13 +33,13 @@ _STEP = ALIGN_BYTES // 8
 # of stores and the order of loads, so there is nothing to do. Elsewhere a lock is taken twice: its
 # release keeps what is before it before, its next acquisition keeps what follows after, and the two
 # are not exchanged. Not tried on such a machine.
-_KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 _fence_lock = threading.Lock()
 
 
 def fence() -> None:
     """Keep what this thread wrote before from being seen after what it writes next."""
-    if not _KEEPS_ORDER:
+    if not KEEPS_ORDER:
         with _fence_lock:
             pass
         with _fence_lock:

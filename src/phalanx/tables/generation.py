@@ -29,11 +29,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.memory import ALIGN_BYTES, RangeLock, Region, reach
+from phalanx.memory import ALIGN_BYTES, KEEPS_ORDER, RangeLock, Region, reach
 from phalanx.tables.first_rows import FirstRows
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
 from phalanx.tables.parts import view_backups, view_parts
-from phalanx.tables.shard import _ARMED, _WORD, KEEPS_ORDER, Entry, Shard
+from phalanx.tables.shard import _ARMED, _WORD, Entry, Shard
 from phalanx.tables.spec import Layout, TableSpec
 from phalanx.tables.updaters import Change, Updater
 

@@ -27,7 +27,6 @@ takes the lock.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.memory import RangeLock, reach
+from phalanx.memory import KEEPS_ORDER, RangeLock, reach
 from phalanx.tables.updaters import Change, Updater
 from phalanx.tables.values import holds_nonfinite
 
@@ -61,7 +60,6 @@ _BLOCK_ELEMENTS = 1 << 18  # the same for an add of everything
 _ATTEMPTS = 3
 _FEW = 64
 _ONE_THREAD = 32768  # elements from which on torch gives an operation to several threads
-KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 
 
 class Entry(NamedTuple):
