@@ -22,6 +22,7 @@ from phalanx.errors import ConfigError, GroupAborted, PeerLost, PeerTimeout
 from phalanx.memory.flat import ALIGN_BYTES
 from phalanx.memory.region import Region
 from phalanx.memory.waiting import Waiting
+from phalanx.plan import say_numbers
 
 __all__ = ["KEEPS_ORDER", "SharedBarrier", "fence"]
 
@@ -168,8 +169,9 @@ class SharedBarrier:
         dead = [member for member in dead if member in missing]
         if dead:
             raise PeerLost(
-                f"{_members(dead)} of {self.num_members} did not come to {self._at(number)} and "
-                f"{'is' if len(dead) == 1 else 'are'} dead; {self._came(missing)}.",
+                f"{say_numbers('Member', dead)} of {self.num_members} did not come to "
+                f"{self._at(number)} and {'is' if len(dead) == 1 else 'are'} dead; "
+                f"{self._came(missing)}.",
                 dead[0],
             )
 
@@ -178,8 +180,8 @@ class SharedBarrier:
         missing = self._missing(number)
         if missing:  # else the last has come just now
             raise PeerTimeout(
-                f"{_members(missing)} of {self.num_members} did not come to {self._at(number)} "
-                f"within {timeout_s:g} s; {self._came(missing)}.",
+                f"{say_numbers('Member', missing)} of {self.num_members} did not come to "
+                f"{self._at(number)} within {timeout_s:g} s; {self._came(missing)}.",
                 missing[0],
             )
 
@@ -195,21 +197,8 @@ class SharedBarrier:
 
     def _came(self, missing: Sequence[int]) -> str:
         came = [member for member in range(self.num_members) if member not in missing]
-        return f"{_members(came).lower()} did"  # at least who says this
+        return f"{say_numbers('Member', came).lower()} did"  # at least who says this
 
     def __repr__(self) -> str:
         plural = "" if self.num_members == 1 else "s"
         return f"SharedBarrier({self.name!r}, {self.num_members} member{plural})"
-
-
-def _members(numbers: Sequence[int]) -> str:
-    """Say ``[0, 1, 2, 5]`` as "Members 0–2 and 5"."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][-1] == number - 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
-    words = [str(s[0]) if len(s) == 1 else f"{s[0]}–{s[-1]}" for s in spans]
-    listed = ", ".join(words[:-1]) + " and " * (len(words) > 1) + words[-1]
-    return f"Member{'s' if len(numbers) > 1 else ''} {listed}"

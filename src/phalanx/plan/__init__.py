@@ -26,6 +26,7 @@ from phalanx.plan.slices import (
 )
 from phalanx.plan.staleness import Staleness, Verdict
 from phalanx.plan.tree import Node, SummationTree
+from phalanx.plan.wording import say_numbers
 
 __all__ = [
     "Balancer",
@@ -61,6 +62,7 @@ __all__ = [
     "read_sizes",
     "read_whole",
     "round_robin",
+    "say_numbers",
     "unflatten",
     "workload_sizes",
 ]

@@ -16,13 +16,14 @@ in a round) stands beside its turn, so that nothing an earlier one has said coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.memory import LockFile, ProcessIdentity, RangeLock, Region, Waiting
+from phalanx.plan import say_numbers
 
-__all__ = ["MAX_WORKERS", "Barrier", "Membership", "await_others", "say_workers"]
+__all__ = ["MAX_WORKERS", "Barrier", "Membership", "await_others"]
 
 MAX_WORKERS = 256
 _LINE = 8
@@ -273,9 +274,9 @@ class Barrier:
             came = [w for w in self._membership.holding() if w not in missing]
             self._words[1 + 2 * worker] = 0
         raise PeerTimeout(
-            f"{say_workers(missing)} of {len(missing) + len(came)} did not join barrier "
+            f"{say_numbers('Worker', missing)} of {len(missing) + len(came)} did not join barrier "
             f"{self.name!r} (round {number}) within {timeout_s:g} s; "
-            f"{say_workers(came).lower()} did.",
+            f"{say_numbers('Worker', came).lower()} did.",
             missing[0],
         )
 
@@ -295,21 +296,3 @@ def await_others(ready: Callable[[], bool], look: Callable[[], None], timeout_s:
             look()
             next_look = now_s() + _LOOK_FOR_DEAD_S
     return True
-
-
-def say_workers(numbers: Sequence[int]) -> str:
-    """Say ``[0, 1, 2, 5]`` as "Workers 0–2 and 5".
-
-    Example:
-        >>> say_workers([3]), say_workers([0, 1, 2, 5])
-        ('Worker 3', 'Workers 0–2 and 5')
-    """
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][-1] == number - 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
-    words = [str(s[0]) if len(s) == 1 else f"{s[0]}–{s[-1]}" for s in spans]
-    listed = ", ".join(words[:-1]) + " and " * (len(words) > 1) + words[-1]
-    return f"Worker{'s' if len(numbers) > 1 else ''} {listed}"

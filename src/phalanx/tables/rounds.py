@@ -28,7 +28,8 @@ from torch import Tensor
 
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.memory import RangeLock, Region
-from phalanx.tables.membership import Membership, await_others, say_workers
+from phalanx.plan import say_numbers
+from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
 
@@ -345,9 +346,9 @@ class Rounds:
                 if self._is_its_own(arrival):
                     self._line(worker)[_CLOCK] = number - 1
                 raise PeerTimeout(
-                    f"{say_workers(missing)} of {self._membership.num_workers()} did not come to "
-                    f"get {number} of table {self._spec.name!r} within {timeout_s:g} s. In a "
-                    "bulk-synchronous table all workers make the same gets, or leave.",
+                    f"{say_numbers('Worker', missing)} of {self._membership.num_workers()} did not "
+                    f"come to get {number} of table {self._spec.name!r} within {timeout_s:g} s. In "
+                    "a bulk-synchronous table all workers make the same gets, or leave.",
                     missing[0],
                 )
         self._apply(number, timeout_s)  # the last one came just now

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError, StateError
 from phalanx.memory import Region, RunDirectory
-from phalanx.plan import Staleness, check_argument
+from phalanx.plan import Staleness, check_argument, say_numbers
 from phalanx.tables.first_rows import Uniform, read_first_row
 from phalanx.tables.joining import read_ticket
 from phalanx.tables.key_shard import MAX_CAPACITY
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.key_table import KeyTable
-from phalanx.tables.membership import Barrier, Membership, await_others, say_workers
+from phalanx.tables.membership import Barrier, Membership, await_others
 from phalanx.tables.spec import TableSpec, make_spec
 from phalanx.tables.storage import Storage, agree_on
 from phalanx.tables.table import Numbers, Table, wait_for_clocks
@@ -252,7 +252,7 @@ class World:
         missing = self.membership.expected_missing
         if not await_others(lambda: not missing(), lambda: None, self.timeout_s):
             warnings.warn(
-                f"{say_workers(missing())} of run {self.run!r} did not come within "
+                f"{say_numbers('Worker', missing())} of run {self.run!r} did not come within "
                 f"{self.timeout_s:g} s, though {self.membership.num_expected} workers were "
                 "announced as `num_workers`.",
                 stacklevel=stacklevel,
