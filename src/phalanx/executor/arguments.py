@@ -1,4 +1,4 @@
-"""Arguments of a group that are no tensors: each of the kind it must be, or refused by name.
+"""Arguments of a group that are no tensors, beside those of `plan`: of the kind they must be.
 
 Whatever is wrong is said before anything is done, so that a refused call changes nothing.
 """
@@ -6,7 +6,7 @@ Whatever is wrong is said before anything is done, so that a refused call change
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -15,59 +15,29 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from phalanx.errors import ConfigError
+from phalanx.plan import check_argument, check_iterable
 
 __all__ = [
     "check_buffer_rules",
     "check_devices",
-    "check_function",
     "check_loader",
     "check_mapping",
     "check_metrics",
     "check_optimizer",
     "check_yielded",
-    "read_count",
     "read_flag",
     "read_names",
-    "read_number",
     "read_optimizer",
     "read_pair",
-    "read_whole",
 ]
 
 
 # Any, here and below: whatever the user wrote.
-def _check(fits: bool, name: str, wanted: str, given: Any, way_out: str = "") -> None:
-    """Say the sentence for ``name`` unless it ``fits``."""
-    if not fits:
-        told = f" {way_out}" if way_out else ""
-        raise ConfigError(f"`{name}` must {wanted}, but is {given!r:.80}.{told}")
-
-
 def read_flag(name: str, given: Any) -> bool:
     """Read True or False, or a 0 or 1 that stands for it; a text is neither."""
     fits = isinstance(given, (bool, np.bool_)) or (isinstance(given, Integral) and given in (0, 1))
-    _check(fits, name, "be True or False", given)
+    check_argument(fits, name, "be True or False", given)
     return bool(given)
-
-
-def read_whole(name: str, given: Any) -> int:
-    """Read a whole number; True is none."""
-    fits = isinstance(given, Integral) and not isinstance(given, bool)
-    _check(fits, name, "be a whole number", given)
-    return int(given)
-
-
-def read_count(name: str, given: Any, least: int, unit: str = "") -> int:
-    """Read a whole number that is not too small."""
-    count = read_whole(name, given)
-    _check(count >= least, name, f"be at least {least}{unit and f' {unit}'}", given)
-    return count
-
-
-def read_number(name: str, given: Any) -> float:
-    """Read a real number; True is none."""
-    _check(isinstance(given, Real) and not isinstance(given, bool), name, "be a number", given)
-    return float(given)
 
 
 def read_names(name: str, given: Any, way_out: str = "") -> list[str]:
@@ -76,14 +46,14 @@ def read_names(name: str, given: Any, way_out: str = "") -> list[str]:
         return [given]
     names = list(given) if isinstance(given, Iterable) else [given]
     fits = not isinstance(given, Mapping) and all(isinstance(each, str) for each in names)
-    _check(fits, name, "hold names", given, way_out)
+    check_argument(fits, name, "hold names", given, way_out)
     return names
 
 
 def check_mapping(name: str, given: Any, of: str, way_out: str = "") -> None:
     """Refuse what maps no names, to whatever ``of`` says."""
     fits = isinstance(given, Mapping) and all(isinstance(key, str) for key in given)
-    _check(fits, name, f"map names to {of}", given, way_out)
+    check_argument(fits, name, f"map names to {of}", given, way_out)
 
 
 def read_pair(name: str, given: Any) -> tuple[MutableMapping[str, Any], MutableMapping[str, Any]]:
@@ -91,7 +61,9 @@ def read_pair(name: str, given: Any) -> tuple[MutableMapping[str, Any], MutableM
     given = ({}, {}) if given is None else given
     fits = isinstance(given, (tuple, list)) and len(given) == 2
     fits = fits and all(isinstance(each, MutableMapping) for each in given)
-    _check(fits, name, "hold two mappings, for parameters and for buffers", given, "Give ({}, {}).")
+    check_argument(
+        fits, name, "hold two mappings, for parameters and for buffers", given, "Give ({}, {})."
+    )
     return given[0], given[1]
 
 
@@ -101,7 +73,7 @@ def check_devices(given: Any) -> None:
     several = isinstance(given, Iterable) and not isinstance(given, (str, Mapping))
     fits = given is None or number or several
     wanted = "be a number of replicas or hold a device for each"
-    _check(fits, "devices", wanted, given, "Give 2, or ['cpu', 'cpu'].")
+    check_argument(fits, "devices", wanted, given, "Give 2, or ['cpu', 'cpu'].")
 
 
 def check_buffer_rules(given: Any) -> None:
@@ -112,9 +84,7 @@ def check_buffer_rules(given: Any) -> None:
 
 def check_loader(name: str, given: Any) -> None:
     """Refuse what yields no batches."""
-    fits = isinstance(given, Iterable) or hasattr(given, "__getitem__")
-    fits = fits and not isinstance(given, (str, bytes, Mapping))
-    _check(fits, name, "yield batches", given, "Give a `DataLoader`, or a list of batches.")
+    check_iterable(name, given, "yield batches", "Give a `DataLoader`, or a list of batches.")
 
 
 def check_yielded(name: str, num_batches: int) -> None:
@@ -135,19 +105,14 @@ def check_metrics(given: Any) -> None:
         fits = isinstance(metric, Metric) or (callable(metric) and not is_class)
         way_out = f"Give an object: {metric.__name__}(…)." if is_class else ""
         wanted = "be a `torchmetrics.Metric` object or a function"
-        _check(fits, f"metrics[{name!r}]", wanted, metric, way_out)
-
-
-def check_function(name: str, given: Any) -> None:
-    """Refuse what cannot be called."""
-    _check(callable(given), name, "be a function", given)
+        check_argument(fits, f"metrics[{name!r}]", wanted, metric, way_out)
 
 
 def check_optimizer(given: Any) -> None:
     """Refuse what cannot step; wrappers of optimizers can."""
     fits = callable(getattr(given, "step", None)) and not isinstance(given, type)
     way_out = "Give it parameters: optim.SGD(module.parameters(), lr=0.1), say."
-    _check(fits, "optimizer", "be a `torch.optim.Optimizer`", given, way_out)
+    check_argument(fits, "optimizer", "be a `torch.optim.Optimizer`", given, way_out)
 
 
 def read_optimizer(given: Any, parameters: Callable[[], list[nn.Parameter]]) -> Optimizer:
@@ -155,8 +120,8 @@ def read_optimizer(given: Any, parameters: Callable[[], list[nn.Parameter]]) -> 
     made = given
     if not isinstance(given, Optimizer) and not callable(getattr(given, "step", None)):
         wanted = "be an optimizer, or a function that makes one from parameters"
-        _check(callable(given), "optimizer", wanted, given)
+        check_argument(callable(given), "optimizer", wanted, given)
         made = given(parameters())
         fits = callable(getattr(made, "step", None)) and not isinstance(made, type)
-        _check(fits, "optimizer(parameters)", "be a `torch.optim.Optimizer`", made)
+        check_argument(fits, "optimizer(parameters)", "be a `torch.optim.Optimizer`", made)
     return made  # type: ignore[no-any-return]

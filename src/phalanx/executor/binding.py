@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.executor.arguments import read_whole
 from phalanx.executor.data import DataBatch, DataDesc, read_descs
 from phalanx.executor.tensors import as_bound, read_tensor
+from phalanx.plan import read_whole
 from phalanx.types import Nested
 
 __all__ = ["Binding", "Fed", "Share", "as_batch", "is_batch", "resized"]

@@ -24,7 +24,6 @@ from phalanx.executor.arguments import (
     check_optimizer,
     read_flag,
     read_pair,
-    read_whole,
 )
 from phalanx.executor.binding import Binding, resized
 from phalanx.executor.crews import CrewChoice, share_shelf
@@ -39,7 +38,7 @@ from phalanx.executor.parameters import read_tensors, share_tensors, write_param
 from phalanx.executor.passes import Pass, check_graph, mode_of
 from phalanx.executor.states import States
 from phalanx.parallel import RemoteParallel
-from phalanx.plan import Decision, workload_sizes
+from phalanx.plan import Decision, read_whole, workload_sizes
 from phalanx.replicas import FailureLog, WorkerLost
 from phalanx.types import Device, Nested
 

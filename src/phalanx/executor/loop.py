@@ -12,19 +12,13 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from phalanx.clock import now_s
-from phalanx.executor.arguments import (
-    check_function,
-    check_loader,
-    check_metrics,
-    check_yielded,
-    read_count,
-    read_optimizer,
-)
+from phalanx.executor.arguments import check_loader, check_metrics, check_yielded, read_optimizer
 from phalanx.executor.binding import is_batch
 from phalanx.executor.data import DataBatch, DataDesc
 from phalanx.executor.metrics import Collected
 from phalanx.executor.monitor import Monitor, check_monitor
 from phalanx.executor.tally import fresh
+from phalanx.plan import check_function, read_count
 
 __all__ = ["Epoch", "Looping", "fit", "predict", "score"]
 

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
-from phalanx.executor.arguments import check_function, read_count, read_names
+from phalanx.executor.arguments import read_names
 from phalanx.executor.records import (
     Board,
     NonFinite,
@@ -42,7 +42,7 @@ from phalanx.executor.records import (
     write_lines,
 )
 from phalanx.parallel import DataParallel
-from phalanx.plan import flatten, leaf_paths
+from phalanx.plan import check_function, flatten, leaf_paths, read_count
 from phalanx.replicas import Span
 from phalanx.types import Nested
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.executor.arguments import read_number
 from phalanx.executor.data import DataDesc
 from phalanx.executor.tensors import as_bound, read_tensor, savable
+from phalanx.plan import read_number
 
 __all__ = ["States"]
 
