@@ -1,4 +1,4 @@
-"""Persistent threads, one per replica: the only place where threads are made."""
+"""Persistent threads, one per replica, that run one function at a time."""
 
 from __future__ import annotations
 

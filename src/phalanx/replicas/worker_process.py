@@ -1,4 +1,4 @@
-"""One worker process, seen from the process that started it: the only place that starts any."""
+"""One worker process, seen from the process that started it."""
 
 from __future__ import annotations
 
