@@ -16,7 +16,7 @@ What differs from rank to rank (gather, scatter, all_to_all) goes straight from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ from phalanx.world import collectives
 from phalanx.world.arena import Arena, Steps
 from phalanx.world.blame import Blame
 from phalanx.world.board import Signature
-from phalanx.world.collectives import as_bytes
+from phalanx.world.collectives import as_bytes, pieces
 from phalanx.world.hosts import Hosts
 from phalanx.world.ops import Reduction
 from phalanx.world.signature import pack
@@ -139,7 +139,7 @@ class Across:
         self, flat: Tensor, into: Tensor, reduction: Reduction, signature: Signature
     ) -> Steps:
         stage = reduction.stage
-        for piece in _pieces(len(flat), _PIECE_BYTES // flat.itemsize):
+        for piece in pieces(len(flat), _PIECE_BYTES // flat.itemsize):
             part, result = flat[piece], into[piece]
             total = stage.of(part) if into is flat else stage.of(part.clone())
             yield from self._here(collectives.reduce, total, stage, 0)
@@ -179,7 +179,7 @@ class Across:
         count = sum(len(part) for part in inputs)
         signature = self._sign("reduce_scatter", output.dtype, count, reduction.number)
         stage, ranks = reduction.stage, self._hosts.ranks
-        for piece in _pieces(longest, max(1, _PIECE_BYTES // output.itemsize // self.size)):
+        for piece in pieces(longest, max(1, _PIECE_BYTES // output.itemsize // self.size)):
             cuts = [inputs[rank][piece] for on_host in ranks for rank in on_host]
             total = stage.of(torch.cat(cuts))
             sizes = [sum(len(inputs[rank][piece]) for rank in on_host) for on_host in ranks]
@@ -211,7 +211,7 @@ class Across:
         """Give every rank the bytes of ``root``."""
         signature = self._sign("broadcast", flat.dtype, len(flat), root=root)
         home, wire, data = self._hosts.host_of(root), self._leaders, as_bytes(flat)
-        for piece in _pieces(len(data), _PIECE_BYTES):
+        for piece in pieces(len(data), _PIECE_BYTES):
             part = data[piece]
             if self._host == home:
                 yield from self._here(
@@ -231,7 +231,7 @@ class Across:
         data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
         ranks, wire = self._hosts.ranks, self._leaders
         longest = max(len(result) for result in results)
-        for piece in _pieces(longest, max(1, _PIECE_BYTES // self.size)):
+        for piece in pieces(longest, max(1, _PIECE_BYTES // self.size)):
             into = [results[rank][piece] for on_host in ranks for rank in on_host]
             packed = torch.empty(sum(map(len, into)), dtype=torch.uint8)
             slots = packed.split([len(one) for one in into])
@@ -296,8 +296,3 @@ class Across:
 
 def _first(signature: Signature, piece: slice) -> Signature | None:
     return signature if piece.start == 0 else None
-
-
-def _pieces(count: int, per_piece: int) -> Iterator[slice]:
-    for start in range(0, max(1, count), per_piece):
-        yield slice(start, min(start + per_piece, count))

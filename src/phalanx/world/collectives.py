@@ -32,6 +32,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather",
+    "pieces",
     "reduce",
     "reduce_scatter",
     "scatter",
@@ -45,7 +46,7 @@ def as_bytes(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _pieces(num_elements: int, per_piece: int) -> Iterator[slice]:
+def pieces(num_elements: int, per_piece: int) -> Iterator[slice]:
     """Cut a range into pieces; nothing is one empty piece, so that every operation has one."""
     for start in range(0, max(1, num_elements), per_piece):
         yield slice(start, min(start + per_piece, num_elements))
@@ -71,7 +72,7 @@ def all_reduce(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
         return
     cuts = [
         tuple(equal_sizes(piece.stop - piece.start, arena.size))
-        for piece in _pieces(flat.numel(), arena.slot_bytes // flat.itemsize)
+        for piece in pieces(flat.numel(), arena.slot_bytes // flat.itemsize)
     ]
     parts = flat.split([size for sizes in cuts for size in sizes])  # one call instead of many
     for at, sizes in enumerate(cuts):
@@ -118,7 +119,7 @@ def reduce(arena: Arena, flat: Tensor, reduction: Reduction, root: int) -> Steps
     """Reduce ``flat`` over the ranks into that of ``root``; the others keep theirs."""
     what = pack("reduce", flat.dtype, reduction=reduction.number, root=root)
     arena.begin(what, flat.numel())
-    for piece in _pieces(flat.numel(), arena.slot_bytes // flat.itemsize):
+    for piece in pieces(flat.numel(), arena.slot_bytes // flat.itemsize):
         part = flat[piece]
         yield from arena.begin_piece()
         sources = [slot[: part.numel()] for slot in arena.slots(flat.dtype)]
@@ -149,7 +150,7 @@ def reduce_scatter(
     what = pack("reduce_scatter", dtype, reduction=reduction.number)
     arena.begin(what, sum(len(part) for part in inputs))
     per_rank = arena.slot_bytes // dtype.itemsize // arena.size
-    for piece in _pieces(max(len(part) for part in inputs), per_rank):
+    for piece in pieces(max(len(part) for part in inputs), per_rank):
         yield from arena.begin_piece()
         slots = arena.slots(dtype)
         own = slots[me]
@@ -179,7 +180,7 @@ def broadcast(arena: Arena, flat: Tensor, root: int) -> Steps:
     """Give every rank the bytes of ``root``."""
     arena.begin(pack("broadcast", flat.dtype, root=root), flat.numel())
     data = as_bytes(flat)
-    for piece in _pieces(len(data), arena.slot_bytes):
+    for piece in pieces(len(data), arena.slot_bytes):
         part = data[piece]
         yield from arena.begin_piece()
         slot = arena.slots(torch.uint8)[root][: len(part)]
@@ -196,7 +197,7 @@ def all_gather(arena: Arena, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
     """Give every rank the tensors of all, which may differ in length."""
     arena.begin(pack("all_gather", flat.dtype), sum(len(output) for output in outputs))
     data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
-    for piece in _pieces(max(len(result) for result in results), arena.slot_bytes):
+    for piece in pieces(max(len(result) for result in results), arena.slot_bytes):
         part = data[piece]
         yield from arena.begin_piece()
         slots = arena.slots(torch.uint8)
@@ -213,7 +214,7 @@ def gather(arena: Arena, outputs: Sequence[Tensor], flat: Tensor, root: int) -> 
     """Give ``root`` the tensors of all, which have one length; others have no ``outputs``."""
     arena.begin(pack("gather", flat.dtype, root=root), flat.numel())
     data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
-    for piece in _pieces(len(data), arena.slot_bytes):
+    for piece in pieces(len(data), arena.slot_bytes):
         part = data[piece]
         yield from arena.begin_piece()
         slots = arena.slots(torch.uint8)
@@ -232,7 +233,7 @@ def scatter(arena: Arena, output: Tensor, inputs: Sequence[Tensor], root: int) -
     arena.begin(pack("scatter", output.dtype, root=root), output.numel())
     result, parts = as_bytes(output), [as_bytes(part) for part in inputs]
     per_rank = arena.slot_bytes // arena.size
-    for piece in _pieces(len(result), per_rank):
+    for piece in pieces(len(result), per_rank):
         into = result[piece]
         yield from arena.begin_piece()
         slot = arena.slots(torch.uint8)[root]
@@ -279,7 +280,7 @@ def all_to_all(arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     longest = max(max(row[:size]) for row in table) * dtype.itemsize
     sent, got = [as_bytes(part) for part in inputs], [as_bytes(part) for part in outputs]
     per_rank = arena.slot_bytes // size
-    for piece in _pieces(longest, per_rank):
+    for piece in pieces(longest, per_rank):
         yield from arena.begin_piece()
         slots = arena.slots(torch.uint8)
         for rank, part in enumerate(sent):
