@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import multiprocessing
 from collections import namedtuple
 from typing import Any
 
@@ -35,6 +34,7 @@ from tests.conformance.groups import (
     labels_desc,
 )
 from tests.conformance.models import assert_close, gradients_of, state_of, twin_of
+from tests.multiprocess.fork_server import context
 
 # --- module_dtype, module_layout ------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ def test_reshape_and_the_update_is_right_for_each_batch_size(grads_are_given):
 
 def test_reshape_back_and_forth_does_not_grow_memory():
     # In a process of its own: what other tests have left comes and goes at any moment.
-    with multiprocessing.get_context("spawn").Pool(1) as fresh:
+    with context.Pool(1) as fresh:
         held = fresh.apply(bytes_held_while_shapes_alternate)
     assert held[-1] <= held[3]
     assert held[-2] <= held[2]

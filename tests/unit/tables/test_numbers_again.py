@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 
@@ -12,6 +11,7 @@ import torch
 from phalanx import tables
 from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.tables.membership import MAX_WORKERS, await_others
+from tests.multiprocess.children import Children, Parent
 
 
 def come_and_go(world: tables.World) -> None:
@@ -112,18 +112,16 @@ def test_who_goes_on_in_a_log_finds_its_end_though_it_was_there_before():
         ours = world.matrix(5, 1, name="x")
         with world.thread_worker() as one:
             one.matrix(5, 1, name="x").add([[1.0]], rows=[0])
-        context = multiprocessing.get_context("spawn")
-        child = context.Process(target=add_two_rows, args=(run,))
-        child.start()
-        child.join(60)
-        assert child.exitcode == 0
+        with Children() as children:
+            assert children.start(add_two_rows, run).get() == "left"
         with world.thread_worker() as again:
             assert again.worker_id == 1
             again.matrix(5, 1, name="x").add([[8.0]], rows=[4])
         assert ours.get().view(-1).tolist() == [1.0, 2.0, 4.0, 0.0, 8.0]
 
 
-def add_two_rows(run: str) -> None:
+def add_two_rows(parent: Parent, run: str) -> None:
     with tables.join(run, timeout_s=20, sync=True) as world:
         assert world.worker_id == 1
         world.matrix(5, 1, name="x").add(torch.tensor([[2.0], [4.0]]), rows=[1, 2])
+    parent.tell("left")
