@@ -10,7 +10,6 @@ from torch import Tensor
 from phalanx.errors import ConfigError
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.shard import Entry
-from phalanx.tables.snapshots import load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.table import Numbers, PendingGet, Rows, Table, TableStats, Worker
 from phalanx.tables.values import holds_nonfinite, read_delta, read_rows
@@ -116,7 +115,7 @@ class KeyTable(Table):
             ConfigError: There are no keys, or ``out`` is of another shape or dtype.
             PeerTimeout: A worker for whom the table's mode waits stayed away; ``.rank`` is it.
         """
-        return self.async_get(rows, out=out).wait()
+        return super().get(rows, out=out)
 
     def async_get(self, rows: Rows | None = None, *, out: Tensor | None = None) -> PendingGet:
         """Begin a :meth:`get`; ``wait()`` on the answer ends it. Several may be open."""
@@ -132,21 +131,14 @@ class KeyTable(Table):
 
     def snapshot(self, directory: str | os.PathLike[str]) -> Path:
         """Write keys, values and updater's state into ``directory``, as :meth:`Table.snapshot`."""
-        self._check_open()
-        return save_parts(
-            self._spec, self._storage.copy_all(self._world.timeout_s), read_directory(directory)
-        )
+        return super().snapshot(directory)
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Replace everything by what :meth:`snapshot` wrote, as :meth:`Table.restore`.
 
         Keys that are not in the snapshot are gone. First rows are this table's own.
         """
-        self._check_open()
-        self._check_master("restore")
-        self._storage.replace_all(
-            load_parts(self._spec, read_directory(directory)), self._world.timeout_s
-        )
+        super().restore(directory)
 
     def stats(self) -> TableStats:
         """Return what this worker has done so far, and how much memory the table has now."""
