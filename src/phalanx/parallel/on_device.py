@@ -24,6 +24,7 @@ from phalanx.errors import ConfigError
 from phalanx.parallel.pinning import keeping
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import flatten
+from phalanx.replicas import num_devices
 from phalanx.types import Device, Nested
 
 __all__ = ["OnDevice"]
@@ -173,9 +174,7 @@ def _indexed(device: torch.device) -> torch.device:
 def _exists(device: torch.device) -> bool:
     if device.type in _EVERYWHERE:
         return True
-    kind = getattr(torch, device.type, None)
-    count = kind.device_count() if kind is not None and hasattr(kind, "device_count") else 0
-    return (device.index or 0) < count
+    return (device.index or 0) < num_devices(device.type)
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:

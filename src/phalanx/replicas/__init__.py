@@ -4,6 +4,7 @@ from phalanx.replicas.batch_norm import batch_norm_names
 from phalanx.replicas.crew import Crew, Job, Report, Span, Turn, blame, default_intra_op
 from phalanx.replicas.devices import (
     known_devices,
+    num_devices,
     present_devices,
     resolve_device,
     resolve_devices,
@@ -78,6 +79,7 @@ __all__ = [
     "known_devices",
     "merge_statistics",
     "num_cores",
+    "num_devices",
     "present_devices",
     "resolve_device",
     "resolve_devices",

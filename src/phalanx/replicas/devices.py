@@ -11,7 +11,7 @@ import torch
 from phalanx.errors import ConfigError
 from phalanx.types import Device
 
-__all__ = ["known_devices", "present_devices", "resolve_device", "resolve_devices"]
+__all__ = ["known_devices", "num_devices", "present_devices", "resolve_device", "resolve_devices"]
 
 
 def resolve_devices(
@@ -77,6 +77,12 @@ def present_devices(devices: Sequence[torch.device]) -> tuple[torch.device, ...]
     return tuple(found)
 
 
+def num_devices(kind: str) -> int:
+    """Return how many devices of an accelerator's kind, such as "cuda", this machine has."""
+    count = getattr(getattr(torch, kind, None), "device_count", None)
+    return 0 if count is None else int(count())
+
+
 def resolve_device(device: Device, name: str = "devices") -> torch.device:
     """Return the device that ``device`` names, with its index; errors speak of ``name``.
 
@@ -91,9 +97,7 @@ def resolve_device(device: Device, name: str = "devices") -> torch.device:
         ) from error
     if found.type == "cpu":
         return torch.device("cpu")
-    kind = getattr(torch, found.type, None)
-    count = kind.device_count() if kind is not None and hasattr(kind, "device_count") else 0
-    index = found.index or 0
+    count, index = num_devices(found.type), found.index or 0
     if not 0 <= index < count:
         raise ConfigError(
             f"`{name}` must exist on this machine, but {str(device)!r} does not: it has {count} "
