@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.clock import now_s
-from phalanx.errors import ConfigError
 from phalanx.memory import keep_freed_memory
-from phalanx.plan import BufferRules, check_workloads
+from phalanx.plan import BufferRules, check_workloads, read_intra_op
 from phalanx.replicas.batch_norm import batch_norm_names, synchronise_batch_norm
 from phalanx.replicas.crew import Crew, Job, Span, blame, default_intra_op
 from phalanx.replicas.meeting import Meeting
@@ -65,14 +64,12 @@ class ThreadCrew(Crew):
     ) -> None:
         self.workloads = list(workloads) if workloads is not None else [1.0] * len(devices)
         check_workloads(self.workloads, len(devices))
-        if intra_op is not None and intra_op < 1:
-            raise ConfigError(f"`intra_op` must be at least 1 thread, but is {intra_op!r}.")
         alone = isinstance(source, nn.Module)
         sources = [source] * len(devices) if isinstance(source, nn.Module) else list(source)
         self.sources = tuple(sources)
         self.parameters = _all_parameters(sources)
         self.devices = tuple(devices)
-        self._intra_op = intra_op or default_intra_op(devices)
+        self._intra_op = read_intra_op(intra_op) or default_intra_op(devices)
         self._timed = timed
         keep_freed_memory()
         self.replicas = [
@@ -96,7 +93,6 @@ class ThreadCrew(Crew):
             if parameter is not None
         ]
         self._meeting = self._synchronise(sources[0], rules) if alone and rules else None
-        self._team: Team | Inline
         if inline:
             self._team = Inline(intra_op=self.intra_op)
         else:
