@@ -26,7 +26,7 @@ from phalanx.replicas.mirror import Changes
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.parcel import SentOnce
 from phalanx.replicas.process_crew import Portion, ProcessCrew, check_shareable
-from phalanx.replicas.replica import Replica, add_gradients
+from phalanx.replicas.replica import Replica, add_gradients, refuse_lazy
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.statistics import (
     Statistic,
@@ -81,6 +81,7 @@ __all__ = [
     "num_cores",
     "num_devices",
     "present_devices",
+    "refuse_lazy",
     "resolve_device",
     "resolve_devices",
     "restore_memory_format",

@@ -29,6 +29,7 @@ __all__ = [
     "is_plain",
     "load",
     "pack",
+    "pack_data",
     "picklable_or_named",
 ]
 
@@ -139,6 +140,25 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 # -- what cannot be sent ---------------------------------------------
+
+
+# Any: the user's data.
+def pack_data(data: Any, aside: Aside = _nothing) -> bytes:
+    """Do as :func:`pack` for what batches hold.
+
+    Raises:
+        ConfigError: Something in it cannot be pickled.
+    """
+    try:
+        return pack(data, aside)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's objects raise when pickled
+        raise ConfigError(
+            "What a batch holds must be picklable to be sent to worker processes (for "
+            f"shard_loading=True its data set and `collate_fn`), but is not: {error}. Give tensors "
+            "and plain values, define functions at the top of a module, or use crew='threads'."
+        ) from error
 
 
 def _refuse_interactive(obj: type | types.FunctionType) -> None:

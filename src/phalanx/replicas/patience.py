@@ -7,7 +7,9 @@ import socket
 import struct
 from multiprocessing.connection import Connection
 
-__all__ = ["limit_patience"]
+__all__ = ["LONGEST_S", "limit_patience"]
+
+LONGEST_S = 2e6  # 23 days: `poll` counts milliseconds in 31 bits, and infinity is no number to it
 
 
 def limit_patience(connection: Connection, seconds: float) -> None:

@@ -35,8 +35,10 @@ from phalanx.replicas.intra_op import num_cores
 from phalanx.replicas.mailbox import collect
 from phalanx.replicas.mirror import Changes, Mirrored
 from phalanx.replicas.modes import CallerModes
-from phalanx.replicas.parcel import SentOnce, load, pack, picklable_or_named
+from phalanx.replicas.parcel import SentOnce, load, pack, pack_data, picklable_or_named
+from phalanx.replicas.patience import LONGEST_S
 from phalanx.replicas.replica import refuse_lazy
+from phalanx.replicas.settings import read_settings
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.sums import Partial
 from phalanx.replicas.team import Team
@@ -78,7 +80,8 @@ class ProcessCrew(Crew):
         rules: What becomes of buffers that workers write.
         steps: Whether errands will step an optimizer: a worker is ready only when it has imported
             what that takes.
-        timeout_s: How long one microbatch may take before its worker counts as hung.
+        timeout_s: How long one microbatch may take before its worker counts as hung; what is
+            longer than three weeks, as infinity is, counts as that.
         on_failure: Called for every lost worker, in any thread; what it raises ends the run.
 
     Raises:
@@ -87,6 +90,8 @@ class ProcessCrew(Crew):
 
     Determinism: as `ThreadCrew`, with the same bits, whoever dies.
     """
+
+    _team: Team
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class ProcessCrew(Crew):
         self.sources = (source,)
         self.shelf = shelf
         self._shared = list(shared)
-        self._timeout_s = timeout_s
+        self._timeout_s = min(float(timeout_s), LONGEST_S)
         self._on_failure = on_failure
         self._pid = os.getpid()
         self._once: dict[int, tuple[str, SentOnce]] = {}  # by identity, and kept for it
@@ -198,6 +203,9 @@ class ProcessCrew(Crew):
 
     def close(self) -> None:
         """Dismiss threads and workers, and give moved parameters memory of their own."""
+        if self._team.closed and os.getpid() == self._pid:
+            for worker in self._workers:  # threads left by an interrupt may wait for them still
+                worker.end()
         self._team.close()  # a call that is on in another thread ends first
         if not self._team.closed:
             return  # from inside of a call: threads go after it, and the workers with them
@@ -264,7 +272,8 @@ class ProcessCrew(Crew):
             dump=lost.dump,
             noticed_s=lost.at_s,
         )
-        self._workers[index] = self._launch(index)
+        if not self._team.closed:  # else it was left behind by an interrupt, and is being closed
+            self._workers[index] = self._launch(index)
         self._on_failure(failure)
 
     def errand(self, index: int, make: Callable[[dict[str, int]], object]) -> bool:
@@ -319,11 +328,12 @@ class ProcessCrew(Crew):
                 slot=-1,
                 changes=self._moment,
                 modes=CallerModes.capture(self.devices),
+                settings=read_settings(),
             ),
             desk=_Desk(job, [workload > 0 for workload in self.workloads]),
             shapes=[parameter.shape for parameter in self.parameters] if job.feedback else [],
         )
-        self._team.each(lambda index: self._look_after(index, run))
+        self._team.each(lambda index: self._look_after(index, run), on_interrupt=run.desk.fail)
 
     def _packed_run(self, job: Job) -> bytes:
         numbers = {id(each): index for index, each in enumerate(self._shared)}
@@ -398,10 +408,10 @@ class ProcessCrew(Crew):
             found[name] = obj
             return ("once", name)
 
-        packed = pack(batch, aside)
+        packed = pack_data(batch, aside)
         for name, obj in found.items():
             if name not in worker.kept:
-                answer = worker.ask(Errand(pack(Keep(name, obj))), START_S)
+                answer = worker.ask(Errand(pack_data(Keep(name, obj))), START_S)
                 if isinstance(answer, Failed):
                     raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
                 worker.kept[name] = 1

@@ -73,13 +73,19 @@ class Team:
         self.each(lambda _: set_intra_op(intra_op))
         set_intra_op(before)  # the last number set is what threads born later start with
 
-    def each(self, task: Callable[[int], T]) -> list[T]:
+    def each(
+        self, task: Callable[[int], T], *, on_interrupt: Callable[[], None] = lambda: None
+    ) -> list[T]:
         """Run ``task(index)`` in every thread at once and return the results by index.
 
         When tasks fail, the first failure by index that is no echo (`GroupAborted`) is raised with
         its own traceback, the others are notes on it. All threads are idle again when this returns
         or raises, also after a `KeyboardInterrupt` in the caller; a second one does not wait, and
         closes the team.
+
+        Args:
+            on_interrupt: Called in the caller's thread before it goes on waiting; it may tell the
+                tasks to end early, as nobody will see their results.
 
         Raises:
             StateError: The team is closed; or a signal's handler calls in the middle of a call; or
@@ -105,14 +111,14 @@ class Team:
                 raise StateError("`each()` needs open threads, but they were closed. Make a team.")
             self._running = True
             try:
-                self._run(task)
+                self._run(task, on_interrupt)
                 return self._collect()
             finally:
                 self._running = False
                 if self._closes_afterwards:
                     self._dismiss()
 
-    def _run(self, task: Callable[[int], Any]) -> None:
+    def _run(self, task: Callable[[int], Any], on_interrupt: Callable[[], None]) -> None:
         """Start the task in all threads and wait for all; interrupted anywhere, it begins again.
 
         Beginning again harms nothing: a thread works on each ticket once.
@@ -121,6 +127,8 @@ class Team:
         interrupt: BaseException | None = None
         while True:
             try:
+                if interrupt is not None:
+                    on_interrupt()
                 for index, seat in enumerate(self._seats):
                     seat.task = _bind(task, index)
                     seat.wanted = ticket

@@ -28,6 +28,7 @@ from phalanx.replicas.mirror import Changes, place_buffers, take_over
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.parcel import load, pack
 from phalanx.replicas.replica import Replica
+from phalanx.replicas.settings import adopt_settings
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.statistics import Bundle
 from phalanx.replicas.stopwatch import Stopwatch
@@ -101,6 +102,7 @@ class Task:
         run: What is to be called with the `Turn`, packed.
         batch: Its rows, packed.
         slot: The region that takes the gradients.
+        settings: Those of the crew's process.
         reply: Bytes that take what is large in the result; None for none.
     """
 
@@ -112,6 +114,7 @@ class Task:
     slot: int
     changes: Changes
     modes: CallerModes
+    settings: tuple[Any, ...]  # Any: see `read_settings`
     reply: Place | None = None
 
 
@@ -232,6 +235,7 @@ class Worker:
 
     def _compute(self, task: Task) -> Done:
         start_s = now_s()
+        adopt_settings(task.settings)
         self._follow(task.changes)
         before = torch.get_rng_state()
         run = load(task.run, lambda pid: self._shared[pid[1]])

@@ -12,7 +12,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from phalanx.clock import now_s
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PeerLost, UnsupportedError
 from phalanx.memory import planted, signal_main_thread
 from phalanx.replicas.mailbox import Mailbox
 from phalanx.replicas.parcel import load, pack
@@ -53,6 +53,11 @@ class WorkerProcess:
 
     The kernel kills a worker when the thread that started it ends (see `die_with_parent`).
 
+    Raises:
+        PeerLost: The system starts no process.
+        UnsupportedError: This process may have no children.
+        ConfigError: The script that runs has no guard.
+
     Attributes:
         knows: The version of the module's attributes that it has (see `mirror`); -1 for none.
         ready: Whether it has got the model and has said so.
@@ -72,15 +77,39 @@ class WorkerProcess:
         self._shelf = shelf
         self._regions = 0
         self._started_s = now_s()
-        self._connection, theirs = _SPAWN.Pipe(duplex=True)
         self._patience_s = START_S
+        try:
+            self._start(intra_op)
+        except OSError as error:
+            raise PeerLost(
+                f"Worker {index} must be started as a process, but the system says: {error}. Raise "
+                "the limits of open files (`ulimit -n`) and processes (`ulimit -u`), see that the "
+                "current directory exists, or use crew='threads'.",
+                index,
+            ) from error
+        self._spoken = select.poll()  # kept: `multiprocessing.connection.wait` makes one each time
+        for source in (self._connection.fileno(), self._process.sentinel):
+            self._spoken.register(source, select.POLLIN)
+        with contextlib.suppress(OSError):  # it may be dead already; `poll_ready` finds out
+            self._send(birth)
+
+    def _start(self, intra_op: int) -> None:
+        if multiprocessing.current_process().daemon:
+            raise UnsupportedError(
+                "Worker processes must be started by a process that may have children, but this "
+                "one is a daemon of `multiprocessing`, such as a worker of its `Pool`. Use "
+                "`concurrent.futures.ProcessPoolExecutor` there, or crew='threads'."
+            )
+        self._connection, theirs = _SPAWN.Pipe(duplex=True)
         limit_patience(self._connection, START_S)
         self._dump, their_dump = _SPAWN.Pipe(duplex=False)
-        start = Start(worker=index, parent_pid=self.parent_pid, intra_op=intra_op, fault=planted())
+        start = Start(
+            worker=self.index, parent_pid=self.parent_pid, intra_op=intra_op, fault=planted()
+        )
         self._process = _SPAWN.Process(
             target=serve,
             args=(start, theirs, their_dump),
-            name=f"phalanx-worker-{index}",
+            name=f"phalanx-worker-{self.index}",
             daemon=True,
         )
         # A Ctrl-C is the parent's to answer, also while the worker is still importing. The tracker,
@@ -98,11 +127,6 @@ class WorkerProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
             their_dump.close()
-        self._spoken = select.poll()  # kept: `multiprocessing.connection.wait` makes one each time
-        for source in (self._connection.fileno(), self._process.sentinel):
-            self._spoken.register(source, select.POLLIN)
-        with contextlib.suppress(OSError):  # it may be dead already; `poll_ready` finds out
-            self._send(birth)
 
     @property
     def pid(self) -> int:
@@ -203,6 +227,10 @@ class WorkerProcess:
     def dismiss(self) -> None:
         """Ask it to go; :meth:`kill` waits until it has."""
         self._connection.close()
+
+    def end(self) -> None:
+        """End it by force, while another thread may wait for its answer: that one cleans up."""
+        self._process.kill()
 
     def kill(self, after_s: float = 0.0) -> None:
         """See that it is gone, by force if it does not go within ``after_s``."""

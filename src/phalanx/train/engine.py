@@ -28,6 +28,7 @@ from phalanx.replicas import (
     Turn,
     check_statistics,
     merge_statistics,
+    refuse_lazy,
     write_statistics,
 )
 from phalanx.train.crews import CrewMaker
@@ -88,6 +89,7 @@ class Engine:
         self._optimizer = optimizer
         self._cutter = cutter
         self._clip_norm = clip_norm
+        refuse_lazy(module)
         check_members(module, optimizer)
         self._groups = _trainable(optimizer)
         self._flat = FlatParameters(self._groups, allocate=open_crew.allocate)

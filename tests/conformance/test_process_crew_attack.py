@@ -1,0 +1,323 @@
+"""A process crew in clumsy hands: settings, limits, data that cannot be sent, Ctrl-C in a hang."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import phalanx
+from phalanx import ConfigError, PeerLost, UnsupportedError
+
+PATIENCE_S = 60.0
+
+Batch = tuple[Tensor, Tensor]
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def batch(seed: int = 0, rows: int = 7) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(rows, n, generator=draw, dtype=torch.float32) for n in (5, 3))
+    return x, y
+
+
+def make(module: nn.Module | None = None, crew: str = "processes", **options: Any) -> Any:
+    torch.manual_seed(0)
+    return phalanx.Trainer(
+        nn.Linear(5, 3) if module is None else module,
+        nn.functional.mse_loss,
+        adamw,
+        **{"replicas": 2, "crew": crew, "microbatches": 3, **options},
+    )
+
+
+def weights(trainer: Any) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.module.parameters()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(map(torch.equal, left, right))
+
+
+# -- settings of the process ------------------------------------------
+
+
+def flushes_denormals() -> bool:
+    return bool(torch.tensor(1e-40) * 1.0 == 0.0)
+
+
+SETTINGS = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "flushed denormals": (flushes_denormals, torch.set_flush_denormal, True),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        True,
+    ),
+    "precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        "medium",
+    ),
+    "oneDNN": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    "fast path": (
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+        False,
+    ),
+    "flash attention": (
+        torch.backends.cuda.flash_sdp_enabled,
+        torch.backends.cuda.enable_flash_sdp,
+        False,
+    ),
+    "anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, True),
+}
+
+
+class Told(nn.Module):
+    """Computes something else under each setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        scale = 1.0
+        for place, (read, _, changed) in enumerate(SETTINGS.values()):
+            scale += (read() == changed) * 2.0**place
+        scores: Tensor = self.layer(rows) * scale
+        return scores
+
+
+@contextlib.contextmanager
+def changed(name: str) -> Iterator[None]:
+    read, write, value = SETTINGS[name]
+    before = read()
+    assert before != value
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def test_workers_compute_under_the_settings_of_the_process_that_has_them() -> None:
+    """Threads have them by nature."""
+    with make(Told(), intra_op=1) as trainer, make(Told(), "inline", replicas=1) as judge:
+        trainer.step(batch())
+        judge.step(batch())
+        for seed, name in enumerate(SETTINGS):
+            with changed(name):
+                trainer.step(batch(seed))
+                judge.step(batch(seed))
+            assert same(weights(trainer), weights(judge)), name
+        trainer.step(batch())  # all are put back
+        judge.step(batch())
+        assert same(weights(trainer), weights(judge))
+
+
+# -- options -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), np.float32(PATIENCE_S)])
+def test_any_time_above_zero_is_a_time_to_wait(timeout_s: float) -> None:
+    with make(timeout_s=timeout_s) as trainer:
+        trainer.step(batch())
+        assert trainer.steps == 1
+
+
+@pytest.mark.parametrize("crew", ["threads", "processes"])
+def test_a_lazy_parameter_is_named_and_may_get_its_shape_later(crew: str) -> None:
+    net = nn.Sequential(nn.LazyLinear(3))
+    with make(net, crew) as trainer:
+        with pytest.raises(ConfigError, match=r"Parameter `0\.weight` must have a shape"):
+            trainer.step(batch())
+        net(batch()[0])
+        trainer.step(batch())
+        assert trainer.steps == 1
+
+
+# -- data that cannot be sent ------------------------------------------
+
+
+class Sealed:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("sealed")
+
+
+class Rows(Dataset[Batch]):
+    def __init__(self) -> None:
+        self.sealed: object = Sealed()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, place: int) -> Batch:
+        return torch.full((5,), float(place)), torch.zeros(3)
+
+
+def test_what_a_batch_cannot_bring_to_a_worker_is_told_and_changes_nothing() -> None:
+    x, y = batch()
+    with make() as trainer, make(crew="threads") as judge:
+        before = weights(trainer)
+        with pytest.raises(ConfigError, match=r"What a batch holds must be picklable.*: sealed"):
+            trainer.step(((x, Sealed()), y))
+        assert same(weights(trainer), before)
+        trainer.step((x, y))
+        judge.step((x, y))
+        assert same(weights(trainer), weights(judge))
+
+
+def test_a_data_set_that_cannot_be_sent_is_told() -> None:
+    rows = Rows()
+    with make(shard_loading=True) as trainer:
+        with pytest.raises(ConfigError, match=r"its data set and `collate_fn`.*: sealed"):
+            trainer.fit(DataLoader(rows, batch_size=6))
+        rows.sealed = None
+        trainer.fit(DataLoader(rows, batch_size=6))
+        assert trainer.steps == 1
+
+
+# -- a system that starts no process -----------------------------------
+
+
+def test_a_daemon_which_may_have_no_children_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(multiprocessing.current_process())["_config"], "daemon", True)
+    with make() as trainer, pytest.raises(UnsupportedError, match="daemon of `multiprocessing`"):
+        trainer.step(batch())
+
+
+def test_a_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "gone"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    with make() as trainer:
+        with pytest.raises(PeerLost, match=r"Worker 0 must be started .* current directory"):
+            trainer.step(batch())
+        os.chdir(tmp_path)
+        trainer.step(batch())
+        assert trainer.steps == 1
+
+
+@contextlib.contextmanager
+def open_files_left(count: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    with contextlib.ExitStack() as gaps:
+        while (last := os.open(os.devnull, os.O_RDONLY)) <= highest:
+            gaps.callback(os.close, last)
+        os.close(last)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + count, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_too_few_open_files_are_told_and_may_become_more() -> None:
+    told = pytest.raises(PeerLost, match=r"Too many open files.*`ulimit -n`")
+    with make() as trainer:
+        with open_files_left(12), told:
+            trainer.step(batch())
+        trainer.step(batch())
+        assert trainer.steps == 1
+
+
+# -- Ctrl-C in a hang ---------------------------------------------------
+
+
+class Hangs(nn.Module):
+    """Hangs in worker processes where a row says so, and leaves a file for each time."""
+
+    MARK = 1e3
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 3)
+        self.folder = str(folder)
+        self.home = os.getpid()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if os.getpid() != self.home and bool((rows == self.MARK).any()):
+            Path(self.folder, str(os.getpid())).touch()
+            threading.Event().wait()
+        scores: Tensor = self.layer(rows)
+        return scores
+
+
+@contextlib.contextmanager
+def interrupted_when(folder: Path, files: int, times: int) -> Iterator[None]:
+    """Send Ctrl-C ``times`` times, once there are so many ``files``."""
+
+    def watch() -> None:
+        while len(list(folder.iterdir())) < files and not over.wait(0.01):
+            pass
+        for _ in range(times):
+            heard.clear()
+            os.kill(os.getpid(), signal.SIGINT)
+            heard.wait(PATIENCE_S)
+
+    def hear(*_: object) -> None:
+        heard.set()
+        raise KeyboardInterrupt
+
+    over, heard = threading.Event(), threading.Event()
+    before = signal.signal(signal.SIGINT, hear)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_a_step_whose_workers_hang_with_their_microbatches(tmp_path: Path) -> None:
+    """Nobody else is given them, to hang as long, and nobody the third one."""
+    bad = torch.full((7, 5), Hangs.MARK), torch.zeros(7, 3)
+    with make(Hangs(tmp_path), timeout_s=3.0) as trainer, make(crew="threads") as judge:
+        trainer.step(batch())
+        before = weights(trainer)
+        with interrupted_when(tmp_path, files=2, times=1), pytest.raises(KeyboardInterrupt):
+            trainer.step(bad)
+        assert len(list(tmp_path.iterdir())) == 2
+        assert same(weights(trainer), before)
+        trainer.step(batch(1))
+        judge.step(batch())
+        judge.step(batch(1))
+        assert same(weights(trainer), weights(judge))
+
+
+def test_closing_after_a_second_ctrl_c_does_not_wait_for_workers_that_hang(tmp_path: Path) -> None:
+    bad = torch.full((7, 5), Hangs.MARK), torch.zeros(7, 3)
+    trainer = make(Hangs(tmp_path), timeout_s=10 * PATIENCE_S)
+    trainer.step(batch())
+    pids = trainer.worker_pids
+    with interrupted_when(tmp_path, files=2, times=2), pytest.raises(KeyboardInterrupt):
+        trainer.step(bad)
+    start_s = time.monotonic()
+    trainer.close()
+    assert time.monotonic() - start_s < PATIENCE_S
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("phalanx-crew")]
+    assert threads == []
