@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.multiprocess.spawn import PLAYED_HOSTS
+from tests.multiprocess.ranks import PLAYED_HOSTS
 
 SIZES = (0, 1, 5, 4096, 70_003)  # the last beyond what is published whole, and no round number
 LAYOUTS = ("plain", "strided", "scalar", "transposed")

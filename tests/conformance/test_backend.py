@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conformance import collectives as calls
-from tests.multiprocess.spawn import Ranks
+from tests.multiprocess.ranks import Ranks
 
 LARGE_ELEMENTS = (64 << 20) // 4 + 3
 

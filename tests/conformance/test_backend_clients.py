@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.conformance.collectives import group
-from tests.multiprocess.spawn import Ranks
+from tests.multiprocess.ranks import Ranks
 
 Values = dict[str, list[float]]
 

@@ -133,6 +133,26 @@ def test_workers_compute_under_the_settings_of_the_process_that_has_them() -> No
         assert same(weights(trainer), weights(judge))
 
 
+def must_flush(_: object) -> None:
+    assert flushes_denormals()
+
+
+def test_a_worker_that_has_computed_nothing_steps_under_these_settings_too() -> None:
+    with make(microbatches=None, workloads=[1, 0], intra_op=1) as trainer:
+        trainer.step(batch())
+        crew = trainer._engine.crew
+
+        def errands() -> list[bool]:
+            done: list[bool] = crew.each(lambda index: crew.errand(index, lambda _: must_flush))
+            return done
+
+        with changed("flushed denormals"):
+            trainer.step(batch())
+        assert errands() == [True, True]
+        trainer.step(batch())
+        assert errands() == [False, False]
+
+
 # -- options -----------------------------------------------------------
 
 

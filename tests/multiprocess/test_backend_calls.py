@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import phalanx  # noqa: F401
 from phalanx.errors import ConfigError, PeerError, PeerTimeout, StateError, UnsupportedError
-from tests.multiprocess.spawn import Ranks
+from tests.multiprocess.ranks import Ranks
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import phalanx  # noqa: F401
 from phalanx.errors import ConfigError, StateError
 from phalanx.world import make_group
-from tests.multiprocess.spawn import Ranks
+from tests.multiprocess.ranks import Ranks
 
 
 def in_fork(function: Callable[[], object]) -> str:

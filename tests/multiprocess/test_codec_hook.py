@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.codecs import Feedback
 from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
 from phalanx.world import CodecHook, codec_hook
-from tests.multiprocess.spawn import Ranks
+from tests.multiprocess.ranks import Ranks
 
 SIZE = 3
 SMALL_BUCKETS_MB = 1e-3

@@ -22,7 +22,7 @@ import phalanx  # noqa: F401
 from phalanx.errors import UnsupportedError
 from phalanx.world import backend, cuda_group
 from phalanx.world.group import SharedGroup
-from tests.multiprocess.spawn import Ranks
+from tests.multiprocess.ranks import Ranks
 
 MINUTE = datetime.timedelta(minutes=1)
 HERE, THERE = torch.ones(2), torch.ones(2, device="meta")

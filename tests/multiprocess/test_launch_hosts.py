@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.spawn import START_S
+from tests.multiprocess.ranks import START_S
 
 SCRIPT = """
 import torch, torch.distributed as dist

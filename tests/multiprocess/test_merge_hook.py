@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.errors import ConfigError, PeerError, UnsupportedError
 from phalanx.world import merge_hook
-from tests.multiprocess.spawn import Ranks
+from tests.multiprocess.ranks import Ranks
 
 WEIGHT_RULE = "`weight_fn` must return a finite number of samples or tokens ≥ 0"
 SMALL_BUCKETS_MB = 1e-4

@@ -23,7 +23,7 @@ from tests.conformance.test_crews_same_bits import (
     train,
     trainer,
 )
-from tests.multiprocess.spawn import Ranks
+from tests.multiprocess.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 

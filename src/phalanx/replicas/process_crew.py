@@ -125,6 +125,7 @@ class ProcessCrew(Crew):
         self._deferred: Exception | None = None
         self._moment: Changes | None = None
         self._as_of: Changes | None = None
+        self._settings = read_settings()
         self._team = Team(num_workers, intra_op=self._intra_op, name="phalanx-crew")
         self._workers: list[WorkerProcess] = []
         self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
@@ -284,13 +285,14 @@ class ProcessCrew(Crew):
 
         Args:
             make: Returns what is called with the `Worker`, over there, from notes on what earlier
-                errands have left there; it may write to them.
+                errands have left there; it may write to them. It has the last run's settings.
         """
         worker = self._workers[index]
         try:
             if not worker.poll_ready(0.0):
                 return False
-            answer = worker.ask(Errand(pack(make(worker.kept))), self._timeout_s)
+            errand = Errand(pack(make(worker.kept)), self._settings)
+            answer = worker.ask(errand, self._timeout_s)
         except Lost as lost:
             try:
                 self._replace(index, lost, None)
@@ -317,6 +319,7 @@ class ProcessCrew(Crew):
         if deferred is not None:
             raise deferred
         self._moment = self._mirrored.changes() if self._as_of is None else self._as_of
+        self._settings = read_settings()  # here: some of them are the calling thread's
         run = _Run(
             job=job,
             task=Task(
@@ -328,7 +331,7 @@ class ProcessCrew(Crew):
                 slot=-1,
                 changes=self._moment,
                 modes=CallerModes.capture(self.devices),
-                settings=read_settings(),
+                settings=self._settings,
             ),
             desk=_Desk(job, [workload > 0 for workload in self.workloads]),
             shapes=[parameter.shape for parameter in self.parameters] if job.feedback else [],

@@ -120,9 +120,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Errand:
-    """Something else to do: what is to be called with the `Worker`, packed."""
+    """Something else to do.
+
+    Attributes:
+        call: What is to be called with the `Worker`, packed.
+        settings: Those of the crew's process, where they matter.
+    """
 
     call: bytes
+    settings: tuple[Any, ...] | None = None  # Any: see `read_settings`
 
 
 @dataclass(frozen=True)
@@ -228,6 +234,8 @@ class Worker:
     def work(self, message: Any) -> Any:  # Any: the messages above
         """Answer one message."""
         if isinstance(message, Errand):
+            if message.settings is not None:
+                adopt_settings(message.settings)
             return load(message.call)(self)
         assert isinstance(message, Task)
         reach("microbatch taken")

@@ -49,11 +49,11 @@ from phalanx.train.sums import LocalSums
 from phalanx.train.work import Outcome
 from phalanx.types import Nested
 
-__all__ = ["Engine", "Update", "check_members", "compute", "counted", "loss_of"]
+__all__ = ["Engine", "Updated", "check_members", "compute", "counted", "loss_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update:
+class Updated:
     """What one update did; see `StepDone` for the fields of the same name."""
 
     loss: Loss
@@ -176,7 +176,7 @@ class Engine:
         *,
         count: Callable[[Report], None] | None,
         commit: Callable[[Loss], None],
-    ) -> Update:
+    ) -> Updated:
         """Do one optimizer update.
 
         Everything that can refuse comes before the first write. From there on all is done in the
@@ -199,7 +199,7 @@ class Engine:
         seed: tuple[int, ...],
         count: Callable[[Report], None] | None,
         commit: Callable[[Loss], None],
-    ) -> Update:
+    ) -> Updated:
         if self._alone:  # as `zero_grad()` does: the new gradients find the old ones' memory
             for parameter in self._flat.parameters:
                 parameter.grad = None
@@ -284,7 +284,7 @@ class Engine:
         for index, parameter in enumerate(self._flat.parameters):
             parameter.grad = self._flat.gradient(index)
 
-    def _describe(self, pieces: Cut, report: Report, spans: Sequence[Span], loss: Loss) -> Update:
+    def _describe(self, pieces: Cut, report: Report, spans: Sequence[Span], loss: Loss) -> Updated:
         count = len(self.crew)
         shares, busy_s, work_s = [0] * count, [0.0] * count, [0.0] * count
         for place, replica in enumerate(report.replica_of):
@@ -294,7 +294,7 @@ class Engine:
         everything = [*report.spans, *sorted(spans, key=lambda span: span.replica)]
         for span in everything:
             busy_s[span.replica] += span.stop_s - span.start_s
-        return Update(
+        return Updated(
             loss=loss,
             shares=tuple(shares),
             busy_s=tuple(busy_s),
