@@ -76,7 +76,8 @@ class CrewMaker:
                 inline=self._kind == "inline",
             )
             return local if self._kind != "ranks" else open_ranks(local, module)
-        num_elements = sum(parameter.numel() for parameter in module.parameters())
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        num_elements = sum(parameter.numel() for parameter in trained)
         return ProcessCrew(
             module,
             len(formation.devices),
