@@ -153,6 +153,29 @@ def test_a_worker_that_has_computed_nothing_steps_under_these_settings_too() -> 
         assert errands() == [False, False]
 
 
+def fail(_: object) -> None:
+    raise MemoryError
+
+
+def test_what_an_errand_failed_to_leave_is_not_noted() -> None:
+    """Else the next one would count on it, and fail for ever."""
+    with make() as trainer:
+        trainer.step(batch())
+        crew = trainer._engine.crew
+        seen: list[bool] = []
+
+        def errand(deed: Any) -> Any:
+            def note(kept: dict[str, int]) -> Any:
+                seen.append("left" in kept)
+                kept["left"] = 1
+                return deed
+
+            return lambda index: index == 0 and crew.errand(0, note)
+
+        assert [crew.each(errand(deed))[0] for deed in (fail, print, print)] == [False, True, True]
+        assert seen == [False, False, True]
+
+
 # -- options -----------------------------------------------------------
 
 

@@ -291,7 +291,8 @@ class ProcessCrew(Crew):
         try:
             if not worker.poll_ready(0.0):
                 return False
-            errand = Errand(pack(make(worker.kept)), self._settings)
+            notes = dict(worker.kept)
+            errand = Errand(pack(make(notes)), self._settings)
             answer = worker.ask(errand, self._timeout_s)
         except Lost as lost:
             try:
@@ -302,7 +303,10 @@ class ProcessCrew(Crew):
         except Exception as error:  # what its replacement raised when it was started
             self._deferred = error
             return False
-        return not isinstance(answer, Failed)
+        if isinstance(answer, Failed):
+            return False  # and what it failed to keep is not noted
+        worker.kept = notes
+        return True
 
     def _drew_aside(self, job: Job, before: Tensor) -> bool:  # noqa: ARG002
         return job.drew_aside.is_set()
