@@ -178,11 +178,12 @@ class Course:
         self.undisturbed = Watched("inline", 1)
 
     def __enter__(self) -> Course:
+        self._planted_before = faults.planted()  # there may be a course around this one
         faults.plant(Saboteur(str(self.folder)))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        faults.plant(None)
+        faults.plant(self._planted_before)
         self.disturbed.trainer.close()
         self.undisturbed.trainer.close()
 

@@ -93,13 +93,14 @@ class Pair:
         self.steps = 0
 
     def __enter__(self) -> Pair:
+        self._planted_before = faults.planted()  # a course may be running around this one
         faults.plant(Saboteur(str(self.orders.folder)))
         self.step()
         self.compare()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        faults.plant(None)
+        faults.plant(self._planted_before)
         self.disturbed.group.close()
         self.undisturbed.group.close()
 
