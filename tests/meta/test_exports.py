@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 import types
 
 import pytest
@@ -154,3 +156,15 @@ def test_a_missing_docstring_is_caught():
         "Silent.pace has no docstring",
         "Silent.walk has no docstring",
     ]
+
+
+def test_importing_phalanx_imports_nothing_slow_that_few_need() -> None:
+    """Every worker process and every rank imports it; torchmetrics takes half as long as torch."""
+    script = (
+        "import sys, phalanx\n"
+        "slow = {'torchmetrics', 'matplotlib', 'torch._dynamo', 'typer'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+        "phalanx.executor.Collected\n"
+        "assert 'torchmetrics' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

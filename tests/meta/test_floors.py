@@ -16,6 +16,8 @@ from tests.meta.source import (
     is_within,
 )
 
+SLOW = {"phalanx.executor.metrics"}  # needs torchmetrics, which takes half as long as torch
+
 
 def room_of(item: Import) -> str | None:
     """Return the room that an import reaches; ``__init__`` is the package's own front door."""
@@ -89,13 +91,13 @@ def has_reason(module: Module, item: Import) -> bool:
 
 
 def late_import_offences(module: Module) -> list[str]:
-    """List imports inside functions, except of third-party packages with the reason beside them."""
+    """List imports inside functions, except of slow or third-party ones with the reason beside."""
     offences = []
     for item in module.imports:
         if not item.in_function:
             continue
         where = f"{module.path}:{item.line}: `{item.dotted}` is imported inside a function"
-        if is_within(item.module, PACKAGE):
+        if is_within(item.module, PACKAGE) and not {item.module, item.dotted} & SLOW:
             offences.append(f"{where}, though it is ours")
         elif is_stdlib(item.module):
             offences.append(f"{where}, though it is always there")
@@ -116,14 +118,16 @@ def cycles(modules: list[Module]) -> Iterator[list[str]]:
     """Yield groups of modules that import each other when loaded, each group once.
 
     Importing ``a.b.c`` also loads ``a`` and ``a.b``; that is every submodule's fate and no cycle by
-    itself, so only what is asked for by name counts. ``if TYPE_CHECKING`` loads nothing.
+    itself, so only what is asked for by name counts. ``if TYPE_CHECKING`` loads nothing; a slow
+    module that is asked for late does.
     """
     known = {module.dotted: module for module in modules}
     edges: dict[str, set[str]] = {}
     for module in modules:
         targets = set()
         for item in module.imports:
-            if item.in_function or item.for_types_only:
+            late = item.in_function and not {item.module, item.dotted} & SLOW
+            if late or item.for_types_only:
                 continue
             target = item.dotted if item.dotted in known else item.module
             if target in known:
@@ -218,6 +222,7 @@ def test_a_rooms_own_private_names_are_its_own():
     [
         "def f():\n    from phalanx.plan import Layout",
         "def f():\n    from . import b",
+        "def f():\n    from phalanx.executor.metrics import tally_of",
         "def f():\n    import json  # slow",
         "def f():\n    import matplotlib",
         "def f():\n    import matplotlib  # noqa: PLC0415",
@@ -238,6 +243,7 @@ def test_a_late_import_without_right_or_reason_is_caught(text):
         "def f():\n    # Optional: in the extra `cluster`.\n    import ray\n    import zmq",
         "try:\n    import ray\nexcept ImportError:\n    ray = None",
         "import importlib\ndef f(name):\n    return importlib.import_module(name)",
+        "def f():\n    from phalanx.executor.metrics import tally_of  # slow",
     ],
 )
 def test_a_late_import_with_its_reason_passes(text):
@@ -257,3 +263,11 @@ def test_a_file_that_asks_its_own_room_for_a_name_is_a_cycle():
     door = Module("plan/__init__.py", "from phalanx.plan.a import f")
     a = Module("plan/a.py", "from phalanx.plan import g")
     assert list(cycles([door, a])) == [["phalanx.plan", "phalanx.plan.a"]]
+
+
+def test_a_slow_file_that_is_imported_late_may_be_in_a_cycle_too():
+    metrics = Module("executor/metrics.py", "from phalanx.executor.loop import fit")
+    loop = Module(
+        "executor/loop.py", "def f():\n    from phalanx.executor.metrics import a  # slow"
+    )
+    assert list(cycles([metrics, loop])) == [["phalanx.executor.loop", "phalanx.executor.metrics"]]

@@ -11,15 +11,13 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.cli.control import Control
 from phalanx.cli.data import Data, open_data
@@ -43,6 +41,9 @@ from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.train import FormationChosen, StepDone, Stragglers, Trainer
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 _RUNS = Path("runs")
 _CONFIG_FORMAT = 1
@@ -378,6 +379,8 @@ def _create_folder(job: Job) -> RunFolder:
 def _metrics_for(data: Data) -> dict[str, Metric] | None:
     if data.kind == "tokens" or data.num_classes is None:
         return None
+    from torchmetrics.classification import MulticlassAccuracy  # slow to import
+
     # "micro": the fraction of samples that are right, where torchmetrics' default averages classes.
     return {"accuracy": MulticlassAccuracy(num_classes=data.num_classes, average="micro")}
 

@@ -1,11 +1,18 @@
 """Groups of devices with named inputs, exact metrics over their slices, and monitors."""
 
+from __future__ import annotations
+
+import typing
+
 from phalanx.executor.data import DataBatch, DataDesc
 from phalanx.executor.group import DataParallelExecutorGroup
 from phalanx.executor.loop import Epoch
-from phalanx.executor.metrics import Collected, GroupMetrics, ReplicaMetrics
 from phalanx.executor.monitor import Monitor
 from phalanx.executor.records import NonFinite, Record
+from phalanx.executor.replica_metrics import ReplicaMetrics
+
+if typing.TYPE_CHECKING:
+    from phalanx.executor.metrics import Collected, GroupMetrics
 
 __all__ = [
     "Collected",
@@ -19,3 +26,12 @@ __all__ = [
     "Record",
     "ReplicaMetrics",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs torchmetrics when it is asked for; see ``replica_metrics``."""
+    if name in ("Collected", "GroupMetrics"):
+        from phalanx.executor import metrics  # slow to import
+
+        return getattr(metrics, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from phalanx.errors import ConfigError
 from phalanx.plan import check_argument, check_iterable
@@ -101,6 +100,8 @@ def check_metrics(given: Any) -> None:
     kinds = "`torchmetrics.Metric` objects or functions"
     check_mapping("metrics", given, kinds, "Give a name to each: {'accuracy': …}, say.")
     for name, metric in given.items():
+        from torchmetrics import Metric  # slow: see `replica_metrics`
+
         is_class = isinstance(metric, type)
         fits = isinstance(metric, Metric) or (callable(metric) and not is_class)
         way_out = f"Give an object: {metric.__name__}(…)." if is_class else ""

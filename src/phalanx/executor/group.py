@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from phalanx.executor.data import DataDesc, read_descs
 from phalanx.executor.feeding import feed, read_shares
 from phalanx.executor.gradients import GradientRequests
 from phalanx.executor.loop import Epoch, fit, predict, score
-from phalanx.executor.metrics import GroupMetrics
 from phalanx.executor.monitor import Monitor, check_monitor
 from phalanx.executor.outputs import Output, measured, pick_gradients, read_outputs
 from phalanx.executor.parameters import read_tensors, share_tensors, write_params
@@ -41,6 +40,9 @@ from phalanx.parallel import RemoteParallel
 from phalanx.plan import Decision, read_whole, workload_sizes
 from phalanx.replicas import FailureLog, WorkerLost
 from phalanx.types import Device, Nested
+
+if TYPE_CHECKING:
+    from phalanx.executor.metrics import GroupMetrics
 
 __all__ = ["DataParallelExecutorGroup"]
 
@@ -145,7 +147,7 @@ class DataParallelExecutorGroup:
         self.for_training = for_training
         self.inputs_need_grad = inputs_need_grad
         self._states = States(len(self._model.devices))
-        self._metrics = GroupMetrics()
+        self._metrics: GroupMetrics | None = None
         self._pass: Pass | None = None
         self._num_passes = 0
         self._closed = False
@@ -476,6 +478,10 @@ class DataParallelExecutorGroup:
         own = last.labels(self._binding, labels, pre_sliced)
         named = last.shares[0].labels if labels is None else labels
         dims = outputs[0].axis or 0, self._binding.label_axis(named)
+        if self._metrics is None:
+            from phalanx.executor.metrics import GroupMetrics  # slow: see `replica_metrics`
+
+            self._metrics = GroupMetrics()
         return self._metrics.update_metric(metric, last.parts(outputs, own, dims[1]), dims)
 
     def install_monitor(self, monitor: Monitor) -> None:

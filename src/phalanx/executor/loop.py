@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from phalanx.clock import now_s
 from phalanx.executor.arguments import check_loader, check_metrics, check_yielded, read_optimizer
 from phalanx.executor.binding import is_batch
 from phalanx.executor.data import DataBatch, DataDesc
-from phalanx.executor.metrics import Collected
 from phalanx.executor.monitor import Monitor, check_monitor
-from phalanx.executor.tally import fresh
 from phalanx.plan import check_function, read_count
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 __all__ = ["Epoch", "Looping", "fit", "predict", "score"]
 
@@ -179,10 +179,11 @@ class _Counted:
 
     # Any: metrics, and functions.
     def __init__(self, metrics: Mapping[str, Any] | None) -> None:
-        self._metrics = {
-            name: fresh(metric) if isinstance(metric, Metric) else Collected(metric)
-            for name, metric in (metrics or {}).items()
-        }
+        self._metrics: dict[str, Metric] = {}
+        if metrics:
+            from phalanx.executor.metrics import uncounted  # slow: see `replica_metrics`
+
+            self._metrics = {name: uncounted(metric) for name, metric in metrics.items()}
         self._names: set[str] = set()
 
     def update(self, group: Looping) -> None:

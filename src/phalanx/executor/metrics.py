@@ -18,22 +18,10 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat
 
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.executor.tally import (
-    Arguments,
-    Part,
-    Tally,
-    device_of,
-    fresh,
-    gather,
-    has_rows,
-    move,
-    obstacle_to_merging,
-)
+from phalanx.executor.parts import Part, device_of, gather, has_rows
+from phalanx.executor.tally import Arguments, Tally, fresh, obstacle_to_merging
 
-__all__ = ["Collected", "GroupMetrics", "ReplicaMetrics"]
-
-# Runs a function of the replica's index in every replica's thread.
-Each = Callable[[Callable[[int], None]], object]
+__all__ = ["Collected", "GroupMetrics", "read_metrics", "tally_of", "uncounted"]
 
 
 class Collected(Metric):
@@ -225,137 +213,44 @@ class _Foreign:
                 self._arguments.call(self._metric.update, self._whole)
 
 
-class ReplicaMetrics:
-    """Metrics by name over whatever replicas compute.
-
-    Every microbatch is counted by itself, in the thread of the replica that has it, and added in
-    the order of microbatches: who computed it does not show in the bits.
-
-    Args:
-        metrics: By name; they serve as patterns and are not touched. A function of (outputs,
-            labels) is called with all rows when asked for its value; see :class:`Collected`.
+# Any: metrics and functions.
+def read_metrics(given: Mapping[str, Any]) -> dict[str, Metric]:
+    """Return metrics for what :class:`ReplicaMetrics` is given; warn of those that do not merge.
 
     Raises:
         ConfigError: One is neither a metric nor a function.
     """
-
-    # Any: a metric or a function.
-    def __init__(self, metrics: Mapping[str, Any]) -> None:
-        for name, metric in metrics.items():
-            _check(name, metric)
-        self._patterns: dict[str, Metric] = {}
-        for name, metric in metrics.items():
-            if isinstance(metric, Metric):
-                self._patterns[name] = metric
-                reason = obstacle_to_merging(metric)
-            else:
-                self._patterns[name] = Collected(metric)
-                reason = "it is a function, which wants all rows at once"
-            if reason is not None:
-                _tell(f"Metric {name!r}", reason)
-        self.reset()
-
-    def __bool__(self) -> bool:
-        return bool(self._patterns)
-
-    def copy(self) -> ReplicaMetrics:
-        """Return the same metrics with counts of their own."""
-        other = ReplicaMetrics({})  # which has nothing to warn of
-        other._patterns = self._patterns
-        other.reset()
-        return other
-
-    def reset(self) -> None:
-        """Start counting anew."""
-        self._tallies = {
-            name: Tally(fresh(metric), owned=True) for name, metric in self._patterns.items()
-        }
-
-    def count(
-        self,
-        parts: Sequence[Part | None],
-        *,
-        replica_of: Sequence[int] | None = None,
-        each: Each | None = None,
-    ) -> None:
-        """Count one batch; what :meth:`compute` returns changes with :meth:`commit` only.
-
-        Args:
-            parts: (outputs, labels, weights) by microbatch, None for those that were left out; see
-                :meth:`GroupMetrics.update_metric`.
-            replica_of: Which replica has each; default: the one of its number.
-            each: Runs a function in all replicas' threads; default: all is done in this one.
-
-        Raises:
-            Exception: What a metric raised; nothing is pending then.
-        """
-        owners = range(len(parts)) if replica_of is None else replica_of
-        given = [
-            (owner, part)
-            for owner, part in zip(owners, parts, strict=True)
-            if part is not None and has_rows(part)
-        ]
-        only = [part for _, part in given]
-        tallies = list(self._tallies.values())
-        for tally in tallies:
-            if only:
-                move(tally.total, device_of(only[0], tally.total.device))
-            tally.open(only)
-
-        def work(replica: int | None) -> None:
-            for place, (owner, part) in enumerate(given):
-                for tally in tallies if replica in (None, owner) else ():
-                    tally.update(place, part)
-
-        if each is None:
-            work(None)
+    for name, metric in given.items():
+        _check(name, metric)
+    found: dict[str, Metric] = {}
+    for name, metric in given.items():
+        if isinstance(metric, Metric):
+            found[name] = metric
+            reason = obstacle_to_merging(metric)
         else:
-            each(work)
-        for tally in tallies:
-            tally.close(only)
+            found[name] = Collected(metric)
+            reason = "it is a function, which wants all rows at once"
+        if reason is not None:
+            _tell(f"Metric {name!r}", reason, frames=6)
+    return found
 
-    def commit(self) -> None:
-        """Add the batch that was counted last, once."""
-        for tally in self._tallies.values():
-            tally.settle()
 
-    def update(self, parts: Sequence[Part | None]) -> None:
-        """Count one batch and commit it."""
-        self.count(parts)
-        self.commit()
+# Any: a metric or a function.
+def uncounted(given: Any) -> Metric:
+    """Return a metric of its own for ``given`` that has counted nothing."""
+    return fresh(given) if isinstance(given, Metric) else Collected(given)
 
-    def capture(self) -> dict[str, Tensor]:
-        """Return what was counted, as tensors by ``<metric>.<state>`` (``.<place>`` in a list)."""
-        tensors = {}
-        for name, tally in self._tallies.items():
-            states = tally.total.metric_state if tally.total.update_called else {}
-            for key, value in states.items():
-                if isinstance(value, list):
-                    tensors.update({f"{name}.{key}.{i}": each for i, each in enumerate(value)})
-                else:
-                    tensors[f"{name}.{key}"] = value
-        return tensors
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on counting from what :meth:`capture` returned.
+def tally_of(pattern: Metric, states: Mapping[str, Tensor]) -> Tally:
+    """Return a copy of ``pattern`` that has counted what ``states`` say; nothing without any.
 
-        Raises:
-            CheckpointError: It was captured from other metrics.
-        """
-        self.reset()
-        for name, pattern in self._patterns.items():
-            own = {key: value for key, value in tensors.items() if key.startswith(f"{name}.")}
-            if own:
-                states = {key.removeprefix(f"{name}."): value for key, value in own.items()}
-                self._tallies[name] = Tally(_filled(pattern, states), owned=True)
-
-    def compute(self) -> dict[str, float]:
-        """Return the metrics of everything counted since :meth:`reset`; none when nothing was."""
-        return {
-            name: _as_number(name, tally.total)
-            for name, tally in self._tallies.items()
-            if tally.counted
-        }
+    Raises:
+        CheckpointError: They are another metric's.
+    """
+    metric = fresh(pattern)
+    if states:
+        _fill(metric, states)
+    return Tally(metric, owned=True)
 
 
 # Any: what the user gave.
@@ -376,18 +271,17 @@ def _check(name: str, metric: Any) -> None:
     )
 
 
-def _tell(what: str, reason: str) -> None:
-    """Warn at the line of who called our caller's caller, which is the user's."""
+def _tell(what: str, reason: str, frames: int = 5) -> None:
+    """Warn at the user's line, which is so many frames up."""
     warnings.warn(
         f"{what} cannot be merged from several replicas, because {reason}; it is computed on "
         "outputs gathered on one device, with the same value.",
-        stacklevel=5,
+        stacklevel=frames,
     )
 
 
-def _filled(pattern: Metric, states: Mapping[str, Tensor]) -> Metric:
-    """Return a metric that holds ``states``, as if it had counted them itself."""
-    metric = fresh(pattern)
+def _fill(metric: Metric, states: Mapping[str, Tensor]) -> None:
+    """Let ``metric`` hold ``states``, as if it had counted them itself."""
     wanted = {key for key, value in metric.metric_state.items() if not isinstance(value, list)}
     if not wanted <= set(states):
         raise CheckpointError(
@@ -401,14 +295,3 @@ def _filled(pattern: Metric, states: Mapping[str, Tensor]) -> Metric:
         else:
             setattr(metric, key, states[key])
     metric._update_count = 1
-    return metric
-
-
-def _as_number(name: str, metric: Metric) -> float:
-    value = metric.compute()
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise ConfigError(
-            f"Metric {name!r} must compute one number, but computes {value!r}. Give `average=` or "
-            "another option that makes it one."
-        )
-    return float(value)

@@ -17,7 +17,7 @@ from phalanx.errors import StateError
 from phalanx.executor.binding import Binding, Share
 from phalanx.executor.data import DataDesc
 from phalanx.executor.outputs import Output, contiguous, values_of
-from phalanx.executor.tally import Part
+from phalanx.executor.parts import Part
 from phalanx.executor.tensors import savable
 from phalanx.types import Nested
 

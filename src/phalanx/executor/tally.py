@@ -37,23 +37,10 @@ from torchmetrics.utilities.data import (
 )
 
 from phalanx.errors import ConfigError
-from phalanx.plan import flatten, unflatten
+from phalanx.executor.parts import Part, device_of, gather, is_scalar, num_rows
 from phalanx.types import Nested
 
-__all__ = [
-    "Arguments",
-    "Part",
-    "Tally",
-    "device_of",
-    "fresh",
-    "gather",
-    "has_rows",
-    "move",
-    "obstacle_to_merging",
-]
-
-# Outputs, labels or None, and one weight per row or None.
-Part = tuple[Nested, Nested, Tensor | None]
+__all__ = ["Arguments", "Tally", "fresh", "move", "obstacle_to_merging"]
 
 _ANYTHING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _BOUND = ("update", "compute", "_update_signature")  # what torchmetrics itself does not copy
@@ -165,7 +152,7 @@ class Arguments:
                 f"but are given for {len(given)}."
             )
         if self.weight is not None and any(
-            _is_scalar(outputs) and weights is None and _num_rows(labels) is None
+            is_scalar(outputs) and weights is None and num_rows(labels) is None
             for outputs, labels, weights in parts
         ):
             raise ConfigError(
@@ -176,9 +163,9 @@ class Arguments:
     def weighted(self, part: Part) -> Part:
         """Let one number weigh as much as the rows that it stands for."""
         outputs, labels, weights = part
-        if self.weight is None or not _is_scalar(outputs):
+        if self.weight is None or not is_scalar(outputs):
             return part
-        rows = outputs.new_tensor(_num_rows(labels)) if weights is None else weights.sum()
+        rows = outputs.new_tensor(num_rows(labels)) if weights is None else weights.sum()
         return outputs, labels, rows
 
     # Any: what torchmetrics takes.
@@ -236,6 +223,8 @@ class Tally:
             ConfigError: The metric cannot count them.
         """
         self._settle = None
+        if self._owned and parts:
+            move(self.total, device_of(parts[0], self.total.device))
         self._arguments.check(parts)
         if self._merges:
             self._copies += [fresh(self.total) for _ in range(len(self._copies), len(parts))]
@@ -368,59 +357,3 @@ def _own_attributes(metric: Metric) -> dict[str, Any]:
         and not name.startswith("_")
         and isinstance(value, plain)
     }
-
-
-def has_rows(part: Part | None) -> bool:
-    """Tell whether there is anything to count in ``part``."""
-    if part is None:
-        return False
-    leaves, _ = flatten(part[0])
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return not tensors or tensors[0].numel() > 0
-
-
-def gather(parts: Sequence[Part], dims: tuple[int, int], device: torch.device) -> Part:
-    """Return one part that holds the rows of all, on ``device``."""
-    outputs, labels, weights = zip(*parts, strict=True)
-    return (
-        _gather(outputs, dims[0], device),
-        _gather(labels, dims[1], device),
-        _gather(weights, 0, device),
-    )
-
-
-def _gather(values: Sequence[Nested], dim: int, device: torch.device) -> Nested:
-    """Join tensors along ``dim``, and lists, which hold one entry per row."""
-    first = values[0]
-    if isinstance(first, Tensor):
-        moved = [value.to(device) for value in values]
-        return torch.cat(moved, dim) if first.dim() else torch.stack(moved)
-    if isinstance(first, list):
-        return [_moved(each, device) for value in values for each in value]
-    if isinstance(first, dict):
-        return {key: _gather([value[key] for value in values], dim, device) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_gather(each, dim, device) for each in zip(*values, strict=True))
-    return first
-
-
-def _moved(value: Nested, device: torch.device) -> Nested:
-    leaves, spec = flatten(value)
-    return unflatten(
-        [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-    )
-
-
-def device_of(part: Part, default: torch.device) -> torch.device:
-    """Return where the outputs of ``part`` lie."""
-    leaves, _ = flatten(part[0])
-    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), default)
-
-
-def _is_scalar(value: Nested) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
-
-
-def _num_rows(labels: Nested) -> int | None:
-    leaves, _ = flatten(labels)
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)

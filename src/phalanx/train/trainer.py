@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import Metric
 
 from phalanx.clock import now_s
 from phalanx.codecs import Codec, Feedback
@@ -99,7 +99,7 @@ class Trainer:
         layout: Which dim of which leaf of (inputs, targets) is split; default dim 0 of all.
         clip_norm: Largest 2-norm of all gradients together.
         scheduler: Makes a learning-rate scheduler from the optimizer; stepped after every update.
-        metrics: torchmetrics by name, counted in training and evaluation.
+        metrics: torchmetrics or functions by name, counted in training and evaluation.
         codec: Each microbatch's gradient passes through it before they are added, with error
             feedback: "fp16", "bf16", "one_bit", "top_k", or a codec; default: none.
         channels_last: Lay convolution weights out channels_last; default: where the model has
@@ -146,7 +146,7 @@ class Trainer:
         layout: Layout | None = None,
         clip_norm: float | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Any] | None = None,  # Any: a metric or a function
         codec: Codec | str | None = None,
         channels_last: bool | None = None,
         callbacks: Sequence[Callback] = (),

@@ -1,0 +1,74 @@
+"""What one device has of a batch, for whoever counts it: outputs, labels and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.plan import flatten, unflatten
+from phalanx.types import Nested
+
+__all__ = ["Part", "device_of", "gather", "has_rows", "is_scalar", "num_rows"]
+
+# Outputs, labels or None, and one weight per row or None.
+Part = tuple[Nested, Nested, Tensor | None]
+
+
+def has_rows(part: Part | None) -> bool:
+    """Tell whether there is anything to count in ``part``."""
+    if part is None:
+        return False
+    leaves, _ = flatten(part[0])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return not tensors or tensors[0].numel() > 0
+
+
+def gather(parts: Sequence[Part], dims: tuple[int, int], device: torch.device) -> Part:
+    """Return one part that holds the rows of all, on ``device``."""
+    outputs, labels, weights = zip(*parts, strict=True)
+    return (
+        _gather(outputs, dims[0], device),
+        _gather(labels, dims[1], device),
+        _gather(weights, 0, device),
+    )
+
+
+def _gather(values: Sequence[Nested], dim: int, device: torch.device) -> Nested:
+    """Join tensors along ``dim``, and lists, which hold one entry per row."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        moved = [value.to(device) for value in values]
+        return torch.cat(moved, dim) if first.dim() else torch.stack(moved)
+    if isinstance(first, list):
+        return [_moved(each, device) for value in values for each in value]
+    if isinstance(first, dict):
+        return {key: _gather([value[key] for value in values], dim, device) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_gather(each, dim, device) for each in zip(*values, strict=True))
+    return first
+
+
+def _moved(value: Nested, device: torch.device) -> Nested:
+    leaves, spec = flatten(value)
+    return unflatten(
+        [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+    )
+
+
+def device_of(part: Part, default: torch.device) -> torch.device:
+    """Return where the outputs of ``part`` lie."""
+    leaves, _ = flatten(part[0])
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), default)
+
+
+def is_scalar(value: Nested) -> bool:
+    """Tell whether ``value`` is one number."""
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def num_rows(labels: Nested) -> int | None:
+    """Return how many rows the first tensor has that has any; None if none has."""
+    leaves, _ = flatten(labels)
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
