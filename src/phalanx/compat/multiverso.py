@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx import tables
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import ConfigError
 
 __all__ = [
     "ArrayTableHandler",
@@ -39,8 +39,6 @@ Array = np.ndarray[Any, np.dtype[np.float32]]  # of one or two dimensions
 Data = Tensor | np.ndarray[Any, Any] | Sequence[Any] | float  # whatever numpy makes floats of
 _TIMEOUT_S = 600.0  # Multiverso waits for ever; workers may be an epoch's end apart
 
-_world: tables.World | None = None
-
 
 def init(sync: bool = False) -> None:
     """Join the workers that `phalanx launch` or torchrun has started, or be the only one; once.
@@ -51,15 +49,12 @@ def init(sync: bool = False) -> None:
     Raises:
         StateError: It was called before.
     """
-    global _world
-    _world = tables.init(sync=sync, timeout_s=_TIMEOUT_S)
+    tables.init(sync=sync, timeout_s=_TIMEOUT_S)
 
 
 def shutdown() -> None:
     """Leave. The last worker's tables are gone with it; without ``init``, do nothing."""
-    global _world
     tables.shutdown()
-    _world = None
 
 
 def barrier() -> None:
@@ -68,12 +63,12 @@ def barrier() -> None:
     Raises:
         PeerTimeout: A worker did not come within ten minutes; ``.rank`` is it.
     """
-    _current().barrier("multiverso")
+    tables.current().barrier("multiverso")
 
 
 def num_workers() -> int:
     """Return how many workers there are: those who have neither shut down nor died."""
-    return _current().num_workers
+    return tables.current().num_workers
 
 
 def workers_num() -> int:
@@ -83,7 +78,7 @@ def workers_num() -> int:
 
 def worker_id() -> int:
     """Return this worker's number, from 0; under torchrun it is the rank."""
-    return _current().worker_id
+    return tables.current().worker_id
 
 
 def server_id() -> int:
@@ -96,13 +91,7 @@ def server_id() -> int:
 
 def is_master_worker() -> bool:
     """Tell whether this is the worker whose initial values count: 0, or the lowest that is left."""
-    return _current().is_master
-
-
-def _current() -> tables.World:
-    if _world is None or _world.closed:
-        raise StateError("`init` must be called first, but was not.")
-    return _world
+    return tables.current().is_master
 
 
 class ArrayTableHandler:
@@ -129,7 +118,7 @@ class ArrayTableHandler:
 
     def __init__(self, size: int, init_value: Data | None = None) -> None:
         value = None if init_value is None else _floats(init_value, (size,), "init_value")
-        self._table = _current().array(size, init=value)
+        self._table = tables.current().array(size, init=value)
 
     def get(self) -> Array:
         """Return the value, float32, the caller's own."""
@@ -177,7 +166,7 @@ class MatrixTableHandler:
         value = (
             None if init_value is None else _floats(init_value, (num_row, num_col), "init_value")
         )
-        self._table = _current().matrix(num_row, num_col, init=value)
+        self._table = tables.current().matrix(num_row, num_col, init=value)
 
     def get(self, row_ids: Sequence[int] | Tensor | None = None) -> Array:
         """Return the rows in the order asked, or all of them; (K, num_col), float32.

@@ -3,7 +3,7 @@
 from phalanx.tables.embedding import TableEmbedding, TableEmbeddingBag
 from phalanx.tables.first_rows import Uniform
 from phalanx.tables.key_table import KeyTable
-from phalanx.tables.process_world import barrier, init, num_workers, shutdown, worker_id
+from phalanx.tables.process_world import barrier, current, init, num_workers, shutdown, worker_id
 from phalanx.tables.shared_module import SharedModule
 from phalanx.tables.table import PendingGet, Table, TableStats
 from phalanx.tables.updaters import (
@@ -40,6 +40,7 @@ __all__ = [
     "Updater",
     "World",
     "barrier",
+    "current",
     "init",
     "join",
     "num_workers",
