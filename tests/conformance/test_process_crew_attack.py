@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import resource
@@ -10,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,32 @@ def weights(trainer: Any) -> list[Tensor]:
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(map(torch.equal, left, right))
+
+
+# -- many deaths --------------------------------------------------------
+
+
+def test_deaths_leave_neither_memory_nor_descriptors_behind() -> None:
+    """A replacement takes over where rows for the dead one were written."""
+    x, y = torch.randn(7, 4000), torch.randn(7, 3)  # rows that travel through shared memory
+    with make(nn.Linear(4000, 3), max_failures=None) as trainer:
+        trainer.fit([(x, y)], steps=2)
+        crew = trainer._engine.crew
+        held = []
+        for _ in range(3):
+            for worker in crew._workers:
+                os.kill(worker.pid, signal.SIGKILL)
+                assert wait([worker._process.sentinel], PATIENCE_S)
+            trainer.fit([(x, y)], steps=1)  # notices it
+            assert all(worker.poll_ready(PATIENCE_S) for worker in crew._workers)
+            trainer.fit([(x, y)], steps=2)
+            held.append((len(crew.shelf), descriptors()))
+        assert held[1:] == held[:1] * 2
+
+
+def descriptors() -> int:
+    gc.collect()  # dead workers' pipes go with them
+    return len(os.listdir("/proc/self/fd"))
 
 
 # -- settings of the process ------------------------------------------

@@ -32,7 +32,7 @@ from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas.crew import Crew, Job, Span, default_intra_op
 from phalanx.replicas.failures import WorkerFailure
 from phalanx.replicas.intra_op import num_cores
-from phalanx.replicas.mailbox import collect
+from phalanx.replicas.mailbox import Mailbox, collect
 from phalanx.replicas.mirror import Changes, Mirrored
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.parcel import SentOnce, load, pack, pack_data, picklable_or_named
@@ -126,6 +126,7 @@ class ProcessCrew(Crew):
         self._moment: Changes | None = None
         self._as_of: Changes | None = None
         self._settings = read_settings()
+        self._mail = [(Mailbox(shelf), Mailbox(shelf)) for _ in range(num_workers)]
         self._team = Team(num_workers, intra_op=self._intra_op, name="phalanx-crew")
         self._workers: list[WorkerProcess] = []
         self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
@@ -243,7 +244,8 @@ class ProcessCrew(Crew):
         return BirthPlace(place)
 
     def _launch(self, index: int) -> WorkerProcess:
-        return WorkerProcess(index, intra_op=self._intra_op, birth=self._birth, shelf=self.shelf)
+        mail = self._mail[index]  # a dead worker's, for its replacement: the shelf frees nothing
+        return WorkerProcess(index, mail, self._intra_op, self._birth, self.shelf)
 
     def _await_first(self, index: int) -> None:
         try:

@@ -53,6 +53,13 @@ class WorkerProcess:
 
     The kernel kills a worker when the thread that started it ends (see `die_with_parent`).
 
+    Args:
+        index: Which one.
+        mail: Where its rows and its answers go; nobody else writes there any more.
+        intra_op: Threads inside its operators.
+        birth: What it begins with.
+        shelf: The crew's.
+
     Raises:
         PeerLost: The system starts no process.
         UnsupportedError: This process may have no children.
@@ -66,13 +73,19 @@ class WorkerProcess:
         answers: Where it writes what is large in its answers.
     """
 
-    def __init__(self, index: int, *, intra_op: int, birth: BirthPlace, shelf: Shelf) -> None:
+    def __init__(
+        self,
+        index: int,
+        mail: tuple[Mailbox, Mailbox],
+        intra_op: int,
+        birth: BirthPlace,
+        shelf: Shelf,
+    ) -> None:
         self.index = index
         self.knows = -1
         self.ready = False
         self.kept: dict[str, int] = {}
-        self.mailbox = Mailbox(shelf)
-        self.answers = Mailbox(shelf)
+        self.mailbox, self.answers = mail
         self.parent_pid = os.getpid()
         self._shelf = shelf
         self._regions = 0
