@@ -11,6 +11,7 @@ nothing to sweep up after a crash, and nobody without the descriptor can find it
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -21,6 +22,7 @@ import struct
 import sys
 import tempfile
 import weakref
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
@@ -40,6 +42,7 @@ __all__ = ["Region", "reserve"]
 _PARCEL = struct.Struct("<8sQ")
 _PARCEL_MAGIC = b"\xffphlxRgn"
 _SMALL_BYTES = 1 << 20  # not worth the half millisecond of asking how much memory is left
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
@@ -87,20 +90,21 @@ class Region:
 
         Raises:
             ConfigError: The size is no positive integer, or the folder cannot hold a file.
-            OutOfSpace: There is not so much memory, or room in the folder.
+            OutOfSpace: There is not so much memory, or room in the folder, or no descriptor left.
         """
         if type(nbytes) is not int or nbytes < 1:
             raise ConfigError(f"`nbytes` must be a positive integer, but is {nbytes!r}.")
-        fd = _anonymous(nbytes, label) if directory is None else _nameless(Path(directory))
-        try:
-            reserve(fd, nbytes, label, directory)
-            if directory is None:  # from now on nobody can pull the memory away from a reader
-                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        except BaseException:
-            os.close(fd)
-            raise
-        return cls(fd, nbytes, label)
+        with _telling_of_descriptors(label):
+            fd = _anonymous(nbytes, label) if directory is None else _nameless(Path(directory))
+            try:
+                reserve(fd, nbytes, label, directory)
+                if directory is None:  # from now on nobody can pull the memory away from a reader
+                    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+            except BaseException:
+                os.close(fd)
+                raise
+            return cls(fd, nbytes, label)
 
     @classmethod
     def attach(cls, fd: int, nbytes: int | None = None, *, label: str = "region") -> Region:
@@ -314,11 +318,26 @@ def _anonymous(nbytes: int, label: str) -> int:
     return os.memfd_create("phalanx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
+@contextlib.contextmanager
+def _telling_of_descriptors(label: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno not in _NO_DESCRIPTOR:
+            raise
+        raise OutOfSpace(
+            f"There must be file descriptors left for region {label!r}, but there are none "
+            f"({exc.strerror}). Raise their limit (`ulimit -n`)."
+        ) from exc
+
+
 def _nameless(directory: Path) -> int:
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             return os.dup(file.fileno())
     except OSError as exc:
+        if exc.errno in _NO_DESCRIPTOR:
+            raise
         if exc.errno in _NO_SPACE:
             raise _out_of_space(None, 0, "region", directory) from exc
         raise ConfigError(

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import resource
 import stat
 from pathlib import Path
 
@@ -194,6 +195,27 @@ def test_more_memory_than_there_is_is_refused_before_it_is_taken():
     assert e.value.needed_bytes == 1 << 50
     assert 0 < e.value.available_bytes < 1 << 50
     assert isinstance(e.value, OSError)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_too_few_descriptors_are_told(directory, left):
+    """The mapping needs one of its own until Python 3.13."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_files()
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    gaps = [os.open(os.devnull, os.O_RDONLY) for _ in range(highest - lowest + 1)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(gaps) + 1 + left, limits[1]))
+        told = r"file descriptors left for region 'weights'.*`ulimit -n`"
+        with pytest.raises(OutOfSpace, match=told):
+            [Region.create(1 << 12, label="weights", directory=directory) for _ in range(2)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in gaps:
+            os.close(fd)
+    assert open_files() == before
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
