@@ -33,7 +33,7 @@ venv: $(STAMP)  ## set up .venv (done by the other targets where needed)
 
 .venv/moved:
 
-$(STAMP): pyproject.toml constraints.txt $(STALE)
+$(STAMP): pyproject.toml constraints.txt hatch_build.py src/phalanx/memory/rows.c $(STALE)
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
 	    echo "make: \`PYTHON\` must be a Python interpreter, but is '$(PYTHON)', which is not found." \
 	         "Install Python 3.11 or newer, or name one: make PYTHON=python3.12 venv" >&2; exit 1; }

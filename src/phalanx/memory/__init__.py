@@ -18,6 +18,7 @@ from phalanx.memory.forks import forget_in_child
 from phalanx.memory.locks import LockFile, RangeLock
 from phalanx.memory.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.memory.region import Region
+from phalanx.memory.rows import MatrixRows, all_finite, compiled
 from phalanx.memory.run_directory import RunDirectory
 from phalanx.memory.waiting import Waiting
 
@@ -28,6 +29,7 @@ __all__ = [
     "Fault",
     "FlatParameters",
     "LockFile",
+    "MatrixRows",
     "Part",
     "ProcessIdentity",
     "Range",
@@ -37,6 +39,8 @@ __all__ = [
     "Segment",
     "SharedBarrier",
     "Waiting",
+    "all_finite",
+    "compiled",
     "dense_strides",
     "die_with_parent",
     "fence",

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.memory import Region
+from phalanx.memory import Region, all_finite
 from phalanx.tables.hash_index import Int64s, mix
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.values import holds_nonfinite, read_delta, read_number
+from phalanx.tables.values import read_delta, read_number
 
 __all__ = ["FirstRow", "FirstRows", "Uniform", "read_first_row"]
 
@@ -113,7 +113,7 @@ def read_first_row(given: object, spec: TableSpec) -> FirstRow:
             f"`init` must be a number, a row of {spec.cols} numbers or `tables.Uniform(…)`, but is "
             f"{given!r}."
         )
-    if spec.nonfinite != "allow" and holds_nonfinite(row):
+    if spec.nonfinite != "allow" and not all_finite(row):
         raise ConfigError(
             f"`init` must be finite for table {spec.name!r}, but holds NaN or infinity."
         )

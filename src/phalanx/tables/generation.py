@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.memory import ALIGN_BYTES, KEEPS_ORDER, RangeLock, Region, reach
+from phalanx.memory import ALIGN_BYTES, KEEPS_ORDER, MatrixRows, RangeLock, Region, reach
 from phalanx.tables.first_rows import FirstRows
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
 from phalanx.tables.parts import view_backups, view_parts
@@ -225,7 +225,7 @@ class Generation(Shard):
     def _copy_out(self, keys: Int64s, out: Tensor) -> tuple[Tensor, Absent]:
         slots, absent = self._look_up(keys, self.num_keys())
         found = torch.from_numpy(slots)
-        torch.index_select(self.current(), 0, found, out=out)
+        MatrixRows(self.current()).take(found, out)
         if absent is not None:
             self._fill_in(out, keys, absent)
         return found, absent

@@ -8,11 +8,12 @@ from pathlib import Path
 from torch import Tensor
 
 from phalanx.errors import ConfigError
+from phalanx.memory import all_finite
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.table import Numbers, PendingGet, Rows, Table, TableStats, Worker
-from phalanx.tables.values import holds_nonfinite, read_delta, read_rows
+from phalanx.tables.values import read_delta, read_rows
 
 __all__ = ["KeyTable"]
 
@@ -98,7 +99,7 @@ class KeyTable(Table):
                 "`rows` must hold each key once for `assign`, but one is there twice."
             )
         given = read_delta(value, self._spec, len(keys), "value")
-        if self._spec.nonfinite != "allow" and holds_nonfinite(given):
+        if self._spec.nonfinite != "allow" and not all_finite(given):
             raise ConfigError(
                 f"`value` must be finite for table {self.name!r}, but holds NaN or infinity."
             )

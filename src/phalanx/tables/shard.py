@@ -28,15 +28,13 @@ takes the lock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.memory import KEEPS_ORDER, RangeLock, reach
+from phalanx.memory import KEEPS_ORDER, MatrixRows, RangeLock, all_finite, reach
 from phalanx.tables.updaters import Change, Updater
-from phalanx.tables.values import holds_nonfinite
 
 __all__ = ["POINTS", "Entry", "NotFinite", "Shard", "refuse_nonfinite"]
 
@@ -50,16 +48,12 @@ POINTS = (
 )
 """Where the chaos tests stop an add, in its order (:func:`phalanx.memory.reach`)."""
 
-Array = np.ndarray[Any, Any]  # of any table's dtype
-
 _WORD, _ARMED, _COUNT, _BLOCK, _UNDONE = range(5)
 _CURRENT, _PARITY, _PROGRESS, _VERSION = 1, 2, 4, 1 << 24
 _MAX_PROGRESS = _VERSION // _PROGRESS - 1
 BLOCK_ROWS = 4096  # changed at once, so that what was saved is still in the cache
 _BLOCK_ELEMENTS = 1 << 18  # the same for an add of everything
 _ATTEMPTS = 3
-_FEW = 64
-_ONE_THREAD = 32768  # elements from which on torch gives an operation to several threads
 
 
 class Entry(NamedTuple):
@@ -116,9 +110,7 @@ class Shard:
         self._sides = tuple((values[side], *(s[side] for s in states)) for side in range(2))
         self._ids = ids
         self._undo_rows = len(ids)
-        # Rows are saved by numpy, which takes them in three quarters of torch's time.
-        self._ids_array = ids.numpy()
-        self._arrays = tuple([_as_array(part) for part in side] for side in self._sides)
+        self._rows = tuple([MatrixRows(part) for part in side] for side in self._sides)
         self._picked = torch.empty(0, device="cpu")  # a block of a delta
         self._backups = backups
         self._updater = updater
@@ -142,15 +134,15 @@ class Shard:
 
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
         """Copy rows (of the shard, None for all) into ``out``; never half of anybody's add."""
-        header, values = self._header, self.values
+        header = self._header
         for _ in range(_ATTEMPTS if KEEPS_ORDER else 0):
             word = header[_WORD]
             if header[_ARMED] == word:
                 break
             if rows is None:
-                out.copy_(values[word & _CURRENT])
+                out.copy_(self.values[word & _CURRENT])
             else:
-                torch.index_select(values[word & _CURRENT], 0, rows, out=out)
+                self._rows[word & _CURRENT][0].take(rows, out)
             if header[_WORD] == word and header[_ARMED] != word:
                 return
         self._read_locked(rows, out, timeout_s)
@@ -340,7 +332,9 @@ class Shard:
             if not self._picked.numel():  # once: its pages would be new ones for each block
                 with torch.inference_mode(False):  # else nobody could write to it outside of it
                     self._picked = delta.new_empty((BLOCK_ROWS, delta.shape[1]))
-            delta = torch.index_select(delta, 0, places, out=self._picked[: places.numel()])
+            picked = self._picked[: places.numel()]
+            MatrixRows(delta).take(places, picked)
+            delta = picked
         if unseen:
             refuse_nonfinite(delta)
         return delta
@@ -348,26 +342,19 @@ class Shard:
     def _change_block(self, word: int, start: int, ids: Tensor, delta: Tensor, worker: int) -> None:
         header, scale, side = self._header, self._scale, word & _CURRENT
         stop = start + ids.numel()
-        rows = self._ids_array[start:stop]
-        for array, saved in zip(self._arrays[side], self._arrays[1 - side], strict=True):
-            array.take(rows, 0, saved[start:stop], "clip")  # else it takes them elsewhere first
+        for part, record in zip(self._rows[side], self._rows[1 - side], strict=True):
+            part.save(ids, record, start)
         header[_COUNT] = stop
         header[_ARMED] = word
         reach("undo written")
-        current = self._sides[side]
         if scale is not None:
-            if scale == 1 and stop - start <= _FEW and delta.numel() < _ONE_THREAD:
-                # The same sums in the same order, in a third of the time. Of more elements torch
-                # would let threads add, in any order.
-                current[0].index_put_((ids,), delta, accumulate=True)
-            else:
-                current[0].index_add_(0, ids, delta, alpha=scale)
+            self._rows[side][0].add(ids, delta, scale)
             return
         news = [record[start:stop].clone() for record in self._sides[1 - side]]
         backup = self._backups[worker][ids] if self._backups else None
         self._updater.apply(Change(news[0], delta, news[1:], backup))
-        for part, new in zip(current, news, strict=True):
-            part.index_copy_(0, ids, new)
+        for target, new in zip(self._sides[side], news, strict=True):
+            target.index_copy_(0, ids, new)
 
     # --- an add of everything: on the other side --------------------------------------------------
 
@@ -414,18 +401,13 @@ class Shard:
             target.copy_(source)
 
 
-def _as_array(part: Tensor) -> Array:
-    """Return the same memory, of which rows are only copied; numpy has no bfloat16."""
-    return part.view(torch.int16).numpy() if part.dtype == torch.bfloat16 else part.numpy()
-
-
 def refuse_nonfinite(delta: Tensor) -> None:
     """Look at a delta that has to be finite.
 
     Raises:
         NotFinite: It is not.
     """
-    if holds_nonfinite(delta):
+    if not all_finite(delta):
         raise NotFinite
 
 

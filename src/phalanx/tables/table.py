@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
+from phalanx.memory import all_finite
 from phalanx.plan import Verdict
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Membership, await_others
@@ -20,7 +21,7 @@ from phalanx.tables.shard import Entry, NotFinite
 from phalanx.tables.snapshots import load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.storage import Storage
-from phalanx.tables.values import holds_nonfinite, read_delta, read_out, read_rows
+from phalanx.tables.values import read_delta, read_out, read_rows
 
 __all__ = ["Numbers", "PendingGet", "Rows", "Table", "TableStats"]
 
@@ -147,7 +148,7 @@ class Table:
         index = None if rows is None else read_rows(rows, spec)
         value = read_delta(delta, spec, None if index is None else index.numel())
         unseen = self._storage_may_look and value.numel() > _LARGE
-        if self._is_guarded and not unseen and holds_nonfinite(value):
+        if self._is_guarded and not unseen and not all_finite(value):
             self._refuse_nonfinite()
             return
         try:
@@ -195,7 +196,7 @@ class Table:
         self._check_open()
         self._check_master("assign")
         delta = read_delta(value, self._spec, None, "value")
-        if self._is_guarded and holds_nonfinite(delta):
+        if self._is_guarded and not all_finite(delta):
             raise ConfigError(
                 f"`value` must be finite for table {self.name!r}, but holds NaN or infinity."
             )

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from phalanx.errors import ConfigError
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["holds_nonfinite", "read_delta", "read_number", "read_out", "read_rows"]
+__all__ = ["read_delta", "read_number", "read_out", "read_rows"]
 
 _FEW = 32
 
@@ -184,19 +184,3 @@ def read_number(given: float, spec: TableSpec, name: str) -> Tensor:
         raise ConfigError(
             f"`{name}` must be a number that {spec.dtype} holds, but is {given!r}."
         ) from exc
-
-
-def holds_nonfinite(delta: Tensor) -> bool:
-    """Tell whether NaN or infinity is in ``delta``; a sum that is finite saves the closer look.
-
-    Example:
-        >>> holds_nonfinite(torch.tensor([1.0, float("nan")])), holds_nonfinite(torch.ones(3))
-        (True, False)
-    """
-    if not delta.dtype.is_floating_point or delta.numel() == 0:
-        return False
-    total = delta.sum().item()
-    if total - total == 0:  # as neither NaN nor infinity does
-        return False
-    low, high = torch.aminmax(delta)
-    return not bool(torch.isfinite(low) & torch.isfinite(high))

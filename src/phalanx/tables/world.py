@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.memory import Region, RunDirectory
+from phalanx.memory import Region, RunDirectory, all_finite
 from phalanx.plan import Staleness, check_argument, say_numbers
 from phalanx.tables.first_rows import Uniform, read_first_row
 from phalanx.tables.joining import read_ticket
@@ -24,7 +24,7 @@ from phalanx.tables.spec import TableSpec, make_spec
 from phalanx.tables.storage import Storage, agree_on
 from phalanx.tables.table import Numbers, Table, wait_for_clocks
 from phalanx.tables.updaters import Updater
-from phalanx.tables.values import holds_nonfinite, read_delta, read_number
+from phalanx.tables.values import read_delta, read_number
 
 __all__ = ["World", "join", "read_mode"]
 
@@ -593,7 +593,7 @@ def _read_init(init: object, spec: TableSpec) -> Tensor | None:
         value = read_number(init, spec, "init")
     else:
         value = read_delta(init, spec, None, "init")
-    if spec.nonfinite != "allow" and holds_nonfinite(value):
+    if spec.nonfinite != "allow" and not all_finite(value):
         raise ConfigError(
             f"`init` must be finite for table {spec.name!r}, but holds NaN or infinity."
         )

@@ -1,0 +1,67 @@
+/* Rows of a matrix: copied, and added to. See rows.py, which has the same in torch.
+
+   Random rows of a large matrix are in no cache. The processor waits for each unless it is told
+   early which ones come next: that is all that these loops do beyond what they say.
+
+   Rows outside of the matrix are read as its nearest: callers check them, but what they checked
+   may be changed by another thread meanwhile. */
+
+#include <stdint.h>
+#include <string.h>
+
+#define VERSION 1 /* as in rows.py */
+#define AHEAD 8   /* rows: fewer come too late, more push each other out */
+#define LINE 64   /* bytes */
+#define MOST 512  /* bytes of a row: what is longer, the processor sees coming itself */
+
+int64_t phalanx_version(void) { return VERSION; }
+
+static inline int64_t within(int64_t row, int64_t num_rows) {
+    return row < 0 ? 0 : row < num_rows ? row : num_rows - 1;
+}
+
+static inline void fetch(const char *row, int64_t row_bytes) {
+    int64_t stop = row_bytes < MOST ? row_bytes : MOST;
+    for (int64_t at = 0; at < stop; at += LINE) __builtin_prefetch(row + at);
+}
+
+void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes,
+                  const int64_t *rows, int64_t count, char *out) {
+    for (int64_t i = 0; i < count; i++) {
+        if (i + AHEAD < count)
+            fetch(values + within(rows[i + AHEAD], num_rows) * row_bytes, row_bytes);
+        memcpy(out + i * row_bytes, values + within(rows[i], num_rows) * row_bytes,
+               (size_t)row_bytes);
+    }
+}
+
+/* Integers are added as unsigned ones, which wrap around; as torch's do. */
+#define ADD(NAME, TYPE)                                                                          \
+    void phalanx_add_##NAME(TYPE *values, int64_t num_rows, int64_t num_cols,                    \
+                            const int64_t *rows, int64_t count, const TYPE *delta) {             \
+        int64_t row_bytes = num_cols * (int64_t)sizeof(TYPE);                                    \
+        for (int64_t i = 0; i < count; i++) {                                                    \
+            if (i + AHEAD < count)                                                               \
+                fetch((char *)(values + within(rows[i + AHEAD], num_rows) * num_cols), row_bytes); \
+            TYPE *row = values + within(rows[i], num_rows) * num_cols;                           \
+            const TYPE *own = delta + i * num_cols;                                              \
+            for (int64_t j = 0; j < num_cols; j++) row[j] += own[j];                             \
+        }                                                                                        \
+    }
+
+ADD(float32, float)
+ADD(float64, double)
+ADD(int32, uint32_t)
+ADD(int64, uint64_t)
+
+/* A number is not finite if all bits of its exponent are set. */
+#define FINITE(NAME, BITS, EXPONENT)                                   \
+    int64_t phalanx_finite_##NAME(const BITS *numbers, int64_t count) { \
+        BITS found = 0;                                                \
+        for (int64_t i = 0; i < count; i++)                            \
+            found |= (BITS)((numbers[i] & (EXPONENT)) == (EXPONENT));  \
+        return !found;                                                 \
+    }
+
+FINITE(float32, uint32_t, UINT32_C(0x7f800000))
+FINITE(float64, uint64_t, UINT64_C(0x7ff0000000000000))

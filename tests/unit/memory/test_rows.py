@@ -1,0 +1,173 @@
+"""Rows of a matrix: what was compiled does what torch does, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx import tables
+from phalanx.memory import MatrixRows, all_finite, compiled, rows
+
+needs_compiled = pytest.mark.skipif(
+    not compiled(), reason="rows.c was not compiled: no C compiler when phalanx was installed"
+)
+WAYS = [pytest.param(True, marks=needs_compiled), False]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64]
+ROWS, ODD = 1009, 7
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: "compiled" if way else "torch")
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if not request.param:
+        monkeypatch.setattr(rows, "_C", {})
+    return request.param
+
+
+def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=draw).to(dtype)
+    return torch.randint(-(1 << 30), 1 << 30, shape, generator=draw, dtype=dtype)
+
+
+def some_rows(count: int, seed: int = 0) -> Tensor:
+    """Return row numbers; many are given more than once."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, min(ROWS, 2 * count + 1), (count,), generator=draw)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cols", [1, 3, 64, 333])
+@pytest.mark.parametrize("count", [0, 1, ODD, 65, 4097])
+def test_rows_are_taken_saved_and_added_to(way, dtype, cols, count):
+    values, numbers = drawn(dtype, ROWS, cols), some_rows(count)
+    delta, before = drawn(dtype, count, cols, seed=1), values.clone()
+    owned = MatrixRows(values)
+
+    out = torch.empty(count, cols, dtype=dtype)
+    owned.take(numbers, out)
+    assert torch.equal(out, before[numbers])
+
+    record = torch.zeros(count + ODD, cols, dtype=dtype)
+    owned.save(numbers, MatrixRows(record), ODD - 2)
+    assert torch.equal(record[ODD - 2 : count + ODD - 2], before[numbers])
+    assert not record[: ODD - 2].any()
+    assert not record[count + ODD - 2 :].any()
+
+    owned.add(numbers, delta)
+    for number, row in zip(numbers.tolist(), delta, strict=True):
+        before[number] += row  # one after the other: what a row is given twice is added twice
+    if dtype == torch.bfloat16:  # torch rounds the sum of many repeats once, that of few each time
+        assert torch.allclose(values.float(), before.float(), rtol=0.02, atol=0.2)
+    else:
+        assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_and_deltas_may_lie_apart(way, dtype):
+    values = drawn(dtype, ROWS, 5)
+    before, numbers = values.clone(), torch.arange(2 * ODD)[::2]
+    delta = drawn(dtype, 5, ODD, seed=1).T
+    out = torch.empty(ODD, 5, dtype=dtype)
+    owned = MatrixRows(values)
+    owned.take(numbers, out)
+    owned.add(numbers.contiguous(), delta)
+    assert torch.equal(out, before[numbers])
+    assert torch.equal(values, before.index_add_(0, numbers, delta))
+
+
+def test_a_delta_may_be_scaled(way):
+    values, numbers = drawn(torch.float32, ROWS, 5), some_rows(ODD)
+    delta = drawn(torch.float32, ODD, 5, seed=1)
+    wanted = values.clone().index_add_(0, numbers, delta, alpha=-0.3)
+    MatrixRows(values).add(numbers, delta, -0.3)
+    assert torch.equal(values, wanted)
+
+
+def test_integers_wrap_around(way):
+    values = torch.full((2, 1), torch.iinfo(torch.int32).max, dtype=torch.int32)
+    MatrixRows(values).add(torch.tensor([1]), torch.ones(1, 1, dtype=torch.int32))
+    assert values.tolist() == [[2**31 - 1], [-(2**31)]]
+
+
+@needs_compiled
+def test_numbers_that_were_changed_behind_our_back_reach_no_other_memory():
+    """The neighbours are what lies before and after the matrix."""
+    whole = torch.zeros(9, 3)
+    values, numbers = whole[3:6], torch.tensor([-5, 1, 7, 1 << 60])
+    owned, out = MatrixRows(values), torch.full((4, 3), -1.0)
+    owned.add(numbers, torch.ones(4, 3))
+    owned.take(numbers, out)
+    assert whole[:, 0].tolist() == [0, 0, 0, 1, 1, 2, 0, 0, 0]
+    assert out[:, 0].tolist() == [1, 1, 2, 2]
+
+
+FINITE = [0.0, -0.0, 1e-45, -5e-324, 1e38, -1.0]
+NOT = [float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, ODD, 4097])
+def test_what_is_not_finite_is_seen_wherever_it_is(way, dtype, size):
+    numbers = torch.tensor(FINITE, dtype=dtype).repeat(size)[:size]
+    assert all_finite(numbers)
+    for place in {0, size // 2, size - 1}:
+        for bad in NOT:
+            spoilt = numbers.clone()
+            spoilt[place] = bad
+            assert not all_finite(spoilt)
+            assert not all_finite(spoilt.repeat(2, 2).T)
+
+
+def test_a_sum_that_overflows_is_finite_numbers_still(way):
+    assert all_finite(torch.full((ODD,), torch.finfo(torch.float32).max))
+
+
+@pytest.mark.parametrize("numbers", [torch.ones(3, dtype=torch.int64), torch.empty(0), np.pi])
+def test_integers_and_nothing_are_finite(way, numbers):
+    assert all_finite(torch.as_tensor(numbers))
+
+
+def test_tables_have_the_same_bits_either_way(monkeypatch):
+    """With several shards, repeats, and blocks of rows."""
+    found = []
+    for functions in (rows._C, {}):
+        monkeypatch.setattr(rows, "_C", functions)
+        with tables.join() as world:
+            table = world.matrix(ROWS, 33, num_shards=3)
+            for seed, count in enumerate((1, ODD, 999, 9000)):
+                table.add(drawn(torch.float32, count, 33, seed=seed), some_rows(count, seed))
+            found.append((table.get().clone(), table.get(some_rows(5000, 9))))
+    (all_of_one, some_of_one), (all_of_other, some_of_other) = found
+    assert torch.equal(all_of_one, all_of_other)
+    assert torch.equal(some_of_one, some_of_other)
+
+
+# -- loading ---------------------------------------------------------
+
+
+def test_what_is_no_library_or_not_there_is_left_alone(tmp_path: Path):
+    (tmp_path / "_rows.so").write_bytes(b"\x7fELF, or so it says")
+    assert rows._load(tmp_path / "_rows.so") is None
+    assert rows._load(tmp_path / "absent.so") is None
+
+
+@needs_compiled
+def test_a_library_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    path = Path(rows.__file__).with_name("_rows.so")
+    assert rows._load(path) is not None
+    monkeypatch.setattr(rows, "_VERSION", rows._VERSION + 1)
+    assert rows._load(path) is None
+
+
+@needs_compiled
+def test_the_source_compiles_without_a_warning(tmp_path: Path):
+    source = Path(rows.__file__).with_name("rows.c")
+    command = ["cc", "-O3", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([*command, "-o", str(tmp_path / "rows.so"), str(source)], check=True, timeout=60)
+    assert rows._load(tmp_path / "rows.so") is not None
