@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["MatrixRows", "all_finite", "compiled"]
+__all__ = ["MatrixRows", "all_finite", "rows_compiled"]
 
 _VERSION = 1  # as in rows.c: one that was compiled from another is left alone
 _NAMES = {
@@ -64,7 +64,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
 _C = _functions(_load(Path(__file__).with_name("_rows.so")))
 
 
-def compiled() -> bool:
+def rows_compiled() -> bool:
     """Tell whether rows.c was compiled when phalanx was installed."""
     return bool(_C)
 

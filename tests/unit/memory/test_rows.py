@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from phalanx import tables
-from phalanx.memory import MatrixRows, all_finite, compiled, rows
+from phalanx.memory import MatrixRows, all_finite, rows, rows_compiled
 
 needs_compiled = pytest.mark.skipif(
-    not compiled(), reason="rows.c was not compiled: no C compiler when phalanx was installed"
+    not rows_compiled(), reason="rows.c was not compiled: no C compiler when phalanx was installed"
 )
 WAYS = [pytest.param(True, marks=needs_compiled), False]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64]

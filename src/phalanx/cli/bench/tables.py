@@ -29,6 +29,7 @@ from phalanx.cli.bench.tables_report import (
 )
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError, PeerError
+from phalanx.memory import rows_compiled
 
 __all__ = ["tables"]
 
@@ -64,6 +65,8 @@ def tables(
     console = make_console()
     machine = describe_machine()
     introduce(console, machine)
+    by = "rows.c" if rows_compiled() else "torch, since rows.c is not compiled"
+    console.print(f"Tables' rows are copied and added to by {by}.")
     if "ray" in names and not is_there("ray"):
         names.remove("ray")
         console.print("Ray is not installed, so it is left out: pip install 'phalanx[peers]'.")
@@ -93,7 +96,9 @@ def tables(
     for name, cause in failures.items():
         console.print(f"{name} failed.", style="red")
         console.print(cause)
-    (out / "tables.json").write_text(as_json(results, machine, rounds=rounds), encoding="utf-8")
+    (out / "tables.json").write_text(
+        as_json(results, machine, rounds=rounds, rows_compiled=rows_compiled()), encoding="utf-8"
+    )
     draw_tables(results, machine, out / "tables.png")
     console.print(f"Wrote {out / 'tables.json'} and {out / 'tables.png'}.")
     if failures:
