@@ -18,7 +18,7 @@ from phalanx.memory.forks import forget_in_child
 from phalanx.memory.locks import LockFile, RangeLock
 from phalanx.memory.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.memory.region import Region
-from phalanx.memory.rows import MatrixRows, all_finite, rows_compiled
+from phalanx.memory.rows import MatrixRows, all_finite, all_within, rows_compiled
 from phalanx.memory.run_directory import RunDirectory
 from phalanx.memory.waiting import Waiting
 
@@ -40,6 +40,7 @@ __all__ = [
     "SharedBarrier",
     "Waiting",
     "all_finite",
+    "all_within",
     "dense_strides",
     "die_with_parent",
     "fence",

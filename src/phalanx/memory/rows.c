@@ -9,10 +9,18 @@
 #include <stdint.h>
 #include <string.h>
 
-#define VERSION 1 /* as in rows.py */
+#define VERSION 2 /* as in rows.py */
 #define AHEAD 8   /* rows: fewer come too late, more push each other out */
 #define LINE 64   /* bytes */
 #define MOST 512  /* bytes of a row: what is longer, the processor sees coming itself */
+
+/* For each kind of processor one copy of a function, chosen when the library is loaded. Sums have
+   the same bits in all of them: nothing is multiplied, and each number is added to one other. */
+#if defined(__x86_64__) && defined(__GLIBC__)
+#define WIDE __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define WIDE
+#endif
 
 int64_t phalanx_version(void) { return VERSION; }
 
@@ -23,6 +31,13 @@ static inline int64_t within(int64_t row, int64_t num_rows) {
 static inline void fetch(const char *row, int64_t row_bytes) {
     int64_t stop = row_bytes < MOST ? row_bytes : MOST;
     for (int64_t at = 0; at < stop; at += LINE) __builtin_prefetch(row + at);
+}
+
+/* Tell whether all rows are within the matrix. */
+WIDE int64_t phalanx_within(const int64_t *rows, int64_t count, int64_t num_rows) {
+    uint64_t outside = 0; /* a negative number is a large one without a sign */
+    for (int64_t i = 0; i < count; i++) outside |= (uint64_t)rows[i] >= (uint64_t)num_rows;
+    return !outside;
 }
 
 void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes,
@@ -37,14 +52,14 @@ void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes,
 
 /* Integers are added as unsigned ones, which wrap around; as torch's do. */
 #define ADD(NAME, TYPE)                                                                          \
-    void phalanx_add_##NAME(TYPE *values, int64_t num_rows, int64_t num_cols,                    \
-                            const int64_t *rows, int64_t count, const TYPE *delta) {             \
+    WIDE void phalanx_add_##NAME(TYPE *values, int64_t num_rows, int64_t num_cols,               \
+                                 const int64_t *rows, int64_t count, const TYPE *delta) {        \
         int64_t row_bytes = num_cols * (int64_t)sizeof(TYPE);                                    \
         for (int64_t i = 0; i < count; i++) {                                                    \
             if (i + AHEAD < count)                                                               \
                 fetch((char *)(values + within(rows[i + AHEAD], num_rows) * num_cols), row_bytes); \
-            TYPE *row = values + within(rows[i], num_rows) * num_cols;                           \
-            const TYPE *own = delta + i * num_cols;                                              \
+            TYPE *restrict row = values + within(rows[i], num_rows) * num_cols;                  \
+            const TYPE *restrict own = delta + i * num_cols;                                     \
             for (int64_t j = 0; j < num_cols; j++) row[j] += own[j];                             \
         }                                                                                        \
     }
@@ -55,8 +70,8 @@ ADD(int32, uint32_t)
 ADD(int64, uint64_t)
 
 /* A number is not finite if all bits of its exponent are set. */
-#define FINITE(NAME, BITS, EXPONENT)                                   \
-    int64_t phalanx_finite_##NAME(const BITS *numbers, int64_t count) { \
+#define FINITE(NAME, BITS, EXPONENT)                                         \
+    WIDE int64_t phalanx_finite_##NAME(const BITS *numbers, int64_t count) { \
         BITS found = 0;                                                \
         for (int64_t i = 0; i < count; i++)                            \
             found |= (BITS)((numbers[i] & (EXPONENT)) == (EXPONENT));  \

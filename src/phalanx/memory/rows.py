@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["MatrixRows", "all_finite", "rows_compiled"]
+__all__ = ["MatrixRows", "all_finite", "all_within", "rows_compiled"]
 
-_VERSION = 1  # as in rows.c: one that was compiled from another is left alone
+_VERSION = 2  # as in rows.c: one that was compiled from another is left alone
 _NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -52,11 +52,12 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
     for name in _NAMES.values():
         takes[f"add_{name}"] = takes["take"]
     takes["finite_float32"] = takes["finite_float64"] = [pointer, number]
+    takes["within"] = [pointer, number, number]
     found: dict[str, Function] = {}
     for name, types in takes.items():
         function = getattr(library, f"phalanx_{name}")
         function.argtypes = types
-        function.restype = number if name.startswith("finite") else None
+        function.restype = number if name.startswith(("finite", "within")) else None
         found[name] = function
     return found
 
@@ -67,6 +68,21 @@ _C = _functions(_load(Path(__file__).with_name("_rows.so")))
 def rows_compiled() -> bool:
     """Tell whether rows.c was compiled when phalanx was installed."""
     return bool(_C)
+
+
+def all_within(rows: Tensor, num_rows: int) -> bool:
+    """Tell whether all of ``rows``, 1-D int64 on the CPU, are numbers from 0 to below ``num_rows``.
+
+    Example:
+        >>> all_within(torch.tensor([0, 4]), 5), all_within(torch.tensor([-1, 4]), 5)
+        (True, False)
+    """
+    if "within" in _C and rows.is_contiguous():
+        return bool(_C["within"](rows.data_ptr(), rows.numel(), num_rows))
+    if rows.numel() <= _FEW:  # then Python is faster than torch
+        return all(0 <= row < num_rows for row in rows.tolist())
+    low, high = torch.aminmax(rows)
+    return bool(low >= 0) and bool(high < num_rows)
 
 
 class MatrixRows:

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from phalanx.errors import ConfigError
+from phalanx.memory import all_within
 from phalanx.tables.spec import TableSpec
 
 __all__ = ["read_delta", "read_number", "read_out", "read_rows"]
-
-_FEW = 32
 
 
 def read_rows(given: object, spec: TableSpec) -> Tensor:
@@ -35,14 +34,13 @@ def read_rows(given: object, spec: TableSpec) -> Tensor:
         )
     if not rows.is_cpu:
         rows = rows.cpu()
-    if rows.numel() and not spec.has_keys:
-        low, high = _extremes(rows)
-        if low < 0 or high >= spec.rows:
-            outside = low if low < 0 else high
-            plural = "" if spec.rows == 1 else "s"
-            raise ConfigError(
-                f"Row {outside} is outside table {spec.name!r}, which has {spec.rows} row{plural}."
-            )
+    if not spec.has_keys and not all_within(rows, spec.rows):
+        low, high = map(int, torch.aminmax(rows))
+        plural = "" if spec.rows == 1 else "s"
+        raise ConfigError(
+            f"Row {low if low < 0 else high} is outside table {spec.name!r}, which has {spec.rows} "
+            f"row{plural}."
+        )
     return rows
 
 
@@ -54,14 +52,6 @@ def _plain(given: Tensor, name: str) -> Tensor:
         )
         raise ConfigError(f"`{name}` must be a tensor of plain numbers, but is {kind}.")
     return given if given.layout is torch.strided else given.to_dense()
-
-
-def _extremes(rows: Tensor) -> tuple[int, int]:
-    if rows.numel() <= _FEW:  # then Python is faster
-        numbers = rows.tolist()
-        return min(numbers), max(numbers)
-    low, high = torch.aminmax(rows)
-    return int(low.item()), int(high.item())
 
 
 def _rows_tensor(given: object) -> Tensor:

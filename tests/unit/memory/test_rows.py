@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx import tables
-from phalanx.memory import MatrixRows, all_finite, rows, rows_compiled
+from phalanx.memory import MatrixRows, all_finite, all_within, rows, rows_compiled
 
 needs_compiled = pytest.mark.skipif(
     not rows_compiled(), reason="rows.c was not compiled: no C compiler when phalanx was installed"
@@ -146,6 +146,19 @@ def test_tables_have_the_same_bits_either_way(monkeypatch):
     (all_of_one, some_of_one), (all_of_other, some_of_other) = found
     assert torch.equal(all_of_one, all_of_other)
     assert torch.equal(some_of_one, some_of_other)
+
+
+@pytest.mark.parametrize("count", [0, 1, ODD, 1001])
+@pytest.mark.parametrize("bad", [-1, ROWS, -(1 << 63), (1 << 63) - 1])
+def test_a_row_outside_is_seen_wherever_it_is(way, count, bad):
+    numbers = some_rows(count)
+    assert all_within(numbers, ROWS)
+    assert all_within(numbers.repeat_interleave(2)[::2], ROWS)
+    for place in {0, count // 2, max(0, count - 1)} if count else ():
+        spoilt = numbers.clone()
+        spoilt[place] = bad
+        assert not all_within(spoilt, ROWS)
+        assert not all_within(spoilt.repeat_interleave(2)[::2], ROWS)
 
 
 # -- loading ---------------------------------------------------------
