@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from phalanx.replicas.worker import Keep
+from phalanx.replicas.sent_once import Keep
 from phalanx.replicas.worker_process import START_S
 from tests.chaos.course import DEADLINE_S, Course
 from tests.chaos.saboteur import Order
@@ -70,7 +70,7 @@ def test_a_worker_that_reads_nothing_of_a_long_message_is_replaced(hanging: Cour
     hanging.await_workers()
     hanging.disturbed.lost.clear()
     os.kill(hanging.worker(1).pid, signal.SIGSTOP)
-    long = Keep("long", bytes(1 << 24))
+    long = Keep("long", bytes(1 << 24), frozenset())
     done = hanging.crew.each(lambda index: index == 1 and hanging.crew.errand(1, lambda _: long))
     assert done == [False, False]
     hanging.step()

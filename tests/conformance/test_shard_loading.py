@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
+import weakref
 from typing import Any
 
 import numpy as np
@@ -103,6 +105,40 @@ def test_a_reader_that_dies_does_not_show(expected: dict[str, Tensor], tmp_path:
     data = loader(Deadly(str(tmp_path / "dead")))
     assert_same(train("processes", 2, data, on_failure=lost.append), expected)
     assert [each.reason.split()[3] for each in lost] == ["SIGKILL"]
+
+
+class KeepsAtMost:
+    """An errand that fails in a worker that keeps more of what it was sent once."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __call__(self, worker: Any) -> None:
+        kept = [name for name in worker.kept if name.startswith("once")]
+        assert len(kept) <= self.most, kept
+
+
+@pytest.mark.parametrize("crew", ["threads", "processes"])
+def test_data_sets_of_loaders_that_are_gone_are_kept_nowhere(crew: str) -> None:
+    """A notebook makes a loader for every call."""
+    options: dict[str, Any] = {"crew": crew, "replicas": 2, "microbatches": 2}
+    with phalanx.Trainer(
+        nn.Linear(4, 1), nn.functional.mse_loss, adam, shard_loading=True, **options
+    ) as trainer:
+        seen: list[weakref.ref[Any]] = []
+        for _ in range(5):
+            data = Noisy(12)
+            trainer.fit(loader(data))
+            trainer.evaluate(loader(data))
+            seen.append(weakref.ref(data))
+            del data
+            gc.collect()
+        assert sum(each() is not None for each in seen) <= 1  # that of a run to be gone on with
+        replicas = trainer._engine.crew
+        if crew == "processes":
+            told = replicas.each(lambda i: replicas.errand(i, lambda _: KeepsAtMost(3)))
+            control = replicas.each(lambda i: replicas.errand(i, lambda _: KeepsAtMost(0)))
+            assert (told, control) == ([True, True], [False, False])
 
 
 def test_the_order_is_the_loaders_own() -> None:

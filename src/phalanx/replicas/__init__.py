@@ -24,9 +24,9 @@ from phalanx.replicas.memory_format import (
 )
 from phalanx.replicas.mirror import Changes
 from phalanx.replicas.modes import CallerModes
-from phalanx.replicas.parcel import SentOnce
 from phalanx.replicas.process_crew import Portion, ProcessCrew, check_shareable
 from phalanx.replicas.replica import Replica, add_gradients, refuse_lazy
+from phalanx.replicas.sent_once import SentOnce
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.statistics import (
     Statistic,

@@ -23,7 +23,6 @@ from phalanx.errors import ConfigError
 
 __all__ = [
     "Form",
-    "SentOnce",
     "copy_of",
     "flat_bytes",
     "is_plain",
@@ -37,10 +36,6 @@ _ALIGN_BYTES = 64  # kernels may choose by alignment, so a copy lies as its orig
 
 # Any: whatever the user's code makes; tokens are tuples that the two sides agree on.
 Aside = Callable[[Any], Any]
-
-
-class SentOnce:
-    """A base for large things that a worker process gets once and then by number."""
 
 
 class _Packer(pickle.Pickler):

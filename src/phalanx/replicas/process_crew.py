@@ -35,14 +35,15 @@ from phalanx.replicas.intra_op import num_cores
 from phalanx.replicas.mailbox import Mailbox, collect
 from phalanx.replicas.mirror import Changes, Mirrored
 from phalanx.replicas.modes import CallerModes
-from phalanx.replicas.parcel import SentOnce, load, pack, pack_data, picklable_or_named
+from phalanx.replicas.parcel import load, pack, pack_data, picklable_or_named
 from phalanx.replicas.patience import LONGEST_S
 from phalanx.replicas.replica import refuse_lazy
+from phalanx.replicas.sent_once import Keep, OnceNames, SentOnce
 from phalanx.replicas.settings import read_settings
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.sums import Partial
 from phalanx.replicas.team import Team
-from phalanx.replicas.worker import Birth, BirthPlace, Done, Errand, Failed, Keep, Task
+from phalanx.replicas.worker import Birth, BirthPlace, Done, Errand, Failed, Task
 from phalanx.replicas.worker_process import START_S, Lost, WorkerProcess, dismiss_all, rebuilt
 from phalanx.types import Nested
 
@@ -121,7 +122,7 @@ class ProcessCrew(Crew):
         self._timeout_s = min(float(timeout_s), LONGEST_S)
         self._on_failure = on_failure
         self._pid = os.getpid()
-        self._once: dict[int, tuple[str, SentOnce]] = {}  # by identity, and kept for it
+        self._once = OnceNames()
         self._deferred: Exception | None = None
         self._moment: Changes | None = None
         self._as_of: Changes | None = None
@@ -413,17 +414,16 @@ class ProcessCrew(Crew):
         def aside(obj: Any) -> Any:
             if not isinstance(obj, SentOnce):
                 return worker.mailbox.put(obj)
-            name = self._once.setdefault(id(obj), (f"once {len(self._once)}", obj))[0]
-            found[name] = obj
+            found[name := self._once.of(obj)] = obj
             return ("once", name)
 
         packed = pack_data(batch, aside)
-        for name, obj in found.items():
-            if name not in worker.kept:
-                answer = worker.ask(Errand(pack_data(Keep(name, obj))), START_S)
-                if isinstance(answer, Failed):
-                    raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
-                worker.kept[name] = 1
+        for name in [name for name in found if name not in worker.kept]:
+            keep = Keep(name, found[name], self._once.alive())
+            answer = worker.ask(Errand(pack_data(keep)), START_S)
+            if isinstance(answer, Failed):
+                raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
+            keep.note(worker.kept)
         return packed
 
     def _count(

@@ -39,7 +39,6 @@ __all__ = [
     "Done",
     "Errand",
     "Failed",
-    "Keep",
     "NewRegions",
     "Start",
     "Task",
@@ -129,18 +128,6 @@ class Errand:
 
     call: bytes
     settings: tuple[Any, ...] | None = None  # Any: see `read_settings`
-
-
-@dataclass(frozen=True)
-class Keep:
-    """An errand: keep a `SentOnce` under its name."""
-
-    name: str
-    value: Any  # Any: whatever microbatches refer to
-
-    def __call__(self, worker: Worker) -> None:
-        """Do it, in the worker."""
-        worker.kept[self.name] = self.value
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,18 +78,27 @@ class ShardedLoader:
     """A `DataLoader` whose batches are read by the replicas.
 
     It draws from the same generators in the same order as the loader itself would, so the order of
-    the samples is the loader's.
+    the samples is the loader's. It keeps no loader: whoever iterates holds it.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
-        self._loader = loader
+        self._held = weakref.ref(loader)
         self._seed = seed
         self._epoch = 0
-        # Whose epoch is set before each pass, as the loader's own would be.
-        self.sampler: Any = self
         self.generator = loader.generator
         self.batch_sampler: Any = loader.batch_sampler
         self._source = Source(loader.dataset, loader.collate_fn or default_collate)
+
+    @property
+    def sampler(self) -> ShardedLoader:
+        """Whose epoch is set before each pass, as the loader's own would be."""
+        return self
+
+    @property
+    def _loader(self) -> DataLoader[Any]:
+        loader = self._held()
+        assert loader is not None
+        return loader
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch; passed on to samplers that want to know."""
@@ -119,7 +129,8 @@ class Loaders:
     def __init__(self, *, sharded: bool, seed: int) -> None:
         self._sharded = sharded
         self._seed = seed
-        self._known: dict[int, tuple[object, ShardedLoader]] = {}  # by identity, and kept for it
+        # Weak: many a loader lives for one call, and its data set with it.
+        self._known: weakref.WeakKeyDictionary[object, ShardedLoader] = weakref.WeakKeyDictionary()
 
     def open(self, loader: Iterable[Nested]) -> Iterable[Nested]:
         """Return what is to be iterated over in the place of ``loader``.
@@ -130,9 +141,10 @@ class Loaders:
         """
         if not self._sharded:
             return loader
-        if id(loader) not in self._known:
-            self._known[id(loader)] = loader, _sharded(loader, self._seed)
-        return self._known[id(loader)][1]
+        known = self._known.get(loader) if isinstance(loader, DataLoader) else None
+        if known is None:
+            known = self._known[loader] = _sharded(loader, self._seed)
+        return known
 
 
 def _sharded(loader: Iterable[Nested], seed: int) -> ShardedLoader:
