@@ -487,3 +487,25 @@ def test_closing_leaves_no_process_and_no_region_and_groups_share_parameters() -
     assert same(*found)
     assert open_regions() == before
     assert not shared_addresses() - mapped
+
+
+def test_groups_that_come_and_go_beside_one_they_share_with_leave_no_region() -> None:
+    net = Loss()
+    options = {
+        "data": [DataDesc("data", (7, 5), torch.float64)],
+        "labels": [labels_desc(7)],
+        "crew": "processes",
+    }
+    held, pids = [], []
+    with DataParallelExecutorGroup(net, 1, **options) as first:
+        for seed in range(3):
+            with DataParallelExecutorGroup(Loss(), 1, shared_group=first, **options) as other:
+                for group in (first, other):
+                    group.forward(DataBatch(draw(7, 5, seed=seed), classes(7)))
+                    group.backward()
+            del group, other
+            gc.collect()
+            held.append(open_regions())
+            pids.append(first.worker_pids)
+    assert held[1:] == held[:1] * 2
+    assert pids[1:] == pids[:1] * 2

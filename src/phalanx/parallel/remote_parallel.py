@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,18 +27,23 @@ __all__ = ["RemoteParallel", "SharedShelf"]
 
 
 class SharedShelf:
-    """The shelf on which several crews keep one set of parameters, while any of them is open."""
+    """The shelves of several crews, which find the parameters that they share in one place.
+
+    Each crew has a shelf of its own, because a shelf frees nothing while its crew works; what one
+    has moved to its shelf, the others' hold as well.
+    """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._shelf: weakref.ref[Shelf] | None = None
+        self._shelves: weakref.WeakSet[Shelf] = weakref.WeakSet()
 
-    def open(self) -> Shelf:
-        """Return the shelf of the crews that are open, or a new one."""
-        shelf = None if self._shelf is None else self._shelf()
-        if shelf is None:
-            shelf = Shelf(self._directory)
-            self._shelf = weakref.ref(shelf)
+    def open(self, parameters: Iterable[nn.Parameter]) -> Shelf:
+        """Return a shelf for one more crew, with what others have of its ``parameters``."""
+        shelf = Shelf(self._directory)
+        for parameter in parameters:
+            for other in self._shelves:
+                shelf.share(other, parameter)
+        self._shelves.add(shelf)
         return shelf
 
 
@@ -125,7 +130,7 @@ class RemoteParallel(DataParallel):
         return ProcessCrew(
             self.module,
             len(self._devices),
-            shelf=self.shelf.open(),
+            shelf=self.shelf.open(self.module.parameters()),
             workloads=self._workloads,
             intra_op=self._intra_op,
             rules=self._rules,

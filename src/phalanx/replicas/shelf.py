@@ -69,6 +69,12 @@ class Shelf:
             for tensor, start in zip(tensors, offsets, strict=True)
         ]
 
+    def share(self, other: Shelf, tensor: Tensor) -> None:
+        """Have the region, too, in which ``tensor`` lies on another shelf, if it lies on that."""
+        place = other.place_of(tensor)
+        if place is not None and self.place_of(tensor) is None:
+            self._add(other._regions[place.region])
+
     def place_of(self, tensor: Tensor) -> Place | None:
         """Return where ``tensor`` lies, or None when it is not in one of the regions."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
