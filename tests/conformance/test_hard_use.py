@@ -134,7 +134,7 @@ def test_what_fails_beside_the_step_fails_before_it(
     with trainer(module(), **options) as t:
         before = weights(t)
         with pytest.raises(kind):
-            t.step(batch())
+            t.fit([batch()])
         assert t.steps == 0
         assert same(weights(t), before)
 

@@ -386,6 +386,32 @@ def test_fit_reports_training_and_validation_metrics() -> None:
     assert dict(done.validation or {}) == pytest.approx(expected, rel=1e-6)
 
 
+def test_steps_outside_of_an_epoch_count_in_no_metric_and_keep_nothing() -> None:
+    """A service that only calls `step()` would keep every output for a metric nobody can read."""
+
+    def mean_error(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).abs().mean()
+
+    batches = [(torch.randn(5, 3), torch.randn(5, 1)) for _ in range(3)]
+    found = []
+    for extra in (0, 4):
+        torch.manual_seed(0)
+        with phalanx.Trainer(
+            nn.Linear(3, 1),
+            nn.functional.mse_loss,
+            lambda params: torch.optim.SGD(params, lr=0.0),
+            replicas=2,
+            metrics={"error": mean_error},
+        ) as trainer:
+            trainer.fit(batches, steps=2)
+            before = len(trainer._metrics.capture())
+            for _ in range(extra):
+                trainer.step((torch.randn(5, 3), torch.randn(5, 1)))
+            assert len(trainer._metrics.capture()) == before
+            found.append(trainer.fit(batches)[0].train["error"])
+    assert found[0] == found[1]
+
+
 def test_training_metrics_are_exact() -> None:
     """At a learning rate of 0 weights stand still: an epoch's metrics are those of all its rows."""
     batches = [vector_batch(rows, F64, seed=rows) for rows in (15, 7, 2)]

@@ -99,7 +99,7 @@ class Trainer:
         layout: Which dim of which leaf of (inputs, targets) is split; default dim 0 of all.
         clip_norm: Largest 2-norm of all gradients together.
         scheduler: Makes a learning-rate scheduler from the optimizer; stepped after every update.
-        metrics: torchmetrics or functions by name, counted in training and evaluation.
+        metrics: torchmetrics or functions by name, counted in :meth:`fit` and :meth:`evaluate`.
         codec: Each microbatch's gradient passes through it before they are added, with error
             feedback: "fp16", "bf16", "one_bit", "top_k", or a codec; default: none.
         channels_last: Lay convolution weights out channels_last; default: where the model has
@@ -318,7 +318,7 @@ class Trainer:
         self._cutter.check_rows(batch)
         with caller_intra_op(1):
             self.module.train()
-            return self._step(batch, Position.next_step)
+            return self._step(batch, in_epoch=False)
 
     def resize(self, replicas: int | Sequence[Device]) -> None:
         """Go on with other replicas from the next update on; callable from anywhere.
@@ -372,7 +372,7 @@ class Trainer:
             if self._position.batch == 0:
                 self._cutter.check_rows(batch)
                 self._metrics.reset()
-            self._step(batch, Position.next_batch)
+            self._step(batch, in_epoch=True)
         if self._position.batch == 0:
             raise ConfigError(
                 "`loader` must yield at least one batch, but yields none. A generator is used up "
@@ -387,29 +387,30 @@ class Trainer:
 
     def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
         train = {"loss": self._position.mean_loss, **self._metrics.compute()}
-        validation = None if validate is None else self._evaluate(validate)
         done = EpochDone(
             epoch=self.epochs,
             steps=self.steps,
             samples=self._position.samples,
             seconds=seconds,
             train=train,
-            validation=validation,
+            validation=None if validate is None else self._evaluate(validate),
         )
         self._position = self._position.next_epoch()
         self._tell(done)
         return done
 
-    def _step(self, batch: Nested, advance: Callable[[Position, Loss], Position]) -> StepDone:
-        """Do one update, move the position on, and tell."""
+    def _step(self, batch: Nested, *, in_epoch: bool) -> StepDone:
+        """Do one update, move the position on, and tell; metrics are an epoch's, as its loss is."""
         engine = self._open_engine(batch)
         before = self._position
         start_s = now_s()
         pieces = engine.cut(batch, self.workloads)
+        counts = in_epoch and bool(self._metrics)
 
         def commit(loss: Loss) -> None:
-            self._position = advance(before, loss)
-            self._metrics.commit()
+            self._position = (before.next_batch if in_epoch else before.next_step)(loss)
+            if counts:
+                self._metrics.commit()
             if self.scheduler is not None:
                 self.scheduler.step()
 
@@ -422,9 +423,9 @@ class Trainer:
 
         update = engine.update(
             pieces,
-            self._work.training(pieces.scales, keep_outputs=bool(self._metrics)),
+            self._work.training(pieces.scales, keep_outputs=counts),
             (self._seed, before.steps),
-            count=count if self._metrics else None,
+            count=count if counts else None,
             commit=commit,
         )
         if self._balancer is not None:
