@@ -16,6 +16,7 @@ in a round) stands beside its turn, so that nothing an earlier one has said coun
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 
 from phalanx.clock import now_s
@@ -27,6 +28,7 @@ __all__ = ["MAX_WORKERS", "Barrier", "Membership", "await_others"]
 
 MAX_WORKERS = 256
 _LINE = 8
+_WORDS = 4  # of a worker, on the page of the barriers
 _EXPECTED = 0
 _STATE, _PID, _START, _CLOCK, _TURN = range(5)
 _EMPTY, _HERE, _LEFT, _DEAD = range(4)
@@ -213,24 +215,32 @@ class Membership:
 
 
 class Barrier:
-    """A barrier of whoever is holding, under a name.
+    """The barriers of a run, on one page however many names they have.
 
-    word 0 counts the rounds that are over; words 1 + 2w and 2 + 2w are the round that worker w has
-    come to, and its turn.
+    Everybody who counts must come to a barrier, so one is finished at a time, and nothing need
+    stay of it but its round: the largest that anybody of those who came has counted to.
+
+        words of 8 bytes
+        0, 1            how many are finished, of all names; the round of the last
+        2 + 4w and on   worker w:  as which it waits | turn | name, hashed | round
+
+    Args:
+        region: Of :meth:`needed_bytes`, zeros at first; kept open.
+        membership: Who is waited for.
     """
 
-    def __init__(self, name: str, region: Region, membership: Membership) -> None:
-        self.name = name
+    def __init__(self, region: Region, membership: Membership) -> None:
         self._words = region.buffer[: self.needed_bytes()].cast("q")
         self._membership = membership
+        self._rounds: dict[str, int] = {}  # by name, as far as this process has seen them
 
     @staticmethod
     def needed_bytes() -> int:
-        """Return the size of a barrier."""
-        return (1 + 2 * MAX_WORKERS) * 8
+        """Return the size of the page."""
+        return (2 + _WORDS * MAX_WORKERS) * 8
 
-    def wait(self, worker: int, timeout_s: float) -> int:
-        """Come, wait for the others, and return the number of the round, from 1.
+    def wait(self, worker: int, name: str, timeout_s: float) -> int:
+        """Come, wait for the others, and return the number of the name's round, from 1.
 
         A worker that leaves or dies is no longer waited for. Who gives up at the deadline counts
         as not having come, and may come again.
@@ -238,44 +248,57 @@ class Barrier:
         Raises:
             PeerTimeout: Somebody stayed away; ``.rank`` is the first of them.
         """
-        words = self._words
-        lock = self._membership.lock
+        words, lock = self._words, self._membership.lock
+        hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
         with lock.exclusive(timeout_s):
             number = words[0] + 1
-            words[1 + 2 * worker] = number
-            words[2 + 2 * worker] = self._membership.turn(worker)
-            self._finish(number)
+            round_ = self._rounds.get(name, 0) + 1
+            line = (number, self._membership.turn(worker), hashed, round_)
+            for place, word in enumerate(line, self._place(worker)):
+                words[place] = word
+            self._finish(number, hashed)
 
         def look() -> None:
             with lock.exclusive(timeout_s):
                 self._membership._bury()
-                self._finish(number)
+                self._finish(number, hashed)
 
         if not await_others(lambda: words[0] >= number, look, timeout_s):
-            self._give_up(worker, number, timeout_s)
-        return number
+            self._give_up(worker, name, line, timeout_s)
+        self._rounds[name] = words[1]  # the next one is not finished without this worker
+        return self._rounds[name]
 
-    def _finish(self, number: int) -> None:
-        if self._words[0] < number and not self._missing(number):
+    def _place(self, worker: int) -> int:
+        return 2 + _WORDS * worker
+
+    def _finish(self, number: int, hashed: int) -> None:
+        if self._words[0] < number and not self._missing(number, hashed):
+            rounds = [self._words[self._place(w) + 3] for w in self._membership.holding()]
+            self._words[1] = max(rounds, default=0)  # nobody counts: all have left
             self._words[0] = number
 
-    def _missing(self, number: int) -> list[int]:
-        return [w for w in self._membership.holding() if not self._has_come(w, number)]
+    def _missing(self, number: int, hashed: int) -> list[int]:
+        membership, words = self._membership, self._words
+        return [
+            worker
+            for worker in membership.holding()
+            if words[self._place(worker) : self._place(worker) + 3].tolist()
+            != [number, membership.turn(worker), hashed]
+        ]
 
-    def _has_come(self, worker: int, number: int) -> bool:
-        came_to, turn = self._words[1 + 2 * worker : 3 + 2 * worker]
-        return came_to >= number and turn == self._membership.turn(worker)
-
-    def _give_up(self, worker: int, number: int, timeout_s: float) -> None:
+    def _give_up(
+        self, worker: int, name: str, line: tuple[int, int, int, int], timeout_s: float
+    ) -> None:
+        number, _, hashed, round_ = line
         with self._membership.lock.exclusive(timeout_s):
             if self._words[0] >= number:
                 return
-            missing = self._missing(number)
+            missing = self._missing(number, hashed)
             came = [w for w in self._membership.holding() if w not in missing]
-            self._words[1 + 2 * worker] = 0
+            self._words[self._place(worker)] = 0
         raise PeerTimeout(
             f"{say_numbers('Worker', missing)} of {len(missing) + len(came)} did not join barrier "
-            f"{self.name!r} (round {number}) within {timeout_s:g} s; "
+            f"{name!r} (round {round_}) within {timeout_s:g} s; "
             f"{say_numbers('Worker', came).lower()} did.",
             missing[0],
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import warnings
@@ -41,7 +40,7 @@ class _House:
         self._mutex = threading.RLock()
         self._storages: dict[str, Storage] = {}
         self._key_storages: dict[str, KeyStorage] = {}
-        self._barriers: dict[str, Barrier] = {}
+        self._barrier: Barrier | None = None
         self._num_workers = 0
         if self._directory is not None:  # at the latest when the interpreter ends
             weakref.finalize(self, self._directory.close)
@@ -82,13 +81,12 @@ class _House:
                 self._key_storages[spec.name] = KeyStorage(spec, self, self.membership)
             return self._key_storages[spec.name]
 
-    def barrier(self, name: str) -> Barrier:
+    def barrier(self) -> Barrier:
         with self._mutex:
-            if name not in self._barriers:
-                digest = hashlib.sha256(name.encode()).hexdigest()[:32]
-                region = self.open_region(f"barrier-{digest}", Barrier.needed_bytes())
-                self._barriers[name] = Barrier(name, region, self.membership)
-            return self._barriers[name]
+            if self._barrier is None:
+                region = self.open_region("barriers", Barrier.needed_bytes())
+                self._barrier = Barrier(region, self.membership)
+            return self._barrier
 
     def count_in(self) -> None:
         """Count a worker of this process in."""
@@ -183,7 +181,7 @@ class World:
         self._check_counted("barrier")
         check_argument(isinstance(name, str), "name", "be a string", name)
         timeout_s = self.timeout_s if timeout_s is None else _seconds(timeout_s)
-        return self._house.barrier(name).wait(self.worker_id, timeout_s)
+        return self._house.barrier().wait(self.worker_id, name, timeout_s)
 
     def tick(self) -> int:
         """End this worker's round; return how many it has ended.

@@ -69,8 +69,8 @@ def test_a_barrier_waits_for_who_has_the_number_of_one_that_had_come(full):
     gone = full.thread_worker()
     coming = threading.Thread(target=gone.barrier)
     coming.start()
-    words = full._house.barrier("barrier")._words
-    await_others(lambda: words[1 + 2 * 1] == 1, lambda: None, 5)  # it has come to round 1
+    words = full._house.barrier()._words
+    await_others(lambda: words[2 + 4 * 1] == 1, lambda: None, 5)  # it has come to round 1
     gone.leave()
     with full.thread_worker() as other:
         assert other.worker_id == 1
