@@ -707,6 +707,19 @@ def test_a_checkpoint_of_another_optimizer(checkpoint: Path) -> None:
         trainer.resume(checkpoint)
 
 
+def test_a_checkpoint_of_an_optimizer_with_its_parameters_in_another_order(
+    checkpoint: Path,
+) -> None:
+    def reverse(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return adamw(parameters[::-1])
+
+    with (
+        phalanx.Trainer(cnn_norm(), CNN_NORM.loss, reverse, replicas=2, microbatches=4) as trainer,
+        refused(trainer, CheckpointError, "in the order that was saved"),
+    ):
+        trainer.resume(checkpoint)
+
+
 def test_saving_again_replaces_the_checkpoint_whole(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     with phalanx.Trainer(mlp(), MLP.loss, adamw, replicas=2) as trainer:

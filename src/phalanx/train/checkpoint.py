@@ -14,12 +14,13 @@ is read then.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,21 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
+from phalanx.errors import CheckpointError, ConfigError, PhalanxError, UnsupportedError
 
 __all__ = ["Stored", "load_stored", "pack_state", "save_stored", "unpack_like"]
 
 _FORMAT = 1
 _DOCUMENT = "checkpoint.json"
+_DAMAGES = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    SafetensorError,
+)
 
 
 @dataclass
@@ -53,27 +63,44 @@ def save_stored(stored: Stored, folder: Path) -> None:
     """Write ``stored`` to ``folder``, replacing what is there as a whole.
 
     Raises:
-        ConfigError: ``folder`` holds something else.
+        ConfigError: ``folder`` holds something else, or is where this process stands.
+        CheckpointError: It cannot be written: no room, no permission, or another trainer writes it.
         UnsupportedError: safetensors has no such dtype.
     """
-    folder = folder.resolve()  # a link to a folder stays a link
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / _DOCUMENT).exists():
+    with _trouble_named(folder):
+        folder = Path(os.path.realpath(folder))  # a link to a folder stays a link
+        names = {_DOCUMENT, *(f"{name}.safetensors" for name in stored.tensors)}
+        _check_place(folder, names)
+        with _draft(folder) as fresh:
+            _write(stored, fresh)
+            _put_in_place(fresh, folder)
+
+
+def _check_place(folder: Path, names: Collection[str]) -> None:
+    """Refuse a folder that may not be replaced by one with files of these ``names``."""
+    if not os.path.lexists(folder):
+        return
+    others = sorted({path.name for path in folder.iterdir()} - set(names))
+    if others:
         raise ConfigError(
-            f"`folder` must be new, empty or a checkpoint, but `{folder}` holds other files. Give "
-            "a folder of the checkpoint's own."
+            f"`folder` must be new, empty or a checkpoint, but `{folder}` holds other files, such "
+            f"as {others[0]!r}. Give a folder of the checkpoint's own."
         )
-    fresh = folder.with_name(folder.name + ".writing")
-    previous = folder.with_name(folder.name + ".previous")
-    if fresh.exists():
-        shutil.rmtree(fresh)
-    fresh.mkdir(parents=True)
+    if os.path.samefile(folder, os.curdir):
+        raise ConfigError(
+            f"`folder` must be one that can be replaced as a whole, but `{folder}` is the current "
+            "directory. Give a folder below it."
+        )
+
+
+def _write(stored: Stored, fresh: Path) -> None:
+    """Write all files to the empty folder ``fresh``; they are on the disk afterwards."""
     digests = {}
     for name, tensors in stored.tensors.items():
         file = fresh / f"{name}.safetensors"
         try:
             safetensors.torch.save_file({k: _own(v) for k, v in tensors.items()}, file)
-        except (KeyError, ValueError, SafetensorError) as error:
-            shutil.rmtree(fresh)
+        except (KeyError, ValueError) as error:
             raise UnsupportedError(
                 f"Tensors of `{name}` must be of a dtype that safetensors can store, but one is "
                 f"not: {error}. Train in another dtype."
@@ -85,6 +112,10 @@ def save_stored(stored: Stored, folder: Path) -> None:
     (fresh / _DOCUMENT).write_text(text, encoding="utf-8")
     _sync(fresh / _DOCUMENT)
     _sync(fresh)
+
+
+def _put_in_place(fresh: Path, folder: Path) -> None:
+    previous = folder.with_name(folder.name + ".previous")
     if folder.exists():
         if previous.exists():
             shutil.rmtree(previous)
@@ -95,16 +126,65 @@ def save_stored(stored: Stored, folder: Path) -> None:
         shutil.rmtree(previous)
 
 
+@contextlib.contextmanager
+def _draft(folder: Path) -> Iterator[Path]:
+    """Make an empty folder beside ``folder``, for us alone; it is gone if the body fails."""
+    fresh = folder.with_name(folder.name + ".writing")
+    fresh.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(descriptor, fresh, folder)
+        for left in fresh.iterdir():  # by one that was killed
+            left.unlink()
+        try:
+            yield fresh
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, fresh: Path, folder: Path) -> None:
+    """Hold ``fresh`` against other processes, where its file system knows of locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = False
+    except OSError as error:  # others than these: nothing can be locked here
+        taken = isinstance(error, BlockingIOError)
+    # Else somebody has put it in its place between our two calls.
+    if taken or not fresh.exists() or not os.path.samestat(os.fstat(descriptor), fresh.stat()):
+        raise CheckpointError(
+            f"`folder` must be written by one trainer at a time, but another is writing "
+            f"`{folder}`. Give each a folder of its own."
+        )
+
+
+@contextlib.contextmanager
+def _trouble_named(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except PhalanxError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:  # a ValueError: no path at all
+        raise CheckpointError(
+            f"`folder` must be a place that a checkpoint can be written to, but is "
+            f"{str(folder)!r}: {error}. The checkpoint before, if any, is as it was. Make room "
+            "and see to the permissions, or give another folder."
+        ) from error
+
+
 def load_stored(folder: Path) -> Stored:
     """Read and verify a checkpoint.
 
     Raises:
         CheckpointError: It is missing, damaged, or of a format that this version does not read.
     """
-    folder = folder.resolve()
-    previous = folder.with_name(folder.name + ".previous")
-    if not (folder / _DOCUMENT).exists() and (previous / _DOCUMENT).exists():
-        folder = previous
+    with _damage_named(folder):
+        folder = Path(os.path.realpath(folder))
+        previous = folder.with_name(folder.name + ".previous")
+        if not (folder / _DOCUMENT).exists() and (previous / _DOCUMENT).exists():
+            folder = previous
     with _damage_named(folder / _DOCUMENT):
         sealed = json.loads((folder / _DOCUMENT).read_text(encoding="utf-8"))
         document = sealed["content"]
@@ -122,7 +202,9 @@ def load_stored(folder: Path) -> Stored:
         with _damage_named(folder / name):
             if _digest(folder / name) != digest:
                 raise ValueError("its digest differs from the one that was written")
-            stored.tensors[Path(name).stem] = safetensors.torch.load_file(folder / name)
+            mapped = safetensors.torch.load_file(folder / name)
+            # Copied: who writes to the file later, or unplugs its disk, must not change our state.
+            stored.tensors[Path(name).stem] = {k: v.clone() for k, v in mapped.items()}
     return stored
 
 
@@ -164,7 +246,7 @@ def unpack_like(packed: Any, like: object) -> Any:
 def _damage_named(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except _DAMAGES as error:
         raise CheckpointError(
             f"Checkpoint file `{path}` must be readable and whole, but is not: {error}. Give a "
             "folder that `save()` has written."

@@ -19,6 +19,7 @@ from phalanx.errors import CheckpointError, UnsupportedError
 from phalanx.train.checkpoint import Stored, load_stored, pack_state, save_stored, unpack_like
 from phalanx.train.order import Order
 from phalanx.train.position import Position
+from phalanx.train.stepping import ELEMENTWISE, STEP
 
 __all__ = ["TrainerState", "capture_state", "restore_state", "warn_of_changes"]
 
@@ -243,6 +244,23 @@ def _check_optimizer(optimizer: Optimizer, stored: Stored, folder: Path) -> None
             f"Checkpoint `{folder}` must hold parameter groups of {sizes} parameters, but holds "
             f"{stored_sizes}. Make the optimizer that was saved."
         )
+    _check_moments(optimizer, stored.tensors["optimizer"], folder)
+
+
+def _check_moments(optimizer: Optimizer, stored: Mapping[str, Tensor], folder: Path) -> None:
+    """Refuse what an elementwise optimizer has kept of parameters of other shapes."""
+    if type(optimizer) not in ELEMENTWISE:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, tensor in stored.items():
+        index, key = name.split(".", 1)
+        shape = tuple(parameters[int(index)].shape)
+        if key != STEP and tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"Checkpoint `{folder}` must hold `{key}` of the optimizer's parameter {index} in "
+                f"its shape {shape}, but holds it in {tuple(tensor.shape)}. Give the optimizer its "
+                "parameters in the order that was saved."
+            )
 
 
 def _check_scheduler(scheduler: LRScheduler | None, stored: str | None, folder: Path) -> None:

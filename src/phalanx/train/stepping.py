@@ -32,6 +32,7 @@ from phalanx.memory import (
 )
 
 __all__ = [
+    "ELEMENTWISE",
     "STEP",
     "FlatStepper",
     "Stepper",
@@ -40,7 +41,7 @@ __all__ = [
     "open_stepper",
 ]
 
-_ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad)
+ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad)
 _FUSED_ON_CPU = (SGD, Adam, AdamW, Adagrad)
 _EachThread = Callable[[Callable[[int, int], None]], object]
 STEP = "step"  # the one state entry of these optimizers that has not the parameter's shape
@@ -344,7 +345,7 @@ def _options(optimizer: Optimizer, group: int) -> dict[str, Any]:
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    if type(optimizer) not in _ELEMENTWISE:
+    if type(optimizer) not in ELEMENTWISE:
         return False
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return False

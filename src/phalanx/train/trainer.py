@@ -493,10 +493,10 @@ class Trainer:
         if self._formation is None and restored.formation is not None:
             count, intra_op = restored.formation
             self._formation = Formation((self._home,) * count, self._intra_op or intra_op)
-        warn_of_changes(restored, state)
         self._balancer = self._open_balancer(restored.workloads)
         if self._engine is not None:
             self._engine.reload_state()
+        warn_of_changes(restored, state)  # last: where warnings are errors, all is in place
 
     def close(self) -> None:
         """Dismiss the replicas and give the parameters memory of their own; idempotent."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.train import checkpoint
 from phalanx.train.checkpoint import Stored, load_stored, pack_state, save_stored, unpack_like
 
@@ -101,3 +104,103 @@ def test_plain_state_keeps_its_types() -> None:
 def test_code_is_not_stored() -> None:
     with pytest.raises(CheckpointError, match="must hold plain values"):
         pack_state({"hook": print})
+
+
+# -- places that cannot be written to -----------------------------------
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextlib.contextmanager
+def no_file_above(num_bytes: int) -> Iterator[None]:
+    """Let the system refuse what a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 60, 90, 200])  # the second file has 80 and some
+def test_a_disk_that_is_full_from_any_byte_on_is_told_and_keeps_the_old_one(
+    num_bytes: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    save_stored(stored(1), folder)
+    with no_file_above(num_bytes), pytest.raises(CheckpointError, match="Make room"):
+        save_stored(stored(2), folder)
+    assert load_stored(folder).values["n"] == 1
+    assert names_in(tmp_path) == ["checkpoint"]
+    save_stored(stored(3), folder)
+    assert load_stored(folder).values["n"] == 3
+
+
+@pytest.mark.parametrize("place", ["file", "file/c", "loop", "nul\0", "n" * 300])
+def test_a_place_that_cannot_be_is_told_and_nothing_there_is_touched(
+    place: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(CheckpointError, match="`folder` must be a place"):
+        save_stored(stored(1), tmp_path / place)
+    assert names_in(tmp_path) == ["file", "loop"]
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(CheckpointError, match="must be readable and whole"):
+        load_stored(tmp_path / place)
+
+
+def test_files_of_others_in_a_checkpoint_are_never_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    save_stored(stored(1), folder)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"such as 'notes.txt'"):
+        save_stored(stored(2), folder)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert load_stored(folder).values["n"] == 1
+
+
+def test_the_current_directory_is_not_pulled_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="current directory"):
+        save_stored(stored(1), Path())
+    assert Path.cwd() == tmp_path
+
+
+def test_two_that_write_the_same_folder_do_not_mix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoint"
+    put_in_place = checkpoint._put_in_place
+
+    def meanwhile(fresh: Path, place: Path) -> None:
+        with pytest.raises(CheckpointError, match="another is writing"):
+            save_stored(stored(2), folder)
+        put_in_place(fresh, place)
+
+    monkeypatch.setattr(checkpoint, "_put_in_place", meanwhile)
+    save_stored(stored(1), folder)
+    assert load_stored(folder).values["n"] == 1
+    assert names_in(tmp_path) == ["checkpoint"]
+
+
+def test_what_was_read_does_not_change_with_its_file(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    save_stored(stored(1), folder)
+    found = load_stored(folder).tensors["model"]["w"]
+    file = folder / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.write(bytes(file.stat().st_size))
+    assert found.tolist() == [1.0] * 3
+
+
+def test_a_document_nested_without_end_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    save_stored(stored(1), folder)
+    (folder / "checkpoint.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="must be readable and whole"):
+        load_stored(folder)
