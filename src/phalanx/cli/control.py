@@ -8,8 +8,10 @@ from typing import Protocol
 import torch
 
 from phalanx.cli.options import Replicas, parse_replicas
-from phalanx.errors import PhalanxError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.train import StepDone, Trainer
+
+_MOST_CHARACTERS = 4096  # what is longer holds no orders
 
 
 class Controlled(Protocol):
@@ -38,12 +40,17 @@ class Control:
     Args:
         path: The file, which may come later; None for signals only.
         session: Who follows them.
+
+    Raises:
+        ConfigError: There is something else than a file.
     """
 
     def __init__(self, path: Path | None, session: Controlled) -> None:
+        if path is not None and path.exists():
+            _check_file(path)
         self._path = path
         self._session = session
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
         self._at_first = None if path is None else _state_of(path)
         self._wanted = 0
 
@@ -76,11 +83,14 @@ class Control:
 
     def _follow_file(self, path: Path) -> None:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            text = _read(path)
         except (OSError, UnicodeDecodeError) as error:
             self._session.refuse(f"{path} must be readable text, but is not: {error}")
             return
-        for line in lines:
+        except ConfigError as error:
+            self._session.refuse(str(error))
+            return
+        for line in text.splitlines():
             order = line.partition("#")[0].split()
             old = self._seen == self._at_first
             if order and not (old and order == ["stop"]):
@@ -98,15 +108,35 @@ class Control:
                 self._session.resize(replicas)
         else:
             self._session.refuse(
-                f"An order must be `replicas N`, `replicas DEVICES` or `stop`, but is "
-                f"`{' '.join(order)}`."
+                "An order must be `replicas N`, `replicas DEVICES` or `stop`, but is "
+                f"{' '.join(order)!r:.80}."
             )
 
 
-def _state_of(path: Path) -> tuple[int, int] | None:
+def _check_file(path: Path) -> None:
+    """Refuse what reading might wait for, or find no end of."""
+    if not path.is_file():
+        raise ConfigError(
+            f"`--control` must be a file that can be read to its end, but {path} is a folder, a "
+            "pipe or a device. Name a file, which may come later."
+        )
+
+
+def _read(path: Path) -> str:
+    _check_file(path)
+    with path.open(encoding="utf-8-sig") as file:  # some editors begin with a mark
+        text = file.read(_MOST_CHARACTERS + 1)
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(
+            f"{path} must hold at most {_MOST_CHARACTERS} characters of orders, but holds more."
+        )
+    return text
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
     """Return what shows a change of the file; None if it is not there, or not any more."""
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return found.st_ino, found.st_mtime_ns, found.st_size

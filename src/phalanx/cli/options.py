@@ -116,7 +116,7 @@ def parse_replicas(text: str) -> Replicas:
     words = tuple(word.strip() for word in text.split(","))
     if words == ("auto",):
         return "auto"
-    if re.fullmatch(r"[0-9]+", words[0]) and len(words) == 1:
+    if re.fullmatch(r"[0-9]{1,18}", words[0]) and len(words) == 1:
         count = int(words[0])
         if count < 1:
             raise ConfigError(

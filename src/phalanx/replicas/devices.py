@@ -13,6 +13,8 @@ from phalanx.types import Device
 
 __all__ = ["known_devices", "num_devices", "present_devices", "resolve_device", "resolve_devices"]
 
+_MOST_REPLICAS = 4096  # each has a thread at least
+
 
 def resolve_devices(
     devices: Sequence[Device] | int | None, home: torch.device, *, name: str = "devices"
@@ -36,6 +38,8 @@ def resolve_devices(
     if isinstance(devices, Integral) and not isinstance(devices, bool):
         if devices < 1:
             raise ConfigError(f"`{name}` must be at least 1, but is {devices!r}.")
+        if int(devices) > _MOST_REPLICAS:
+            raise ConfigError(f"`{name}` must be at most {_MOST_REPLICAS}, but is {devices!r}.")
         return (home,) * int(devices)
     if isinstance(devices, (str, bool, Mapping, Set)) or not isinstance(devices, Iterable):
         raise ConfigError(

@@ -15,7 +15,10 @@ from phalanx.cli.control import Control
 from phalanx.cli.history import History
 from phalanx.cli.progress import Meter
 from phalanx.cli.train import Growth
+from phalanx.errors import ConfigError
 from tests.unit.cli.events import epoch_done, step_done
+
+LARGE = f"replicas {'9' * 4000}"
 
 
 @dataclass
@@ -56,7 +59,9 @@ def test_a_file_is_followed_when_it_comes_and_when_it_changes(tmp_path: Path) ->
     assert len(told.orders) == 3
 
 
-@pytest.mark.parametrize("line", ["replicas", "replicas 0", "replicas x y", "faster", "stop now"])
+@pytest.mark.parametrize(
+    "line", ["replicas", "replicas 0", "replicas x y", "faster", "stop now", LARGE]
+)
 def test_an_order_that_cannot_be_is_refused(line: str, tmp_path: Path) -> None:
     told, path = Told(), tmp_path / "orders"
     path.write_text(line)
@@ -71,6 +76,41 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe replicas 3")
     Control(path, told)(step_done())
     assert told.orders[0][0] == "refused"
+
+
+def test_what_reading_would_wait_for_is_refused(tmp_path: Path) -> None:
+    told, path = Told(), tmp_path / "orders"
+    control = Control(path, told)
+    os.mkfifo(path)
+    control(step_done())
+    [(kind, reason)] = told.orders
+    assert kind == "refused"
+    assert "must be a file" in reason
+    for place in (path, tmp_path):
+        with pytest.raises(ConfigError, match="must be a file"):
+            Control(place, told)
+
+
+def test_a_file_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
+    told, path = Told(), tmp_path / "orders"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    Control(path, told)(step_done())
+    assert told.orders == [
+        ("refused", f"{path} must hold at most 4096 characters of orders, but holds more.")
+    ]
+
+
+def test_a_file_that_is_put_in_the_place_of_another_is_read(tmp_path: Path) -> None:
+    told, path = Told(), tmp_path / "orders"
+    control = Control(path, told)
+    for replicas in (3, 4):
+        beside = tmp_path / str(replicas)
+        beside.write_text(f"\N{ZERO WIDTH NO-BREAK SPACE}replicas {replicas}\n")
+        os.utime(beside, ns=(0, 0))
+        beside.replace(path)
+        control(step_done())
+    assert told.orders == [3, 4]
 
 
 def test_a_stop_that_ended_an_earlier_training_does_not_end_the_next(tmp_path: Path) -> None:

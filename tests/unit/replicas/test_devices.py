@@ -107,6 +107,7 @@ def test_one_device_per_replica(devices: Any, home: torch.device, found: Any) ->
     [
         (0, r"`devices` must be at least 1, but is 0"),
         (-2, r"`devices` must be at least 1, but is -2"),
+        (10**12, r"`devices` must be at most 4096, but is 1000000000000"),
         ([], r"`devices` must name at least one device, but is empty\. Give \['cpu', 'cpu'\]"),
         ("cpu", r"`devices` must be a number of replicas or .*, but is 'cpu'\. Give 2, or"),
         (["cpu", "gpu"], r"such as 'cpu' or 'cuda:0', but holds 'gpu'"),
