@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.clock import now_s
@@ -91,13 +92,14 @@ class FailureLog:
             failure.worker,
         )
 
-    def take(self, step: int) -> list[WorkerLost]:
-        """Return the losses that nobody was told of yet; all happened in update ``step``."""
-        with self._lock:
-            untold = list(self._untold)
-            self._untold.clear()
-        return [
-            WorkerLost(
+    def take(self, step: int) -> Iterator[WorkerLost]:
+        """Yield the losses that nobody was told of yet; all happened in update ``step``.
+
+        Where telling of one raises, those behind it are left for the next time.
+        """
+        while self._untold:
+            failure = self._untold.popleft()
+            yield WorkerLost(
                 step=step,
                 worker=failure.worker,
                 pid=failure.pid,
@@ -106,8 +108,6 @@ class FailureLog:
                 dump=failure.dump,
                 seconds=now_s() - failure.noticed_s,
             )
-            for failure in untold
-        ]
 
 
 def check_patience(timeout_s: float, max_failures: int | None) -> None:

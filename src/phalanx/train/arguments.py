@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.plan import (
     Layout,
     check_argument,
@@ -30,6 +30,7 @@ from phalanx.types import Device, WeightFn
 
 __all__ = [
     "check_fit",
+    "check_moment",
     "check_options",
     "check_ranks",
     "check_replicas",
@@ -141,6 +142,17 @@ def check_resize(crew: str) -> None:
         raise UnsupportedError(
             "`resize()` must be told to one process that owns all replicas, but crew='ranks' has "
             "several. Call `save()`, and `resume()` in a job of another size."
+        )
+
+
+def check_moment(*, closed: bool, in_step: bool = False) -> None:
+    """Refuse a call to a trainer that was closed, or in the middle of its step."""
+    if closed:
+        raise StateError("The trainer must be open, but was closed. Make a new one and `resume()`.")
+    if in_step:
+        raise StateError(
+            "`save()` and `resume()` must be called between two steps, but a step is on. Let a "
+            "signal's handler or another thread call `stop()`, and save after `fit()`."
         )
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.replicas import Span, WorkerLost
+from phalanx.replicas import FailureLog, Span, WorkerLost
 
-__all__ = ["Callback", "EpochDone", "Event", "FormationChosen", "Span", "StepDone", "WorkerLost"]
+__all__ = [
+    "Callback",
+    "EpochDone",
+    "Event",
+    "FormationChosen",
+    "Span",
+    "StepDone",
+    "Teller",
+    "WorkerLost",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +81,35 @@ class EpochDone:
 
 Event = FormationChosen | StepDone | EpochDone | WorkerLost
 Callback = Callable[[Event], None]
+
+
+class Teller:
+    """Tell whoever wants to know.
+
+    Args:
+        callbacks: Called with every event.
+        on_failure: Called with every loss of a worker, before them.
+        failures: Where losses are noted.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        on_failure: Callable[[WorkerLost], None] | None,
+        failures: FailureLog,
+    ) -> None:
+        self._callbacks = tuple(callbacks)
+        self._on_failure = on_failure
+        self._failures = failures
+
+    def tell(self, event: Event) -> None:
+        """Tell of ``event``."""
+        for callback in self._callbacks:
+            callback(event)
+
+    def tell_of_failures(self, step: int) -> None:
+        """Tell of the workers that were lost since the last time, in update ``step``."""
+        for lost in self._failures.take(step):
+            if self._on_failure is not None:
+                self._on_failure(lost)
+            self.tell(lost)

@@ -90,6 +90,10 @@ class Reader:
         self._iterator = batches
         return batches
 
+    def reads(self, batches: Iterator[Nested]) -> bool:
+        """Tell whether ``batches`` were opened last, and nothing was put back since."""
+        return batches is self._iterator
+
     def order(self, done: int) -> Order | None:
         """Return what a checkpoint needs after ``done`` batches of the epoch; None for nothing."""
         if done == 0 and self._loader is not None and not self._is_stored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,12 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.clock import now_s
 from phalanx.codecs import Codec, Feedback
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import ConfigError
 from phalanx.executor import ReplicaMetrics
 from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_workloads
 from phalanx.replicas import FailureLog, Report, caller_intra_op
 from phalanx.train.arguments import (
     check_fit,
+    check_moment,
     check_options,
     check_ranks,
     check_replicas,
@@ -35,15 +37,8 @@ from phalanx.train.crews import CrewMaker, writer_of
 from phalanx.train.cutting import Cutter
 from phalanx.train.engine import Engine, check_members, counted
 from phalanx.train.evaluation import evaluate
-from phalanx.train.events import (
-    Callback,
-    EpochDone,
-    Event,
-    FormationChosen,
-    StepDone,
-    WorkerLost,
-)
-from phalanx.train.formation import Formation, candidates, given
+from phalanx.train.events import Callback, EpochDone, FormationChosen, StepDone, Teller, WorkerLost
+from phalanx.train.formation import Formation, given
 from phalanx.train.order import Reader, is_complete
 from phalanx.train.position import Loss, Position
 from phalanx.train.sharding import Loaders
@@ -163,8 +158,7 @@ class Trainer:
         self._formation = given(replicas, self._home, self._intra_op, crew)
         self._workloads = fixed_workloads(workloads)
         if self._workloads is not None:
-            num_replicas = len(self._formation.devices) if self._formation else None
-            check_workloads(self._workloads, num_replicas)
+            check_workloads(self._workloads, len(self.devices) or None)
         self._balances = isinstance(workloads, str) and microbatches is None
         self._balancer: Balancer | None = None
         self._work = Work(loss, forward)
@@ -177,15 +171,13 @@ class Trainer:
         self._seed = seed
         check_shard_loading(shard_loading, weight, layout)
         self._loaders = Loaders(sharded=shard_loading, seed=seed)
-        self._clip_norm = clip_norm
         self._feedback = None if codec is None else Feedback(codec)
         self._channels_last = channels_last
-        self._callbacks = tuple(callbacks)
         self._next_formation: Formation | None = None  # what `resize()` asked for
         self._crew = crew
         self._write = writer_of(crew)
         self._failures = FailureLog(max_failures)
-        self._on_failure = on_failure
+        self._teller = Teller(callbacks, on_failure, self._failures)
         self._open_crew = partial(
             CrewMaker,
             crew,
@@ -195,7 +187,17 @@ class Trainer:
             memory_dir=None if memory_dir is None else read_folder("memory_dir", memory_dir),
             failures=self._failures,
         )
+        self._make_engine = partial(
+            Engine,
+            module,
+            self.optimizer,
+            cutter=self._cutter,
+            workloads=self._workloads,
+            clip_norm=clip_norm,
+            feedback=self._feedback,
+        )
         self._engine: Engine | None = None
+        self._in_step = False
         self._closed = False
         self._position = Position()
         self._reader = Reader()
@@ -280,7 +282,7 @@ class Trainer:
                 then.
         """
         check_fit(loader, validate, epochs, steps)
-        self._check_open()
+        check_moment(closed=self._closed)
         if epochs is None and steps is None:
             epochs = 1
         begin = self._position
@@ -314,7 +316,7 @@ class Trainer:
             Exception: What the module or the loss raised in a replica, with a note that says in
                 which.
         """
-        self._check_open()
+        check_moment(closed=self._closed)
         self._cutter.check_rows(batch)
         with caller_intra_op(1):
             self.module.train()
@@ -324,7 +326,8 @@ class Trainer:
         """Go on with other replicas from the next update on; callable from anywhere.
 
         With ``microbatches`` the trained weights stay the same bits; without, a batch is cut into
-        as many slices as there are replicas.
+        as many slices as there are replicas. If the system cannot have them then (no memory, no
+        processes), training goes on with the present ones, and warns.
 
         Args:
             replicas: How many, or a device for each.
@@ -332,7 +335,7 @@ class Trainer:
         Raises:
             ConfigError: They cannot be, or do not fit the workloads given; nothing changes then.
         """
-        self._check_open()
+        check_moment(closed=self._closed)
         check_replicas(replicas, self._crew)
         check_resize(self._crew)
         formation = given(replicas, self._home, self._intra_op, self._crew)
@@ -351,9 +354,19 @@ class Trainer:
 
         The loss is the weighted mean over everything; metrics are exact however batches were cut.
         """
-        self._check_open()
+        check_moment(closed=self._closed)
         with caller_intra_op(1):
-            return self._evaluate(loader)
+            found = evaluate(
+                self._loaders.open(loader),
+                self.module,
+                self._open_engine,
+                self._work.evaluation(keep_outputs=bool(self._metrics)),
+                metrics=self._metrics,
+                workloads=lambda: self.workloads,
+                seed=(self._seed, self.steps),
+            )
+        self._teller.tell_of_failures(self.steps)
+        return found
 
     def _run_epoch(
         self, loader: Iterable[Nested], validate: Iterable[Nested] | None, last_step: int | None
@@ -366,6 +379,8 @@ class Trainer:
         while not is_complete(loader, self._position.batch):
             if self._shall_end(None, last_step):
                 return None
+            if not self._reader.reads(batches):  # a callback has called `resume()`
+                batches = self._reader.batches(loader, self._position.batch, self.epochs)
             batch = next(batches, _END)
             if batch is _END:
                 break
@@ -386,17 +401,16 @@ class Trainer:
         return self._stopped or (last_step is not None and self.steps >= last_step)
 
     def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
-        train = {"loss": self._position.mean_loss, **self._metrics.compute()}
         done = EpochDone(
             epoch=self.epochs,
             steps=self.steps,
             samples=self._position.samples,
             seconds=seconds,
-            train=train,
-            validation=None if validate is None else self._evaluate(validate),
+            train={"loss": self._position.mean_loss, **self._metrics.compute()},
+            validation=None if validate is None else self.evaluate(validate),
         )
         self._position = self._position.next_epoch()
-        self._tell(done)
+        self._teller.tell(done)
         return done
 
     def _step(self, batch: Nested, *, in_epoch: bool) -> StepDone:
@@ -421,16 +435,22 @@ class Trainer:
                 each=engine.crew.each,
             )
 
-        update = engine.update(
-            pieces,
-            self._work.training(pieces.scales, keep_outputs=counts),
-            (self._seed, before.steps),
-            count=count if counts else None,
-            commit=commit,
-        )
+        self._in_step = True
+        try:
+            update = engine.update(
+                pieces,
+                self._work.training(pieces.scales, keep_outputs=counts),
+                (self._seed, before.steps),
+                count=count if counts else None,
+                commit=commit,
+            )
+        finally:
+            self._in_step = False
+            if self._closed:  # since it has begun
+                self._close_engine()
         if self._balancer is not None:
             self._balancer.observe(update.shares, update.slice_s)
-        self._tell_of_failures(before.steps + 1)
+        self._teller.tell_of_failures(before.steps + 1)
         done = StepDone(
             step=before.steps + 1,
             epoch=before.epochs,
@@ -443,21 +463,8 @@ class Trainer:
             spans=update.spans,
             work_s=update.work_s,
         )
-        self._tell(done)
+        self._teller.tell(done)
         return done
-
-    def _evaluate(self, loader: Iterable[Nested]) -> dict[str, float]:
-        found = evaluate(
-            self._loaders.open(loader),
-            self.module,
-            self._open_engine,
-            self._work.evaluation(keep_outputs=bool(self._metrics)),
-            metrics=self._metrics,
-            workloads=lambda: self.workloads,
-            seed=(self._seed, self.steps),
-        )
-        self._tell_of_failures(self.steps)
-        return found
 
     # -- state -------------------------------------------------------
 
@@ -465,8 +472,12 @@ class Trainer:
         """Write everything that :meth:`resume` needs to ``folder``, as a whole or not at all.
 
         With crew="ranks" all ranks must call it; rank 0 writes.
+
+        Raises:
+            CheckpointError: It cannot be written there; what was there before is whole.
+            StateError: A step is on, in whose middle a signal's handler or a thread calls.
         """
-        self._check_open()
+        check_moment(closed=self._closed, in_step=self._in_step)
         path = read_folder("folder", folder)
         if self._engine is not None:
             self._engine.complete_state()
@@ -481,8 +492,9 @@ class Trainer:
         Raises:
             CheckpointError: It is missing, damaged, or of another model or optimizer; nothing has
                 changed then.
+            StateError: As with :meth:`save`.
         """
-        self._check_open()
+        check_moment(closed=self._closed, in_step=self._in_step)
         state = self._state()
         metrics = self._metrics.copy()
         path = read_folder("folder", folder)
@@ -499,9 +511,13 @@ class Trainer:
         warn_of_changes(restored, state)  # last: where warnings are errors, all is in place
 
     def close(self) -> None:
-        """Dismiss the replicas and give the parameters memory of their own; idempotent."""
+        """Dismiss the replicas and give the parameters memory of their own; idempotent.
+
+        Called in the middle of a step, by a signal's handler say, it lets the step end first.
+        """
         self._closed = True
-        self._close_engine()
+        if not self._in_step:
+            self._close_engine()
 
     def __enter__(self) -> Trainer:
         return self
@@ -529,23 +545,39 @@ class Trainer:
     # -- the engine --------------------------------------------------
 
     def _open_engine(self, batch: Nested) -> Engine:
-        resized, self._next_formation = self._next_formation, None
+        check_moment(closed=self._closed)
+        resized = self._next_formation
         if resized is not None and resized != self._formation:
+            self._exchange(resized)
+        engine = self._engine
+        if engine is not None and not engine.fits():
+            engine.complete_state()
             self._close_engine()
-            self._formation, self._balancer = resized, None
-        if self._engine is not None and not self._engine.fits():
-            self._engine.complete_state()
-            self._close_engine()
-        if self._engine is None:
+            engine = None
+        if engine is None:
             trial = Trial(self.module, self._cutter, self._work, batch)
             trial.settle_memory_format(self._home, self._channels_last)
             self._channels_last = False  # settled: parameters keep their layout from now on
             if self._formation is None:
                 self._formation = self._choose_formation(trial)
-            self._engine = self._make_engine(self._formation)
-            if self._balancer is None:
-                self._balancer = self._open_balancer(None)
-        return self._engine
+            engine = self._engine = self._make_engine(self._formation, open_crew=self._open_crew())
+        self._balancer = self._balancer or self._open_balancer(None)
+        return engine
+
+    def _exchange(self, formation: Formation) -> None:
+        """Go on with ``formation``, or with the present one where that cannot be had."""
+        if self._engine is not None:
+            self._close_engine()
+            try:
+                self._engine = self._make_engine(formation, open_crew=self._open_crew())
+            except Exception as error:  # whatever the system lacks: no reason to end the training
+                self._next_formation = None
+                warnings.warn(
+                    f"Going on with {self._formation}, as {formation} cannot be had: {error}",
+                    stacklevel=2,
+                )
+                return
+        self._formation, self._balancer = formation, None
 
     def _open_balancer(self, workloads: Sequence[float] | None) -> Balancer | None:
         """Begin to balance, from ``workloads`` if they are of as many replicas."""
@@ -555,18 +587,6 @@ class Trainer:
         same = workloads is not None and len(workloads) == count
         return Balancer(count, workloads=workloads if same else None)
 
-    def _make_engine(self, formation: Formation) -> Engine:
-        return Engine(
-            self.module,
-            self.optimizer,
-            formation,
-            cutter=self._cutter,
-            workloads=self._workloads,
-            clip_norm=self._clip_norm,
-            feedback=self._feedback,
-            open_crew=self._open_crew(),
-        )
-
     def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
@@ -574,27 +594,7 @@ class Trainer:
 
     def _choose_formation(self, trial: Trial) -> Formation:
         """Find out what `replicas="auto"` shall be, and tell."""
-        options = candidates(self._home, self._intra_op)
-        if self._workloads is not None:
-            options = [Formation((self._home,) * len(self._workloads), self._intra_op or 1)]
-        chosen, reason = trial.fastest(options, self._workloads)
-        self._tell(
-            FormationChosen(replicas=len(chosen.devices), intra_op=chosen.intra_op, reason=reason)
-        )
+        chosen, why = trial.choose(self._home, self._intra_op, self._workloads)
+        count = len(chosen.devices)
+        self._teller.tell(FormationChosen(replicas=count, intra_op=chosen.intra_op, reason=why))
         return chosen
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StateError(
-                "The trainer must be open, but was closed. Make a new one and `resume()`."
-            )
-
-    def _tell_of_failures(self, step: int) -> None:
-        for lost in self._failures.take(step):
-            if self._on_failure is not None:
-                self._on_failure(lost)
-            self._tell(lost)
-
-    def _tell(self, event: Event) -> None:
-        for callback in self._callbacks:
-            callback(event)

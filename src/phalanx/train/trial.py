@@ -16,7 +16,7 @@ from phalanx.replicas import (
 )
 from phalanx.train.cutting import Cutter
 from phalanx.train.engine import compute
-from phalanx.train.formation import Formation, try_out
+from phalanx.train.formation import Formation, candidates, try_out
 from phalanx.train.work import Work
 from phalanx.types import Nested
 
@@ -53,13 +53,22 @@ class Trial:
             restore_memory_format(self._module)
             self._run_once(home)  # a fault of the batch or the model is raised here, not settled
 
-    def fastest(
-        self, formations: Sequence[Formation], workloads: Sequence[float] | None
+    def choose(
+        self, home: torch.device, intra_op: int | None, workloads: Sequence[float] | None
     ) -> tuple[Formation, str]:
-        """Return the fastest formation, and a line that says why."""
-        if len(formations) == 1:
-            return formations[0], "the only choice"
-        return try_out(formations, lambda formation: self._open(formation, workloads))
+        """Return the fastest formation, and a line that says why.
+
+        Args:
+            home: Where the replicas shall be.
+            intra_op: Threads inside operators, if that is decided.
+            workloads: A share for each replica, if their number is decided.
+        """
+        options = candidates(home, intra_op)
+        if workloads is not None:
+            options = [Formation((home,) * len(workloads), intra_op or 1)]
+        if len(options) == 1:
+            return options[0], "the only choice"
+        return try_out(options, lambda formation: self._open(formation, workloads))
 
     def _runs(self, home: torch.device) -> bool:
         try:

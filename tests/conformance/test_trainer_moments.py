@@ -1,0 +1,191 @@
+"""What may be called when: in callbacks, in the middle of a step, while replicas are exchanged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx.errors import StateError
+from phalanx.replicas import FailureLog, WorkerFailure
+from phalanx.train import StepDone, WorkerLost, crews
+from phalanx.train.events import Teller
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(7, 5, generator=draw), torch.randn(7, 3, generator=draw)) for _ in "abcde"]
+
+
+def make(build: Callable[[], nn.Module] | None = None, **options: Any) -> phalanx.Trainer:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+    return phalanx.Trainer(
+        net if build is None else build(),
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        **{"replicas": 2, "microbatches": 3, **options},
+    )
+
+
+def state_of(trainer: phalanx.Trainer) -> list[Tensor]:
+    return [value.clone() for value in trainer.module.state_dict().values()]
+
+
+def undisturbed(steps: int) -> list[Tensor]:
+    with make() as trainer:
+        trainer.fit(batches(), steps=steps)
+        return state_of(trainer)
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(map(torch.equal, left, right))
+
+
+class Calling(nn.Module):
+    """A model that calls something in the middle of its forward pass, once."""
+
+    calls: ClassVar[list[Callable[[], object]]] = []  # of the class: replicas are copies
+    heard: ClassVar[list[Exception]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        while self.calls:
+            try:
+                self.calls.pop()()
+            except StateError as error:
+                self.heard.append(error)
+        out: Tensor = self.lin(x)
+        return out
+
+
+# -- in callbacks -------------------------------------------------------
+
+
+def test_a_trainer_that_is_closed_in_a_callback_trains_no_further() -> None:
+    def close(event: object) -> None:
+        if isinstance(event, StepDone) and event.step == 3:
+            trainer.close()
+
+    before = threading.active_count()
+    trainer = make(callbacks=[close])
+    with pytest.raises(StateError, match="was closed"):
+        trainer.fit(batches(), epochs=2)
+    assert trainer.steps == 3
+    assert same(state_of(trainer), undisturbed(3))
+    assert threading.active_count() == before
+
+
+def test_going_back_in_a_callback_reads_the_data_from_there(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def go_back(event: object) -> None:
+        if isinstance(event, StepDone):
+            seen.append(event.batch)
+            if len(seen) == 2:
+                trainer.save(tmp_path / "c")
+            if len(seen) == 4:
+                trainer.resume(tmp_path / "c")
+
+    with make(callbacks=[go_back]) as trainer:
+        trainer.fit(batches(), epochs=2)
+        assert seen == [0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 4]
+        assert same(state_of(trainer), undisturbed(10))
+
+
+def test_replicas_may_change_after_every_step() -> None:
+    def resize(event: object) -> None:
+        if isinstance(event, StepDone):
+            trainer.resize([3, 1, 2, 2][event.step % 4])
+
+    with make(callbacks=[resize]) as trainer:
+        trainer.fit(batches(), epochs=2)
+        assert same(state_of(trainer), undisturbed(10))
+
+
+# -- in the middle of a step --------------------------------------------
+
+
+def test_in_the_middle_of_a_step_nothing_is_saved_or_put_back(tmp_path: Path) -> None:
+    with make(Calling, replicas=1) as trainer:
+        trainer.save(tmp_path / "before")
+        Calling.calls += [
+            lambda: trainer.save(tmp_path / "torn"),
+            lambda: trainer.resume(tmp_path / "before"),
+        ]
+        trainer.fit(batches(), steps=1)
+        assert [str(error)[:46] for error in Calling.heard] == [
+            "`save()` and `resume()` must be called between"
+        ] * 2
+        assert not (tmp_path / "torn").exists()
+        trainer.save(tmp_path / "after")
+
+
+def test_closing_in_the_middle_of_a_step_lets_it_end() -> None:
+    with make(Calling) as twin:
+        twin.fit(batches(), steps=2)
+        expected = state_of(twin)
+    trainer = make(Calling, replicas=1)
+    trainer.fit(batches(), steps=1)
+    Calling.calls.append(trainer.close)
+    with pytest.raises(StateError, match="was closed"):
+        trainer.fit(batches(), epochs=1)
+    assert trainer.steps == 2
+    assert same(state_of(trainer), expected)
+
+
+# -- replicas that cannot be had ----------------------------------------
+
+
+def test_training_goes_on_where_the_system_has_no_more_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def open_two(module: nn.Module, devices: Any, **options: Any) -> Any:
+        if len(devices) > 2:
+            raise RuntimeError("can't start new thread")
+        return threads(module, devices, **options)
+
+    threads = crews.ThreadCrew
+    monkeypatch.setattr(crews, "ThreadCrew", open_two)
+    with make() as trainer:
+        trainer.fit(batches(), steps=2)
+        trainer.resize(3)
+        with pytest.warns(UserWarning, match=r"Going on with 2 replicas .* can't start new thread"):
+            trainer.fit(batches(), steps=3)
+        assert len(trainer.devices) == 2
+        trainer.resize(1)
+        trainer.fit(batches(), steps=5)
+        assert len(trainer.devices) == 1
+        assert same(state_of(trainer), undisturbed(10))
+
+
+# -- telling ------------------------------------------------------------
+
+
+def test_a_loss_that_was_not_told_of_is_told_of_the_next_time() -> None:
+    failures, told = FailureLog(None), []
+    for worker in range(3):
+        failures.add(
+            WorkerFailure(worker=worker, pid=1, reason="", microbatch=None, dump="", noticed_s=0.0)
+        )
+
+    def hear(lost: WorkerLost) -> None:
+        told.append(lost.worker)
+        if lost.worker == 0:
+            raise KeyError(lost.worker)
+
+    teller = Teller((), hear, failures)
+    with pytest.raises(KeyError):
+        teller.tell_of_failures(1)
+    teller.tell_of_failures(2)
+    teller.tell_of_failures(3)
+    assert told == [0, 1, 2]
