@@ -31,6 +31,7 @@ from tests.multiprocess.children import DEADLINE_S, Child, Parent
 RANKS = 2
 LENGTH = 256
 WEIGHINGS = 10
+PART_S = 300.0  # between two weighings, of which the longest take 20 s on a quiet machine
 GROWTH_BYTES = 2 << 20  # of resident memory, from the first weighing to the last: noise of malloc
 KEPT_BYTES = {"calls": 0, "groups": 200}  # torch keeps a tag per group: 154 bytes
 
@@ -119,7 +120,7 @@ def weigh(
             ended = 0
             while ended < RANKS:
                 for rank in ranks:
-                    weight = rank.get()
+                    weight = rank.get(PART_S)
                     ended += weight is None
                     if weight is not None:
                         found.append(weight)

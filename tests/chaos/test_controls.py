@@ -87,7 +87,7 @@ def test_a_slice_that_nobody_completes_is_caught(
 
     monkeypatch.setattr(ProcessCrew, "errand", errand)
     course.suffer({0: Order("block done")}, compared=False)
-    assert_caught(course, "model.first.weight")
+    assert_caught(course, "model.middle.weight")  # its first block is of the first weight
 
 
 def test_a_wrong_seed_on_retry_is_caught(

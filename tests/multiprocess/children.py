@@ -29,10 +29,10 @@ class Child:
         assert self.process.pid is not None
         return self.process.pid
 
-    def get(self) -> Any:
+    def get(self, deadline_s: float = DEADLINE_S) -> Any:
         """Return what the child sends next; its own traceback if it raised."""
-        if not self.connection.poll(DEADLINE_S):
-            raise AssertionError(f"child {self.pid} said nothing within {DEADLINE_S:g} s")
+        if not self.connection.poll(deadline_s):
+            raise AssertionError(f"child {self.pid} said nothing within {deadline_s:g} s")
         kind, value = self.connection.recv()
         if kind == "raised":
             raise AssertionError(f"child {self.pid} raised:\n{value}")
