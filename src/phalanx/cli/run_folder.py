@@ -10,14 +10,17 @@ runs/digits-cnn-001/
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -95,6 +98,28 @@ class RunFolder:
             )
         return folder
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the folder from other processes that would train in it, for the body.
+
+        Raises:
+            ConfigError: Another one does.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"`--resume` must name a run that has stopped, but another process still "
+                    f"trains in {self.path}. Stop that one first."
+                ) from None
+            except OSError:
+                pass  # its file system knows of no locks
+            yield
+        finally:
+            os.close(descriptor)
+
     @property
     def config_path(self) -> Path:
         """Where the options, versions and devices stand."""
@@ -153,7 +178,10 @@ class RunFolder:
         lines = "".join(_to_json(record) + "\n" for record in records)
         if not lines:
             return
-        with self.metrics_path.open("a", encoding="utf-8") as file:
+        with (
+            _trouble_named(self.metrics_path),
+            self.metrics_path.open("a", encoding="utf-8") as file,
+        ):
             file.write(lines)
 
     def rewind_metrics(self, *, steps: int, epochs: int) -> list[Record]:
@@ -186,7 +214,7 @@ class RunFolder:
     def remove_config(self) -> None:
         """Take config.json back, and the folder too if it holds nothing else."""
         self.config_path.unlink(missing_ok=True)
-        if not any(self.path.iterdir()):
+        if self.path.is_dir() and not any(self.path.iterdir()):
             self.path.rmdir()
 
     def write_model(self, module: nn.Module) -> None:
@@ -201,8 +229,9 @@ class RunFolder:
             if isinstance(value, Tensor)
         }
         beside = self.model_path.with_suffix(".safetensors.new")
-        save_file(tensors, beside, metadata={"format": "pt"})
-        os.replace(beside, self.model_path)
+        with _trouble_named(self.model_path):
+            save_file(tensors, beside, metadata={"format": "pt"})
+            os.replace(beside, self.model_path)
 
     def _read_metrics(self) -> list[Record]:
         if not self.metrics_path.exists():
@@ -222,8 +251,9 @@ class RunFolder:
 
     def _replace(self, path: Path, text: str) -> None:
         beside = path.with_name(path.name + ".new")
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
+        with _trouble_named(path):
+            beside.write_text(text, encoding="utf-8")
+            os.replace(beside, path)
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -264,6 +294,17 @@ def _slug(spec: str) -> str:
     last_part = re.split(r"[/\\]+", where.rstrip("/\\"))[-1]
     words = re.findall(r"\w[\w.]*", f"{reader}{separator}{last_part}", flags=re.ASCII)
     return "-".join(words)[:_MAX_NAME_LENGTH] or "run"
+
+
+@contextlib.contextmanager
+def _trouble_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} must be a file that can be written, but is not: {error}. Make room and see to "
+            f"the permissions, then go on from the last checkpoint with `--resume {path.parent}`."
+        ) from error
 
 
 def _cannot_be_made(path: Path, exc: OSError) -> str:

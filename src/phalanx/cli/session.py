@@ -173,8 +173,10 @@ class Session:
             self.trainer = exits.enter_context(self._open_trainer())
             if self.job.resumed is None:
                 self.folder = _create_folder(self.job)
+                exits.enter_context(self.folder.held())
             else:
                 self.folder = self.job.resumed
+                exits.enter_context(self.folder.held())
                 self._go_on()
             self._exits = exits.pop_all()
         return self

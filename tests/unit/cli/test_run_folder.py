@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 
 import pytest
 import torch
@@ -193,3 +195,41 @@ def test_a_folder_with_something_in_it_is_not_taken_away(folder):
     folder.append_metrics(records_of(1))
     folder.remove_config()
     assert [path.name for path in folder.path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_folder_is_trained_in_by_one_process_at_a_time(folder):
+    refused = pytest.raises(ConfigError, match="another process still trains in")
+    with folder.held(), refused, RunFolder(folder.path).held():
+        pass
+    with folder.held():
+        pass
+
+
+def write_each(folder):
+    return [
+        lambda: folder.append_metrics(records_of(40)),
+        lambda: folder.write_config({"format": 1, "options": "x" * 5000}),
+        lambda: folder.write_model(nn.Linear(40, 40)),
+    ]
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_full_disk_is_told_with_the_way_to_go_on(folder, which):
+    folder.write_config({"format": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=rf"Make room .* `--resume {folder.path}`"):
+            write_each(folder)[which]()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert folder.read_config() == {"format": 1}
+    assert not folder.model_path.exists()
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_folder_that_has_vanished_is_told(folder, which):
+    shutil.rmtree(folder.path)
+    with pytest.raises(CheckpointError, match="must be a file that can be written"):
+        write_each(folder)[which]()
+    folder.remove_config()
