@@ -18,7 +18,7 @@ from phalanx.memory.forks import forget_in_child
 from phalanx.memory.locks import LockFile, RangeLock
 from phalanx.memory.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.memory.region import Region
-from phalanx.memory.rows import MatrixRows, all_finite, all_within, rows_compiled
+from phalanx.memory.rows import MatrixRows, all_finite, all_within, rows_compiled, sum_to
 from phalanx.memory.run_directory import RunDirectory
 from phalanx.memory.waiting import Waiting
 
@@ -52,5 +52,6 @@ __all__ = [
     "reach",
     "rows_compiled",
     "signal_main_thread",
+    "sum_to",
     "zeros",
 ]

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.memory import KEEPS_ORDER, MatrixRows, RangeLock, all_finite, reach
+from phalanx.memory import KEEPS_ORDER, MatrixRows, RangeLock, all_finite, reach, sum_to
 from phalanx.tables.updaters import Change, Updater
 
 __all__ = ["POINTS", "Entry", "NotFinite", "Shard", "refuse_nonfinite"]
@@ -53,6 +53,7 @@ _CURRENT, _PARITY, _PROGRESS, _VERSION = 1, 2, 4, 1 << 24
 _MAX_PROGRESS = _VERSION // _PROGRESS - 1
 BLOCK_ROWS = 4096  # changed at once, so that what was saved is still in the cache
 _BLOCK_ELEMENTS = 1 << 18  # the same for an add of everything
+_PAST_CACHE_BYTES = 8 << 20  # what is larger is in no cache when somebody reads it
 _ATTEMPTS = 3
 
 
@@ -367,7 +368,10 @@ class Shard:
             for piece, source, target in zip(*parts, strict=True):
                 if unseen:
                     refuse_nonfinite(piece)
-                torch.add(source, piece, alpha=self._scale, out=target)
+                if self._scale == 1 and delta.nbytes >= _PAST_CACHE_BYTES:
+                    sum_to(source, piece, target)
+                else:
+                    torch.add(source, piece, alpha=self._scale, out=target)
                 reach("half the rows written")
             return
         for start in range(0, self.num_rows, block):

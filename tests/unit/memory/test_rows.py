@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx import tables
-from phalanx.memory import MatrixRows, all_finite, all_within, rows, rows_compiled
+from phalanx.memory import MatrixRows, all_finite, all_within, rows, rows_compiled, sum_to
 
 needs_compiled = pytest.mark.skipif(
     not rows_compiled(), reason="rows.c was not compiled: no C compiler when phalanx was installed"
@@ -79,6 +79,18 @@ def test_numbers_and_deltas_may_lie_apart(way, dtype):
     owned.add(numbers.contiguous(), delta)
     assert torch.equal(out, before[numbers])
     assert torch.equal(values, before.index_add_(0, numbers, delta))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 1, ODD, 4099])
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_sums_go_to_a_third_wherever_it_begins(way, dtype, size, start):
+    one, other = drawn(dtype, size + 5), drawn(dtype, size, seed=1)
+    to = torch.zeros(start + size + 2, dtype=dtype)
+    sum_to(one[5:], other, to[start : start + size])
+    assert torch.equal(to[start : start + size], one[5:] + other)
+    assert not to[:start].any()
+    assert not to[start + size :].any()
 
 
 def test_a_delta_may_be_scaled(way):
