@@ -83,19 +83,6 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_resuming_leaves_neither_memory_nor_descriptors_behind(tmp_path: Path) -> None:
-    """The optimizer's state goes to shared memory, again with each resume."""
-    with make(replicas=1) as trainer:
-        trainer.fit([batch()], steps=1)
-        trainer.save(tmp_path)
-        held = []
-        for _ in range(3):
-            trainer.resume(tmp_path)
-            trainer.fit([batch()], steps=1)
-            held.append((len(trainer._engine.crew.shelf), descriptors()))
-        assert held[1:] == held[:1] * 2
-
-
 # -- settings of the process ------------------------------------------
 
 

@@ -144,8 +144,6 @@ class Engine:
 
     def reload_state(self) -> None:
         """Take over a state that was loaded into the optimizer."""
-        if isinstance(self.crew, ProcessCrew):
-            return  # its shelf frees nothing: as nothing fits any more, another engine is opened
         self._stepper = self._open_stepper()
         self.crew.outdate()
 
