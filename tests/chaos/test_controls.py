@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.replicas import ProcessCrew, process_crew
 from phalanx.replicas.worker import Birth
-from phalanx.train import Trainer, slices
+from phalanx.train import events, slices
 from phalanx.train.position import Loss
 from tests.chaos.course import DEADLINE_S, Course, differing
 from tests.chaos.saboteur import Order
@@ -110,15 +110,16 @@ def test_a_wrong_seed_on_retry_is_caught(
 def test_a_position_that_is_advanced_twice_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Trainer._tell_of_failures
+    real = events.Teller.tell_of_failures
 
-    def tell(trainer: Any, step: int) -> None:
+    def tell(teller: Any, step: int) -> None:
         before = len(course.disturbed.lost)
-        real(trainer, step)
+        real(teller, step)
         if len(course.disturbed.lost) > before:
+            trainer = course.disturbed.trainer
             trainer._position = trainer._position.next_batch(Loss(0.0, 0.0, 0))
 
-    monkeypatch.setattr(Trainer, "_tell_of_failures", tell)
+    monkeypatch.setattr(events.Teller, "tell_of_failures", tell)
     course.suffer({0: Order("inside backward")}, compared=False)
     assert_caught(course, "position")
 
