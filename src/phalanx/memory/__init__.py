@@ -18,7 +18,14 @@ from phalanx.memory.forks import forget_in_child
 from phalanx.memory.locks import LockFile, RangeLock
 from phalanx.memory.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.memory.region import Region
-from phalanx.memory.rows import MatrixRows, all_finite, all_within, rows_compiled, sum_to
+from phalanx.memory.rows import (
+    MatrixRows,
+    all_finite,
+    all_within,
+    clamp_rows,
+    rows_compiled,
+    sum_to,
+)
 from phalanx.memory.run_directory import RunDirectory
 from phalanx.memory.waiting import Waiting
 
@@ -41,6 +48,7 @@ __all__ = [
     "Waiting",
     "all_finite",
     "all_within",
+    "clamp_rows",
     "dense_strides",
     "die_with_parent",
     "fence",

@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define VERSION 3 /* as in rows.py */
+#define VERSION 4 /* as in rows.py */
 #define AHEAD 8   /* rows: fewer come too late, more push each other out */
 #define LINE 64   /* bytes */
 #define MOST 512  /* bytes of a row: what is longer, the processor sees coming itself */
@@ -38,6 +38,11 @@ WIDE int64_t phalanx_within(const int64_t *rows, int64_t count, int64_t num_rows
     uint64_t outside = 0; /* a negative number is a large one without a sign */
     for (int64_t i = 0; i < count; i++) outside |= (uint64_t)rows[i] >= (uint64_t)num_rows;
     return !outside;
+}
+
+/* Copy row numbers; one that is outside of the matrix becomes the nearest that is not. */
+void phalanx_clamp(const int64_t *rows, int64_t count, int64_t num_rows, int64_t *to) {
+    for (int64_t i = 0; i < count; i++) to[i] = within(rows[i], num_rows);
 }
 
 void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes,

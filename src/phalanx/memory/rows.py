@@ -15,15 +15,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["MatrixRows", "all_finite", "all_within", "rows_compiled", "sum_to"]
+__all__ = [
+    "MatrixRows",
+    "all_finite",
+    "all_within",
+    "clamp_rows",
+    "rows_compiled",
+    "sum_to",
+]
 
-_VERSION = 3  # as in rows.c: one that was compiled from another is left alone
+_VERSION = 4  # as in rows.c: one that was compiled from another is left alone
 _NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
     torch.int32: "int32",
     torch.int64: "int64",
 }
+_FINITE = {torch.float32: "finite_float32", torch.float64: "finite_float64"}
 _FEW = 64
 _ONE_THREAD = 32768  # elements from which on torch gives an operation to several threads
 
@@ -54,6 +62,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         takes[f"sum_{name}"] = [pointer, pointer, pointer, number]
     takes["finite_float32"] = takes["finite_float64"] = [pointer, number]
     takes["within"] = [pointer, number, number]
+    takes["clamp"] = [pointer, number, number, pointer]
     found: dict[str, Function] = {}
     for name, types in takes.items():
         function = getattr(library, f"phalanx_{name}")
@@ -84,6 +93,22 @@ def all_within(rows: Tensor, num_rows: int) -> bool:
         return all(0 <= row < num_rows for row in rows.tolist())
     low, high = torch.aminmax(rows)
     return bool(low >= 0) and bool(high < num_rows)
+
+
+def clamp_rows(rows: Tensor, num_rows: int, to: Tensor) -> None:
+    """Copy row numbers to ``to``, contiguous; one outside of the matrix becomes the nearest inside.
+
+    Example:
+        >>> found = torch.empty(3, dtype=torch.int64)
+        >>> clamp_rows(torch.tensor([-1, 3, 7]), 5, found)
+        >>> found.tolist()
+        [0, 3, 4]
+    """
+    function = _C.get("clamp")
+    if function is not None and rows.is_contiguous():
+        function(rows.data_ptr(), rows.numel(), num_rows, to.data_ptr())
+    else:
+        torch.clamp(rows, 0, num_rows - 1, out=to)
 
 
 class MatrixRows:
@@ -180,7 +205,7 @@ def all_finite(numbers: Tensor) -> bool:
     """
     if not numbers.dtype.is_floating_point or numbers.numel() == 0:
         return True
-    function = _C.get(f"finite_{_NAMES.get(numbers.dtype)}")
+    function = _C.get(_FINITE.get(numbers.dtype, ""))
     if function is not None and numbers.is_contiguous():
         return bool(function(numbers.data_ptr(), numbers.numel()))
     total = numbers.sum().item()

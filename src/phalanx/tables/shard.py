@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.memory import KEEPS_ORDER, MatrixRows, RangeLock, all_finite, reach, sum_to
+from phalanx.memory import KEEPS_ORDER, MatrixRows, RangeLock, all_finite, clamp_rows, reach, sum_to
 from phalanx.tables.updaters import Change, Updater
 
 __all__ = ["POINTS", "Entry", "NotFinite", "Shard", "refuse_nonfinite"]
@@ -308,7 +308,7 @@ class Shard:
         header[_COUNT], header[_BLOCK] = 0, BLOCK_ROWS
         ids = self._undo_ids(num_rows)
         # No caller can change these, and none is outside: whoever undoes this can rely on it.
-        torch.clamp(rows, 0, self.num_rows - 1, out=ids)
+        clamp_rows(rows, self.num_rows, ids)
         if num_rows <= BLOCK_ROWS:
             self._change_block(word, 0, ids, self._pick(delta, places, unseen), worker)
             return

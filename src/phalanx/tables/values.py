@@ -46,7 +46,8 @@ def read_rows(given: object, spec: TableSpec) -> Tensor:
 
 def _plain(given: Tensor, name: str) -> Tensor:
     """Return a tensor with numbers of its own, dense; some kinds have not even a shape."""
-    if given.is_meta or given.is_nested or given.is_quantized or is_lazy(given):
+    lazy = type(given) is not Tensor and is_lazy(given)
+    if lazy or given.is_meta or given.is_nested or given.is_quantized:
         kind = (
             "nested" if given.is_nested else "quantized" if given.is_quantized else "without data"
         )

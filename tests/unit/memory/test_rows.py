@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from phalanx import tables
-from phalanx.memory import MatrixRows, all_finite, all_within, rows, rows_compiled, sum_to
+from phalanx.memory import (
+    MatrixRows,
+    all_finite,
+    all_within,
+    clamp_rows,
+    rows,
+    rows_compiled,
+    sum_to,
+)
 
 needs_compiled = pytest.mark.skipif(
     not rows_compiled(), reason="rows.c was not compiled: no C compiler when phalanx was installed"
@@ -171,6 +179,15 @@ def test_a_row_outside_is_seen_wherever_it_is(way, count, bad):
         spoilt[place] = bad
         assert not all_within(spoilt, ROWS)
         assert not all_within(spoilt.repeat_interleave(2)[::2], ROWS)
+
+
+@pytest.mark.parametrize("count", [0, 1, ODD, 1001])
+def test_rows_are_brought_within(way, count):
+    numbers = torch.arange(count) * 7 - 9
+    for given in (numbers, numbers.repeat_interleave(2)[::2]):
+        found = torch.empty(count, dtype=torch.int64)
+        clamp_rows(given, ODD, found)
+        assert torch.equal(found, numbers.clamp(0, ODD - 1))
 
 
 # -- loading ---------------------------------------------------------
