@@ -1,5 +1,5 @@
 # On a fresh machine with Python 3.11+ and make:  make train  and  make test  are all there is to do.
-# Both set up .venv the first time and whenever pyproject.toml or constraints.txt changes.
+# Both set up .venv the first time and whenever pyproject.toml, constraints.txt or rows.c changes.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (default: the first one >= 3.11 found)
 #   ARGS="..."          further arguments for the command: make train ARGS="--epochs 3 --replicas 2"
