@@ -24,7 +24,7 @@ __all__ = [
     "sum_to",
 ]
 
-_VERSION = 4  # as in rows.c: one that was compiled from another is left alone
+_VERSION = 5  # as in rows.c: one that was compiled from another is left alone
 _NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -32,6 +32,7 @@ _NAMES = {
     torch.int64: "int64",
 }
 _FINITE = {torch.float32: "finite_float32", torch.float64: "finite_float64"}
+_ANSWERS = ("finite", "sum", "within")  # functions that return a truth
 _FEW = 64
 _ONE_THREAD = 32768  # elements from which on torch gives an operation to several threads
 
@@ -58,7 +59,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     takes = {"take": [pointer, number, number, pointer, number, pointer]}
     for name in _NAMES.values():
-        takes[f"add_{name}"] = takes["take"]
+        takes[f"add_{name}"] = [*takes["take"], pointer]
         takes[f"sum_{name}"] = [pointer, pointer, pointer, number]
     takes["finite_float32"] = takes["finite_float64"] = [pointer, number]
     takes["within"] = [pointer, number, number]
@@ -67,7 +68,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
     for name, types in takes.items():
         function = getattr(library, f"phalanx_{name}")
         function.argtypes = types
-        function.restype = number if name.startswith(("finite", "within")) else None
+        function.restype = number if name.startswith(_ANSWERS) else None
         found[name] = function
     return found
 
@@ -131,6 +132,7 @@ class MatrixRows:
         self._num_rows, self._num_cols = values.shape
         self._row_bytes = self._num_cols * values.itemsize
         self._at = values.data_ptr()
+        self._picked = values.new_empty((0, self._num_cols))  # kept: its pages are there then
         self._take = _C.get("take")
         self._add = _C.get(f"add_{_NAMES.get(values.dtype)}")
 
@@ -155,22 +157,36 @@ class MatrixRows:
         to = record._at + start * self._row_bytes
         self._take(self._at, self._num_rows, self._row_bytes, rows.data_ptr(), count, to)
 
-    def add(self, rows: Tensor, delta: Tensor, scale: float = 1) -> None:
+    def add(
+        self, rows: Tensor, delta: Tensor, scale: float = 1, places: Tensor | None = None
+    ) -> None:
         """Add ``scale`` times ``delta`` [K, D], contiguous, to rows, one after the other.
 
-        A row that is given twice is added to twice.
+        A row that is given twice is added to twice. Where ``places`` are given, contiguous and
+        within ``delta``, those rows of it are meant.
         """
+        count = rows.numel()
         if scale == 1 and self._add is not None and delta.is_contiguous():
-            count = rows.numel()
-            self._add(
-                self._at, self._num_rows, self._num_cols, rows.data_ptr(), count, delta.data_ptr()
-            )
-        elif scale == 1 and rows.numel() <= _FEW and delta.numel() < _ONE_THREAD:
+            to, of = rows.data_ptr(), None if places is None else places.data_ptr()
+            self._add(self._at, self._num_rows, self._num_cols, to, count, delta.data_ptr(), of)
+            return
+        if places is not None:
+            delta = self._pick(delta, places)
+        if scale == 1 and count <= _FEW and delta.numel() < _ONE_THREAD:
             # The same sums in the same order as the other's, in a third of the time. Of more
             # elements torch would let threads add, in any order.
             self.values.index_put_((rows,), delta, accumulate=True)
         else:
             self.values.index_add_(0, rows, delta, alpha=scale)
+
+    def _pick(self, delta: Tensor, places: Tensor) -> Tensor:
+        """Return rows of a delta, good until the next."""
+        if self._picked.shape[0] < places.numel():
+            with torch.inference_mode(False):  # else nobody could write to it outside of it
+                self._picked = delta.new_empty((places.numel(), self._num_cols))
+        picked = self._picked[: places.numel()]
+        MatrixRows(delta).take(places, picked)
+        return picked
 
 
 def _as_array(values: Tensor) -> Array:
@@ -178,22 +194,25 @@ def _as_array(values: Tensor) -> Array:
     return values.view(torch.int16).numpy() if values.dtype == torch.bfloat16 else values.numpy()
 
 
-def sum_to(one: Tensor, other: Tensor, to: Tensor) -> None:
-    """Write the sum of two tensors to a third; all of one shape and dtype, contiguous.
+def sum_to(values: Tensor, delta: Tensor, to: Tensor) -> bool:
+    """Write the sum of two tensors to a third, and tell whether ``delta`` is finite.
 
-    Past the cache, where compiled: for tensors that nobody reads soon.
+    All of one shape and dtype, contiguous. Past the cache, where compiled: for tensors that nobody
+    reads soon.
 
     Example:
         >>> found = torch.empty(3)
         >>> sum_to(torch.ones(3), torch.arange(3.0), found)
+        True
         >>> found.tolist()
         [1.0, 2.0, 3.0]
     """
     function = _C.get(f"sum_{_NAMES.get(to.dtype)}")
     if function is None:
-        torch.add(one, other, out=to)
-    else:
-        function(one.data_ptr(), other.data_ptr(), to.data_ptr(), to.numel())
+        finite = all_finite(delta)
+        torch.add(values, delta, out=to)
+        return finite
+    return bool(function(values.data_ptr(), delta.data_ptr(), to.data_ptr(), to.numel()))
 
 
 def all_finite(numbers: Tensor) -> bool:

@@ -62,7 +62,7 @@ class Entry(NamedTuple):
 
     ``assigns`` says that the delta is the new value; ``unseen`` that nobody has looked yet whether
     it is finite, and it has to be. ``places`` are the rows of the delta that are meant, in the
-    order of ``rows``, or None for all of them as they come.
+    order of ``rows``, or None for all of them as they come; such a delta has been looked at.
     """
 
     rows: Tensor | None
@@ -112,7 +112,6 @@ class Shard:
         self._ids = ids
         self._undo_rows = len(ids)
         self._rows = tuple([MatrixRows(part) for part in side] for side in self._sides)
-        self._picked = torch.empty(0, device="cpu")  # a block of a delta
         self._backups = backups
         self._updater = updater
         self._scale = updater.scale
@@ -310,15 +309,14 @@ class Shard:
         # No caller can change these, and none is outside: whoever undoes this can rely on it.
         clamp_rows(rows, self.num_rows, ids)
         if num_rows <= BLOCK_ROWS:
-            self._change_block(word, 0, ids, self._pick(delta, places, unseen), worker)
+            self._change_block(word, 0, ids, delta, places, worker, unseen)
             return
         for start in range(0, num_rows, BLOCK_ROWS):
             block = slice(start, min(start + BLOCK_ROWS, num_rows))
             if places is None:
-                piece = self._pick(delta[block], None, unseen)
+                self._change_block(word, start, ids[block], delta[block], None, worker, unseen)
             else:
-                piece = self._pick(delta, places[block], unseen)
-            self._change_block(word, start, ids[block], piece, worker)
+                self._change_block(word, start, ids[block], delta, places[block], worker, False)
             reach("half the rows written")
 
     def _undo_ids(self, num_rows: int) -> Tensor:
@@ -327,20 +325,18 @@ class Shard:
             self._last_ids = self._ids[:num_rows]
         return self._last_ids
 
-    def _pick(self, delta: Tensor, places: Tensor | None, unseen: bool) -> Tensor:
-        """Return what of a delta is meant for a block, good until the next; the lock is held."""
-        if places is not None:
-            if not self._picked.numel():  # once: its pages would be new ones for each block
-                with torch.inference_mode(False):  # else nobody could write to it outside of it
-                    self._picked = delta.new_empty((BLOCK_ROWS, delta.shape[1]))
-            picked = self._picked[: places.numel()]
-            MatrixRows(delta).take(places, picked)
-            delta = picked
+    def _change_block(
+        self,
+        word: int,
+        start: int,
+        ids: Tensor,
+        delta: Tensor,
+        places: Tensor | None,
+        worker: int,
+        unseen: bool,
+    ) -> None:
         if unseen:
             refuse_nonfinite(delta)
-        return delta
-
-    def _change_block(self, word: int, start: int, ids: Tensor, delta: Tensor, worker: int) -> None:
         header, scale, side = self._header, self._scale, word & _CURRENT
         stop = start + ids.numel()
         for part, record in zip(self._rows[side], self._rows[1 - side], strict=True):
@@ -349,7 +345,7 @@ class Shard:
         header[_ARMED] = word
         reach("undo written")
         if scale is not None:
-            self._rows[side][0].add(ids, delta, scale)
+            self._rows[side][0].add(ids, delta, scale, places)
             return
         news = [record[start:stop].clone() for record in self._sides[1 - side]]
         backup = self._backups[worker][ids] if self._backups else None
@@ -366,11 +362,12 @@ class Shard:
         if self._scale is not None:
             parts = (delta.split(block), old[0].split(block), new[0].split(block))
             for piece, source, target in zip(*parts, strict=True):
-                if unseen:
-                    refuse_nonfinite(piece)
                 if self._scale == 1 and delta.nbytes >= _PAST_CACHE_BYTES:
-                    sum_to(source, piece, target)
+                    if not sum_to(source, piece, target) and unseen:
+                        raise NotFinite
                 else:
+                    if unseen:
+                        refuse_nonfinite(piece)
                     torch.add(source, piece, alpha=self._scale, out=target)
                 reach("half the rows written")
             return

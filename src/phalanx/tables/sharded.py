@@ -23,9 +23,6 @@ READ_POINTS = ("before read", "reader's lock held", "rows read")
 """Where the chaos tests stop a get, in its order; it takes a lock only where adds overtake it."""
 
 
-_LARGE = 1 << 18  # elements of a delta from which on no sorted copy is made
-
-
 class Part(Protocol):
     """A shard of any kind; see :class:`phalanx.tables.shard.Shard`."""
 
@@ -205,14 +202,9 @@ class Sharded:
                 for shard, first, stop in spans
             ]
         order, routed = self._route(rows, worker)
-        if delta.numel() > _LARGE:  # a shard takes its rows of it block by block
-            return [
-                (shard, Entry(piece, delta, worker, assigns, False, order[places]))
-                for shard, piece, places in routed
-            ]
-        delta = torch.index_select(delta, 0, order)
         return [
-            (shard, Entry(piece, delta[places], worker, assigns)) for shard, piece, places in routed
+            (shard, Entry(piece, delta, worker, assigns, False, order[places]))
+            for shard, piece, places in routed
         ]
 
     def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:

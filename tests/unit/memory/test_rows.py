@@ -89,13 +89,27 @@ def test_numbers_and_deltas_may_lie_apart(way, dtype):
     assert torch.equal(values, before.index_add_(0, numbers, delta))
 
 
+@pytest.mark.parametrize("scale", [1, -0.5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [0, 1, ODD, 65, 999])
+def test_rows_of_a_delta_may_be_picked(way, dtype, count, scale):
+    values, numbers = drawn(dtype, ROWS, 5), some_rows(count)
+    delta, places = drawn(dtype, ROWS, 5, seed=1), some_rows(count, seed=2)
+    one, other = MatrixRows(values), MatrixRows(values.clone())
+    scale = scale if dtype.is_floating_point else int(scale) or 3
+    for few in (1, count):  # the second needs more room than the first
+        one.add(numbers[:few], delta, scale, places[:few])
+        other.add(numbers[:few], delta[places[:few]], scale)
+    assert torch.equal(values, other.values)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [0, 1, ODD, 4099])
 @pytest.mark.parametrize("start", [0, 1, 3])
 def test_sums_go_to_a_third_wherever_it_begins(way, dtype, size, start):
     one, other = drawn(dtype, size + 5), drawn(dtype, size, seed=1)
     to = torch.zeros(start + size + 2, dtype=dtype)
-    sum_to(one[5:], other, to[start : start + size])
+    assert sum_to(one[5:], other, to[start : start + size])
     assert torch.equal(to[start : start + size], one[5:] + other)
     assert not to[:start].any()
     assert not to[start + size :].any()
@@ -142,6 +156,7 @@ def test_what_is_not_finite_is_seen_wherever_it_is(way, dtype, size):
             spoilt[place] = bad
             assert not all_finite(spoilt)
             assert not all_finite(spoilt.repeat(2, 2).T)
+            assert not sum_to(numbers, spoilt, torch.empty_like(numbers))
 
 
 def test_a_sum_that_overflows_is_finite_numbers_still(way):

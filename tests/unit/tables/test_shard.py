@@ -10,7 +10,7 @@ import torch
 from phalanx import tables
 from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.memory import faults
-from phalanx.tables import shard, sharded, table
+from phalanx.tables import shard, table
 
 ROWS = 8
 
@@ -148,15 +148,13 @@ def test_no_shard_has_an_add_that_another_shard_would_refuse(looking_late):
 
 
 @pytest.mark.parametrize("updater", ["sum", "sgd", "adam"])
-@pytest.mark.parametrize("large", [False, True], ids=["few", "large"])
+@pytest.mark.parametrize("block_rows", [2, 4096])
 @pytest.mark.parametrize("num_shards", [2, 3, 5])
 def test_rows_are_routed_to_shards_and_back_in_the_order_asked(
-    num_shards, large, updater, monkeypatch
+    num_shards, block_rows, updater, monkeypatch
 ):
     """Repeated rows add up in the order given, to the bit, whoever asks."""
-    if large:
-        monkeypatch.setattr(sharded, "_LARGE", 0)
-        monkeypatch.setattr(shard, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(shard, "BLOCK_ROWS", block_rows)
     rows = [26, 0, 13, 13, 40, 13, 39, 0]
     delta = first_values(8 * 3).view(8, 3)
     with tables.join(num_workers=2, timeout_s=20.0) as one, one.thread_worker() as other:
