@@ -239,6 +239,7 @@ class Engine:
             commit(loss)
 
         self.crew.each(finish)
+        self._sums.forget()
         return self._describe(pieces, report, spans, loss)
 
     def _finish(self, statistics: dict[str, Statistic]) -> None:

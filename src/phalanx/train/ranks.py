@@ -353,6 +353,9 @@ class RankSums:
         """Give all ranks the whole gradient."""
         self.spread([(place, s.gradients) for place, s in enumerate(self._flat.segments)])
 
+    def forget(self) -> None:
+        """Nothing is held but buffers, which stay."""
+
     def spread(self, tensors: Sequence[tuple[int, Tensor]]) -> None:
         """Give all ranks each owner's slice of tensors: pairs of (segment, tensor as long)."""
         self._exchange.spread(

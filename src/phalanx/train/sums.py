@@ -25,6 +25,9 @@ class GradientSums(Protocol):
     def share(self) -> None:
         """See that all of the gradient is there, when all parts were summed."""
 
+    def forget(self) -> None:
+        """Let go of what was taken over: the next gradients find that memory, still in a cache."""
+
 
 class LocalSums:
     """All sums lie in this process; every replica's thread adds its part of the last two.
@@ -56,3 +59,6 @@ class LocalSums:
 
     def share(self) -> None:
         """They are."""
+
+    def forget(self) -> None:
+        self.operands = []
