@@ -1,5 +1,5 @@
 # On a fresh machine with Python 3.11+ and make:  make train  and  make test  are all there is to do.
-# Both set up .venv the first time and whenever pyproject.toml, constraints.txt or rows.c changes.
+# Both set up .venv the first time and whenever pyproject.toml, constraints.txt or a file of C changes.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (default: the first one >= 3.11 found)
 #   ARGS="..."          further arguments for the command: make train ARGS="--epochs 3 --replicas 2"
@@ -19,6 +19,7 @@ RANK_KILLS ?= 300
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(wildcard src/phalanx/memory/*.[ch])
 
 # The stamp holds the folder it was made in: scripts in a virtual environment name their interpreter
 # by absolute path, so one that came here with a copied tree is made again.
@@ -33,7 +34,7 @@ venv: $(STAMP)  ## set up .venv (done by the other targets where needed)
 
 .venv/moved:
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py src/phalanx/memory/rows.c $(STALE)
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(COMPILED) $(STALE)
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
 	    echo "make: \`PYTHON\` must be a Python interpreter, but is '$(PYTHON)', which is not found." \
 	         "Install Python 3.11 or newer, or name one: make PYTHON=python3.12 venv" >&2; exit 1; }

@@ -1,7 +1,7 @@
-"""Compiles rows.c while the package is built or installed, where there is a C compiler.
+"""Compiles the files of C while the package is built or installed, where there is a C compiler.
 
 Without one the package is the same, and does the same with torch in about twice the time (see
-src/phalanx/memory/rows.py).
+src/phalanx/memory/compiled.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("src/phalanx/memory/rows.c")
-LIBRARY = SOURCE.with_name("_rows.so")
+FOLDER = Path("src/phalanx/memory")
+SOURCES = ("rows.c", "blocks.c")
+LIBRARY = FOLDER / "_compiled.so"
 FLAGS = ["-O3", "-ffp-contract=off", "-fPIC", "-shared"]  # torch adds without contraction, too
 
 
@@ -31,19 +32,20 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if sys.platform != "linux":
             return
         try:
-            compile_rows(root)
+            compile_library(root)
         except (OSError, subprocess.SubprocessError) as error:
-            self.app.display_warning(f"rows.c is not compiled, torch does its work: {error}")
+            self.app.display_warning(f"C is not compiled, torch does its work: {error}")
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-linux_{os.uname().machine}"
         build_data["artifacts"].append(str(LIBRARY))
 
 
-def compile_rows(root: Path) -> None:
-    """Compile the library beside its source."""
+def compile_library(root: Path) -> None:
+    """Compile the library beside its sources."""
     unfinished = root / LIBRARY.with_suffix(".new")
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    command = [*compiler, *FLAGS, "-o", str(unfinished), str(root / SOURCE)]
+    sources = [str(root / FOLDER / name) for name in SOURCES]
+    command = [*compiler, *FLAGS, "-o", str(unfinished), *sources]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     unfinished.replace(root / LIBRARY)  # at once, for whoever has the old one loaded

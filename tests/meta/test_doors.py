@@ -297,7 +297,7 @@ DOORS: dict[str, Door] = {
         allowed=(
             "memory/allocator.py",
             "memory/process.py",
-            "memory/rows.py",
+            "memory/compiled.py",
             "replicas/intra_op.py",
         ),
         caught=("import ctypes", "from ctypes import CDLL"),

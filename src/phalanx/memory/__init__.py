@@ -2,6 +2,8 @@
 
 from phalanx.memory.allocator import keep_freed_memory
 from phalanx.memory.barrier import KEEPS_ORDER, SharedBarrier, fence
+from phalanx.memory.blocks import PAST_CACHE_BYTES, all_finite, copy_to, sum_to, sum_twice
+from phalanx.memory.compiled import is_compiled
 from phalanx.memory.faults import Fault, plant, planted, reach
 from phalanx.memory.flat import (
     ALIGN_BYTES,
@@ -18,20 +20,14 @@ from phalanx.memory.forks import forget_in_child
 from phalanx.memory.locks import LockFile, RangeLock
 from phalanx.memory.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.memory.region import Region
-from phalanx.memory.rows import (
-    MatrixRows,
-    all_finite,
-    all_within,
-    clamp_rows,
-    rows_compiled,
-    sum_to,
-)
+from phalanx.memory.rows import MatrixRows, all_within, clamp_rows
 from phalanx.memory.run_directory import RunDirectory
 from phalanx.memory.waiting import Waiting
 
 __all__ = [
     "ALIGN_BYTES",
     "KEEPS_ORDER",
+    "PAST_CACHE_BYTES",
     "Allocate",
     "Fault",
     "FlatParameters",
@@ -49,17 +45,19 @@ __all__ = [
     "all_finite",
     "all_within",
     "clamp_rows",
+    "copy_to",
     "dense_strides",
     "die_with_parent",
     "fence",
     "forget_in_child",
     "in_memory_order",
+    "is_compiled",
     "keep_freed_memory",
     "plant",
     "planted",
     "reach",
-    "rows_compiled",
     "signal_main_thread",
     "sum_to",
+    "sum_twice",
     "zeros",
 ]

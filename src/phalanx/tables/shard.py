@@ -33,7 +33,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.memory import KEEPS_ORDER, MatrixRows, RangeLock, all_finite, clamp_rows, reach, sum_to
+from phalanx.memory import (
+    KEEPS_ORDER,
+    PAST_CACHE_BYTES,
+    MatrixRows,
+    RangeLock,
+    all_finite,
+    clamp_rows,
+    reach,
+    sum_to,
+)
 from phalanx.tables.updaters import Change, Updater
 
 __all__ = ["POINTS", "Entry", "NotFinite", "Shard", "refuse_nonfinite"]
@@ -53,7 +62,6 @@ _CURRENT, _PARITY, _PROGRESS, _VERSION = 1, 2, 4, 1 << 24
 _MAX_PROGRESS = _VERSION // _PROGRESS - 1
 BLOCK_ROWS = 4096  # changed at once, so that what was saved is still in the cache
 _BLOCK_ELEMENTS = 1 << 18  # the same for an add of everything
-_PAST_CACHE_BYTES = 8 << 20  # what is larger is in no cache when somebody reads it
 _ATTEMPTS = 3
 
 
@@ -362,7 +370,7 @@ class Shard:
         if self._scale is not None:
             parts = (delta.split(block), old[0].split(block), new[0].split(block))
             for piece, source, target in zip(*parts, strict=True):
-                if self._scale == 1 and delta.nbytes >= _PAST_CACHE_BYTES:
+                if self._scale == 1 and delta.nbytes >= PAST_CACHE_BYTES:
                     if not sum_to(source, piece, target) and unseen:
                         raise NotFinite
                 else:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
+from phalanx.memory import copy_to
 from phalanx.plan import equal_sizes
 from phalanx.world.arena import Arena, Steps
 from phalanx.world.ops import Reduction
@@ -91,7 +92,10 @@ def _all_reduce_small(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps
 
 
 def _all_reduce_piece(
-    arena: Arena, parts: Sequence[Tensor], sizes: tuple[int, ...], reduction: Reduction
+    arena: Arena,
+    parts: Sequence[Tensor],
+    sizes: tuple[int, ...],
+    reduction: Reduction,
 ) -> Steps:
     me, others = arena.rank, arena.board.others
     mine = parts[me]
@@ -99,19 +103,18 @@ def _all_reduce_piece(
     slots = arena.cut(mine.dtype, sizes)
     own = slots[me]
     for rank in others:
-        own[rank].copy_(parts[rank])
+        copy_to(parts[rank], own[rank])
     arena.publish()
     yield from arena.published()
     sources = [slot[me] for slot in slots]
     sources[me] = mine
     # In place where the reduction can: what it writes to is in the cache already.
     result, double = (mine, own[me]) if me < 2 else (own[me], mine)
-    reduction(sources, result)
-    double.copy_(result)
+    reduction.twice(sources, result, double)
     arena.give_result()
     yield from arena.results_given()
     for rank in others:
-        parts[rank].copy_(slots[rank][rank])
+        copy_to(slots[rank][rank], parts[rank])
     arena.end_piece()
 
 
@@ -128,9 +131,9 @@ def reduce(arena: Arena, flat: Tensor, reduction: Reduction, root: int) -> Steps
             sources[root] = part
             yield from arena.published()
             reduction(sources, own)
-            part.copy_(own)
+            copy_to(own, part)
         else:
-            sources[arena.rank].copy_(part)
+            copy_to(part, sources[arena.rank])
             arena.publish()
         arena.end_piece()
 
@@ -165,7 +168,7 @@ def reduce_scatter(
         result = sources[me]
         sources[me] = mine
         reduction(sources, result)
-        output[piece].copy_(result)
+        copy_to(result, output[piece])
         arena.end_piece()
 
 
@@ -173,7 +176,7 @@ def reduce_scatter(
 
 
 def _put(slot: Tensor, at: int, part: Tensor) -> None:
-    slot[at : at + len(part)].copy_(part)
+    copy_to(part, slot[at : at + len(part)])
 
 
 def broadcast(arena: Arena, flat: Tensor, root: int) -> Steps:
@@ -185,11 +188,11 @@ def broadcast(arena: Arena, flat: Tensor, root: int) -> Steps:
         yield from arena.begin_piece()
         slot = arena.slots(torch.uint8)[root][: len(part)]
         if arena.rank == root:
-            slot.copy_(part)
+            copy_to(part, slot)
             arena.publish()
         else:
             yield from arena.published([root])
-            part.copy_(slot)
+            copy_to(slot, part)
         arena.end_piece()
 
 
@@ -206,7 +209,7 @@ def all_gather(arena: Arena, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
         yield from arena.published()
         for rank, result in enumerate(results):
             into = result[piece]
-            into.copy_(part if rank == arena.rank else slots[rank][: len(into)])
+            copy_to(part if rank == arena.rank else slots[rank][: len(into)], into)
         arena.end_piece()
 
 
@@ -221,7 +224,7 @@ def gather(arena: Arena, outputs: Sequence[Tensor], flat: Tensor, root: int) -> 
         if arena.rank == root:
             yield from arena.published()
             for rank, result in enumerate(results):
-                result[piece].copy_(part if rank == root else slots[rank][: len(part)])
+                copy_to(part if rank == root else slots[rank][: len(part)], result[piece])
         else:
             _put(slots[arena.rank], 0, part)
             arena.publish()
@@ -242,11 +245,11 @@ def scatter(arena: Arena, output: Tensor, inputs: Sequence[Tensor], root: int) -
                 if rank != root:
                     _put(slot, rank * per_rank, part[piece])
             arena.publish()
-            into.copy_(parts[root][piece])
+            copy_to(parts[root][piece], into)
         else:
             yield from arena.published([root])
             at = arena.rank * per_rank
-            into.copy_(slot[at : at + len(into)])
+            copy_to(slot[at : at + len(into)], into)
         arena.end_piece()
 
 
@@ -291,5 +294,5 @@ def all_to_all(arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
         for rank, result in enumerate(got):
             into = result[piece]
             at = me * per_rank
-            into.copy_(sent[me][piece] if rank == me else slots[rank][at : at + len(into)])
+            copy_to(sent[me][piece] if rank == me else slots[rank][at : at + len(into)], into)
         arena.end_piece()

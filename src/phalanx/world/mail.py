@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerLost
-from phalanx.memory import Region, Waiting, fence
+from phalanx.memory import Region, Waiting, copy_to, fence
 from phalanx.world.arena import Need, Steps
 from phalanx.world.board import HERE, LEFT, Board
 
@@ -51,7 +51,7 @@ class _Channel:
         at = written % _RING_BYTES
         room = min(_RING_BYTES - self.filled, _RING_BYTES - at, len(source), _LARGEST_COPY_BYTES)
         if room:
-            self.data[at : at + room].copy_(source[:room])
+            copy_to(source[:room], self.data[at : at + room])
             fence()
             self.words[_WRITTEN] = written + room
         return room
@@ -63,7 +63,7 @@ class _Channel:
         there = min(self.filled, _RING_BYTES - at, len(into), _LARGEST_COPY_BYTES)
         if there:
             fence()
-            into[:there].copy_(self.data[at : at + there])
+            copy_to(self.data[at : at + there], into[:there])
             fence()
             self.words[_READ] = read + there
         return there

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.memory import sum_twice
 
 __all__ = ["Reduction", "reduction_of"]
 
@@ -66,6 +67,17 @@ class Reduction:
             out.copy_(self._folded([source.float() for source in sources], None))
             return
         self._folded(sources, out)
+
+    def twice(self, sources: Sequence[Tensor], out: Tensor, copy: Tensor) -> None:
+        """Reduce into ``out``, as a call does, and into ``copy``, memory of its own."""
+        if self._combine is not torch.add or self._averages or self._dtype in _HALVES:
+            self(sources, out)
+            copy.copy_(out)
+            return
+        *first, last = sources
+        if len(first) > 1:
+            first = [self._folded(first, out)]
+        sum_twice(first[0], last, out, copy)
 
     def scaled(self, source: Tensor) -> Tensor:
         """Return what this rank gives: ``source`` itself, or where there is a factor, a product."""

@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from phalanx import tables
-from phalanx.memory import (
-    MatrixRows,
-    all_finite,
-    all_within,
-    clamp_rows,
-    rows,
-    rows_compiled,
-    sum_to,
-)
+from phalanx.memory import MatrixRows, all_within, clamp_rows, compiled
+from tests.unit.memory.numbers import DTYPES, drawn
 
-needs_compiled = pytest.mark.skipif(
-    not rows_compiled(), reason="rows.c was not compiled: no C compiler when phalanx was installed"
-)
-WAYS = [pytest.param(True, marks=needs_compiled), False]
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64]
 ROWS, ODD = 1009, 7
-
-
-@pytest.fixture(params=WAYS, ids=lambda way: "compiled" if way else "torch")
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    if not request.param:
-        monkeypatch.setattr(rows, "_C", {})
-    return request.param
-
-
-def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=draw).to(dtype)
-    return torch.randint(-(1 << 30), 1 << 30, shape, generator=draw, dtype=dtype)
 
 
 def some_rows(count: int, seed: int = 0) -> Tensor:
@@ -103,18 +73,6 @@ def test_rows_of_a_delta_may_be_picked(way, dtype, count, scale):
     assert torch.equal(values, other.values)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [0, 1, ODD, 4099])
-@pytest.mark.parametrize("start", [0, 1, 3])
-def test_sums_go_to_a_third_wherever_it_begins(way, dtype, size, start):
-    one, other = drawn(dtype, size + 5), drawn(dtype, size, seed=1)
-    to = torch.zeros(start + size + 2, dtype=dtype)
-    assert sum_to(one[5:], other, to[start : start + size])
-    assert torch.equal(to[start : start + size], one[5:] + other)
-    assert not to[:start].any()
-    assert not to[start + size :].any()
-
-
 def test_a_delta_may_be_scaled(way):
     values, numbers = drawn(torch.float32, ROWS, 5), some_rows(ODD)
     delta = drawn(torch.float32, ODD, 5, seed=1)
@@ -129,8 +87,7 @@ def test_integers_wrap_around(way):
     assert values.tolist() == [[2**31 - 1], [-(2**31)]]
 
 
-@needs_compiled
-def test_numbers_that_were_changed_behind_our_back_reach_no_other_memory():
+def test_numbers_that_were_changed_behind_our_back_reach_no_other_memory(needs_compiled):
     """The neighbours are what lies before and after the matrix."""
     whole = torch.zeros(9, 3)
     values, numbers = whole[3:6], torch.tensor([-5, 1, 7, 1 << 60])
@@ -141,38 +98,11 @@ def test_numbers_that_were_changed_behind_our_back_reach_no_other_memory():
     assert out[:, 0].tolist() == [1, 1, 2, 2]
 
 
-FINITE = [0.0, -0.0, 1e-45, -5e-324, 1e38, -1.0]
-NOT = [float("nan"), float("inf"), -float("inf")]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [1, ODD, 4097])
-def test_what_is_not_finite_is_seen_wherever_it_is(way, dtype, size):
-    numbers = torch.tensor(FINITE, dtype=dtype).repeat(size)[:size]
-    assert all_finite(numbers)
-    for place in {0, size // 2, size - 1}:
-        for bad in NOT:
-            spoilt = numbers.clone()
-            spoilt[place] = bad
-            assert not all_finite(spoilt)
-            assert not all_finite(spoilt.repeat(2, 2).T)
-            assert not sum_to(numbers, spoilt, torch.empty_like(numbers))
-
-
-def test_a_sum_that_overflows_is_finite_numbers_still(way):
-    assert all_finite(torch.full((ODD,), torch.finfo(torch.float32).max))
-
-
-@pytest.mark.parametrize("numbers", [torch.ones(3, dtype=torch.int64), torch.empty(0), np.pi])
-def test_integers_and_nothing_are_finite(way, numbers):
-    assert all_finite(torch.as_tensor(numbers))
-
-
 def test_tables_have_the_same_bits_either_way(monkeypatch):
     """With several shards, repeats, and blocks of rows."""
     found = []
-    for functions in (rows._C, {}):
-        monkeypatch.setattr(rows, "_C", functions)
+    for functions in (compiled.FUNCTIONS, {}):
+        monkeypatch.setattr(compiled, "FUNCTIONS", functions)
         with tables.join() as world:
             table = world.matrix(ROWS, 33, num_shards=3)
             for seed, count in enumerate((1, ODD, 999, 9000)):
@@ -203,28 +133,3 @@ def test_rows_are_brought_within(way, count):
         found = torch.empty(count, dtype=torch.int64)
         clamp_rows(given, ODD, found)
         assert torch.equal(found, numbers.clamp(0, ODD - 1))
-
-
-# -- loading ---------------------------------------------------------
-
-
-def test_what_is_no_library_or_not_there_is_left_alone(tmp_path: Path):
-    (tmp_path / "_rows.so").write_bytes(b"\x7fELF, or so it says")
-    assert rows._load(tmp_path / "_rows.so") is None
-    assert rows._load(tmp_path / "absent.so") is None
-
-
-@needs_compiled
-def test_a_library_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch):
-    path = Path(rows.__file__).with_name("_rows.so")
-    assert rows._load(path) is not None
-    monkeypatch.setattr(rows, "_VERSION", rows._VERSION + 1)
-    assert rows._load(path) is None
-
-
-@needs_compiled
-def test_the_source_compiles_without_a_warning(tmp_path: Path):
-    source = Path(rows.__file__).with_name("rows.c")
-    command = ["cc", "-O3", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([*command, "-o", str(tmp_path / "rows.so"), str(source)], check=True, timeout=60)
-    assert rows._load(tmp_path / "rows.so") is not None

@@ -29,7 +29,7 @@ from phalanx.cli.bench.tables_report import (
 )
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError, PeerError
-from phalanx.memory import rows_compiled
+from phalanx.memory import is_compiled
 
 __all__ = ["tables"]
 
@@ -65,7 +65,7 @@ def tables(
     console = make_console()
     machine = describe_machine()
     introduce(console, machine)
-    by = "rows.c" if rows_compiled() else "torch, since rows.c is not compiled"
+    by = "rows.c" if is_compiled() else "torch, since rows.c is not compiled"
     console.print(f"Tables' rows are copied and added to by {by}.")
     if "ray" in names and not is_there("ray"):
         names.remove("ray")
@@ -97,7 +97,7 @@ def tables(
         console.print(f"{name} failed.", style="red")
         console.print(cause)
     (out / "tables.json").write_text(
-        as_json(results, machine, rounds=rounds, rows_compiled=rows_compiled()), encoding="utf-8"
+        as_json(results, machine, rounds=rounds, rows_compiled=is_compiled()), encoding="utf-8"
     )
     draw_tables(results, machine, out / "tables.png")
     console.print(f"Wrote {out / 'tables.json'} and {out / 'tables.png'}.")

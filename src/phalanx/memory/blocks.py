@@ -1,0 +1,97 @@
+"""Memory in one piece, copied, added and looked at: by blocks.c where compiled, else by torch.
+
+Both give the same bits. What blocks.c does better is to move memory that is in no cache: it fetches
+ahead over the ends of pages, stores past the caches what is larger than they are, and passes
+memory once where torch passes it twice (docs/decisions/0015).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.memory import compiled
+
+__all__ = ["PAST_CACHE_BYTES", "all_finite", "copy_to", "sum_to", "sum_twice"]
+
+PAST_CACHE_BYTES = 8 << 20
+"""What is larger is in no cache when somebody reads it."""
+
+_FINITE = {torch.float32: "finite_float32", torch.float64: "finite_float64"}
+_FEW_BYTES = 64 << 10  # in which torch's own copy is as fast
+
+
+def copy_to(source: Tensor, target: Tensor) -> None:
+    """Copy to a tensor of the same shape and dtype elsewhere in memory, or the same one.
+
+    Both are contiguous.
+
+    Example:
+        >>> target = torch.empty(3)
+        >>> copy_to(torch.arange(3.0), target)
+        >>> target.tolist()
+        [0.0, 1.0, 2.0]
+    """
+    function = compiled.FUNCTIONS.get("copy")
+    if function is None or target.nbytes < _FEW_BYTES:
+        target.copy_(source)
+    else:
+        function(source.data_ptr(), target.data_ptr(), target.nbytes)
+
+
+def sum_to(values: Tensor, delta: Tensor, to: Tensor) -> bool:
+    """Write the sum of two tensors to a third, and tell whether ``delta`` is finite.
+
+    All of one shape and dtype, contiguous. Past the cache, where compiled: for tensors that nobody
+    reads soon.
+
+    Example:
+        >>> found = torch.empty(3)
+        >>> sum_to(torch.ones(3), torch.arange(3.0), found)
+        True
+        >>> found.tolist()
+        [1.0, 2.0, 3.0]
+    """
+    function = compiled.FUNCTIONS.get(f"sum_to_{compiled.DTYPES.get(to.dtype)}")
+    if function is None:
+        finite = all_finite(delta)
+        torch.add(values, delta, out=to)
+        return finite
+    return bool(function(values.data_ptr(), delta.data_ptr(), to.data_ptr(), to.numel()))
+
+
+def sum_twice(left: Tensor, right: Tensor, to: Tensor, copy: Tensor) -> None:
+    """Write the sum of two tensors to two others; all of one shape and dtype, contiguous.
+
+    ``to`` may be one of those that are added; ``copy`` lies in memory of its own.
+
+    Example:
+        >>> left, copy = torch.ones(3), torch.empty(3)
+        >>> sum_twice(left, torch.arange(3.0), left, copy)
+        >>> left.tolist(), copy.tolist()
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+    """
+    function = compiled.FUNCTIONS.get(f"sum_twice_{compiled.DTYPES.get(to.dtype)}")
+    if function is None or to.nbytes < _FEW_BYTES:
+        copy.copy_(torch.add(left, right, out=to))
+        return
+    function(left.data_ptr(), right.data_ptr(), to.data_ptr(), copy.data_ptr(), to.numel())
+
+
+def all_finite(numbers: Tensor) -> bool:
+    """Tell whether neither NaN nor infinity is in ``numbers``, on the CPU.
+
+    Example:
+        >>> all_finite(torch.tensor([1.0, float("nan")])), all_finite(torch.ones(3))
+        (False, True)
+    """
+    if not numbers.dtype.is_floating_point or numbers.numel() == 0:
+        return True
+    function = compiled.FUNCTIONS.get(_FINITE.get(numbers.dtype, ""))
+    if function is not None and numbers.is_contiguous():
+        return bool(function(numbers.data_ptr(), numbers.numel()))
+    total = numbers.sum().item()
+    if total - total == 0:  # as neither NaN nor infinity does; and one sum is a short look
+        return True
+    low, high = torch.aminmax(numbers)
+    return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -1,0 +1,80 @@
+"""What was compiled from rows.c and blocks.c when phalanx was installed, if anything was.
+
+Every function here has its like in torch, with the same bits: see rows.py and blocks.py
+(docs/decisions/0015).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["DTYPES", "FUNCTIONS", "is_compiled"]
+
+_VERSION = 6  # as in compiled.h: a library of another one is left alone
+_ANSWERS = ("finite", "sum_to", "within")  # functions that return a truth
+DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+"""What functions for numbers of a dtype end with."""
+
+# Any: what ctypes makes of a C function.
+Function = Callable[..., Any]
+
+
+def _load(path: Path) -> ctypes.CDLL | None:
+    """Return the library, or None where there is none, or one of another version."""
+    try:
+        library = ctypes.CDLL(str(path))
+        version = library.phalanx_version
+    except (OSError, AttributeError):
+        return None
+    version.restype = ctypes.c_int64
+    return library if version() == _VERSION else None
+
+
+def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
+    """Return the functions by name, with the types of what they take."""
+    if library is None:
+        return {}
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    takes = {
+        "take": [pointer, number, number, pointer, number, pointer],
+        "within": [pointer, number, number],
+        "clamp": [pointer, number, number, pointer],
+        "finite_float32": [pointer, number],
+        "finite_float64": [pointer, number],
+        "copy": [pointer, pointer, number],
+    }
+    for name in DTYPES.values():
+        takes[f"add_{name}"] = [*takes["take"], pointer]
+        takes[f"sum_to_{name}"] = [pointer, pointer, pointer, number]
+        takes[f"sum_twice_{name}"] = [pointer, pointer, pointer, pointer, number]
+    found: dict[str, Function] = {}
+    for name, types in takes.items():
+        function = getattr(library, f"phalanx_{name}")
+        function.argtypes = types
+        function.restype = number if name.startswith(_ANSWERS) else None
+        found[name] = function
+    return found
+
+
+FUNCTIONS = _functions(_load(Path(__file__).with_name("_compiled.so")))
+"""By name, without ``phalanx_``; nothing where nothing was compiled."""
+
+
+def is_compiled() -> bool:
+    """Tell whether there was a C compiler when phalanx was installed.
+
+    Example:
+        >>> is_compiled() in (True, False)
+        True
+    """
+    return bool(FUNCTIONS)

@@ -1,0 +1,84 @@
+"""Memory in one piece: what was compiled does what torch does, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.memory import all_finite, copy_to, sum_to, sum_twice
+from tests.unit.memory.numbers import DTYPES, drawn
+
+ODD = 7
+LARGE = (64 << 10) + 5  # elements: beyond what is left to torch in any case
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize("size", [0, 1, ODD, LARGE])
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_bytes_are_copied_wherever_they_begin(way, dtype, size, start):
+    source = drawn(torch.int32, size + 1).to(dtype)[1:]
+    target = torch.zeros(start + size + 2, dtype=dtype)
+    copy_to(source, target[start : start + size])
+    assert torch.equal(target[start : start + size], source)
+    assert not target[:start].any()
+    assert not target[start + size :].any()
+
+
+def test_a_copy_to_itself_changes_nothing(way):
+    numbers = drawn(torch.float32, LARGE)
+    before = numbers.clone()
+    copy_to(numbers, numbers)
+    assert torch.equal(numbers, before)
+
+
+@pytest.mark.parametrize("in_place", ["left", "right", None])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 1, ODD, LARGE])
+def test_a_sum_is_written_twice(way, dtype, size, in_place):
+    left, right = drawn(dtype, size + 1)[1:], drawn(dtype, size, seed=1)
+    to = {"left": left, "right": right, None: torch.empty_like(right)}[in_place]
+    wanted, copy = left + right, torch.zeros(size + ODD, dtype=dtype)
+    sum_twice(left, right, to, copy[:size])
+    assert torch.equal(to, wanted)
+    assert torch.equal(copy[:size], wanted)
+    assert not copy[size:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 1, ODD, 4099])
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_sums_go_to_a_third_wherever_it_begins(way, dtype, size, start):
+    one, other = drawn(dtype, size + 5), drawn(dtype, size, seed=1)
+    to = torch.zeros(start + size + 2, dtype=dtype)
+    assert sum_to(one[5:], other, to[start : start + size])
+    assert torch.equal(to[start : start + size], one[5:] + other)
+    assert not to[:start].any()
+    assert not to[start + size :].any()
+
+
+FINITE = [0.0, -0.0, 1e-45, -5e-324, 1e38, -1.0]
+NOT = [float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, ODD, 4097])
+def test_what_is_not_finite_is_seen_wherever_it_is(way, dtype, size):
+    numbers = torch.tensor(FINITE, dtype=dtype).repeat(size)[:size]
+    assert all_finite(numbers)
+    for place in {0, size // 2, size - 1}:
+        for bad in NOT:
+            spoilt = numbers.clone()
+            spoilt[place] = bad
+            assert not all_finite(spoilt)
+            assert not all_finite(spoilt.repeat(2, 2).T)
+            assert not sum_to(numbers, spoilt, torch.empty_like(numbers))
+
+
+def test_a_sum_that_overflows_is_finite_numbers_still(way):
+    assert all_finite(torch.full((ODD,), torch.finfo(torch.float32).max))
+
+
+@pytest.mark.parametrize("numbers", [torch.ones(3, dtype=torch.int64), torch.empty(0), np.pi])
+def test_integers_and_nothing_are_finite(way, numbers):
+    assert all_finite(torch.as_tensor(numbers))

@@ -1,0 +1,28 @@
+"""The library of compiled functions is used where it is there and fits."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from phalanx.memory import compiled
+
+
+def test_what_is_no_library_or_not_there_is_left_alone(tmp_path: Path):
+    (tmp_path / "_compiled.so").write_bytes(b"\x7fELF, or so it says")
+    assert compiled._load(tmp_path / "_compiled.so") is None
+    assert compiled._load(tmp_path / "absent.so") is None
+
+
+def test_a_library_of_another_version_is_left_alone(needs_compiled, monkeypatch):
+    path = Path(compiled.__file__).with_name("_compiled.so")
+    assert compiled._load(path) is not None
+    monkeypatch.setattr(compiled, "_VERSION", compiled._VERSION + 1)
+    assert compiled._load(path) is None
+
+
+def test_the_sources_compile_without_a_warning(needs_compiled, tmp_path: Path):
+    sources = sorted(map(str, Path(compiled.__file__).parent.glob("*.c")))
+    command = ["cc", "-O3", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([*command, "-o", str(tmp_path / "new.so"), *sources], check=True, timeout=60)
+    assert compiled._load(tmp_path / "new.so") is not None
