@@ -189,3 +189,17 @@ def test_a_loss_that_was_not_told_of_is_told_of_the_next_time() -> None:
     teller.tell_of_failures(2)
     teller.tell_of_failures(3)
     assert told == [0, 1, 2]
+
+
+def test_a_state_that_cannot_be_taken_over_leaves_no_replicas_behind() -> None:
+    trainer = make()
+    for parameter in trainer.module.parameters():
+        trainer.optimizer.state[parameter] = {"exp_avg": torch.zeros(2)}  # of no parameter's shape
+    before = threading.active_count()
+    with pytest.raises(RuntimeError) as held:  # whose frames would keep them
+        trainer.step(batches()[0])
+    assert threading.active_count() == before
+    assert held.traceback
+    trainer.optimizer.state.clear()
+    trainer.step(batches()[0])
+    trainer.close()

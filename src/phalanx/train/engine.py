@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,11 +96,16 @@ class Engine:
         self._flat = FlatParameters(self._groups, allocate=open_crew.allocate)
         place_of = {id(parameter): place for place, parameter in enumerate(module.parameters())}
         self._places = [place_of.get(id(parameter), -1) for parameter in self._flat.parameters]
-        try:
+        with ExitStack() as failed:
+            failed.callback(self._flat.release)
             self.crew = open_crew(module, formation, workloads)
-        except BaseException:
-            self._flat.release()
-            raise
+            failed.callback(self.crew.close)
+            self._open_steps()
+            failed.pop_all()
+        self._show_gradients()
+
+    def _open_steps(self) -> None:
+        """Say how gradients are summed and the optimizer steps."""
         self._parts = self._flat.parts(len(self.crew))
         self._sums: LocalSums | RankSums
         if isinstance(self.crew, RankCrew):
@@ -110,11 +116,10 @@ class Engine:
         self._alone = (
             isinstance(self.crew, ThreadCrew)
             and len(self.crew) == 1
-            and cutter.microbatches is None
-            and clip_norm is None
+            and self._cutter.microbatches is None
+            and self._clip_norm is None
         )
         self._stepper = self._open_stepper()
-        self._show_gradients()
 
     def close(self) -> None:
         """Dismiss the crew, and give the parameters memory of their own."""
