@@ -249,17 +249,25 @@ class Session:
         if not self.history.losses:
             self.console.print("Stopped before the first step: nothing was saved.")
             return False
-        title = f"{self.options.model} on {self.options.data}, {self._name_formation()}"
-        draw_training(self.folder.figure_path, self.history, title=title)
-        if self.trainer.epochs < self.options.epochs:
+        finished = self.trainer.epochs >= self.options.epochs
+        if finished:
+            self.folder.write_model(self.trainer.module)
+        self._draw_training()
+        if not finished:
             self.console.print(self._describe_interruption())
             return False
-        self.folder.write_model(self.trainer.module)
         self.console.print(self._draw_summary(seconds))
         for straggler in self.stragglers.report():
             self.console.print(f"Slow: {straggler}.")
         self.console.print(f"Weights, metrics and training.png are in {self.folder.path}")
         return True
+
+    def _draw_training(self) -> None:
+        title = f"{self.options.model} on {self.options.data}, {self._name_formation()}"
+        try:
+            draw_training(self.folder.figure_path, self.history, title=title)
+        except OSError as error:  # the run is worth more than its picture
+            self.console.print(f"training.png is not written: {error}")
 
     def _open_trainer(self) -> Trainer:
         options, kept = self.options, self.job.formation

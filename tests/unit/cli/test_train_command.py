@@ -292,6 +292,18 @@ def test_a_run_goes_on_behind_its_end(phalanx):
     assert sum(record["kind"] == "step" for record in metrics_of("run")) == 12
 
 
+def test_a_picture_that_cannot_be_written_costs_nothing_else(phalanx):
+    phalanx("train", *FAST, "--epochs", 1, "--out", "run")
+    before = load_file("run/model.safetensors")
+    Path("run/training.png").unlink()
+    Path("run/training.png").mkdir()  # where nobody can write a file
+    code, out, _ = phalanx("train", "--resume", "run", "--epochs", 2)
+    assert code == 0
+    assert "training.png is not written: " in out
+    after = load_file("run/model.safetensors")
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_a_finished_run_says_how_to_go_on(phalanx):
     phalanx("train", *FAST, "--epochs", 1, "--out", "run")
     code, _, err = phalanx("train", "--resume", "run")
