@@ -75,7 +75,7 @@ class Region:
 
     @classmethod
     def create(
-        cls, nbytes: int, *, label: str = "region", directory: Path | str | None = None
+        cls, nbytes: int, *, label: str = "region", memory_dir: Path | str | None = None
     ) -> Region:
         """Make a region of ``nbytes`` zeros and reserve its memory now.
 
@@ -85,7 +85,7 @@ class Region:
         Args:
             nbytes: Its size, at least 1.
             label: What it is called in messages.
-            directory: None for anonymous memory, which the size of ``/dev/shm`` does not limit. A
+            memory_dir: None for anonymous memory, which the size of ``/dev/shm`` does not limit. A
                 folder for a nameless file in it: paged to that disk where memory is short.
 
         Raises:
@@ -95,10 +95,10 @@ class Region:
         if type(nbytes) is not int or nbytes < 1:
             raise ConfigError(f"`nbytes` must be a positive integer, but is {nbytes!r}.")
         with _telling_of_descriptors(label):
-            fd = _anonymous(nbytes, label) if directory is None else _nameless(Path(directory))
+            fd = _anonymous(nbytes, label) if memory_dir is None else _nameless(Path(memory_dir))
             try:
-                reserve(fd, nbytes, label, directory)
-                if directory is None:  # from now on nobody can pull the memory away from a reader
+                reserve(fd, nbytes, label, memory_dir)
+                if memory_dir is None:  # from now on nobody can pull the memory away from a reader
                     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
                     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
             except BaseException:
@@ -331,17 +331,17 @@ def _telling_of_descriptors(label: str) -> Iterator[None]:
         ) from exc
 
 
-def _nameless(directory: Path) -> int:
+def _nameless(memory_dir: Path) -> int:
     try:
-        with tempfile.TemporaryFile(dir=directory) as file:
+        with tempfile.TemporaryFile(dir=memory_dir) as file:
             return os.dup(file.fileno())
     except OSError as exc:
         if exc.errno in _NO_DESCRIPTOR:
             raise
         if exc.errno in _NO_SPACE:
-            raise _out_of_space(None, 0, "region", directory) from exc
+            raise _out_of_space(None, 0, "region", memory_dir) from exc
         raise ConfigError(
-            f"`directory` must be a folder that we may write to, but is {str(directory)!r} "
+            f"`memory_dir` must be a folder that we may write to, but is {str(memory_dir)!r} "
             f"({exc.strerror})."
         ) from exc
 
@@ -378,7 +378,7 @@ def _out_of_space(
     amount = "a file" if needed is None else f"{needed} bytes"
     left = "less" if available is None else f"only {available} bytes"
     if directory is None:
-        way_out = "Share less, or give `directory` a folder on a disk with room."
+        way_out = "Share less, or give a trainer a folder with room on a disk as `memory_dir`."
     else:
         way_out = "Make room there, or name a folder on another disk."
     return OutOfSpace(

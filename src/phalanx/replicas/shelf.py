@@ -52,7 +52,7 @@ class Shelf:
         """Return zeros in a new region; memory of other devices is nobody else's to see."""
         if device.type != "cpu" or num_elements == 0:
             return torch.zeros(num_elements, dtype=dtype, device=device)
-        whole = self._add(Region.create(num_elements * dtype.itemsize, directory=self._directory))
+        whole = self._add(Region.create(num_elements * dtype.itemsize, memory_dir=self._directory))
         return whole[: num_elements * dtype.itemsize].view(dtype)
 
     def allocate_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:

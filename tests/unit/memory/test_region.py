@@ -30,7 +30,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
 
 
 def test_a_region_holds_zeros_and_every_view_shows_the_same_bytes(directory):
-    region = Region.create(1000, label="weights", directory=directory)
+    region = Region.create(1000, label="weights", memory_dir=directory)
     assert region.nbytes == len(region.buffer) == 1000
     assert not any(region.buffer)
     first = region.tensor(torch.float32, 5, 64)
@@ -87,7 +87,7 @@ def test_a_size_that_is_none_is_refused(nbytes):
 
 
 def test_tensors_and_buffers_outlive_close(directory):
-    region = Region.create(4096, directory=directory)
+    region = Region.create(4096, memory_dir=directory)
     tensor, buffer = region.tensor(torch.int64, 512), region.buffer
     region.close()
     region.close()
@@ -109,7 +109,7 @@ def test_a_closed_region_refuses_everything_but_another_close():
 
 def test_no_descriptor_is_left_behind(directory):
     before = open_files()
-    region = Region.create(4096, directory=directory)
+    region = Region.create(4096, memory_dir=directory)
     Region.attach(os.dup(region.fd)).close()
     tensor = region.tensor(torch.int8, 1)
     del region  # without close
@@ -119,7 +119,7 @@ def test_no_descriptor_is_left_behind(directory):
 
 
 def test_a_child_program_does_not_inherit_it(directory):
-    region = Region.create(64, directory=directory)
+    region = Region.create(64, memory_dir=directory)
     assert not os.get_inheritable(region.fd)
     fd = os.dup(region.fd)
     os.set_inheritable(fd, True)
@@ -127,7 +127,7 @@ def test_a_child_program_does_not_inherit_it(directory):
 
 
 def test_a_file_has_no_name(tmp_path):
-    with Region.create(4096, directory=tmp_path) as region:
+    with Region.create(4096, memory_dir=tmp_path) as region:
         assert list(tmp_path.iterdir()) == []
         assert os.fstat(region.fd).st_nlink == 0
         assert os.fstat(region.fd).st_blocks * 512 >= 4096  # reserved
@@ -188,9 +188,7 @@ def test_attach_refuses_another_users_file(tmp_path):
 
 
 def test_more_memory_than_there_is_is_refused_before_it_is_taken():
-    with pytest.raises(
-        OutOfSpace, match=r"free in memory for region 'huge'.*give `directory`"
-    ) as e:
+    with pytest.raises(OutOfSpace, match=r"free in memory for region 'huge'.*as `memory_dir`") as e:
         Region.create(1 << 50, label="huge")
     assert e.value.needed_bytes == 1 << 50
     assert 0 < e.value.available_bytes < 1 << 50
@@ -210,7 +208,7 @@ def test_too_few_descriptors_are_told(directory, left):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(gaps) + 1 + left, limits[1]))
         told = r"file descriptors left for region 'weights'.*`ulimit -n`"
         with pytest.raises(OutOfSpace, match=told):
-            [Region.create(1 << 12, label="weights", directory=directory) for _ in range(2)]
+            [Region.create(1 << 12, label="weights", memory_dir=directory) for _ in range(2)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for fd in gaps:
@@ -220,8 +218,8 @@ def test_too_few_descriptors_are_told(directory, left):
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
     before = open_files()
-    with pytest.raises(ConfigError, match=r"`directory` must be a folder .*No such file"):
-        Region.create(64, directory=tmp_path / "absent")
+    with pytest.raises(ConfigError, match=r"`memory_dir` must be a folder .*No such file"):
+        Region.create(64, memory_dir=tmp_path / "absent")
     assert open_files() == before
 
 
@@ -310,5 +308,5 @@ def test_a_sender_that_lies_about_the_size_is_caught(ends):
 
 
 def test_files_are_ours_alone(tmp_path):
-    with Region.create(64, directory=tmp_path) as region:
+    with Region.create(64, memory_dir=tmp_path) as region:
         assert stat.S_IMODE(os.fstat(region.fd).st_mode) == 0o600
