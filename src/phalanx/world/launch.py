@@ -34,7 +34,15 @@ from phalanx.errors import ConfigError, PeerError
 from phalanx.plan import check_function, read_count
 from phalanx.world.rank_start import prefer_phalanx, record_failures
 
-__all__ = ["Job", "RankFailed", "available_cores", "first_failure", "launch", "launch_script"]
+__all__ = [
+    "Job",
+    "RankFailed",
+    "available_cores",
+    "describe_failures",
+    "first_failure",
+    "launch",
+    "launch_script",
+]
 
 _LAST_WORDS_LINES = 12
 _SIGTERM = 15  # what the launcher ends the others with
@@ -141,7 +149,7 @@ def launch(
         try:
             values = elastic_launch(config, _run_function)(function, tuple(args))
         except ChildFailedError as exc:
-            raise _describe(exc.failures) from None
+            raise describe_failures(exc.failures) from None
     return [values[rank] for rank in range(job.ranks)]
 
 
@@ -170,7 +178,7 @@ def launch_script(script: Path, args: Sequence[str], job: Job) -> None:
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as exc:
-            raise _describe(exc.failures) from None
+            raise describe_failures(exc.failures) from None
 
 
 def _config(job: Job, logs: Path, *, tee: Std = Std.NONE, **more: Any) -> LaunchConfig:
@@ -270,10 +278,14 @@ def _told(failure: ProcessFailure) -> dict[str, Any] | None:
     return message.get("extraInfo") if isinstance(message, dict) else None
 
 
-def _describe(failures: Mapping[int, ProcessFailure]) -> RankFailed:
+def describe_failures(failures: Mapping[int, ProcessFailure]) -> RankFailed:
+    """Make the job's error: who failed first and how, who else did, and the first's last words."""
     rank = first_failure(failures)
-    failure = failures[rank]
+    failure, told = failures[rank], _told(failures[rank])
     code = failure.exitcode
+    if told is not None and code == -_SIGTERM:
+        # Its script had ended already; the launcher only met the process on its way out.
+        code = int(told.get("exit_code", 1))
     if code < 0:
         how, code = f"was killed by {failure.signal_name()}", 128 - code
     else:
@@ -281,10 +293,9 @@ def _describe(failures: Mapping[int, ProcessFailure]) -> RankFailed:
     others = [
         str(other)
         for other, its in sorted(failures.items())
-        if other != rank and its.exitcode != -_SIGTERM
+        if other != rank and (its.exitcode != -_SIGTERM or _told(its) is not None)
     ]
     also = f" Rank{'s' * (len(others) > 1)} {', '.join(others)} failed as well." if others else ""
-    told = _told(failure)
     text = f"Rank {rank} (process {failure.pid}) must end well, but {how}.{also}"
     if told is not None and told.get("py_callstack"):
         lines = str(told["py_callstack"]).rstrip().splitlines()

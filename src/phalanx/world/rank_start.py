@@ -60,6 +60,7 @@ def _record(exc: BaseException) -> None:
     if path is None:
         return
     at_s = wall_clock_s()
+    code = exc.code if isinstance(exc, SystemExit) else None
     said = {
         "message": {
             "message": f"{type(exc).__name__}: {exc}",
@@ -67,6 +68,7 @@ def _record(exc: BaseException) -> None:
                 "py_callstack": _said(exc),
                 "timestamp": str(int(at_s)),
                 "at_s": at_s,
+                "exit_code": code & 0xFF if isinstance(code, int) else 1,
                 "echo": isinstance(exc, PeerError | dist.DistError),
             },
         }

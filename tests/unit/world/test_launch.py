@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from phalanx.errors import ConfigError
-from phalanx.world.launch import Job, first_failure, launch
+from phalanx.world.launch import Job, describe_failures, first_failure, launch
+from phalanx.world.rank_start import record_failures
 
 
 def failure(
-    folder: Path, exitcode: int, at_s: float | None = None, echo: bool = False
+    folder: Path, exitcode: int, at_s: float | None = None, echo: bool = False, code: int = 1
 ) -> ProcessFailure:
     path = folder / f"{len(list(folder.iterdir()))}.json"
     if at_s is None:
         return ProcessFailure(0, 1, exitcode, str(path))
-    extra = {"timestamp": str(int(at_s)), "at_s": at_s, "echo": echo, "py_callstack": "…"}
+    extra = {
+        "timestamp": str(int(at_s)),
+        "at_s": at_s,
+        "exit_code": code,
+        "echo": echo,
+        "py_callstack": "…",
+    }
     path.write_text(json.dumps({"message": {"message": "it failed", "extraInfo": extra}}))
     return ProcessFailure(0, 1, exitcode, str(path))
 
@@ -41,6 +49,32 @@ def test_who_was_killed_could_not_write_and_is_the_cause(tmp_path):
 def test_who_was_ended_by_the_launcher_is_not_the_cause(tmp_path):
     failures = {0: failure(tmp_path, -15), 1: failure(tmp_path, 1, 7.0, echo=True)}
     assert first_failure(failures) == 1
+
+
+def test_who_failed_and_was_ended_on_its_way_out_did_not_die_of_that(tmp_path):
+    failures = {
+        0: failure(tmp_path, 1, 7.5),
+        1: failure(tmp_path, -15, 7.25, code=3),
+        2: failure(tmp_path, -15, 7.75),
+        3: failure(tmp_path, -15),
+    }
+    told = describe_failures(failures)
+    assert str(told) == (
+        "Rank 1 (process 1) must end well, but ended with exit code 3. Ranks 0, 2 failed as well."
+        "\n…"
+    )
+    assert (told.rank, told.exit_code) == (1, 3)
+
+
+@pytest.mark.parametrize(("given", "noted"), [(3, 3), (-1, 255), ("no", 1), (True, 1)])
+def test_a_rank_notes_the_exit_code_that_it_is_about_to_end_with(
+    given, noted, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        record_failures(lambda: sys.exit(given))
+    said = json.loads((tmp_path / "error.json").read_text())
+    assert said["message"]["extraInfo"]["exit_code"] == noted
 
 
 @pytest.mark.parametrize(
