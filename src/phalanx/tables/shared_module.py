@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import CheckpointError, ConfigError, StateError
 from phalanx.plan import check_argument, read_count
 from phalanx.tables.exchange import Exchange, Flat, StatisticsExchange, split_by_dtype
 from phalanx.tables.module_updaters import Blend, choose_updater, read_outer
@@ -277,7 +277,14 @@ class SharedModule:
         Collective: All workers. Blocks: Until all have come.
         """
         for exchange in self._exchanges:  # everybody looks, so that all go on or none
-            load_parts(exchange.table._spec, read_directory(directory))
+            try:
+                load_parts(exchange.table._spec, read_directory(directory))
+            except CheckpointError as exc:
+                exc.add_note(
+                    "A shared module takes the snapshot of one with the same `name`, `merge` and "
+                    "`outer`, in the same mode (synchronous or not)."
+                )
+                raise
         self._world.barrier("restore a module")
         if self._world.is_master:
             for exchange in self._exchanges:

@@ -256,6 +256,11 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
         found = json.loads(manifest.read_text())
         data = directory / Path(found["file"]).name
         theirs, digest, version = found["table"], found["sha256"], found["version"]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"`directory` must hold a snapshot of table {spec.name!r}, but {str(manifest)!r} is "
+            f"not there. The table must have the name that it had then."
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise CheckpointError(
             f"{str(manifest)!r} must describe a snapshot of table {spec.name!r}, but does not "

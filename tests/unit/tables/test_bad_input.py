@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from phalanx import tables
 from phalanx.errors import CheckpointError, ConfigError, OutOfSpace, StateError
@@ -200,6 +201,16 @@ def test_a_closed_world_says_so():
     assert repr(world) == "World(worker 0, closed)"
 
 
+def test_a_module_is_told_which_snapshots_it_takes(tmp_path):
+    with tables.join() as world:
+        tables.SharedModule(nn.Linear(2, 2), world, name="a", sync=True).snapshot(tmp_path)
+    with tables.join() as world:
+        other = tables.SharedModule(nn.Linear(2, 2), world, name="a")
+        with pytest.raises(CheckpointError, match="`updater` of the snapshot") as caught:
+            other.restore(tmp_path)
+    assert "in the same mode (synchronous or not)" in caught.value.__notes__[0]
+
+
 def test_only_the_master_assigns():
     with tables.join(num_workers=2) as one, one.thread_worker() as two:
         table, other = one.array(2, name="t"), two.array(2, name="t")
@@ -234,7 +245,7 @@ def test_a_snapshot_restores_values_and_state(tmp_path):
 def test_a_snapshot_that_is_damaged_or_another_tables_is_refused(tmp_path):
     with tables.join() as world:
         table = world.matrix(4, 3, name="t", init=1.0)
-        with pytest.raises(CheckpointError, match="must describe a snapshot of table 't'"):
+        with pytest.raises(CheckpointError, match=r"'t', but '.*t\.json' is not there\. The"):
             table.restore(tmp_path)
         table.snapshot(tmp_path)
         (data,) = tmp_path.glob("*.safetensors")
