@@ -65,6 +65,13 @@ class Staleness:
         """Whether clocks are compared at all, beyond bulk-synchronous rounds."""
         return self.bound is not None and self.bound > 0
 
+    @property
+    def as_argument(self) -> str | None:
+        """How a caller asks for it: ``sync=True``, ``staleness=k``, or None if asynchronous."""
+        if self.is_bulk_synchronous:
+            return "sync=True"
+        return None if self.bound is None else f"staleness={self.bound}"
+
     def may_read(self, *, worker: int, clock_by_worker: Mapping[int, int]) -> Verdict:
         """Tell whether ``worker`` may read now: nobody is more than the bound behind it.
 

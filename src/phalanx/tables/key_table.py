@@ -150,4 +150,5 @@ class KeyTable(Table):
     def __repr__(self) -> str:
         spec = self._spec
         kind = f"keys x {spec.cols} {str(spec.dtype).removeprefix('torch.')}"
-        return f"KeyTable({spec.name!r}, {kind}, updater={spec.updater!r})"
+        mode = f", {spec.staleness.as_argument}" if spec.staleness.as_argument else ""
+        return f"KeyTable({spec.name!r}, {kind}, updater={spec.updater!r}{mode})"

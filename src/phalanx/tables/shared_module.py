@@ -296,9 +296,10 @@ class SharedModule:
 
     def __repr__(self) -> str:
         outer = "" if self.outer is None else f", outer={self.outer!r}"
+        mode = f", {self._staleness.as_argument}" if self._staleness.as_argument else ""
         return (
             f"SharedModule({type(self.module).__name__}, every={self.every}, "
-            f"merge={self.merge!r}{outer}, {self._staleness!r})"
+            f"merge={self.merge!r}{outer}{mode})"
         )
 
 

@@ -351,7 +351,8 @@ class Table:
         spec = self._spec
         dtype = str(spec.dtype).removeprefix("torch.")
         kind = "x".join(str(n) for n in spec.shape)
-        return f"Table({spec.name!r}, {kind} {dtype}, updater={spec.updater!r})"
+        mode = f", {spec.staleness.as_argument}" if spec.staleness.as_argument else ""
+        return f"Table({spec.name!r}, {kind} {dtype}, updater={spec.updater!r}{mode})"
 
 
 class PendingGet:

@@ -201,6 +201,19 @@ def test_a_closed_world_says_so():
     assert repr(world) == "World(worker 0, closed)"
 
 
+def test_tables_and_shared_modules_show_their_mode():
+    with tables.join() as world:
+        assert repr(world.matrix(4, 3, name="a")) == "Table('a', 4x3 float32, updater=Sum())"
+        sync = world.matrix(4, 3, name="s", sync=True)
+        assert repr(sync) == "Table('s', 4x3 float32, updater=Sum(), sync=True)"
+        bounded = world.keys(3, name="k", staleness=2)
+        assert repr(bounded) == "KeyTable('k', keys x 3 float32, updater=Sum(), staleness=2)"
+        net = tables.SharedModule(nn.Linear(2, 2), world, name="n")
+        assert repr(net) == "SharedModule(Linear, every=1, merge='mean')"
+        net = tables.SharedModule(nn.Linear(2, 2), world, name="m", sync=True)
+        assert repr(net) == "SharedModule(Linear, every=1, merge='mean', sync=True)"
+
+
 def test_a_module_is_told_which_snapshots_it_takes(tmp_path):
     with tables.join() as world:
         tables.SharedModule(nn.Linear(2, 2), world, name="a", sync=True).snapshot(tmp_path)
