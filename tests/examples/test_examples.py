@@ -17,7 +17,10 @@ PROMISES = {
     "04_kill_a_worker.py": r"(?s)step \d+: worker 0 .*step \d+: worker 1 .*the same bits: True",
     "04_model_parallel.py": r"the same weights: True",
     "03_executor_group.py": r"equal to one device: True",
-    "05_word_vectors.py": r"(?s)1 worker: +\d+ words/s.*2 workers: +\d+ words/s.* month +.*\bday\b",
+    "05_word_vectors.py": (  # asynchronous, on little text: which of them come differs
+        r"(?s)1 worker: +\d+ words/s.*2 workers: +\d+ words/s.* month +[^\n]*"
+        r"\b(day|weekday|year|date|datetime|locale)\b"
+    ),
     "06_diloco.py": r"20x fewer syncs, within 1 %: True",
 }
 ARGUMENTS = {"05_word_vectors.py": ["--small"]}
