@@ -3,11 +3,11 @@
 Skip-gram with negative sampling: a word's vector is to tell its neighbours from words drawn at
 random. Each worker process has a part of the text. The rows of both tables (a word as the middle,
 a word as a neighbour) are pulled and pushed through ``tables.TableEmbedding``; nobody waits for
-anybody. Run it with
+anybody. Run it without a launcher, for it starts its workers itself:
 
-    python examples/05_word_vectors.py              # Python's own library; about a minute
+    python examples/05_word_vectors.py              # Python's own library; under a minute
     python examples/05_word_vectors.py my_text.txt
-    python examples/05_word_vectors.py --small      # seconds, for a look
+    python examples/05_word_vectors.py --small      # a look; too short for its words/s to say much
 
 Source of the method: Mikolov et al., "Distributed representations of words and phrases and their
 compositionality", NIPS 2013.

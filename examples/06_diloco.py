@@ -4,7 +4,10 @@ Two worker processes, each with half of the digits, train a copy of the net with
 after every step the copies are averaged. DiLoCo: after 20 steps what has become of them, on
 average, goes through an outer step with Nesterov momentum.
 
-Run it with ``python examples/06_diloco.py``. Source of the method: arXiv 2311.08105.
+Run it with ``python examples/06_diloco.py``, without a launcher: it starts its workers itself. It
+takes a quarter of a minute, and prints the same figures every time on one machine.
+
+Source of the method: arXiv 2311.08105.
 """
 
 from __future__ import annotations
@@ -44,10 +47,11 @@ def read_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 def train(run: str, worker: int, every: int, outer: dict | None) -> tuple[float, int]:
     """Train one copy; return how many of the test digits it then knows, and how often it synced."""
-    torch.manual_seed(worker)
     (images, labels), (test_images, test_labels) = read_digits()
     images, labels = images[worker::WORKERS], labels[worker::WORKERS]
+    torch.manual_seed(0)  # all begin with the master's net, and that is whoever comes first
     net = make_net()
+    torch.manual_seed(1 + worker)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     with tables.join(run, sync=True, num_workers=WORKERS) as world:
         shared = tables.SharedModule(net, world, every=every, outer=outer)
