@@ -21,7 +21,7 @@ from phalanx.tables.shard import Entry, NotFinite
 from phalanx.tables.snapshots import load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.storage import Storage
-from phalanx.tables.values import read_delta, read_out, read_rows
+from phalanx.tables.values import has_memory, read_delta, read_out, read_rows
 
 __all__ = ["Numbers", "PendingGet", "Rows", "Table", "TableStats"]
 
@@ -255,6 +255,11 @@ class Table:
         num_rows = spec.rows if index is None else index.numel()
         if out is None:
             target = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
+            if not has_memory(target):
+                raise ConfigError(
+                    f"`get` must be called where torch makes tensors with numbers, but makes a "
+                    f"{type(target).__name__}. Call it outside of that mode."
+                )
             answer = target.view(-1) if spec.is_array else target
         else:
             target, answer = read_out(out, spec, num_rows), out

@@ -16,7 +16,7 @@ from phalanx.errors import ConfigError
 from phalanx.memory import all_within
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["read_delta", "read_number", "read_out", "read_rows"]
+__all__ = ["has_memory", "read_delta", "read_number", "read_out", "read_rows"]
 
 
 def read_rows(given: object, spec: TableSpec) -> Tensor:
@@ -25,7 +25,7 @@ def read_rows(given: object, spec: TableSpec) -> Tensor:
     Raises:
         ConfigError: It is no list of integers, or a row is outside the table.
     """
-    rows = _plain(given, "rows") if isinstance(given, Tensor) else _rows_tensor(given)
+    rows = _plain(given if isinstance(given, Tensor) else _rows_tensor(given), "rows")
     if rows.dtype != torch.int64:
         rows = _whole_numbers(rows)
     if rows.dim() != 1:
@@ -52,7 +52,27 @@ def _plain(given: Tensor, name: str) -> Tensor:
             "nested" if given.is_nested else "quantized" if given.is_quantized else "without data"
         )
         raise ConfigError(f"`{name}` must be a tensor of plain numbers, but is {kind}.")
-    return given if given.layout is torch.strided else given.to_dense()
+    if given.layout is not torch.strided:
+        given = given.to_dense()
+    if not has_memory(given):
+        kind = "without data" if type(given) is Tensor else f"a {type(given).__name__} without data"
+        raise ConfigError(
+            f"`{name}` must be a tensor of plain numbers, but is {kind}. Give the numbers "
+            "themselves, as `to_local()` does those of a DTensor."
+        )
+    return given.resolve_neg()  # a negative view's memory holds the numbers' opposites
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Tell whether the numbers of a tensor lie where it says; what is without any has them too.
+
+    Not those of tensors that stand for others, as DTensors and fake ones do, of those that
+    `torch.func` follows, and of those whose storage was let go.
+    """
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except (RuntimeError, TypeError):  # as it is of a kind that refuses to tell
+        return False
 
 
 def _rows_tensor(given: object) -> Tensor:
@@ -101,7 +121,8 @@ def read_delta(given: object, spec: TableSpec, num_rows: int | None, name: str =
     Raises:
         ConfigError: Shape or dtype is another.
     """
-    delta = _plain(given, name) if isinstance(given, Tensor) else _delta_tensor(given, spec, name)
+    numbers = given if isinstance(given, Tensor) else _delta_tensor(given, spec, name)
+    delta = _plain(numbers, name)
     if delta.dtype != spec.dtype:
         raise ConfigError(
             f"`{name}` must be of {spec.dtype} like table {spec.name!r}, but is of {delta.dtype}. "
@@ -154,7 +175,7 @@ def read_out(out: object, spec: TableSpec, num_rows: int) -> Tensor:
     if not isinstance(out, Tensor) or out.shape != wanted or out.dtype != spec.dtype:
         shown = f"{out.dtype}, {tuple(out.shape)}" if isinstance(out, Tensor) else repr(out)
         raise ConfigError(f"`out` must be a tensor of {spec.dtype}, {wanted}, but is {shown}.")
-    unwritable = out.is_inference() and not torch.is_inference_mode_enabled()
+    unwritable = out.is_neg() or (out.is_inference() and not torch.is_inference_mode_enabled())
     if not out.is_cpu or not out.is_contiguous() or out.requires_grad or unwritable:
         raise ConfigError(
             "`out` must be a contiguous tensor on the CPU that needs no gradient and may be "

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from phalanx import tables
 from phalanx.errors import ConfigError
@@ -38,6 +42,86 @@ def test_deltas_without_numbers_of_their_own_are_refused(delta):
         with pytest.raises(ConfigError, match="`out` must be"):
             table.get(out=delta)
         assert table.get().tolist() == [[0.0] * 3] * 2
+
+
+def a_wrapper(numbers: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that stands for two others, as a DTensor stands for one."""
+    return TwoTensor(numbers, numbers)
+
+
+def a_fake(numbers: torch.Tensor) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(numbers.shape, dtype=numbers.dtype)
+
+
+def a_tensor_whose_storage_was_let_go(numbers: torch.Tensor) -> torch.Tensor:
+    gone = numbers.clone()
+    gone.untyped_storage().resize_(0)  # as FSDP does with what it has not gathered
+    return gone
+
+
+def a_zero_tensor(numbers: torch.Tensor) -> torch.Tensor:
+    return torch._efficientzerotensor(numbers.shape, dtype=numbers.dtype)
+
+
+@pytest.mark.parametrize(
+    "empty", [a_wrapper, a_fake, a_tensor_whose_storage_was_let_go, a_zero_tensor]
+)
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_tensors_without_memory_are_refused_before_anybody_reads_there(empty, num_shards):
+    rows, delta = torch.tensor([1, 6]), torch.ones(2, 3)
+    with tables.join() as world:
+        matrix, keys = world.matrix(8, 3, num_shards=num_shards), world.keys(3)
+        for table in (matrix, keys):
+            for call in (
+                partial(table.add, empty(delta), rows),
+                partial(table.add, delta, empty(rows)),
+                partial(table.get, empty(rows)),
+                partial(table.get, rows, out=empty(delta)),
+            ):
+                with pytest.raises(ConfigError, match=r"must be a tensor of .*without data\. Give"):
+                    call()
+        for call in (matrix.add, matrix.assign, lambda out: matrix.get(out=out)):
+            with pytest.raises(ConfigError, match=r"must be a tensor of .*without data\. Give"):
+                call(empty(torch.ones(8, 3)))
+        assert not matrix.get().any()
+        assert len(keys) == 0
+
+
+def test_what_torch_func_follows_is_refused():
+    with tables.join() as world:
+        table = world.matrix(2, 3)
+
+        def push(delta: torch.Tensor) -> torch.Tensor:
+            table.add(delta)
+            return delta.sum()
+
+        for call in (torch.vmap(push), torch.func.grad(lambda deltas: push(deltas[0]))):
+            with pytest.raises(ConfigError, match="`delta` must be a tensor of plain numbers"):
+                call(torch.ones(4, 2, 3))
+        assert not table.get().any()
+
+
+def test_a_get_where_torch_makes_fake_tensors_is_refused():
+    with tables.join() as world:
+        table, rows = world.matrix(2, 3, init=1.0), torch.tensor([1])
+        with FakeTensorMode(), pytest.raises(ConfigError, match="`get` must be called where"):
+            table.get(rows)
+        assert table.get([1]).tolist() == [[1.0] * 3]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_negative_views_are_taken_as_what_they_show(num_shards):
+    delta = torch.full((1, 1), 2j).conj().imag
+    assert delta.is_neg()
+    assert delta.is_contiguous()
+    with tables.join() as world:
+        table = world.matrix(3, 1, num_shards=num_shards)
+        table.add(delta, rows=[2])
+        table.add(torch.ones(1, 1), rows=torch._neg_view(torch.tensor([-1])))
+        assert table.get().tolist() == [[0.0], [1.0], [-2.0]]
+        with pytest.raises(ConfigError, match="`out` must be a contiguous tensor"):
+            table.get([2], out=torch._neg_view(torch.zeros(1, 1)))
 
 
 def test_sparse_rows_are_taken_as_what_they_stand_for():
