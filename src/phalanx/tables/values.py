@@ -22,6 +22,8 @@ __all__ = ["has_memory", "read_delta", "read_number", "read_out", "read_rows"]
 def read_rows(given: object, spec: TableSpec) -> Tensor:
     """Return a list of rows as (K,) int64, every one of them within the table; or of keys, any.
 
+    Keys are a copy; rows may be the caller's own.
+
     Raises:
         ConfigError: It is no list of integers, or a row is outside the table.
     """
@@ -41,7 +43,8 @@ def read_rows(given: object, spec: TableSpec) -> Tensor:
             f"Row {low if low < 0 else high} is outside table {spec.name!r}, which has {spec.rows} "
             f"row{plural}."
         )
-    return rows
+    # Keys are looked up twice on their way, which must find the same, whoever changes the list.
+    return rows.clone() if spec.has_keys else rows
 
 
 def _plain(given: Tensor, name: str) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from phalanx import tables
 from phalanx.errors import CheckpointError, ConfigError, StateError
 from phalanx.tables.generation import Generation
+from phalanx.tables.hash_index import HashIndex
+from phalanx.tables.key_storage import KeyStorage
 
 NAN = float("nan")
 EDGES = [0, -1, 7, (1 << 63) - 1, -(1 << 63), 10**18]
@@ -28,6 +30,30 @@ def test_any_int64_is_a_key(world):
     assert table.get(torch.tensor(EDGES)).view(-1).tolist() == [11 * i for i in range(6)]
     assert table.keys().tolist() == sorted(EDGES)
     assert (len(table), table.shape) == (6, (6, 1))
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "kind", "name"), [(1, HashIndex, "find"), (3, KeyStorage, "_owners")]
+)
+def test_keys_that_the_caller_changes_meanwhile_come_once_and_in_their_place(
+    world, monkeypatch, num_shards, kind, name
+):
+    table = world.keys(1, torch.int64, num_shards=num_shards)
+    rows, ones = torch.arange(100), torch.ones(100, 1, dtype=torch.int64)
+    look_up = getattr(kind, name)
+
+    def look_up_and_change(self, keys):
+        found = look_up(self, keys)
+        rows.add_(1)  # as another thread may at this moment
+        return found
+
+    for _ in range(3):
+        rows.copy_(torch.arange(100))
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, look_up_and_change)
+            table.add(ones, rows)
+    assert table.keys().tolist() == list(range(100))
+    assert table.get(range(100)).tolist() == [[3]] * 100
 
 
 def test_a_get_does_not_bring_a_key_and_reads_the_first_row(world):
