@@ -367,9 +367,10 @@ def register_updater(name: str, function: RowFunction) -> None:
     """Let ``updater=name`` mean ``function(rows_KD, delta_KD)``, which changes the rows in place.
 
     Every process that opens such a table registers the function first, under the same name. The
-    rows are copies, each once: what the function raises leaves the table as it was. It returns None
-    or the rows that it was given; anything else is refused in the add, and the table is as it was.
-    It runs with the shard locked, so it must not use the table.
+    rows are copies, each once: what the function raises leaves the shard as it was. It returns None
+    or the rows that it was given; anything else is refused in the add, and the shard is as it was.
+    (Of several shards, those that came before have their part of the add.) It runs with the shard
+    locked, so it must not use the table.
 
     Raises:
         ConfigError: The name is a built-in updater's, or the function is none.
@@ -402,7 +403,12 @@ def parse_updater(given: str | Mapping[str, object] | Updater) -> Updater:
         return given
     options = {"name": given} if isinstance(given, str) else dict(given)
     name = options.pop("name", None)
-    if isinstance(name, str) and name in _registered and not options:
+    if isinstance(name, str) and name in _registered:
+        if options:
+            raise ConfigError(
+                f"Options of updater {name!r} must be none, for it is a function that was "
+                f"registered, but are {', '.join(f'`{o}`' for o in options)}."
+            )
         return _registered[name]
     kind = _BUILT_IN.get(str(name))
     if kind is None:

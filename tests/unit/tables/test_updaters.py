@@ -191,6 +191,13 @@ def test_an_unknown_updater_or_option_is_refused(updater, message):
         world.array(3, updater=updater)
 
 
+def test_a_registered_function_takes_no_options():
+    tables.register_updater("plain", lambda rows, delta: rows.add_(delta))
+    message = "Options of updater 'plain' must be none, .* but are `lr`"
+    with tables.join() as world, pytest.raises(ConfigError, match=message):
+        world.array(3, updater={"name": "plain", "lr": 1})
+
+
 def test_integer_tables_take_sums_only():
     with tables.join() as world, pytest.raises(ConfigError, match="must be 'sum' for a table of"):
         world.array(3, torch.int64, updater="adam")
