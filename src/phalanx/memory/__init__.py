@@ -2,7 +2,14 @@
 
 from phalanx.memory.allocator import keep_freed_memory
 from phalanx.memory.barrier import KEEPS_ORDER, SharedBarrier, fence
-from phalanx.memory.blocks import PAST_CACHE_BYTES, all_finite, copy_to, sum_to, sum_twice
+from phalanx.memory.blocks import (
+    PAST_CACHE_BYTES,
+    all_finite,
+    copy_to,
+    has_memory,
+    sum_to,
+    sum_twice,
+)
 from phalanx.memory.compiled import is_compiled
 from phalanx.memory.faults import Fault, plant, planted, reach
 from phalanx.memory.flat import (
@@ -50,6 +57,7 @@ __all__ = [
     "die_with_parent",
     "fence",
     "forget_in_child",
+    "has_memory",
     "in_memory_order",
     "is_compiled",
     "keep_freed_memory",

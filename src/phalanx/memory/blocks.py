@@ -12,13 +12,31 @@ from torch import Tensor
 
 from phalanx.memory import compiled
 
-__all__ = ["PAST_CACHE_BYTES", "all_finite", "copy_to", "sum_to", "sum_twice"]
+__all__ = ["PAST_CACHE_BYTES", "all_finite", "copy_to", "has_memory", "sum_to", "sum_twice"]
 
 PAST_CACHE_BYTES = 8 << 20
 """What is larger is in no cache when somebody reads it."""
 
 _FINITE = {torch.float32: "finite_float32", torch.float64: "finite_float64"}
 _FEW_BYTES = 64 << 10  # in which torch's own copy is as fast
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Tell whether the numbers of a tensor lie where it says; what is without any has them too.
+
+    Not those of tensors that stand for others, as DTensors and fake ones do, of those that
+    `torch.func` follows, and of those whose storage was let go.
+
+    Example:
+        >>> freed = torch.ones(3)
+        >>> _ = freed.untyped_storage().resize_(0)
+        >>> has_memory(freed), has_memory(torch.ones(3)), has_memory(torch.ones(0))
+        (False, True, True)
+    """
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except (RuntimeError, TypeError):  # as it is of a kind that refuses to tell
+        return False
 
 
 def copy_to(source: Tensor, target: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from phalanx.memory import all_finite
+from phalanx.memory import all_finite, has_memory
 from phalanx.plan import Verdict
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Membership, await_others
@@ -21,7 +21,7 @@ from phalanx.tables.shard import Entry, NotFinite
 from phalanx.tables.snapshots import load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.storage import Storage
-from phalanx.tables.values import has_memory, read_delta, read_out, read_rows
+from phalanx.tables.values import read_delta, read_out, read_rows
 
 __all__ = ["Numbers", "PendingGet", "Rows", "Table", "TableStats"]
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from phalanx.errors import ConfigError
-from phalanx.memory import all_within
+from phalanx.memory import all_within, has_memory
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["has_memory", "read_delta", "read_number", "read_out", "read_rows"]
+__all__ = ["read_delta", "read_number", "read_out", "read_rows"]
 
 
 def read_rows(given: object, spec: TableSpec) -> Tensor:
@@ -64,18 +64,6 @@ def _plain(given: Tensor, name: str) -> Tensor:
             "themselves, as `to_local()` does those of a DTensor."
         )
     return given.resolve_neg()  # a negative view's memory holds the numbers' opposites
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Tell whether the numbers of a tensor lie where it says; what is without any has them too.
-
-    Not those of tensors that stand for others, as DTensors and fake ones do, of those that
-    `torch.func` follows, and of those whose storage was let go.
-    """
-    try:
-        return tensor.data_ptr() != 0 or tensor.numel() == 0
-    except (RuntimeError, TypeError):  # as it is of a kind that refuses to tell
-        return False
 
 
 def _rows_tensor(given: object) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.memory import has_memory
 
 __all__ = ["Flat", "flat_of", "output_of"]
 
@@ -35,7 +36,7 @@ def flat_of(tensor: Tensor, name: str) -> Flat:
     """Return ``tensor`` in one line.
 
     Raises:
-        UnsupportedError: It is on another device, or sparse.
+        UnsupportedError: It is on another device, sparse, or has no memory.
     """
     if not tensor.is_cpu:
         raise UnsupportedError(
@@ -45,6 +46,11 @@ def flat_of(tensor: Tensor, name: str) -> Flat:
     if tensor.layout is not torch.strided:
         raise UnsupportedError(
             f"`{name}` must be dense, but is of layout {tensor.layout}. Give `.to_dense()`."
+        )
+    if not has_memory(tensor):
+        raise UnsupportedError(
+            f"`{name}` must hold numbers, but is a {type(tensor).__name__} without memory. Give "
+            "the numbers themselves, as `to_local()` does those of a DTensor."
         )
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_inference() or torch.is_inference_mode_enabled():
