@@ -62,3 +62,12 @@ def test_what_moves_is_gloos_bit_for_bit(ranks, kind):
 
 def test_a_tensor_much_larger_than_the_slots_goes_through_whole(ranks):
     check(ranks.run(calls.very_large, LARGE_ELEMENTS))
+
+
+def test_a_rank_alone_is_in_every_call_but_messages():
+    with Ranks(1) as alone:
+        for op in ("SUM", "AVG", "MAX"):
+            for kind in ("all_reduce", "reduce"):
+                check(alone.run(calls.reductions, kind, op, calls.FLOATS))
+        for kind in sorted(set(calls.MOVES) - {"send and recv"}):
+            check(alone.run(calls.moves, kind, calls.MOVED))

@@ -70,7 +70,8 @@ class Reduction:
 
     def twice(self, sources: Sequence[Tensor], out: Tensor, copy: Tensor) -> None:
         """Reduce into ``out``, as a call does, and into ``copy``, memory of its own."""
-        if self._combine is not torch.add or self._averages or self._dtype in _HALVES:
+        plain = self._combine is torch.add and not self._averages and self._dtype not in _HALVES
+        if not plain or len(sources) == 1:
             self(sources, out)
             copy.copy_(out)
             return
