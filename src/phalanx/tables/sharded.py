@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout
-from phalanx.memory import LockFile, MatrixRows, RangeLock, Region, reach
+from phalanx.memory import LockFile, MatrixRows, RangeLock, Region, Waiting, reach
 from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.rounds import READY, OpenRegion, Rounds
 from phalanx.tables.shard import Entry, refuse_nonfinite
@@ -131,15 +131,18 @@ class Sharded:
         """Copy rows, checked, into ``out``; remember them as what ``worker`` has read, if told."""
         if len(self.shards) == 1:
             self._read_from(self.shards[0], rows, out, worker, timeout_s, backs_up)
-        elif rows is None:
+            return
+        waiting = Waiting(timeout_s)  # all shards together
+        if rows is None:
             for shard in self.shards:
                 part = out[shard.first_row : shard.first_row + shard.num_rows]
-                self._read_from(shard, None, part, worker, timeout_s, backs_up)
+                self._read_from(shard, None, part, worker, waiting.remaining_s(), backs_up)
         else:
             order, routed = self._route(rows, worker)
             found = torch.empty_like(out)
             for shard, piece, places in routed:
-                self._read_from(shard, piece, found[places], worker, timeout_s, backs_up)
+                left_s = waiting.remaining_s()
+                self._read_from(shard, piece, found[places], worker, left_s, backs_up)
             # The inverse of `order`, because selecting rows is four times as fast as placing them.
             ascending = torch.arange(order.numel(), device="cpu")
             back = torch.empty_like(order).scatter_(0, order, ascending)
@@ -164,9 +167,14 @@ class Sharded:
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, checked, shard by shard; those that are free first."""
         left = self._parts_of(entry)
+        if len(left) == 1:
+            shard, part = left[0]
+            shard.add(part, timeout_s)
+            return
+        waiting = Waiting(timeout_s)  # all shards together
         while left:
             shard, part = left.pop(_first_free(left))
-            shard.add(part, timeout_s)
+            shard.add(part, waiting.remaining_s())
 
     def _take_in(self, number: int, entries: list[Entry], timeout_s: float) -> None:
         """Take a round's adds; every shard counts each, also those that have no row of it."""

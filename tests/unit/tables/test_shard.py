@@ -169,3 +169,28 @@ def test_rows_are_routed_to_shards_and_back_in_the_order_asked(
             assert torch.equal(made.get(), single.get())
             assert torch.equal(made.get(rows), single.get()[rows])
             assert made.get([]).shape == (0, 3)
+
+
+@pytest.mark.parametrize("rows", [None, [0, 20, 40]])
+def test_the_shards_of_an_add_or_a_get_share_one_deadline(rows, monkeypatch):
+    """Else a wait could be as many times as long as there are shards."""
+    given_s: list[float] = []
+
+    def noting(take):
+        def noted(self, *args):
+            given_s.append(args[-1])
+            return take(self, *args)
+
+        return noted
+
+    for name in ("add", "read"):
+        monkeypatch.setattr(shard.Shard, name, noting(getattr(shard.Shard, name)))
+    with tables.join(timeout_s=20.0) as world:
+        table = world.matrix(41, 3, num_shards=3)
+        table.add(torch.ones(41 if rows is None else 3, 3), rows=rows)
+        adds_s = given_s.copy()
+        given_s.clear()
+        table.get(rows)
+    for left_s in (adds_s, given_s):
+        assert len(left_s) == 3
+        assert 20.0 >= left_s[0] > left_s[1] > left_s[2] > 0.0
