@@ -18,8 +18,11 @@ from phalanx.memory import RangeLock, Waiting
 from phalanx.tables import generation, key_shard, shard
 from phalanx.tables.generation import Generation
 from phalanx.tables.hash_index import HashIndex
+from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Membership
+from phalanx.tables.reservations import Reservations
 from phalanx.tables.shard import Shard
+from phalanx.tables.sharded import Sharded
 from phalanx.tables.table import Table
 
 Patch = Callable[[Any, str, Any], None]  # as `setattr`, or pytest's
@@ -181,6 +184,24 @@ def growth_not_noticed(patch: Patch) -> None:
     patch(key_shard.KeyShard, "newest", lambda self: self._known or newest(self))
 
 
+def room_not_made(patch: Patch) -> None:
+    """An add to several shards looks for room where it has come to."""
+    patch(KeyStorage, "_add_parts", Sharded._add_parts)
+
+
+def room_given_away(patch: Patch) -> None:
+    """Each add counts its own keys alone where it looks for room."""
+    promise = Reservations.of
+    own: list[int] = []
+
+    def of(self: Reservations, worker: int, num_keys: int) -> Any:
+        own.append(num_keys)
+        return promise(self, worker, num_keys)
+
+    patch(Reservations, "of", of)
+    patch(Reservations, "total", lambda self: own[-1])
+
+
 BUGS: dict[str, Callable[[Patch], None]] = {
     bug.__name__: bug
     for bug in (
@@ -198,6 +219,8 @@ BUGS: dict[str, Callable[[Patch], None]] = {
         key_entries_stay,
         growth_before_its_rows,
         growth_not_noticed,
+        room_not_made,
+        room_given_away,
     )
 }
 

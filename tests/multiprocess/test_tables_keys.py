@@ -90,6 +90,40 @@ def test_an_add_of_new_keys_that_a_death_interrupts_is_there_whole_or_not_at_all
         assert len(regions) == 1  # of all generations the newest, also where the dead one left some
 
 
+def sharded_victim(parent: Parent, run: str) -> None:
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        table = open_table(world, num_shards=3)
+        parent.tell("ready")
+        die_at("lock held", 1)
+        table.add(torch.ones(500, COLS), rows=range(500))
+
+
+def test_the_room_that_a_dead_worker_was_promised_is_free_once_it_is_buried(run):
+    with Children() as children, tables.join(run, timeout_s=DEADLINE_S) as world:
+        table = open_table(world, num_shards=3)
+        child = children.start(sharded_victim, run)
+        assert child.get() == "ready"
+        wait_for_exit(child.pid)
+        promised = table._storage._reservations.total
+        assert 500 / 3 < promised() < 500  # what it may have brought to one shard
+        world._house.membership.bury(DEADLINE_S)
+        assert promised() == 0
+        assert len(table) == 0
+        table.add(torch.ones(500, COLS), rows=range(500))
+        assert table.get(range(500)).unique().tolist() == [1.5]
+        assert promised() == 0
+
+
+def test_threads_of_one_worker_are_promised_what_both_need():
+    with tables.join() as world:
+        promises = open_table(world, num_shards=3)._storage._reservations
+        with promises.of(0, 70):
+            with promises.of(0, 8):
+                assert promises.total() == 78
+            assert promises.total() == 70
+        assert promises.total() == 0
+
+
 def restoring_victim(parent: Parent, run: str, folder: str, point: str) -> None:
     with tables.join(run, timeout_s=DEADLINE_S) as world:
         table = open_table(world, "adam")

@@ -32,6 +32,7 @@ def fill(table, add, read):
 
 
 with tables.join("full", timeout_s=5.0) as world:
+    sharded = world.keys(64, name="sharded", num_shards=3, capacity=1)
     by_key = world.keys(64, name="keys", updater="adam", capacity=1)
     bulk = world.matrix(50, 64, name="bulk", sync=True)
     some = torch.ones(8, 64)
@@ -55,6 +56,13 @@ with tables.join("full", timeout_s=5.0) as world:
     except OutOfSpace as exc:
         assert "large-too" in str(exc), exc
 
+    came = fill(
+        sharded,
+        lambda i: sharded.add(some.repeat(6, 1), rows=range(48 * i, 48 * i + 48)),
+        lambda: sharded._storage.copy_all(1.0),
+    )
+    assert len(sharded) == 48 * came > 0
+
     put = fill(bulk, lambda i: bulk.add(torch.ones(50, 64)), lambda: bulk._storage.copy_all(1.0))
     assert bulk.get().unique().tolist() == [put]  # those that it took are in the round
 print("as it should be")
@@ -64,7 +72,7 @@ print("as it should be")
 def test_where_shared_memory_is_full_nothing_is_changed() -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("mounting a tmpfs needs root")
-    command = 'mount -t tmpfs -o size=2m tmpfs /dev/shm && exec "$0" -c "$1"'
+    command = 'mount -t tmpfs -o size=3m tmpfs /dev/shm && exec "$0" -c "$1"'
     ended = subprocess.run(
         ["unshare", "--mount", "sh", "-c", command, sys.executable, SCRIPT],
         capture_output=True,

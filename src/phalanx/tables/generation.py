@@ -33,7 +33,7 @@ from phalanx.memory import ALIGN_BYTES, KEEPS_ORDER, MatrixRows, RangeLock, Regi
 from phalanx.tables.first_rows import FirstRows
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
 from phalanx.tables.parts import view_backups, view_parts
-from phalanx.tables.shard import _ARMED, _WORD, Entry, Shard
+from phalanx.tables.shard import _ARMED, _WORD, Entry, Shard, Slots
 from phalanx.tables.spec import Layout, TableSpec
 from phalanx.tables.updaters import Change, Updater
 
@@ -70,6 +70,12 @@ class _Assign(Updater):
 
 def _sized(spec: TableSpec, capacity: int) -> TableSpec:
     return replace(spec, rows=capacity, num_shards=1)
+
+
+def _absent_ones(keys: Int64s, slots: Int64s) -> Int64s:
+    """Return the keys that are not there, each once."""
+    absent = slots < 0
+    return np.unique(keys[absent]) if absent.any() else keys[:0]
 
 
 def _index_offsets(spec: TableSpec, capacity: int) -> tuple[int, int, int]:
@@ -264,6 +270,31 @@ class Generation(Shard):
             with self.lock.exclusive(timeout_s):
                 self._settle()
 
+    def find(self, keys: Int64s, timeout_s: float) -> Slots:
+        """Return where keys are, as an :class:`Entry` takes it."""
+        if KEEPS_ORDER:
+            return self._find(keys)
+        with self.lock.shared(timeout_s):
+            return self._find(keys)
+
+    def _find(self, keys: Int64s) -> Slots:
+        num_keys = self.num_keys()  # first: a slot that counts by then is its key's for good
+        slots = self._index.find(keys)
+        slots[slots >= num_keys] = -1
+        return Slots(self.serial, slots, _absent_ones(keys, slots))
+
+    def require_room(self, num_new: Callable[[], int], timeout_s: float) -> None:
+        """Look whether there is room for more keys.
+
+        Raises:
+            Full: There is not.
+        """
+        with self.lock.exclusive(timeout_s):
+            self._settle()
+            after = self.num_keys() + num_new()
+            if after > self.capacity:
+                raise Full(after)
+
     # --- changing: the lock is held ---------------------------------------------------------------
 
     def settle(self) -> None:
@@ -290,19 +321,27 @@ class Generation(Shard):
 
     def _change(self, entry: Entry, word: int, after: int) -> None:
         assert entry.rows is not None
-        slots = torch.from_numpy(self._slots_for(entry.rows.numpy(), word))
+        slots = torch.from_numpy(self._slots_for(entry.rows.numpy(), entry.slots, word))
         placed = entry._replace(rows=slots, assigns=False)
         if entry.assigns:
             self._assigner._change(placed, word, after)
         else:
             super()._change(placed, word, after)
 
-    def _slots_for(self, keys: Int64s, word: int) -> Int64s:
+    def _slots_for(self, keys: Int64s, known: Slots | None, word: int) -> Int64s:
         """Return the slots of keys; those that are not there get one, for the add at ``word``."""
-        slots = self._index.find(keys)
-        absent = slots < 0
-        if absent.any():
-            self._bring(np.unique(keys[absent]), word)
+        if known is not None and known.serial == self.serial:
+            slots, new_keys = known.numbers, known.new_keys
+            if not len(new_keys):
+                return slots
+            left = new_keys[self._index.find(new_keys) < 0]  # others may have brought some
+        else:
+            slots = self._index.find(keys)
+            left = new_keys = _absent_ones(keys, slots)
+        if len(left):
+            self._bring(left, word)
+        if len(new_keys):
+            absent = slots < 0
             slots[absent] = self._index.find(keys[absent])
         return slots
 

@@ -19,7 +19,7 @@ from phalanx.errors import OutOfSpace, StateError
 from phalanx.memory import RangeLock, Region, Waiting, reach
 from phalanx.tables.first_rows import FirstRows
 from phalanx.tables.generation import Full, Generation, Retired, generation_bytes
-from phalanx.tables.shard import Entry
+from phalanx.tables.shard import Entry, Slots
 from phalanx.tables.spec import TableSpec
 
 __all__ = ["MAX_CAPACITY", "POINTS", "KeyShard", "Regions", "first_region"]
@@ -164,6 +164,19 @@ class KeyShard:
         self._call(
             lambda found, left_s: found.read_and_back_up(rows, out, worker, left_s), timeout_s
         )
+
+    def find(self, entry: Entry, timeout_s: float) -> Slots:
+        """Return where the keys of an entry are now."""
+        assert entry.rows is not None
+        return self.newest().find(entry.rows.numpy(), timeout_s)
+
+    def make_room(self, num_new: Callable[[], int], timeout_s: float) -> None:
+        """Have room for so many new keys; ``num_new`` is asked with the lock held.
+
+        Raises:
+            OutOfSpace: There is no memory for them.
+        """
+        self._call(lambda found, left_s: found.require_room(num_new, left_s), timeout_s)
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, whole or not at all; make room for its new keys first."""

@@ -14,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.memory import Region
+from phalanx.memory import Region, Waiting
 from phalanx.tables.first_rows import FirstRow, FirstRows
 from phalanx.tables.hash_index import mix
 from phalanx.tables.key_shard import KeyShard, Regions, first_region
 from phalanx.tables.membership import Membership
+from phalanx.tables.reservations import Reservations
+from phalanx.tables.shard import Entry
 from phalanx.tables.sharded import Sharded
 from phalanx.tables.spec import Layout, TableSpec
 
@@ -28,7 +30,7 @@ _SEED = 7
 _FIRST_ROWS = Layout.PAGE + Layout.LINES
 
 
-class KeyStorage(Sharded):
+class KeyStorage(Sharded[KeyShard]):
     """The memory of one keys table, as one process sees it.
 
     Args:
@@ -42,6 +44,7 @@ class KeyStorage(Sharded):
     def __init__(self, spec: TableSpec, regions: Regions, membership: Membership) -> None:
         region = _open_page(spec, regions)
         super().__init__(spec, region, regions.open_region, membership)
+        self._reservations = Reservations(self._lines, membership)
         self._first_rows = FirstRows(spec, region, _FIRST_ROWS)
         self.shards = [
             KeyShard(
@@ -76,6 +79,20 @@ class KeyStorage(Sharded):
         # The upper bits: the lower ones say where in a shard's index a key begins to be sought.
         owners = (mix(rows ^ np.int64(self._seed())) >> np.uint64(32)) % np.uint64(len(self.shards))
         return owners.astype(np.uint8)
+
+    def _add_parts(self, parts: list[tuple[KeyShard, Entry]], waiting: Waiting) -> None:
+        """Make room for the new keys in every shard before the first takes its part."""
+        slots = [shard.find(part, waiting.remaining_s()) for shard, part in parts]
+        found = [(s, part._replace(slots=at)) for (s, part), at in zip(parts, slots, strict=True)]
+        num_new = [len(at.new_keys) for at in slots]
+        if not any(num_new):
+            super()._add_parts(found, waiting)
+            return
+        with self._reservations.of(parts[0][1].worker, max(num_new)):
+            for (shard, _), brings in zip(parts, num_new, strict=True):
+                if brings:
+                    shard.make_room(self._reservations.total, waiting.remaining_s())
+            super()._add_parts(found, waiting)
 
     # --- all of it --------------------------------------------------------------------------------
 

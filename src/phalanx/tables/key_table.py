@@ -70,8 +70,7 @@ class KeyTable(Table):
 
         Raises:
             ConfigError: As for any table; or there are no keys. The table is unchanged.
-            OutOfSpace: There is no memory for so many keys. The table is unchanged; of several
-                shards, the one that has no room is, and others may have their part.
+            OutOfSpace: There is no memory for so many keys. The table is unchanged.
             PeerTimeout: Another worker held the shard beyond the deadline.
 
         Blocks: While another worker adds to the same shard, or it grows.

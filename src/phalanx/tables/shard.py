@@ -30,7 +30,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.memory import (
@@ -45,7 +47,7 @@ from phalanx.memory import (
 )
 from phalanx.tables.updaters import Change, Updater
 
-__all__ = ["POINTS", "Entry", "NotFinite", "Shard", "refuse_nonfinite"]
+__all__ = ["POINTS", "Entry", "NotFinite", "Shard", "Slots", "refuse_nonfinite"]
 
 POINTS = (
     "before lock",
@@ -65,12 +67,25 @@ _BLOCK_ELEMENTS = 1 << 18  # the same for an add of everything
 _ATTEMPTS = 3
 
 
+class Slots(NamedTuple):
+    """Where a shard has rows that are keys, -1 for those that are not there; and which those are.
+
+    It is of one generation. Slots that are there stay; new keys, each given once, may have come
+    since.
+    """
+
+    serial: int
+    numbers: NDArray[np.int64]
+    new_keys: NDArray[np.int64]
+
+
 class Entry(NamedTuple):
     """One add, checked: rows (None for all) of the shard, what is added, and by whom.
 
     ``assigns`` says that the delta is the new value; ``unseen`` that nobody has looked yet whether
     it is finite, and it has to be. ``places`` are the rows of the delta that are meant, in the
     order of ``rows``, or None for all of them as they come; such a delta has been looked at.
+    ``slots`` are where rows that are keys were found, if somebody has looked.
     """
 
     rows: Tensor | None
@@ -79,6 +94,7 @@ class Entry(NamedTuple):
     assigns: bool = False
     unseen: bool = False
     places: Tensor | None = None
+    slots: Slots | None = None
 
 
 class NotFinite(Exception):
@@ -277,7 +293,7 @@ class Shard:
         return word + _VERSION
 
     def _change(self, entry: Entry, word: int, after: int) -> None:
-        rows, delta, worker, assigns, unseen, places = entry
+        rows, delta, worker, assigns, unseen, places, _ = entry
         if assigns:
             self._replace(word, delta)
         elif rows is None:

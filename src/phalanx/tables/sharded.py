@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -42,7 +42,10 @@ class Part(Protocol):
     def begin_backup(self, worker: int, timeout_s: float) -> None: ...
 
 
-class Sharded:
+P = TypeVar("P", bound=Part)
+
+
+class Sharded(Generic[P]):
     """A table's memory; who makes it gives it its shards.
 
     Args:
@@ -52,7 +55,7 @@ class Sharded:
         membership: Who works here.
     """
 
-    shards: Sequence[Part]
+    shards: Sequence[P]
 
     def __init__(
         self, spec: TableSpec, region: Region, open_region: OpenRegion, membership: Membership
@@ -63,10 +66,11 @@ class Sharded:
         self._file = LockFile(region, rank_of=membership.worker_of)
         self._page = region.buffer[: Layout.PAGE].cast("q")
         self._lock = self._file.range(0, 64, label=f"rounds of table {spec.name}")
+        self._lines = region.buffer[Layout.PAGE : Layout.PAGE + Layout.LINES].cast("q")
         self.rounds = Rounds(
             spec=spec,
             page=self._page[:8],
-            lines=region.buffer[Layout.PAGE : Layout.PAGE + Layout.LINES].cast("q"),
+            lines=self._lines,
             lock=self._lock,
             membership=membership,
             open_region=open_region,
@@ -166,14 +170,14 @@ class Sharded:
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, checked, shard by shard; those that are free first."""
-        left = self._parts_of(entry)
-        if len(left) == 1:
-            shard, part = left[0]
-            shard.add(part, timeout_s)
-            return
-        waiting = Waiting(timeout_s)  # all shards together
-        while left:
-            shard, part = left.pop(_first_free(left))
+        if len(self.shards) == 1:
+            self.shards[0].add(entry, timeout_s)
+        else:
+            self._add_parts(self._parts_of(entry), Waiting(timeout_s))  # all shards together
+
+    def _add_parts(self, parts: list[tuple[P, Entry]], waiting: Waiting) -> None:
+        while parts:
+            shard, part = parts.pop(_first_free(parts))
             shard.add(part, waiting.remaining_s())
 
     def _take_in(self, number: int, entries: list[Entry], timeout_s: float) -> None:
@@ -197,10 +201,10 @@ class Sharded:
             entry.worker,
         )
 
-    def _parts_of(self, entry: Entry) -> list[tuple[Part, Entry]]:
+    def _parts_of(self, entry: Entry) -> list[tuple[P, Entry]]:
         if len(self.shards) == 1:
             return [(self.shards[0], entry)]
-        rows, delta, worker, assigns, unseen, _ = entry
+        rows, delta, worker, assigns, unseen, *_ = entry
         if unseen:
             refuse_nonfinite(delta)
         if rows is None:
@@ -219,7 +223,7 @@ class Sharded:
         """Return the shard of each row, as uint8."""
         raise NotImplementedError
 
-    def _route(self, rows: Tensor, worker: int) -> tuple[Tensor, list[tuple[Part, Tensor, slice]]]:
+    def _route(self, rows: Tensor, worker: int) -> tuple[Tensor, list[tuple[P, Tensor, slice]]]:
         """Sort rows by shard, those of one shard as they came.
 
         Each worker begins with another shard, so that two who add at once are seldom at the same.
@@ -254,7 +258,7 @@ class Sharded:
         self._file.close(timeout_s)
 
 
-def _first_free(left: Sequence[tuple[Part, Entry]]) -> int:
+def _first_free(left: Sequence[tuple[P, Entry]]) -> int:
     """Return where a shard is that nobody holds, or 0: better than to wait, and no promise."""
     if len(left) > 1:
         for index, (shard, _) in enumerate(left):

@@ -49,7 +49,7 @@ def agree_on(
         length[0] = len(text)
 
 
-class Storage(Sharded):
+class Storage(Sharded[Shard]):
     """The region of one table, cut into shards.
 
     Args:

@@ -111,7 +111,8 @@ class _House:
             raise
 
     def close(self, timeout_s: float) -> None:
-        for storage in (*self._storages.values(), *self._key_storages.values()):
+        storages: list[Storage | KeyStorage] = list(self._storages.values())
+        for storage in (*storages, *self._key_storages.values()):
             storage.close(timeout_s)
         if hasattr(self, "membership"):
             self.membership.close(timeout_s)
