@@ -15,9 +15,9 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path("src/phalanx/memory")
-SOURCES = ("rows.c", "blocks.c")
-LIBRARY = FOLDER / "_compiled.so"
+FOLDER = Path("src/phalanx")
+SOURCES = ("memory/rows.c", "memory/blocks.c", "world/course.c")
+LIBRARY = FOLDER / "memory/_compiled.so"
 FLAGS = ["-O3", "-ffp-contract=off", "-fPIC", "-shared"]  # torch adds without contraction, too
 
 

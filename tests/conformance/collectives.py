@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.memory import compiled
 from tests.multiprocess.ranks import PLAYED_HOSTS
 
 SIZES = (0, 1, 5, 4096, 70_003)  # the last beyond what is published whole, and no round number
@@ -133,6 +134,24 @@ def reductions(rank: int, kind: str, op_name: str, dtypes: tuple[torch.dtype, ..
         if asked and not near(mine.contiguous(), theirs):
             wrong.append(f"{case}: not what gloo gives")
     return wrong
+
+
+def sums_without_compiled_code(
+    rank: int, without: Sequence[int], dtypes: tuple[torch.dtype, ...], num_elements: int
+) -> list[str]:
+    """Sums where these ranks have nothing compiled; some of several pieces."""
+    functions = compiled.FUNCTIONS
+    if rank in without:
+        compiled.FUNCTIONS = {}
+    try:
+        return [
+            *reductions(rank, "all_reduce", "SUM", dtypes),
+            *very_large(rank, num_elements),
+            *reductions(rank, "reduce", "SUM", dtypes),
+            *reductions(rank, "all_reduce", "SUM", dtypes),
+        ]
+    finally:
+        compiled.FUNCTIONS = functions
 
 
 def moves(rank: int, kind: str, dtypes: tuple[torch.dtype, ...]) -> list[str]:

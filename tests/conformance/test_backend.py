@@ -14,6 +14,7 @@ from tests.conformance import collectives as calls
 from tests.multiprocess.ranks import Ranks
 
 LARGE_ELEMENTS = (64 << 20) // 4 + 3
+SEVERAL_PIECES = 3_000_001
 
 
 @pytest.fixture(scope="module", params=["aa", "aaa", "aaaa", "aab", "aabb", "abc", "abaa"])
@@ -34,6 +35,12 @@ def check(answers: list[list[str]]) -> None:
 def test_a_reduction_is_gloos_and_in_rank_order(ranks, kind, op):
     dtypes = calls.FLOATS if op == "AVG" else (*calls.FLOATS, *calls.INTEGERS)
     check(ranks.run(calls.reductions, kind, op, dtypes))
+
+
+@pytest.mark.parametrize("without", [(), (0, 1, 2, 3), (1, 2)], ids=["none", "all", "some"])
+def test_sums_have_the_same_bits_where_ranks_lack_compiled_code(ranks, without):
+    dtypes = (*calls.FLOATS, torch.int32, torch.int64)
+    check(ranks.run(calls.sums_without_compiled_code, without, dtypes, SEVERAL_PIECES))
 
 
 @pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])

@@ -8,9 +8,8 @@ from phalanx.memory.blocks import (
     copy_to,
     has_memory,
     sum_to,
-    sum_twice,
 )
-from phalanx.memory.compiled import is_compiled
+from phalanx.memory.compiled import Function, compiled_for, is_compiled
 from phalanx.memory.faults import Fault, plant, planted, reach
 from phalanx.memory.flat import (
     ALIGN_BYTES,
@@ -38,6 +37,7 @@ __all__ = [
     "Allocate",
     "Fault",
     "FlatParameters",
+    "Function",
     "LockFile",
     "MatrixRows",
     "Part",
@@ -52,6 +52,7 @@ __all__ = [
     "all_finite",
     "all_within",
     "clamp_rows",
+    "compiled_for",
     "copy_to",
     "dense_strides",
     "die_with_parent",
@@ -66,6 +67,5 @@ __all__ = [
     "reach",
     "signal_main_thread",
     "sum_to",
-    "sum_twice",
     "zeros",
 ]

@@ -68,22 +68,6 @@ SUM(float64, double, phalanx_finite_float64, double, DOUBLES, _mm_add_pd, _mm_st
 SUM(int32, uint32_t, ALWAYS, __m128i, _mm_loadu_si128, _mm_add_epi32, _mm_stream_si128)
 SUM(int64, uint64_t, ALWAYS, __m128i, _mm_loadu_si128, _mm_add_epi64, _mm_stream_si128)
 
-/* Write a sum to two places, of which the first may be one of what is added. */
-#define SUM_TWICE(NAME, TYPE)                                                               \
-    WIDE void phalanx_sum_twice_##NAME(const TYPE *left, const TYPE *right, TYPE *to,       \
-                                       TYPE *restrict copy, int64_t count) {                \
-        _Pragma("GCC ivdep") for (int64_t i = 0; i < count; i++) {                          \
-            TYPE sum = left[i] + right[i];                                                  \
-            to[i] = sum;                                                                    \
-            copy[i] = sum;                                                                  \
-        }                                                                                   \
-    }
-
-SUM_TWICE(float32, float)
-SUM_TWICE(float64, double)
-SUM_TWICE(int32, uint32_t)
-SUM_TWICE(int64, uint64_t)
-
 /* Copy bytes, to where none of them lie; or to where they are. */
 void phalanx_copy(const char *from, char *to, int64_t count) {
     int64_t at = from == to ? count : 0;

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.memory import compiled
 
-__all__ = ["PAST_CACHE_BYTES", "all_finite", "copy_to", "has_memory", "sum_to", "sum_twice"]
+__all__ = ["PAST_CACHE_BYTES", "all_finite", "copy_to", "has_memory", "sum_to"]
 
 PAST_CACHE_BYTES = 8 << 20
 """What is larger is in no cache when somebody reads it."""
@@ -70,30 +70,12 @@ def sum_to(values: Tensor, delta: Tensor, to: Tensor) -> bool:
         >>> found.tolist()
         [1.0, 2.0, 3.0]
     """
-    function = compiled.FUNCTIONS.get(f"sum_to_{compiled.DTYPES.get(to.dtype)}")
+    function = compiled.compiled_for("sum_to", to.dtype)
     if function is None:
         finite = all_finite(delta)
         torch.add(values, delta, out=to)
         return finite
     return bool(function(values.data_ptr(), delta.data_ptr(), to.data_ptr(), to.numel()))
-
-
-def sum_twice(left: Tensor, right: Tensor, to: Tensor, copy: Tensor) -> None:
-    """Write the sum of two tensors to two others; all of one shape and dtype, contiguous.
-
-    ``to`` may be one of those that are added; ``copy`` lies in memory of its own.
-
-    Example:
-        >>> left, copy = torch.ones(3), torch.empty(3)
-        >>> sum_twice(left, torch.arange(3.0), left, copy)
-        >>> left.tolist(), copy.tolist()
-        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
-    """
-    function = compiled.FUNCTIONS.get(f"sum_twice_{compiled.DTYPES.get(to.dtype)}")
-    if function is None or to.nbytes < _FEW_BYTES:
-        copy.copy_(torch.add(left, right, out=to))
-        return
-    function(left.data_ptr(), right.data_ptr(), to.data_ptr(), copy.data_ptr(), to.numel())
 
 
 def all_finite(numbers: Tensor) -> bool:

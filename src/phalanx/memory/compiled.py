@@ -1,7 +1,7 @@
-"""What was compiled from rows.c and blocks.c when phalanx was installed, if anything was.
+"""What was compiled from the files of C when phalanx was installed, if anything was.
 
-Every function here has its like in torch, with the same bits: see rows.py and blocks.py
-(docs/decisions/0015).
+Every function here has its like in torch, with the same bits: see rows.py, blocks.py and
+world/course.py (docs/decisions/0015).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "FUNCTIONS", "is_compiled"]
+__all__ = ["DTYPES", "FUNCTIONS", "Function", "compiled_for", "is_compiled"]
 
-_VERSION = 6  # as in compiled.h: a library of another one is left alone
-_ANSWERS = ("finite", "sum_to", "within")  # functions that return a truth
+_VERSION = 7  # as in compiled.h: a library of another one is left alone
+_ANSWERS = ("finite", "sum_to", "within", "all_reduce")  # functions that return a number
 DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -56,7 +56,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
     for name in DTYPES.values():
         takes[f"add_{name}"] = [*takes["take"], pointer]
         takes[f"sum_to_{name}"] = [pointer, pointer, pointer, number]
-        takes[f"sum_twice_{name}"] = [pointer, pointer, pointer, pointer, number]
+        takes[f"all_reduce_{name}"] = [pointer]
     found: dict[str, Function] = {}
     for name, types in takes.items():
         function = getattr(library, f"phalanx_{name}")
@@ -78,3 +78,13 @@ def is_compiled() -> bool:
         True
     """
     return bool(FUNCTIONS)
+
+
+def compiled_for(name: str, dtype: torch.dtype) -> Function | None:
+    """Return the function of that name for numbers of ``dtype``, if there is one.
+
+    Example:
+        >>> compiled_for("all_reduce", torch.bool) is None
+        True
+    """
+    return FUNCTIONS.get(f"{name}_{DTYPES.get(dtype)}")

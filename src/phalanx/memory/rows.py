@@ -76,7 +76,7 @@ class MatrixRows:
         self._at = values.data_ptr()
         self._picked = values.new_empty((0, self._num_cols))  # kept: its pages are there then
         self._take = compiled.FUNCTIONS.get("take")
-        self._add = compiled.FUNCTIONS.get(f"add_{compiled.DTYPES.get(values.dtype)}")
+        self._add = compiled.compiled_for("add", values.dtype)
 
     def take(self, rows: Tensor, out: Tensor) -> None:
         """Copy rows into ``out`` [K, D], contiguous and of the same dtype."""

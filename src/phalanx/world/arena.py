@@ -21,14 +21,15 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.memory import Region, fence, reach
+from phalanx.memory import Function, Region, fence, reach
 from phalanx.world.bell import Bells
 from phalanx.world.board import Board, Signature
+from phalanx.world.course import PIECE_POINTS, Course, State
 from phalanx.world.signature import Desync
 
 __all__ = ["POINTS", "Arena", "Need", "Steps"]
 
-POINTS = ("operation begun", "piece written", "piece published", "result given", "piece ended")
+POINTS = ("operation begun", *PIECE_POINTS)
 """Where the tests stop a rank; the last but one is passed by `all_reduce` alone."""
 
 Need = tuple[Sequence[int], int]
@@ -69,6 +70,9 @@ class Arena:
         self._piece = -1
         self._operation = Signature(0, 0, 0)
         self._unchecked: set[int] = set()
+        whole = region.tensor(torch.uint8, self.needed_bytes(board.size))
+        slots = whole[Board.needed_bytes(board.size) :]
+        self._course = Course(board, whole, slots, self.slot_bytes)
 
     @staticmethod
     def needed_bytes(size: int) -> int:
@@ -121,6 +125,21 @@ class Arena:
             ]
             for letter in range(_NUM_SLOTS)
         ]
+
+    def carry(self, function: Function, flat: Tensor) -> Steps:
+        """Let compiled code do the operation that was begun, with all pieces of ``flat``."""
+        course = self._course
+        course.begin(self._operation, self._piece + 1, flat)
+        while (state := course.go(function)) != State.ENDED:
+            if state == State.WAITS:
+                yield self.board.others, course.wanted
+            elif state == State.DIFFERS:
+                self._check(self.board.others)  # it raises, unless a test has it pass
+                course.agree()
+            else:
+                self.board.wake_sleepers(course.wanted)
+                course.reach()
+        self._piece = course.piece - 1
 
     # --- the life of a piece ----------------------------------------------------------------------
 
@@ -178,6 +197,7 @@ class Arena:
         """Let go of the memory; what was handed out keeps it until it goes, too."""
         self._slots_by_dtype.clear()
         self._cuts.clear()
+        self._course.close()
         self.bells.close()
         self.board.close()
         self._region.close()

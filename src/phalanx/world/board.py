@@ -84,9 +84,12 @@ class Board:
     def post(self, mark: int) -> None:
         """Say that what belongs to ``mark`` is there; all that was written before is seen then."""
         fence()
-        words = self._words
-        words[self._mine + _MARK] = mark
-        me = self.rank + 1
+        self._words[self._mine + _MARK] = mark
+        self.wake_sleepers(mark)
+
+    def wake_sleepers(self, mark: int) -> None:
+        """Wake whoever sleeps until this rank has come as far as ``mark``."""
+        words, me = self._words, self.rank + 1
         for other, at in self.places:
             if words[at + _AWAITED] == me:
                 wanted = words[at + _WANTED]

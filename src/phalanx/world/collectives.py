@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.memory import copy_to
+from phalanx.memory import compiled_for, copy_to
 from phalanx.plan import equal_sizes
 from phalanx.world.arena import Arena, Steps
 from phalanx.world.ops import Reduction
@@ -68,6 +68,10 @@ def barrier(arena: Arena) -> Steps:
 def all_reduce(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
     """Reduce ``flat`` over the ranks, in place and with the same bits on all of them."""
     arena.begin(pack("all_reduce", flat.dtype, reduction=reduction.number), flat.numel())
+    function = compiled_for("all_reduce", flat.dtype) if reduction.is_plain_sum else None
+    if function is not None and arena.size > 1:
+        yield from arena.carry(function, flat)
+        return
     if flat.numel() * flat.itemsize <= _SMALL_BYTES:
         yield from _all_reduce_small(arena, flat, reduction)
         return
@@ -110,7 +114,8 @@ def _all_reduce_piece(
     sources[me] = mine
     # In place where the reduction can: what it writes to is in the cache already.
     result, double = (mine, own[me]) if me < 2 else (own[me], mine)
-    reduction.twice(sources, result, double)
+    reduction(sources, result)
+    copy_to(result, double)
     arena.give_result()
     yield from arena.results_given()
     for rank in others:

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.memory import sum_twice
 
 __all__ = ["Reduction", "reduction_of"]
 
@@ -68,17 +67,10 @@ class Reduction:
             return
         self._folded(sources, out)
 
-    def twice(self, sources: Sequence[Tensor], out: Tensor, copy: Tensor) -> None:
-        """Reduce into ``out``, as a call does, and into ``copy``, memory of its own."""
-        plain = self._combine is torch.add and not self._averages and self._dtype not in _HALVES
-        if not plain or len(sources) == 1:
-            self(sources, out)
-            copy.copy_(out)
-            return
-        *first, last = sources
-        if len(first) > 1:
-            first = [self._folded(first, out)]
-        sum_twice(first[0], last, out, copy)
+    @property
+    def is_plain_sum(self) -> bool:
+        """Whether numbers are added in their own dtype, and that is all."""
+        return self._combine is torch.add and not self._averages and self._dtype not in _HALVES
 
     def scaled(self, source: Tensor) -> Tensor:
         """Return what this rank gives: ``source`` itself, or where there is a factor, a product."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.memory import all_finite, copy_to, sum_to, sum_twice
+from phalanx.memory import all_finite, copy_to, sum_to
 from tests.unit.memory.numbers import DTYPES, drawn
 
 ODD = 7
@@ -30,19 +30,6 @@ def test_a_copy_to_itself_changes_nothing(way):
     before = numbers.clone()
     copy_to(numbers, numbers)
     assert torch.equal(numbers, before)
-
-
-@pytest.mark.parametrize("in_place", ["left", "right", None])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [0, 1, ODD, LARGE])
-def test_a_sum_is_written_twice(way, dtype, size, in_place):
-    left, right = drawn(dtype, size + 1)[1:], drawn(dtype, size, seed=1)
-    to = {"left": left, "right": right, None: torch.empty_like(right)}[in_place]
-    wanted, copy = left + right, torch.zeros(size + ODD, dtype=dtype)
-    sum_twice(left, right, to, copy[:size])
-    assert torch.equal(to, wanted)
-    assert torch.equal(copy[:size], wanted)
-    assert not copy[size:].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -54,21 +54,6 @@ def test_one_rank_is_its_own_sum():
     assert reduced(ReduceOp.AVG, torch.bfloat16, [3.0]) == [3.0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX])
-def test_a_result_may_be_written_twice(num_ranks, in_place, dtype, op):
-    sources = [torch.arange(-3, 4).to(dtype) * (rank + 1) + rank for rank in range(num_ranks)]
-    wanted = torch.empty(7, dtype=dtype)
-    reduction_of(op, dtype)(sources, wanted)
-    out = sources[0] if in_place else torch.empty_like(wanted)
-    copy = torch.empty_like(wanted)
-    reduction_of(op, dtype).twice(sources, out, copy)
-    assert torch.equal(out, wanted)
-    assert torch.equal(copy, wanted)
-
-
 @pytest.mark.parametrize("factor", [0.3, torch.tensor([0.3], dtype=torch.float64)])
 def test_a_factor_scales_what_a_rank_gives_and_is_rounded_to_the_dtype(factor):
     reduction = reduction_of(ReduceOp.PREMUL_SUM(factor), torch.float16)

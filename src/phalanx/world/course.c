@@ -1,0 +1,236 @@
+/* An all-reduce, carried as far as it goes without waiting for long. See course.py, which says the
+   same in Python for what is not built here, and arena.py, whose marks and slots these are.
+
+   A course is a row of numbers: where everything lies, and how far it has come. Whoever is called
+   with it goes on there, and returns what stands in the way. */
+
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+#include "../memory/compiled.h"
+
+/* As in course.py. */
+enum {
+    WORDS, WORDS_PER_PAGE, RANK, SIZE, SLOTS, SLOT_BYTES, SPIN_NS, CROWDED, STOPS,
+    NUMBER, WHAT, TENSOR, COUNT, PIECE, AT, PHASE, WANTED, AGREED
+};
+enum { ENDED, WAITS, MOVES, DIFFERS };
+enum { WRITE, PUBLISH, REDUCE, TAKE, OVER };
+
+/* As in board.py and arena.py. */
+enum { MARK = 0, AWAITED = 3, WANTED_MARK = 4, SIGNATURES = 16, RING = 4 };
+enum { PUBLISHED = 1, REDUCED = 2, DONE = 3, PER_PIECE = 3, NUM_SLOTS = 2 };
+
+#define SMALL_BYTES (16 << 10) /* as in collectives.py */
+#define BLOCK 1024             /* numbers that are added up in the nearest cache */
+#define LOOKS_PER_CLOCK 32
+#define PIECES_PER_CALL 32
+
+typedef int64_t word;
+
+void phalanx_copy(const char *from, char *to, int64_t count);
+
+static word *page_of(const word *course, word rank) {
+    return (word *)course[WORDS] + course[WORDS_PER_PAGE] * rank;
+}
+
+static char *slot_of(const word *course, word rank) {
+    word letter = course[PIECE] % NUM_SLOTS;
+    return (char *)course[SLOTS] + (rank * NUM_SLOTS + letter) * course[SLOT_BYTES];
+}
+
+/* Where part `part` of `parts` begins in a piece: as plan.equal_sizes cuts it. */
+static word start_of(word count, word parts, word part) {
+    word size = count / parts, longer = count % parts;
+    return part * size + (part < longer ? part : longer);
+}
+
+static word now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (word)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static int have_reached(const word *course, word mark) {
+    for (word rank = 0; rank < course[SIZE]; rank++)
+        if (rank != course[RANK] &&
+            __atomic_load_n(page_of(course, rank) + MARK, __ATOMIC_ACQUIRE) < mark)
+            return 0;
+    return 1;
+}
+
+static void pause_for_a_look(const word *course) {
+    if (course[CROWDED]) sched_yield();
+#if defined(__x86_64__)
+    else __builtin_ia32_pause();
+#endif
+}
+
+/* Look for a while whether all others have reached a mark. */
+static int come(word *course, word step) {
+    word mark = PER_PIECE * course[PIECE] + step;
+    course[WANTED] = mark;
+    if (mark <= 0 || have_reached(course, mark)) return 1;
+    word until = now_ns() + course[SPIN_NS];
+    do {
+        for (int look = 0; look < LOOKS_PER_CLOCK; look++) {
+            pause_for_a_look(course);
+            if (have_reached(course, mark)) return 1;
+        }
+    } while (now_ns() < until);
+    return 0;
+}
+
+/* Say that a mark is reached; tell whether somebody sleeps until it is. */
+static int post(word *course, word step, word phase) {
+    word mark = PER_PIECE * course[PIECE] + step, asleep = 0;
+    course[PHASE] = phase;
+    course[WANTED] = mark;
+    __atomic_store_n(page_of(course, course[RANK]) + MARK, mark, __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* who falls asleep looks at marks once more after it */
+    for (word rank = 0; rank < course[SIZE]; rank++) {
+        const word *page = page_of(course, rank);
+        asleep |= __atomic_load_n(page + AWAITED, __ATOMIC_RELAXED) == course[RANK] + 1 &&
+                  __atomic_load_n(page + WANTED_MARK, __ATOMIC_RELAXED) <= mark;
+    }
+    return asleep || course[STOPS];
+}
+
+/* See once whether all are in the same operation. */
+static int all_agree(word *course) {
+    word place = SIGNATURES + RING * (course[NUMBER] % RING);
+    for (word rank = 0; rank < course[SIZE] && !course[AGREED]; rank++) {
+        const word *signature = page_of(course, rank) + place;
+        if (signature[0] != course[NUMBER] || signature[1] != course[WHAT] ||
+            signature[2] != course[COUNT])
+            return 0;
+    }
+    course[AGREED] = 1;
+    return 1;
+}
+
+/* Copy the parts of a piece that others reduce into our slot, or their results out of theirs. */
+static void exchange(const word *course, char *piece, word count, word item, int give) {
+    word size = course[SIZE];
+    for (word rank = 0; rank < size; rank++) {
+        word start = item * start_of(count, size, rank);
+        word bytes = item * start_of(count, size, rank + 1) - start;
+        if (rank == course[RANK]) continue;
+        if (give)
+            phalanx_copy(piece + start, slot_of(course, course[RANK]) + start, bytes);
+        else
+            phalanx_copy(slot_of(course, rank) + start, piece + start, bytes);
+    }
+}
+
+/* Sums in the order of ranks. Integers are added as unsigned ones, which wrap around. */
+#define ALL_REDUCE(NAME, TYPE)                                                                     \
+    WIDE static void add_two_##NAME(const TYPE *left, const TYPE *right, TYPE *to,                 \
+                                    TYPE *restrict copy, word count) {                             \
+        _Pragma("GCC ivdep") for (word i = 0; i < count; i++) {                                    \
+            TYPE sum = left[i] + right[i];                                                         \
+            to[i] = sum;                                                                           \
+            copy[i] = sum;                                                                         \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    WIDE static void add_##NAME(const TYPE *other, TYPE *restrict sum, word count) {               \
+        for (word i = 0; i < count; i++) sum[i] += other[i];                                       \
+    }                                                                                              \
+                                                                                                   \
+    /* Write the sum to one place or two; `ours`, if any, are our numbers outside of the slot. */  \
+    static void reduce_##NAME(const word *course, const TYPE *ours, word start, word count,        \
+                              TYPE *to, TYPE *copy) {                                              \
+        TYPE sum[BLOCK];                                                                           \
+        const TYPE *left = (const TYPE *)slot_of(course, 0) + start;                               \
+        const TYPE *right = (const TYPE *)slot_of(course, 1) + start;                              \
+        if (course[SIZE] == 2 && ours) {                                                           \
+            add_two_##NAME(course[RANK] ? left : ours, course[RANK] ? ours : right, to, copy,      \
+                           count);                                                                 \
+            return;                                                                                \
+        }                                                                                          \
+        for (word at = 0; at < count; at += BLOCK) {                                               \
+            word length = count - at < BLOCK ? count - at : BLOCK;                                 \
+            size_t bytes = (size_t)length * sizeof(TYPE);                                          \
+            for (word rank = 0; rank < course[SIZE]; rank++) {                                     \
+                const TYPE *source = (const TYPE *)slot_of(course, rank) + start;                  \
+                if (ours && rank == course[RANK]) source = ours;                                   \
+                if (rank)                                                                          \
+                    add_##NAME(source + at, sum, length);                                          \
+                else                                                                               \
+                    memcpy(sum, source + at, bytes);                                               \
+            }                                                                                      \
+            memcpy(to + at, sum, bytes);                                                           \
+            if (copy) memcpy(copy + at, sum, bytes);                                               \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    /* All publish everything, and each reduces everything: one wait instead of two. */            \
+    static word reduce_small_##NAME(word *course) {                                                \
+        TYPE *tensor = (TYPE *)course[TENSOR];                                                     \
+        switch (course[PHASE]) {                                                                   \
+        case WRITE:                                                                                \
+            if (!come(course, DONE - NUM_SLOTS * PER_PIECE)) return WAITS;                         \
+            memcpy(slot_of(course, course[RANK]), tensor, (size_t)course[COUNT] * sizeof(TYPE));   \
+            course[PHASE] = PUBLISH;                                                               \
+            if (course[STOPS]) return MOVES; /* fall through */                                    \
+        case PUBLISH:                                                                              \
+            if (post(course, PUBLISHED, REDUCE)) return MOVES; /* fall through */                  \
+        case REDUCE:                                                                               \
+            if (!come(course, PUBLISHED)) return WAITS;                                            \
+            if (!all_agree(course)) return DIFFERS;                                                \
+            reduce_##NAME(course, 0, 0, course[COUNT], tensor, 0);                                 \
+            if (post(course, DONE, OVER)) return MOVES; /* fall through */                         \
+        default:                                                                                   \
+            course[PIECE]++;                                                                       \
+            return ENDED;                                                                          \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    static word reduce_piece_##NAME(word *course, word count) {                                    \
+        const word item = (word)sizeof(TYPE), start = start_of(count, course[SIZE], course[RANK]); \
+        word length = start_of(count, course[SIZE], course[RANK] + 1) - start;                     \
+        TYPE *piece = (TYPE *)course[TENSOR] + course[AT];                                         \
+        switch (course[PHASE]) {                                                                   \
+        case WRITE:                                                                                \
+            if (!come(course, DONE - NUM_SLOTS * PER_PIECE)) return WAITS;                         \
+            exchange(course, (char *)piece, count, item, 1);                                       \
+            course[PHASE] = PUBLISH;                                                               \
+            if (course[STOPS]) return MOVES; /* fall through */                                    \
+        case PUBLISH:                                                                              \
+            if (post(course, PUBLISHED, REDUCE)) return MOVES; /* fall through */                  \
+        case REDUCE:                                                                               \
+            if (!come(course, PUBLISHED)) return WAITS;                                            \
+            if (!all_agree(course)) return DIFFERS;                                                \
+            reduce_##NAME(course, piece + start, start, length, piece + start,                     \
+                          (TYPE *)slot_of(course, course[RANK]) + start);                          \
+            if (post(course, REDUCED, TAKE)) return MOVES; /* fall through */                      \
+        case TAKE:                                                                                 \
+            if (!come(course, REDUCED)) return WAITS;                                              \
+            exchange(course, (char *)piece, count, item, 0);                                       \
+            if (post(course, DONE, OVER)) return MOVES; /* fall through */                         \
+        default:                                                                                   \
+            course[PIECE]++;                                                                       \
+            course[AT] += count;                                                                   \
+            course[PHASE] = WRITE;                                                                 \
+            return ENDED;                                                                          \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    word phalanx_all_reduce_##NAME(word *course) {                                                 \
+        word per_piece = course[SLOT_BYTES] / (word)sizeof(TYPE);                                  \
+        if (course[COUNT] * (word)sizeof(TYPE) <= SMALL_BYTES) return reduce_small_##NAME(course); \
+        for (word pieces = 0; pieces < PIECES_PER_CALL; pieces++) {                                \
+            word left = course[COUNT] - course[AT], state;                                         \
+            state = reduce_piece_##NAME(course, left < per_piece ? left : per_piece);              \
+            if (state != ENDED || course[AT] == course[COUNT]) return state;                       \
+        }                                                                                          \
+        return MOVES; /* for signals to be heard */                                                \
+    }
+
+ALL_REDUCE(float32, float)
+ALL_REDUCE(float64, double)
+ALL_REDUCE(int32, uint32_t)
+ALL_REDUCE(int64, uint64_t)
