@@ -16,7 +16,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path("src/phalanx")
-SOURCES = ("memory/rows.c", "memory/blocks.c", "world/course.c")
+SOURCES = ("memory/rows.c", "memory/blocks.c", "memory/awake.c", "world/course.c")
 LIBRARY = FOLDER / "memory/_compiled.so"
 FLAGS = ["-O3", "-ffp-contract=off", "-fPIC", "-shared"]  # torch adds without contraction, too
 
@@ -46,6 +46,6 @@ def compile_library(root: Path) -> None:
     unfinished = root / LIBRARY.with_suffix(".new")
     compiler = shlex.split(os.environ.get("CC", "cc"))
     sources = [str(root / FOLDER / name) for name in SOURCES]
-    command = [*compiler, *FLAGS, "-o", str(unfinished), *sources]
+    command = [*compiler, *FLAGS, "-o", str(unfinished), *sources, "-lpthread"]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     unfinished.replace(root / LIBRARY)  # at once, for whoever has the old one loaded

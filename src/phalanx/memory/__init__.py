@@ -1,6 +1,7 @@
 """Where parameters and gradients lie, and what processes share."""
 
 from phalanx.memory.allocator import keep_freed_memory
+from phalanx.memory.awake import keep_awake
 from phalanx.memory.barrier import KEEPS_ORDER, SharedBarrier, fence
 from phalanx.memory.blocks import (
     PAST_CACHE_BYTES,
@@ -9,7 +10,7 @@ from phalanx.memory.blocks import (
     has_memory,
     sum_to,
 )
-from phalanx.memory.compiled import Function, compiled_for, is_compiled
+from phalanx.memory.compiled import Function, compiled_for, compiled_function, is_compiled
 from phalanx.memory.faults import Fault, plant, planted, reach
 from phalanx.memory.flat import (
     ALIGN_BYTES,
@@ -53,6 +54,7 @@ __all__ = [
     "all_within",
     "clamp_rows",
     "compiled_for",
+    "compiled_function",
     "copy_to",
     "dense_strides",
     "die_with_parent",
@@ -61,6 +63,7 @@ __all__ = [
     "has_memory",
     "in_memory_order",
     "is_compiled",
+    "keep_awake",
     "keep_freed_memory",
     "plant",
     "planted",

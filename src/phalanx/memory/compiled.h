@@ -1,6 +1,6 @@
 /* What the compiled files have in common. */
 
-#define VERSION 7 /* as in compiled.py */
+#define VERSION 8 /* as in compiled.py */
 #define LINE 64   /* bytes of a cache */
 
 /* For each kind of processor one copy of a function, chosen when the library is loaded. Sums have

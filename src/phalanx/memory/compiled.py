@@ -1,7 +1,7 @@
 """What was compiled from the files of C when phalanx was installed, if anything was.
 
 Every function here has its like in torch, with the same bits: see rows.py, blocks.py and
-world/course.py (docs/decisions/0015).
+world/course.py; replicas/awake.py has none, and does nothing without it (docs/decisions/0015).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "FUNCTIONS", "Function", "compiled_for", "is_compiled"]
+__all__ = ["DTYPES", "FUNCTIONS", "Function", "compiled_for", "compiled_function", "is_compiled"]
 
-_VERSION = 7  # as in compiled.h: a library of another one is left alone
-_ANSWERS = ("finite", "sum_to", "within", "all_reduce")  # functions that return a number
+_VERSION = 8  # as in compiled.h: a library of another one is left alone
+_ANSWERS = ("finite", "sum_to", "within", "all_reduce", "watch_core")  # what returns a number
 DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -45,13 +45,15 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
     if library is None:
         return {}
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    takes = {
+    takes: dict[str, list[type]] = {
         "take": [pointer, number, number, pointer, number, pointer],
         "within": [pointer, number, number],
         "clamp": [pointer, number, number, pointer],
         "finite_float32": [pointer, number],
         "finite_float64": [pointer, number],
         "copy": [pointer, pointer, number],
+        "watch_core": [number],
+        "keep_awake": [],
     }
     for name in DTYPES.values():
         takes[f"add_{name}"] = [*takes["take"], pointer]
@@ -78,6 +80,16 @@ def is_compiled() -> bool:
         True
     """
     return bool(FUNCTIONS)
+
+
+def compiled_function(name: str) -> Function | None:
+    """Return the function of that name, if there is one.
+
+    Example:
+        >>> compiled_function("no such") is None
+        True
+    """
+    return FUNCTIONS.get(name)
 
 
 def compiled_for(name: str, dtype: torch.dtype) -> Function | None:

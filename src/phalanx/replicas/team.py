@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.errors import GroupAborted, StateError
+from phalanx.memory import keep_awake
 from phalanx.replicas.intra_op import num_threads, set_intra_op
 
 __all__ = ["Inline", "Team"]
@@ -40,8 +41,8 @@ class _Seat:
 class Team:
     """Threads that run one function at a time, each with its own index.
 
-    Idle threads sleep; they never spin. A team that is no longer referenced dismisses its
-    threads by itself.
+    Idle threads sleep; they never spin. (Where there is one for each core, cores are kept awake for
+    them: see `keep_awake`.) A team that is no longer referenced dismisses its threads by itself.
 
     Args:
         size: Number of threads.
@@ -56,6 +57,7 @@ class Team:
     """
 
     def __init__(self, size: int, *, intra_op: int, name: str = "phalanx-replica") -> None:
+        self._stay_awake = keep_awake(size if intra_op == 1 else 0)
         self._busy = threading.RLock()  # two threads may call one container
         self._running = False
         self._closes_afterwards = False
@@ -123,6 +125,7 @@ class Team:
 
         Beginning again harms nothing: a thread works on each ticket once.
         """
+        self._stay_awake()
         ticket = self._seats[0].finished + 1
         interrupt: BaseException | None = None
         while True:

@@ -21,7 +21,7 @@ import torch
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, GroupAborted, StateError
-from phalanx.memory import Waiting, forget_in_child
+from phalanx.memory import Waiting, forget_in_child, keep_awake
 from phalanx.world.arena import Need
 from phalanx.world.bell import Bells
 from phalanx.world.board import LEFT, Board
@@ -79,6 +79,7 @@ class Engine:
         self._roomy = board.size <= num_cores
         self._busy = num_cores < 2 * board.size  # no core is left for a second thread per rank
         self._spin_s = _LONGEST_SPIN_S if self._roomy else _CROWDED_SPIN_S
+        self._stay_awake = keep_awake(board.size, place=board.rank, sharers=board.size)
         self.forked = False
         forget_in_child(self)
 
@@ -106,6 +107,7 @@ class Engine:
         Raises:
             PhalanxError: The group has failed before, or somebody needed is gone.
         """
+        self._stay_awake()
         with self._lock:
             self._refuse_if_broken(task, needs)
             self._lanes.setdefault(lane, deque()).append(task)

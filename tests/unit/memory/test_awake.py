@@ -1,0 +1,128 @@
+"""Watchers of cores: where they are, how little they take, and that they sleep."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from phalanx.memory import Waiting, awake, compiled, keep_awake
+from phalanx.replicas.team import Team
+from tests.multiprocess.children import Children, Parent
+
+DEADLINE_S = 30.0
+NUM_CORES = len(os.sched_getaffinity(0))
+can_watch = pytest.mark.skipif(
+    not awake.cores_to_watch(NUM_CORES) or not compiled.is_compiled(),
+    reason="cores are limited or many here, or nothing is compiled",
+)
+
+
+def watchers() -> list[int]:
+    """Return the threads of this process that are of the lowest class."""
+    threads = [int(thread) for thread in os.listdir("/proc/self/task")]
+    return [thread for thread in threads if os.sched_getscheduler(thread) == os.SCHED_IDLE]
+
+
+def sleeps(thread: int) -> bool:
+    text = Path(f"/proc/self/task/{thread}/stat").read_text(encoding="ascii")
+    return text.rpartition(")")[2].split()[0] == "S"
+
+
+def ticks(thread: int) -> int:
+    text = Path(f"/proc/self/task/{thread}/stat").read_text(encoding="ascii")
+    return sum(map(int, text.rpartition(")")[2].split()[11:13]))
+
+
+def until(condition) -> None:
+    waiting = Waiting(DEADLINE_S)
+    while not condition():
+        assert not waiting.over()
+        waiting.rest()
+
+
+def watch(parent: Parent) -> None:
+    """See in a process of its own, where no test before has had a team."""
+    assert watchers() == []
+    with_few = Team(NUM_CORES, intra_op=2)
+    if NUM_CORES > 1:
+        Team(NUM_CORES - 1, intra_op=1).close()
+    assert watchers() == []  # operators' own threads fill the cores, or there are cores left
+    teams = [Team(NUM_CORES, intra_op=1), Team(NUM_CORES + 1, intra_op=1)]
+    until(lambda: len(watchers()) == NUM_CORES)
+    found = watchers()
+    on = sorted(core for thread in found for core in os.sched_getaffinity(thread))
+    assert on == sorted(os.sched_getaffinity(0))  # one each
+    until(lambda: all(map(sleeps, found)))  # when nobody has come for a while
+    for team in (*teams, with_few):
+        team.close()
+    before = sum(map(ticks, found))
+    for _ in range(3):
+        teams = [Team(NUM_CORES, intra_op=1)]
+        teams[0].each(lambda index: index)
+        teams[0].close()
+        until(lambda: all(map(sleeps, found)))
+    assert watchers() == found
+    assert sum(map(ticks, found)) - before < 50  # of 10 ms
+    parent.tell("well")
+
+
+@can_watch
+def test_where_threads_have_all_cores_each_is_watched_and_watchers_sleep():
+    with Children() as children:
+        assert children.start(watch).get() == "well"
+
+
+def fork(parent: Parent) -> None:
+    team = Team(NUM_CORES, intra_op=1)
+    child = os.fork()
+    if child == 0:
+        own = Team(NUM_CORES, intra_op=1)  # the fork has none of its parent's
+        own.each(lambda index: index)
+        until(lambda: len(watchers()) == NUM_CORES)
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    team.close()
+    parent.tell("well")
+
+
+@can_watch
+def test_a_fork_has_watchers_of_its_own():
+    with Children() as children:
+        assert children.start(fork).get() == "well"
+
+
+def share(parent: Parent) -> None:
+    keep_awake(NUM_CORES, place=1, sharers=2)
+    until(lambda: len(watchers()) == max(1, NUM_CORES // 2))
+    parent.tell("well")
+
+
+@can_watch
+def test_processes_share_the_cores():
+    with Children() as children:
+        assert children.start(share).get() == "well"
+
+
+def test_without_compiled_code_it_does_nothing(monkeypatch):
+    monkeypatch.setattr(compiled, "FUNCTIONS", {})
+    assert not keep_awake(NUM_CORES)()
+
+
+@pytest.mark.parametrize(
+    ("text", "limited"), [("max 100000", False), ("150000 100000", True), ("", False)]
+)
+def test_where_the_cores_are_limited_none_is_watched(monkeypatch, tmp_path, text, limited):
+    quota = tmp_path / "cpu.max"
+    quota.write_text(text)
+    monkeypatch.setattr(awake, "_QUOTAS", ((tmp_path / "no such", "-1"), (quota, "max")))
+    monkeypatch.setattr(awake, "_MOST_CORES", NUM_CORES)
+    assert awake.cores_to_watch(NUM_CORES) == ([] if limited else sorted(os.sched_getaffinity(0)))
+
+
+def test_with_many_cores_or_threads_to_spare_none_is_watched(monkeypatch):
+    assert awake.cores_to_watch(NUM_CORES - 1) == []
+    monkeypatch.setattr(awake, "_MOST_CORES", NUM_CORES - 1)
+    assert awake.cores_to_watch(NUM_CORES) == []
