@@ -17,6 +17,7 @@
 #include "compiled.h"
 
 #define PATIENCE_NS 2000000 /* a core that nobody has wanted for so long may sleep */
+#define LONGEST_NS 50000000 /* and any core, so long after the last kick */
 #define ABSENCE_NS 50000    /* who was away for so long has let somebody run */
 #define PAUSES 64
 
@@ -35,16 +36,18 @@ static void pause_often(void) {
 #endif
 }
 
-/* Stay awake until there was neither a kick nor anybody else here for a while. */
+/* Stay awake until there was neither a kick nor anybody else here for a while. Whoever comes may be
+   of another process, which is no reason to stay for long. */
 static uint32_t stay_awake(void) {
     uint32_t seen = __atomic_load_n(&kicks, __ATOMIC_SEQ_CST), found;
-    int64_t last = now_ns(), idle_since = last;
-    while (last - idle_since < PATIENCE_NS) {
+    int64_t last = now_ns(), idle_since = last, kicked = last;
+    while (last - idle_since < PATIENCE_NS && last - kicked < LONGEST_NS) {
         int64_t before = last;
         pause_often();
         sched_yield();
         last = now_ns();
         found = __atomic_load_n(&kicks, __ATOMIC_SEQ_CST);
+        if (found != seen) kicked = last;
         if (found != seen || last - before > ABSENCE_NS) idle_since = last;
         seen = found;
     }
@@ -74,7 +77,7 @@ int64_t phalanx_watch_core(int64_t core) {
     CPU_SET((size_t)core, &only);
     pthread_attr_init(&attributes);
     failed = pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED) ||
-             pthread_attr_setstacksize(&attributes, 64 << 10) ||
+             pthread_attr_setstacksize(&attributes, 256 << 10) ||
              pthread_attr_setaffinity_np(&attributes, sizeof only, &only);
     sigfillset(&all); /* signals are the main thread's to hear */
     pthread_sigmask(SIG_SETMASK, &all, &before);

@@ -6,8 +6,8 @@
 A core that nobody wants falls asleep at once, and takes 50 to 150 µs to wake up again; that of a
 virtual machine is given to others meanwhile. A step of some milliseconds has a dozen such moments.
 So where there is a thread of ours for every core, a watcher of the kernel's lowest class sits on
-each: it gives the core up to whoever comes, and sleeps when nobody has come for two milliseconds
-(awake.c).
+each: it gives the core up to whoever comes, and sleeps when nobody has come for two milliseconds,
+or 50 after the last call (awake.c).
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ class _Seat:
         self.task: Callable[[], Any] | None = None  # Any: the caller's own result type
         self.result: Any = None
         self.failure: BaseException | None = None
+        self.stay_awake: Callable[[], object] = bool
 
 
 class Team:
@@ -57,7 +58,6 @@ class Team:
     """
 
     def __init__(self, size: int, *, intra_op: int, name: str = "phalanx-replica") -> None:
-        self._stay_awake = keep_awake(size if intra_op == 1 else 0)
         self._busy = threading.RLock()  # two threads may call one container
         self._running = False
         self._closes_afterwards = False
@@ -71,6 +71,10 @@ class Team:
         self._dismiss = weakref.finalize(self, _dismiss, self._seats)
         for thread in self._threads:
             thread.start()
+        # After them: where threads are few, these are the ones that are needed.
+        self._stay_awake = keep_awake(size if intra_op == 1 else 0)
+        for seat in self._seats:
+            seat.stay_awake = self._stay_awake
         before = num_threads()
         self.each(lambda _: set_intra_op(intra_op))
         set_intra_op(before)  # the last number set is what threads born later start with
@@ -228,6 +232,7 @@ def _serve(seat: _Seat) -> None:
         except BaseException as error:  # carried to the caller, who raises it
             seat.failure = error
         seat.task = task = None
+        seat.stay_awake()  # it may wait for the others now
         seat.finished = ticket
         seat.done.put(None)
 

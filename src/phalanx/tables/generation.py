@@ -179,11 +179,13 @@ class Generation(Shard):
     def num_keys(self) -> int:
         """Return how many keys are there."""
         counts, header = self._counts, self._header
-        while True:  # NEXT comes first and last: then what lies between is of one moment
+        while (
+            True
+        ):  # what comes first and last is the same: then what lies between is of one moment
             coming = counts[_NEXT]
             pending = counts[_FOR]
             num_keys = counts[_BASE] if header[_WORD] == pending else coming
-            if counts[_NEXT] == coming:
+            if counts[_NEXT] == coming and counts[_FOR] == pending:
                 return num_keys
 
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:

@@ -55,7 +55,6 @@ class Course:
     def __init__(self, board: Board, whole: Tensor, slots: Tensor, slot_bytes: int) -> None:
         crowded = board.size > len(os.sched_getaffinity(0))
         self._memory: Tensor | None = whole
-        self._flat: Tensor | None = None
         self._words = array("q", [0] * _NUM_WORDS)
         self._at, _ = self._words.buffer_info()
         own = [board.rank, board.size, slots.data_ptr(), slot_bytes, _SPIN_NS, crowded]
@@ -65,7 +64,6 @@ class Course:
 
     def begin(self, operation: Signature, piece: int, flat: Tensor) -> None:
         """Begin with an operation, over ``flat``, whose first piece has that number."""
-        self._flat = flat
         stops = planted() is not None
         number, what, num_elements = operation
         self._words[_STOPS:] = array(
@@ -97,4 +95,4 @@ class Course:
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._memory = self._flat = None
+        self._memory = None

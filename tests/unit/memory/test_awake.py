@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.clock import now_s, pause
 from phalanx.memory import Waiting, awake, compiled, keep_awake
 from phalanx.replicas.team import Team
 from tests.multiprocess.children import Children, Parent
@@ -72,6 +73,38 @@ def watch(parent: Parent) -> None:
 def test_where_threads_have_all_cores_each_is_watched_and_watchers_sleep():
     with Children() as children:
         assert children.start(watch).get() == "well"
+
+
+def burn_a_little(parent: Parent, core: int) -> None:
+    """Use a core for a moment again and again, as something in the background does."""
+    os.sched_setaffinity(0, {core})
+    parent.tell("on")
+    for _ in range(50_000):  # it is ended before
+        until_s = now_s() + 100e-6
+        while now_s() < until_s:
+            pass
+        pause(1e-3)
+
+
+def watch_beside_others(parent: Parent) -> None:
+    team = Team(NUM_CORES, intra_op=1)
+    until(lambda: len(watchers()) == NUM_CORES)
+    team.each(lambda index: index)
+    parent.tell("watched")
+    for thread in watchers():
+        until(lambda thread=thread: sleeps(thread))
+    team.close()
+    parent.tell("well")
+
+
+@can_watch
+def test_what_others_do_keeps_no_watcher_from_its_sleep():
+    with Children() as children:
+        burner = children.start(burn_a_little, min(os.sched_getaffinity(0)))
+        assert burner.get() == "on"
+        child = children.start(watch_beside_others)
+        assert child.get() == "watched"
+        assert child.get() == "well"
 
 
 def fork(parent: Parent) -> None:
