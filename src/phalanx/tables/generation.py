@@ -179,9 +179,7 @@ class Generation(Shard):
     def num_keys(self) -> int:
         """Return how many keys are there."""
         counts, header = self._counts, self._header
-        while (
-            True
-        ):  # what comes first and last is the same: then what lies between is of one moment
+        while True:  # until what is read first is so at last: then all is of one moment
             coming = counts[_NEXT]
             pending = counts[_FOR]
             num_keys = counts[_BASE] if header[_WORD] == pending else coming
