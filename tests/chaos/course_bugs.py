@@ -55,7 +55,7 @@ def plant_in_course(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         broken, library = Path(folder) / "course.c", Path(folder) / "broken.so"
         broken.write_text("#include <unistd.h>\n" + text.replace(right, wrong), encoding="utf-8")
-        sources = [broken, *(_SOURCES / "memory" / each for each in ("rows.c", "blocks.c"))]
+        sources = [broken, *(each for each in _SOURCES.rglob("*.c") if each.name != "course.c")]
         subprocess.run(
             ["cc", "-w", "-fPIC", "-shared", f"-I{_SOURCES / 'world'}", "-o", library, *sources],
             check=True,
