@@ -27,7 +27,8 @@ PIECE_POINTS = ("piece written", "piece published", "result given", "piece ended
 # As in course.c.
 _NUM_WORDS = 18
 _STOPS, _NUMBER, _PIECE, _PHASE, _WANTED, _AGREED = 8, 9, 13, 15, 16, 17
-_SPIN_NS = 50_000
+_SPIN_NS = 150_000  # twice what the other takes for its part of a piece of 1 MiB
+_CROWDED_SPIN_NS = 50_000
 
 
 class State(IntEnum):
@@ -57,7 +58,14 @@ class Course:
         self._memory: Tensor | None = whole
         self._words = array("q", [0] * _NUM_WORDS)
         self._at, _ = self._words.buffer_info()
-        own = [board.rank, board.size, slots.data_ptr(), slot_bytes, _SPIN_NS, crowded]
+        own = [
+            board.rank,
+            board.size,
+            slots.data_ptr(),
+            slot_bytes,
+            _CROWDED_SPIN_NS if crowded else _SPIN_NS,
+            crowded,
+        ]
         self._words[:_STOPS] = array(
             "q", [whole.data_ptr(), board.words_per_page(board.size), *own]
         )
