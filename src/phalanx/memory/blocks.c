@@ -1,18 +1,23 @@
 /* Memory that lies in one piece: looked at, added and copied. See blocks.py, which has the same in
    torch.
 
-   Memory is fetched FAR bytes ahead, because the processor's own looking ahead ends with each
-   page. */
+   What is in no cache is passed in LANES places at once, each of which is fetched FAR bytes ahead,
+   because the processor's own looking ahead ends with each page; while one waits for memory, the
+   others go on. */
 
 #include <stdint.h>
 #include <string.h>
 
 #include "compiled.h"
 
-#define FAR 2048  /* bytes ahead */
-#define PIECE 2048 /* bytes that are looked at before they are added, and stay in the nearest cache */
+#define FAR 512 /* bytes */
+#define LANES 6 /* no power of two: lanes of a piece that is one would share lines of the cache */
+#define AHEAD 2048 /* the same where there is but one place */
+#define PAST_CACHE (8 << 20) /* as in blocks.py */
 
 /* A number is not finite if all bits of its exponent are set. */
+#define EXPONENT_32 UINT32_C(0x7f800000)
+#define EXPONENT_64 UINT64_C(0x7ff0000000000000)
 #define FINITE(NAME, BITS, EXPONENT)                                                \
     typedef BITS __attribute__((may_alias)) NAME##_bits;                            \
     WIDE int64_t phalanx_finite_##NAME(const NAME##_bits *numbers, int64_t count) { \
@@ -22,62 +27,115 @@
         return !found;                                                              \
     }
 
-FINITE(float32, uint32_t, UINT32_C(0x7f800000))
-FINITE(float64, uint64_t, UINT64_C(0x7ff0000000000000))
+FINITE(float32, uint32_t, EXPONENT_32)
+FINITE(float64, uint64_t, EXPONENT_64)
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
-#define FENCE() _mm_sfence()
-#define SUM_LINES(VECTOR, LOAD, PLUS, STREAM)                                                    \
-    int64_t width = 16 / (int64_t)sizeof(*to);                                                   \
-    for (; i < stop && (uintptr_t)(to + i) % 16; i++) to[i] = values[i] + delta[i];              \
-    for (; i + 4 * width <= stop; i += 4 * width) {                                              \
-        __builtin_prefetch((const char *)(values + i) + FAR);                                    \
-        __builtin_prefetch((const char *)(delta + i) + FAR);                                     \
-        for (int64_t j = i; j < i + 4 * width; j += width)                                       \
-            STREAM((VECTOR *)(to + j), PLUS(LOAD((const VECTOR *)(values + j)),                  \
-                                            LOAD((const VECTOR *)(delta + j))));                 \
+#define VECTOR 16 /* bytes: what all of these processors have */
+#define STREAM(to, vector) _mm_stream_si128((__m128i *)(void *)(to), (__m128i)(vector))
+#define FENCE() _mm_sfence() /* such stores may come late */
+
+/* Tell how many elements lie before the first line of the cache that begins in `to`. */
+static int64_t until_line(const void *to, int64_t size, int64_t count) {
+    int64_t head = (int64_t)((LINE - (uintptr_t)to % LINE) % LINE) / size;
+    return head < count ? head : count;
+}
+
+/* Sum lane by lane from `head` on and tell whether the delta was finite: where EXPONENT is 0 it
+   always is. */
+#define SUM_LANES(NAME, TYPE, BITS, EXPONENT)                                                    \
+    typedef TYPE NAME##_v __attribute__((vector_size(VECTOR), aligned(sizeof(TYPE)), may_alias)); \
+    typedef BITS NAME##_bits_v __attribute__((vector_size(VECTOR)));                             \
+    static int64_t sum_lanes_##NAME(const TYPE *values, const TYPE *delta, TYPE *to,             \
+                                    int64_t lane) {                                              \
+        int64_t line = LINE / (int64_t)sizeof(TYPE), step = VECTOR / (int64_t)sizeof(TYPE);      \
+        NAME##_bits_v exponent = (NAME##_bits_v){0} + (EXPONENT), spoilt = {0};                  \
+        for (int64_t i = 0; i < lane; i += line)                                                 \
+            for (int64_t at = i; at < LANES * lane; at += lane) {                                \
+                __builtin_prefetch((const char *)(values + at) + FAR);                           \
+                __builtin_prefetch((const char *)(delta + at) + FAR);                            \
+                for (int64_t j = at; j < at + line; j += step) {                                 \
+                    NAME##_v added = *(const NAME##_v *)(delta + j);                             \
+                    if (EXPONENT)                                                                \
+                        spoilt |= (NAME##_bits_v)(((NAME##_bits_v)added & exponent) == exponent); \
+                    STREAM(to + j, *(const NAME##_v *)(values + j) + added);                     \
+                }                                                                                \
+            }                                                                                    \
+        FENCE();                                                                                 \
+        BITS found = 0;                                                                          \
+        for (int64_t k = 0; k < step; k++) found |= spoilt[k];                                   \
+        return !found;                                                                           \
     }
 #else
-#define FENCE()
-#define SUM_LINES(VECTOR, LOAD, PLUS, STREAM)
+#define until_line(to, size, count) (count)
+#define SUM_LANES(NAME, TYPE, BITS, EXPONENT) \
+    static int64_t sum_lanes_##NAME(const TYPE *v, const TYPE *d, TYPE *t, int64_t n) { return 1; }
 #endif
 
 /* Write the sum of values and a delta past the caches, and tell whether the delta is finite.
    It is for what is larger than they are: else the processor would fetch each line of memory before
-   it overwrites it. Such stores may come late, hence the fence.
+   it overwrites it.
    Integers are added as unsigned ones, which wrap around; as torch's do. */
-#define SUM(NAME, TYPE, LOOK, ...)                                                               \
+#define SUM(NAME, TYPE, BITS, EXPONENT, LOOK)                                                    \
+    SUM_LANES(NAME, TYPE, BITS, EXPONENT)                                                        \
+    static int64_t sum_few_##NAME(const TYPE *values, const TYPE *delta, TYPE *to,               \
+                                  int64_t count) {                                               \
+        for (int64_t i = 0; i < count; i++) to[i] = values[i] + delta[i];                        \
+        return LOOK((const void *)delta, count);                                                 \
+    }                                                                                            \
     int64_t phalanx_sum_to_##NAME(const TYPE *values, const TYPE *delta, TYPE *to, int64_t count) { \
-        int64_t finite = 1, step = PIECE / (int64_t)sizeof(TYPE);                                \
-        for (int64_t i = 0, stop; i < count;) {                                                  \
-            stop = i + step < count ? i + step : count;                                          \
-            finite &= LOOK((const void *)(delta + i), stop - i);                                 \
-            SUM_LINES(__VA_ARGS__)                                                               \
-            for (; i < stop; i++) to[i] = values[i] + delta[i];                                  \
-        }                                                                                        \
-        FENCE();                                                                                 \
-        return finite;                                                                           \
+        int64_t size = sizeof(TYPE), head = until_line(to, size, count);                         \
+        int64_t lane = (count - head) * size / (LANES * LINE) * LINE / size;                     \
+        int64_t tail = head + LANES * lane;                                                      \
+        int64_t finite = sum_few_##NAME(values, delta, to, head);                                \
+        finite &= sum_lanes_##NAME(values + head, delta + head, to + head, lane);                \
+        return finite & sum_few_##NAME(values + tail, delta + tail, to + tail, count - tail);    \
     }
 
-#define ALWAYS(numbers, count) 1
-#define FLOATS(from) _mm_loadu_ps((const float *)(from))
-#define DOUBLES(from) _mm_loadu_pd((const double *)(from))
-SUM(float32, float, phalanx_finite_float32, float, FLOATS, _mm_add_ps, _mm_stream_ps)
-SUM(float64, double, phalanx_finite_float64, double, DOUBLES, _mm_add_pd, _mm_stream_pd)
-SUM(int32, uint32_t, ALWAYS, __m128i, _mm_loadu_si128, _mm_add_epi32, _mm_stream_si128)
-SUM(int64, uint64_t, ALWAYS, __m128i, _mm_loadu_si128, _mm_add_epi64, _mm_stream_si128)
+#define ALWAYS(numbers, count) ((void)(numbers), (void)(count), 1)
+SUM(float32, float, uint32_t, EXPONENT_32, phalanx_finite_float32)
+SUM(float64, double, uint64_t, EXPONENT_64, phalanx_finite_float64)
+SUM(int32, uint32_t, uint32_t, 0, ALWAYS)
+SUM(int64, uint64_t, uint64_t, 0, ALWAYS)
+
+#if defined(__x86_64__)
+/* Copy lane by lane past the caches, to where a line of them begins. */
+static void copy_lanes(const char *from, char *to, int64_t lane) {
+    for (int64_t i = 0; i < lane; i += LINE)
+        for (int64_t at = i; at < LANES * lane; at += lane) {
+            __builtin_prefetch(from + at + FAR);
+            for (int64_t j = at; j < at + LINE; j += VECTOR)
+                STREAM(to + j, _mm_loadu_si128((const __m128i *)(const void *)(from + j)));
+        }
+    FENCE();
+}
+
+static void copy_lines(const char *from, char *to, int64_t count) {
+    for (int64_t at = 0; at < count; at += LINE) {
+        __builtin_prefetch(from + at + AHEAD);
+        __builtin_prefetch(to + at + AHEAD, 1);
+        for (int64_t j = at; j < at + LINE; j += VECTOR)
+            _mm_store_si128((__m128i *)(void *)(to + j),
+                            _mm_loadu_si128((const __m128i *)(const void *)(from + j)));
+    }
+}
+#endif
 
 /* Copy bytes, to where none of them lie; or to where they are. */
 void phalanx_copy(const char *from, char *to, int64_t count) {
-    int64_t at = from == to ? count : 0;
+    if (from == to) return;
+    int64_t at = until_line(to, 1, count), rest = count - at;
+    memcpy(to, from, (size_t)at);
 #if defined(__x86_64__)
-    for (; at < count && (uintptr_t)(to + at) % LINE; at++) to[at] = from[at];
-    for (; at + LINE <= count; at += LINE) {
-        __builtin_prefetch(from + at + FAR);
-        __builtin_prefetch(to + at + FAR, 1);
-        for (int64_t j = at; j < at + LINE; j += 16)
-            _mm_store_si128((__m128i *)(to + j), _mm_loadu_si128((const __m128i *)(from + j)));
+    if (count >= PAST_CACHE) {
+        int64_t lane = rest / (LANES * LINE) * LINE;
+        copy_lanes(from + at, to + at, lane);
+        at += LANES * lane;
+    } else {
+        int64_t lines = rest / LINE * LINE;
+        copy_lines(from + at, to + at, lines);
+        at += lines;
     }
 #endif
     memcpy(to + at, from + at, (size_t)(count - at));

@@ -1,8 +1,8 @@
 """Memory in one piece, copied, added and looked at: by blocks.c where compiled, else by torch.
 
-Both give the same bits. What blocks.c does better is to move memory that is in no cache: it fetches
-ahead over the ends of pages, stores past the caches what is larger than they are, and passes
-memory once where torch passes it twice (docs/decisions/0015).
+Both give the same bits. What blocks.c does better is to move memory that is in no cache: it passes
+it in several places at once, fetches ahead over the ends of pages, stores past the caches what is
+larger than they are, and passes memory once where torch passes it twice (docs/decisions/0015).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ PAST_CACHE_BYTES = 8 << 20
 
 _FINITE = {torch.float32: "finite_float32", torch.float64: "finite_float64"}
 _FEW_BYTES = 64 << 10  # in which torch's own copy is as fast
+_FEW_THREADS = 2  # which together copy large memory no faster than one by blocks.c
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -51,10 +52,14 @@ def copy_to(source: Tensor, target: Tensor) -> None:
         [0.0, 1.0, 2.0]
     """
     function = compiled.FUNCTIONS.get("copy")
-    if function is None or target.nbytes < _FEW_BYTES:
+    if function is None or target.nbytes < _FEW_BYTES or _is_worth_threads(target):
         target.copy_(source)
     else:
         function(source.data_ptr(), target.data_ptr(), target.nbytes)
+
+
+def _is_worth_threads(target: Tensor) -> bool:
+    return target.nbytes >= PAST_CACHE_BYTES and torch.get_num_threads() > _FEW_THREADS
 
 
 def sum_to(values: Tensor, delta: Tensor, to: Tensor) -> bool:

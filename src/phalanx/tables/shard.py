@@ -42,6 +42,7 @@ from phalanx.memory import (
     RangeLock,
     all_finite,
     clamp_rows,
+    copy_to,
     reach,
     sum_to,
 )
@@ -62,7 +63,7 @@ POINTS = (
 _WORD, _ARMED, _COUNT, _BLOCK, _UNDONE = range(5)
 _CURRENT, _PARITY, _PROGRESS, _VERSION = 1, 2, 4, 1 << 24
 _MAX_PROGRESS = _VERSION // _PROGRESS - 1
-BLOCK_ROWS = 4096  # changed at once, so that what was saved is still in the cache
+BLOCK_ROWS = 2048  # changed at once, so that what was saved is still in the cache
 _BLOCK_ELEMENTS = 1 << 18  # the same for an add of everything
 _ATTEMPTS = 3
 
@@ -164,7 +165,7 @@ class Shard:
             if header[_ARMED] == word:
                 break
             if rows is None:
-                out.copy_(self.values[word & _CURRENT])
+                copy_to(self.values[word & _CURRENT], out)
             else:
                 self._rows[word & _CURRENT][0].take(rows, out)
             if header[_WORD] == word and header[_ARMED] != word:
@@ -202,7 +203,7 @@ class Shard:
                 word = self._header[_WORD]
                 if self._header[_ARMED] != word:
                     for part, out in zip(self._sides[word & _CURRENT], outs, strict=True):
-                        out.copy_(part)
+                        copy_to(part, out)
                     return
             with self.lock.exclusive(timeout_s):
                 self._settle()
@@ -438,7 +439,7 @@ def refuse_nonfinite(delta: Tensor) -> None:
 
 def _copy_rows(values: Tensor, rows: Tensor | None, out: Tensor) -> None:
     if rows is None:
-        out.copy_(values)
+        copy_to(values, out)
     else:
         torch.index_select(values, 0, rows, out=out)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.memory import all_finite, copy_to, sum_to
+from phalanx.memory import PAST_CACHE_BYTES, all_finite, copy_to, sum_to
 from tests.unit.memory.numbers import DTYPES, drawn
 
 ODD = 7
@@ -20,6 +20,23 @@ def test_bytes_are_copied_wherever_they_begin(way, dtype, size, start):
     source = drawn(torch.int32, size + 1).to(dtype)[1:]
     target = torch.zeros(start + size + 2, dtype=dtype)
     copy_to(source, target[start : start + size])
+    assert torch.equal(target[start : start + size], source)
+    assert not target[:start].any()
+    assert not target[start + size :].any()
+
+
+@pytest.mark.parametrize("start", [0, 1, 63])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_larger_than_caches_is_copied_wherever_it_begins(way, start, threads):
+    size = PAST_CACHE_BYTES + ODD
+    source = torch.arange(size + 1, dtype=torch.int32).to(torch.uint8)[1:]
+    target = torch.zeros(start + size + 2, dtype=torch.uint8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        copy_to(source, target[start : start + size])
+    finally:
+        torch.set_num_threads(before)
     assert torch.equal(target[start : start + size], source)
     assert not target[:start].any()
     assert not target[start + size :].any()
@@ -60,6 +77,17 @@ def test_what_is_not_finite_is_seen_wherever_it_is(way, dtype, size):
             assert not all_finite(spoilt)
             assert not all_finite(spoilt.repeat(2, 2).T)
             assert not sum_to(numbers, spoilt, torch.empty_like(numbers))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_is_not_finite_is_seen_at_each_place_of_a_sum(way, dtype):
+    numbers = drawn(dtype, 2 * 6 * 16 + ODD)  # lanes of two lines, and some over
+    to = torch.empty_like(numbers)
+    for place in range(numbers.numel()):
+        spoilt = numbers.clone()
+        spoilt[place] = NOT[place % len(NOT)]
+        assert not sum_to(numbers, spoilt, to)
+        assert sum_to(spoilt, numbers, to)  # only the delta is looked at
 
 
 def test_a_sum_that_overflows_is_finite_numbers_still(way):
