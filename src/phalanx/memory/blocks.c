@@ -1,19 +1,14 @@
 /* Memory that lies in one piece: looked at, added and copied. See blocks.py, which has the same in
    torch.
 
-   What is in no cache is passed in LANES places at once, each of which is fetched FAR bytes ahead,
-   because the processor's own looking ahead ends with each page; while one waits for memory, the
-   others go on. */
+   In lanes: see compiled.h. */
 
 #include <stdint.h>
 #include <string.h>
 
 #include "compiled.h"
 
-#define FAR 512 /* bytes */
-#define LANES 6 /* no power of two: lanes of a piece that is one would share lines of the cache */
-#define AHEAD 2048 /* the same where there is but one place */
-#define PAST_CACHE (8 << 20) /* as in blocks.py */
+#define PAST_CACHE (8 << 20) /* bytes: as in blocks.py */
 
 /* A number is not finite if all bits of its exponent are set. */
 #define EXPONENT_32 UINT32_C(0x7f800000)
@@ -32,7 +27,6 @@ FINITE(float64, uint64_t, EXPONENT_64)
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
-#define VECTOR 16 /* bytes: what all of these processors have */
 #define STREAM(to, vector) _mm_stream_si128((__m128i *)(void *)(to), (__m128i)(vector))
 #define FENCE() _mm_sfence() /* such stores may come late */
 
@@ -45,8 +39,8 @@ static int64_t until_line(const void *to, int64_t size, int64_t count) {
 /* Sum lane by lane from `head` on and tell whether the delta was finite: where EXPONENT is 0 it
    always is. */
 #define SUM_LANES(NAME, TYPE, BITS, EXPONENT)                                                    \
-    typedef TYPE NAME##_v __attribute__((vector_size(VECTOR), aligned(sizeof(TYPE)), may_alias)); \
-    typedef BITS NAME##_bits_v __attribute__((vector_size(VECTOR)));                             \
+    typedef TYPE NAME##_v VECTOR_OF(TYPE);                                                       \
+    typedef BITS NAME##_bits_v VECTOR_OF(BITS);                                                  \
     static int64_t sum_lanes_##NAME(const TYPE *values, const TYPE *delta, TYPE *to,             \
                                     int64_t lane) {                                              \
         int64_t line = LINE / (int64_t)sizeof(TYPE), step = VECTOR / (int64_t)sizeof(TYPE);      \
@@ -100,43 +94,38 @@ SUM(int32, uint32_t, uint32_t, 0, ALWAYS)
 SUM(int64, uint64_t, uint64_t, 0, ALWAYS)
 
 #if defined(__x86_64__)
-/* Copy lane by lane past the caches, to where a line of them begins. */
-static void copy_lanes(const char *from, char *to, int64_t lane) {
-    for (int64_t i = 0; i < lane; i += LINE)
-        for (int64_t at = i; at < LANES * lane; at += lane) {
-            __builtin_prefetch(from + at + FAR);
-            for (int64_t j = at; j < at + LINE; j += VECTOR)
-                STREAM(to + j, _mm_loadu_si128((const __m128i *)(const void *)(from + j)));
-        }
-    FENCE();
-}
-
-static void copy_lines(const char *from, char *to, int64_t count) {
-    for (int64_t at = 0; at < count; at += LINE) {
-        __builtin_prefetch(from + at + AHEAD);
-        __builtin_prefetch(to + at + AHEAD, 1);
-        for (int64_t j = at; j < at + LINE; j += VECTOR)
-            _mm_store_si128((__m128i *)(void *)(to + j),
-                            _mm_loadu_si128((const __m128i *)(const void *)(from + j)));
+#define COPY_LANES(NAME, STORE, PREPARE)                                                      \
+    static void copy_##NAME(const char *from, char *to, int64_t lane) {                       \
+        for (int64_t i = 0; i < lane; i += LINE)                                              \
+            for (int64_t at = i; at < LANES * lane; at += lane) {                             \
+                __builtin_prefetch(from + at + FAR);                                          \
+                PREPARE(to + at + FAR);                                                       \
+                for (int64_t j = at; j < at + LINE; j += VECTOR)                              \
+                    STORE((__m128i *)(void *)(to + j),                                        \
+                          _mm_loadu_si128((const __m128i *)(const void *)(from + j)));        \
+            }                                                                                 \
     }
-}
+
+#define TO_WRITE(to) __builtin_prefetch(to, 1)
+#define NOT_AT_ALL(to)
+COPY_LANES(near, _mm_store_si128, TO_WRITE)
+COPY_LANES(past, _mm_stream_si128, NOT_AT_ALL)
 #endif
 
 /* Copy bytes, to where none of them lie; or to where they are. */
 void phalanx_copy(const char *from, char *to, int64_t count) {
     if (from == to) return;
-    int64_t at = until_line(to, 1, count), rest = count - at;
+    int64_t at = until_line(to, 1, count);
     memcpy(to, from, (size_t)at);
 #if defined(__x86_64__)
+    int64_t lane = (count - at) / (LANES * LINE) * LINE;
     if (count >= PAST_CACHE) {
-        int64_t lane = rest / (LANES * LINE) * LINE;
-        copy_lanes(from + at, to + at, lane);
-        at += LANES * lane;
+        copy_past(from + at, to + at, lane);
+        FENCE();
     } else {
-        int64_t lines = rest / LINE * LINE;
-        copy_lines(from + at, to + at, lines);
-        at += lines;
+        copy_near(from + at, to + at, lane);
     }
+    at += LANES * lane;
 #endif
     memcpy(to + at, from + at, (size_t)(count - at));
 }

@@ -3,6 +3,16 @@
 #define VERSION 8 /* as in compiled.py */
 #define LINE 64   /* bytes of a cache */
 
+/* What a core does not have, in memory or in another core's cache, it gets the sooner the more of it
+   is under way, and its own looking ahead ends with each page. So memory is passed in LANES places
+   at once, each of which is fetched FAR bytes ahead: while one waits, the others go on.
+   No power of two: lanes of a piece that is one would share lines of the cache. */
+#define LANES 6
+#define FAR 512 /* bytes */
+
+#define VECTOR 16 /* bytes: what all of these processors have */
+#define VECTOR_OF(TYPE) __attribute__((vector_size(VECTOR), aligned(sizeof(TYPE)), may_alias))
+
 /* For each kind of processor one copy of a function, chosen when the library is loaded. Sums have
    the same bits in all of them: nothing is multiplied, and each number is added to one other. */
 #if defined(__x86_64__) && defined(__GLIBC__)

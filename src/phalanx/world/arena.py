@@ -7,7 +7,7 @@ one letter while slower ranks may still read the other; who begins piece p waits
 done with piece p − 2. Per piece a rank's mark goes through three numbers:
 
     3p + 1   what others need of me is in my slot
-    3p + 2   what I have reduced is in my slot
+    3p + 2   what I have reduced is in the slots of all
     3p + 3   I read nobody's slot any more
 
 Pieces are numbered through the life of the group, so that the marks only grow; ranks agree on the
@@ -165,7 +165,7 @@ class Arena:
         fence()
 
     def give_result(self) -> None:
-        """Say that what this rank has reduced is in its slot."""
+        """Say that what this rank has reduced is in the slots of all others."""
         self.board.post(_PER_PIECE * self._piece + _REDUCED)
         reach("result given")
 

@@ -2,7 +2,8 @@
 
 Tensors are flat and contiguous. What only moves is taken as bytes, so every dtype can travel.
 
-    all_reduce, one piece, three ranks; each cuts it in three and reduces one part:
+    all_reduce, one piece, three ranks; each cuts it in three, reduces one part, and puts the result
+    where each of the others has published its own:
 
         rank 0   publishes  · B C    reduces A := a0 + a1 + a2    takes  · B C
         rank 1   publishes  A · C    reduces B                    takes  A · C
@@ -41,6 +42,10 @@ __all__ = [
 
 _SMALL_BYTES = 16 << 10
 
+# What course.c carries where it was compiled, in pieces that stay in the caches of the cores.
+_CARRIED = (torch.float32, torch.float64, torch.int32, torch.int64)
+_CARRIED_BYTES = 256 << 10
+
 
 def as_bytes(flat: Tensor) -> Tensor:
     """Return the bytes of a flat contiguous tensor."""
@@ -68,7 +73,10 @@ def barrier(arena: Arena) -> Steps:
 def all_reduce(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
     """Reduce ``flat`` over the ranks, in place and with the same bits on all of them."""
     arena.begin(pack("all_reduce", flat.dtype, reduction=reduction.number), flat.numel())
-    function = compiled_for("all_reduce", flat.dtype) if reduction.is_plain_sum else None
+    piece_bytes, function = arena.slot_bytes, None
+    if reduction.is_plain_sum and flat.dtype in _CARRIED:
+        piece_bytes = min(piece_bytes, _CARRIED_BYTES)  # also of ranks where nothing was compiled
+        function = compiled_for("all_reduce", flat.dtype)
     if function is not None and arena.size > 1:
         yield from arena.carry(function, flat)
         return
@@ -77,7 +85,7 @@ def all_reduce(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
         return
     cuts = [
         tuple(equal_sizes(piece.stop - piece.start, arena.size))
-        for piece in pieces(flat.numel(), arena.slot_bytes // flat.itemsize)
+        for piece in pieces(flat.numel(), piece_bytes // flat.itemsize)
     ]
     parts = flat.split([size for sizes in cuts for size in sizes])  # one call instead of many
     for at, sizes in enumerate(cuts):
@@ -113,13 +121,15 @@ def _all_reduce_piece(
     sources = [slot[me] for slot in slots]
     sources[me] = mine
     # In place where the reduction can: what it writes to is in the cache already.
-    result, double = (mine, own[me]) if me < 2 else (own[me], mine)
+    result = mine if me < 2 else own[me]
     reduction(sources, result)
-    copy_to(result, double)
+    copy_to(result, mine)
+    for rank in others:
+        copy_to(result, slots[rank][me])
     arena.give_result()
     yield from arena.results_given()
     for rank in others:
-        copy_to(slots[rank][rank], parts[rank])
+        copy_to(own[rank], parts[rank])
     arena.end_piece()
 
 

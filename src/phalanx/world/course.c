@@ -23,10 +23,11 @@ enum { WRITE, PUBLISH, REDUCE, TAKE, OVER };
 enum { MARK = 0, AWAITED = 3, WANTED_MARK = 4, SIGNATURES = 16, RING = 4 };
 enum { PUBLISHED = 1, REDUCED = 2, DONE = 3, PER_PIECE = 3, NUM_SLOTS = 2 };
 
-#define SMALL_BYTES (16 << 10) /* as in collectives.py */
+#define SMALL_BYTES (16 << 10) /* as in collectives.py, like the next */
+#define PIECE_BYTES (256 << 10)
 #define BLOCK 1024             /* numbers that are added up in the nearest cache */
 #define LOOKS_PER_CLOCK 32
-#define PIECES_PER_CALL 32
+#define PIECES_PER_CALL 128
 
 typedef int64_t word;
 
@@ -111,43 +112,50 @@ static int all_agree(word *course) {
     return 1;
 }
 
-/* Copy the parts of a piece that others reduce into our slot, or their results out of theirs. */
+/* Copy the parts of a piece that others reduce into our slot, or their results out of it. */
 static void exchange(const word *course, char *piece, word count, word item, int give) {
-    word size = course[SIZE];
-    for (word rank = 0; rank < size; rank++) {
-        word start = item * start_of(count, size, rank);
-        word bytes = item * start_of(count, size, rank + 1) - start;
-        if (rank == course[RANK]) continue;
-        if (give)
-            phalanx_copy(piece + start, slot_of(course, course[RANK]) + start, bytes);
-        else
-            phalanx_copy(slot_of(course, rank) + start, piece + start, bytes);
-    }
+    char *slot = slot_of(course, course[RANK]);
+    word first = item * start_of(count, course[SIZE], course[RANK]);
+    word stop = item * start_of(count, course[SIZE], course[RANK] + 1), end = item * count;
+    char *to = give ? slot : piece;
+    const char *from = give ? piece : slot;
+    phalanx_copy(from, to, first);
+    phalanx_copy(from + stop, to + stop, end - stop);
 }
 
 /* Sums in the order of ranks. Integers are added as unsigned ones, which wrap around. */
 #define ALL_REDUCE(NAME, TYPE)                                                                     \
-    WIDE static void add_two_##NAME(const TYPE *left, const TYPE *right, TYPE *to,                 \
-                                    TYPE *restrict copy, word count) {                             \
-        _Pragma("GCC ivdep") for (word i = 0; i < count; i++) {                                    \
-            TYPE sum = left[i] + right[i];                                                         \
-            to[i] = sum;                                                                           \
-            copy[i] = sum;                                                                         \
-        }                                                                                          \
+    typedef TYPE NAME##_v VECTOR_OF(TYPE);                                                         \
+                                                                                                   \
+    static void add_two_##NAME(const TYPE *left, const TYPE *right, TYPE *to, TYPE *copy,          \
+                               word count) {                                                       \
+        word line = LINE / (word)sizeof(TYPE), step = VECTOR / (word)sizeof(TYPE);                 \
+        word lane = count / (LANES * line) * line;                                                 \
+        for (word i = 0; i < lane; i += line)                                                      \
+            for (word at = i; at < LANES * lane; at += lane) {                                     \
+                __builtin_prefetch((const char *)(left + at) + FAR);                               \
+                __builtin_prefetch((const char *)(right + at) + FAR);                              \
+                for (word j = at; j < at + line; j += step) {                                      \
+                    NAME##_v sum = *(const NAME##_v *)(left + j) + *(const NAME##_v *)(right + j); \
+                    *(NAME##_v *)(to + j) = sum;                                                   \
+                    *(NAME##_v *)(copy + j) = sum;                                                 \
+                }                                                                                  \
+            }                                                                                      \
+        for (word i = LANES * lane; i < count; i++) copy[i] = to[i] = left[i] + right[i];          \
     }                                                                                              \
                                                                                                    \
     WIDE static void add_##NAME(const TYPE *other, TYPE *restrict sum, word count) {               \
         for (word i = 0; i < count; i++) sum[i] += other[i];                                       \
     }                                                                                              \
                                                                                                    \
-    /* Write the sum to one place or two; `ours`, if any, are our numbers outside of the slot. */  \
+    /* Write the sum to a tensor; and, where `ours` are our numbers outside of our slot, to where   \
+       theirs are in the others' slots. */                                                         \
     static void reduce_##NAME(const word *course, const TYPE *ours, word start, word count,        \
-                              TYPE *to, TYPE *copy) {                                              \
+                              TYPE *to) {                                                          \
         TYPE sum[BLOCK];                                                                           \
-        const TYPE *left = (const TYPE *)slot_of(course, 0) + start;                               \
-        const TYPE *right = (const TYPE *)slot_of(course, 1) + start;                              \
         if (course[SIZE] == 2 && ours) {                                                           \
-            add_two_##NAME(course[RANK] ? left : ours, course[RANK] ? ours : right, to, copy,      \
+            TYPE *theirs = (TYPE *)slot_of(course, 1 - course[RANK]) + start;                      \
+            add_two_##NAME(course[RANK] ? theirs : ours, course[RANK] ? ours : theirs, to, theirs, \
                            count);                                                                 \
             return;                                                                                \
         }                                                                                          \
@@ -163,7 +171,9 @@ static void exchange(const word *course, char *piece, word count, word item, int
                     memcpy(sum, source + at, bytes);                                               \
             }                                                                                      \
             memcpy(to + at, sum, bytes);                                                           \
-            if (copy) memcpy(copy + at, sum, bytes);                                               \
+            for (word rank = 0; ours && rank < course[SIZE]; rank++)                               \
+                if (rank != course[RANK])                                                          \
+                    memcpy((TYPE *)slot_of(course, rank) + start + at, sum, bytes);                \
         }                                                                                          \
     }                                                                                              \
                                                                                                    \
@@ -181,7 +191,7 @@ static void exchange(const word *course, char *piece, word count, word item, int
         case REDUCE:                                                                               \
             if (!come(course, PUBLISHED)) return WAITS;                                            \
             if (!all_agree(course)) return DIFFERS;                                                \
-            reduce_##NAME(course, 0, 0, course[COUNT], tensor, 0);                                 \
+            reduce_##NAME(course, 0, 0, course[COUNT], tensor);                                    \
             if (post(course, DONE, OVER)) return MOVES; /* fall through */                         \
         default:                                                                                   \
             course[PIECE]++;                                                                       \
@@ -204,8 +214,7 @@ static void exchange(const word *course, char *piece, word count, word item, int
         case REDUCE:                                                                               \
             if (!come(course, PUBLISHED)) return WAITS;                                            \
             if (!all_agree(course)) return DIFFERS;                                                \
-            reduce_##NAME(course, piece + start, start, length, piece + start,                     \
-                          (TYPE *)slot_of(course, course[RANK]) + start);                          \
+            reduce_##NAME(course, piece + start, start, length, piece + start);                    \
             if (post(course, REDUCED, TAKE)) return MOVES; /* fall through */                      \
         case TAKE:                                                                                 \
             if (!come(course, REDUCED)) return WAITS;                                              \
@@ -220,7 +229,8 @@ static void exchange(const word *course, char *piece, word count, word item, int
     }                                                                                              \
                                                                                                    \
     word phalanx_all_reduce_##NAME(word *course) {                                                 \
-        word per_piece = course[SLOT_BYTES] / (word)sizeof(TYPE);                                  \
+        word bytes = course[SLOT_BYTES] < PIECE_BYTES ? course[SLOT_BYTES] : PIECE_BYTES;          \
+        word per_piece = bytes / (word)sizeof(TYPE);                                               \
         if (course[COUNT] * (word)sizeof(TYPE) <= SMALL_BYTES) return reduce_small_##NAME(course); \
         for (word pieces = 0; pieces < PIECES_PER_CALL; pieces++) {                                \
             word left = course[COUNT] - course[AT], state;                                         \
