@@ -8,8 +8,6 @@
 
 #include "compiled.h"
 
-#define PAST_CACHE (8 << 20) /* bytes: as in blocks.py */
-
 /* A number is not finite if all bits of its exponent are set. */
 #define EXPONENT_32 UINT32_C(0x7f800000)
 #define EXPONENT_64 UINT64_C(0x7ff0000000000000)
@@ -112,14 +110,14 @@ COPY_LANES(near, _mm_store_si128, TO_WRITE)
 COPY_LANES(past, _mm_stream_si128, NOT_AT_ALL)
 #endif
 
-/* Copy bytes, to where none of them lie; or to where they are. */
-void phalanx_copy(const char *from, char *to, int64_t count) {
+/* Copy bytes, past the caches or not, to where none of them lie; or to where they are. */
+void phalanx_copy(const char *from, char *to, int64_t count, int64_t past) {
     if (from == to) return;
     int64_t at = until_line(to, 1, count);
     memcpy(to, from, (size_t)at);
 #if defined(__x86_64__)
     int64_t lane = (count - at) / (LANES * LINE) * LINE;
-    if (count >= PAST_CACHE) {
+    if (past) {
         copy_past(from + at, to + at, lane);
         FENCE();
     } else {

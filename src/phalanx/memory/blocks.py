@@ -40,10 +40,11 @@ def has_memory(tensor: Tensor) -> bool:
         return False
 
 
-def copy_to(source: Tensor, target: Tensor) -> None:
+def copy_to(source: Tensor, target: Tensor, *, whole_bytes: int = 0) -> None:
     """Copy to a tensor of the same shape and dtype elsewhere in memory, or the same one.
 
-    Both are contiguous.
+    Both are contiguous, or at least dense and of the same strides. Past the caches what is larger
+    than they are, or is a part of such a whole of ``whole_bytes`` that is copied at once.
 
     Example:
         >>> target = torch.empty(3)
@@ -52,14 +53,13 @@ def copy_to(source: Tensor, target: Tensor) -> None:
         [0.0, 1.0, 2.0]
     """
     function = compiled.FUNCTIONS.get("copy")
-    if function is None or target.nbytes < _FEW_BYTES or _is_worth_threads(target):
+    num_bytes = target.nbytes
+    past = num_bytes >= PAST_CACHE_BYTES or whole_bytes >= PAST_CACHE_BYTES
+    by_threads = past and torch.get_num_threads() > _FEW_THREADS
+    if function is None or num_bytes < _FEW_BYTES or by_threads:
         target.copy_(source)
     else:
-        function(source.data_ptr(), target.data_ptr(), target.nbytes)
-
-
-def _is_worth_threads(target: Tensor) -> bool:
-    return target.nbytes >= PAST_CACHE_BYTES and torch.get_num_threads() > _FEW_THREADS
+        function(source.data_ptr(), target.data_ptr(), num_bytes, past)
 
 
 def sum_to(values: Tensor, delta: Tensor, to: Tensor) -> bool:

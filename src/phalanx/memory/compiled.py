@@ -15,7 +15,7 @@ import torch
 
 __all__ = ["DTYPES", "FUNCTIONS", "Function", "compiled_for", "compiled_function", "is_compiled"]
 
-_VERSION = 8  # as in compiled.h: a library of another one is left alone
+_VERSION = 9  # as in compiled.h: a library of another one is left alone
 _ANSWERS = ("finite", "sum_to", "within", "all_reduce", "watch_core")  # what returns a number
 DTYPES = {
     torch.float32: "float32",
@@ -51,7 +51,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "clamp": [pointer, number, number, pointer],
         "finite_float32": [pointer, number],
         "finite_float64": [pointer, number],
-        "copy": [pointer, pointer, number],
+        "copy": [pointer, pointer, number, number],
         "watch_core": [number],
         "keep_awake": [],
     }

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.clock import now_s
-from phalanx.memory import die_with_parent, keep_freed_memory, plant, reach
+from phalanx.memory import copy_to, die_with_parent, keep_freed_memory, plant, reach
 from phalanx.plan import BufferRules
 from phalanx.replicas.crew import Turn
 from phalanx.replicas.draws import derive_seed
@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 _CPU = torch.device("cpu")
+_LARGE_BYTES = 64 << 10  # smaller gradients are copied in one call together
 
 
 @dataclass(frozen=True)
@@ -301,17 +302,24 @@ class Worker:
             for own, gradient in zip(self._slots[slot], gradients, strict=True)
             if own is not None and gradient is not None
         ]
-        half = len(pairs) // 2
-        _copy(pairs[:half])
+        half, whole_bytes = len(pairs) // 2, sum(own.nbytes for own, _ in pairs)
+        _copy(pairs[:half], whole_bytes)
         reach("gradients half written")
-        _copy(pairs[half:])
+        _copy(pairs[half:], whole_bytes)
         reach("gradients written")
         return present
 
 
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    if pairs:
-        torch._foreach_copy_([own for own, _ in pairs], [gradient for _, gradient in pairs])
+def _copy(pairs: list[tuple[Tensor, Tensor]], whole_bytes: int) -> None:
+    rest = []
+    for own, gradient in pairs:
+        alike = own.dtype == gradient.dtype and own.stride() == gradient.stride()
+        if alike and own.nbytes >= _LARGE_BYTES:
+            copy_to(gradient, own, whole_bytes=whole_bytes)
+        else:
+            rest.append((own, gradient))
+    if rest:
+        torch._foreach_copy_([own for own, _ in rest], [gradient for _, gradient in rest])
 
 
 def _born(birth: Birth, shelf: Shelf) -> tuple[nn.Module, list[Any]]:

@@ -31,7 +31,7 @@ enum { PUBLISHED = 1, REDUCED = 2, DONE = 3, PER_PIECE = 3, NUM_SLOTS = 2 };
 
 typedef int64_t word;
 
-void phalanx_copy(const char *from, char *to, int64_t count);
+void phalanx_copy(const char *from, char *to, int64_t count, int64_t past);
 
 static word *page_of(const word *course, word rank) {
     return (word *)course[WORDS] + course[WORDS_PER_PAGE] * rank;
@@ -119,8 +119,8 @@ static void exchange(const word *course, char *piece, word count, word item, int
     word stop = item * start_of(count, course[SIZE], course[RANK] + 1), end = item * count;
     char *to = give ? slot : piece;
     const char *from = give ? piece : slot;
-    phalanx_copy(from, to, first);
-    phalanx_copy(from + stop, to + stop, end - stop);
+    phalanx_copy(from, to, first, 0);
+    phalanx_copy(from + stop, to + stop, end - stop, 0);
 }
 
 /* Sums in the order of ranks. Integers are added as unsigned ones, which wrap around. */

@@ -42,6 +42,15 @@ def test_what_is_larger_than_caches_is_copied_wherever_it_begins(way, start, thr
     assert not target[start + size :].any()
 
 
+@pytest.mark.parametrize("whole_bytes", [0, PAST_CACHE_BYTES])
+@pytest.mark.parametrize("rows", [130, 257])
+def test_a_part_of_a_whole_is_copied_in_the_order_of_its_memory(way, rows, whole_bytes):
+    source = drawn(torch.float32, rows * 131).view(131, rows).T
+    target = torch.zeros(131, rows).T
+    copy_to(source, target, whole_bytes=whole_bytes)
+    assert torch.equal(target, source)
+
+
 def test_a_copy_to_itself_changes_nothing(way):
     numbers = drawn(torch.float32, LARGE)
     before = numbers.clone()
