@@ -46,7 +46,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         return {}
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     takes: dict[str, list[type]] = {
-        "take": [pointer, number, number, pointer, number, pointer],
+        "take": [pointer, number, number, pointer, number, pointer, number],
         "within": [pointer, number, number],
         "clamp": [pointer, number, number, pointer],
         "finite_float32": [pointer, number],
@@ -56,7 +56,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "keep_awake": [],
     }
     for name in DTYPES.values():
-        takes[f"add_{name}"] = [*takes["take"], pointer]
+        takes[f"add_{name}"] = [*takes["take"][:-1], pointer]
         takes[f"sum_to_{name}"] = [pointer, pointer, pointer, number]
         takes[f"all_reduce_{name}"] = [pointer]
     found: dict[str, Function] = {}

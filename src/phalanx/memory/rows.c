@@ -11,7 +11,7 @@
 
 #include "compiled.h"
 
-#define AHEAD 8  /* rows: fewer come too late, more push each other out */
+#define AHEAD 32 /* rows: into the second cache, which has room for them and more of it under way */
 #define MOST 512 /* bytes of a row: what is longer, the processor sees coming itself */
 
 static inline int64_t within(int64_t row, int64_t num_rows) {
@@ -20,7 +20,7 @@ static inline int64_t within(int64_t row, int64_t num_rows) {
 
 static inline void fetch(const char *row, int64_t row_bytes) {
     int64_t stop = row_bytes < MOST ? row_bytes : MOST;
-    for (int64_t at = 0; at < stop; at += LINE) __builtin_prefetch(row + at);
+    for (int64_t at = 0; at < stop; at += LINE) __builtin_prefetch(row + at, 0, 2);
 }
 
 int64_t phalanx_version(void) { return VERSION; }
@@ -37,14 +37,35 @@ void phalanx_clamp(const int64_t *rows, int64_t count, int64_t num_rows, int64_t
     for (int64_t i = 0; i < count; i++) to[i] = within(rows[i], num_rows);
 }
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+static void copy_past(const char *row, char *to, int64_t row_bytes) {
+    for (int64_t at = 0; at < row_bytes; at += VECTOR)
+        _mm_stream_si128((__m128i *)(void *)(to + at),
+                         _mm_loadu_si128((const __m128i *)(const void *)(row + at)));
+}
+#define FENCE() _mm_sfence() /* such stores may come late */
+#define STREAMS(to, row_bytes) ((uintptr_t)(to) % VECTOR == 0 && (row_bytes) % VECTOR == 0)
+#else
+#define copy_past(row, to, row_bytes) memcpy(to, row, (size_t)(row_bytes))
+#define FENCE()
+#define STREAMS(to, row_bytes) 0
+#endif
+
+/* Copy rows; past the caches where nobody reads `out` soon. */
 void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes,
-                  const int64_t *rows, int64_t count, char *out) {
+                  const int64_t *rows, int64_t count, char *out, int64_t past) {
+    past = past && STREAMS(out, row_bytes);
     for (int64_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
             fetch(values + within(rows[i + AHEAD], num_rows) * row_bytes, row_bytes);
-        memcpy(out + i * row_bytes, values + within(rows[i], num_rows) * row_bytes,
-               (size_t)row_bytes);
+        const char *row = values + within(rows[i], num_rows) * row_bytes;
+        if (past)
+            copy_past(row, out + i * row_bytes, row_bytes);
+        else
+            memcpy(out + i * row_bytes, row, (size_t)row_bytes);
     }
+    if (past) FENCE();
 }
 
 /* Add rows of a delta, the i-th or, where places are given, the places[i]-th, to rows.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.memory import compiled
+from phalanx.memory.blocks import PAST_CACHE_BYTES
 
 __all__ = ["MatrixRows", "all_within", "clamp_rows"]
 
@@ -83,12 +84,16 @@ class MatrixRows:
         if self._take is None or not rows.is_contiguous():
             torch.index_select(self.values, 0, rows, out=out)
             return
-        self._take(
-            self._at, self._num_rows, self._row_bytes, rows.data_ptr(), rows.numel(), out.data_ptr()
-        )
+        count = rows.numel()
+        past = count * self._row_bytes >= PAST_CACHE_BYTES
+        at, num_rows, size = self._at, self._num_rows, self._row_bytes
+        self._take(at, num_rows, size, rows.data_ptr(), count, out.data_ptr(), past)
 
-    def save(self, rows: Tensor, record: MatrixRows, start: int) -> None:
-        """Copy rows to where ``record``'s rows from ``start`` on lie; numbers are contiguous."""
+    def save(self, rows: Tensor, record: MatrixRows, start: int, *, past: bool = False) -> None:
+        """Copy rows to where ``record``'s rows from ``start`` on lie; numbers are contiguous.
+
+        Past the caches if told, for a record that is longer than they are.
+        """
         count = rows.numel()
         if self._take is None:
             # By numpy, which needs three quarters of torch's time; "clip", since else it takes them
@@ -97,7 +102,7 @@ class MatrixRows:
             _as_array(self.values).take(rows.numpy(), 0, saved, "clip")
             return
         to = record._at + start * self._row_bytes
-        self._take(self._at, self._num_rows, self._row_bytes, rows.data_ptr(), count, to)
+        self._take(self._at, self._num_rows, self._row_bytes, rows.data_ptr(), count, to, past)
 
     def add(
         self, rows: Tensor, delta: Tensor, scale: float = 1, places: Tensor | None = None

@@ -364,8 +364,9 @@ class Shard:
             refuse_nonfinite(delta)
         header, scale, side = self._header, self._scale, word & _CURRENT
         stop = start + ids.numel()
+        unread = scale is not None and self._last_ids.numel() > BLOCK_ROWS  # and it is long
         for part, record in zip(self._rows[side], self._rows[1 - side], strict=True):
-            part.save(ids, record, start)
+            part.save(ids, record, start, past=unread)
         header[_COUNT] = stop
         header[_ARMED] = word
         reach("undo written")

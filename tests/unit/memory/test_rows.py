@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx import tables
-from phalanx.memory import MatrixRows, all_within, clamp_rows, compiled
+from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_within, clamp_rows, compiled
 from tests.unit.memory.numbers import DTYPES, drawn
 
 ROWS, ODD = 1009, 7
@@ -31,11 +31,12 @@ def test_rows_are_taken_saved_and_added_to(way, dtype, cols, count):
     owned.take(numbers, out)
     assert torch.equal(out, before[numbers])
 
-    record = torch.zeros(count + ODD, cols, dtype=dtype)
-    owned.save(numbers, MatrixRows(record), ODD - 2)
-    assert torch.equal(record[ODD - 2 : count + ODD - 2], before[numbers])
-    assert not record[: ODD - 2].any()
-    assert not record[count + ODD - 2 :].any()
+    for past in (False, True):
+        record = torch.zeros(count + ODD, cols, dtype=dtype)
+        owned.save(numbers, MatrixRows(record), ODD - 2, past=past)
+        assert torch.equal(record[ODD - 2 : count + ODD - 2], before[numbers])
+        assert not record[: ODD - 2].any()
+        assert not record[count + ODD - 2 :].any()
 
     owned.add(numbers, delta)
     for number, row in zip(numbers.tolist(), delta, strict=True):
@@ -44,6 +45,18 @@ def test_rows_are_taken_saved_and_added_to(way, dtype, cols, count):
         assert torch.allclose(values.float(), before.float(), rtol=0.02, atol=0.2)
     else:
         assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("cols", [3, 4, 333])
+@pytest.mark.parametrize("start", [0, 1])  # of vectors, or not
+def test_more_than_caches_hold_is_taken_as_well(way, cols, start):
+    count = PAST_CACHE_BYTES // (4 * cols) + ODD
+    values, numbers = drawn(torch.float32, ROWS, cols), some_rows(count)
+    room = torch.zeros(start + count * cols + 1)
+    MatrixRows(values).take(numbers, room[start : start + count * cols].view(count, cols))
+    assert torch.equal(room[start:-1].view(count, cols), values[numbers])
+    assert not room[:start].any()
+    assert not room[-1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
