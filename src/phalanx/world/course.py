@@ -27,7 +27,7 @@ PIECE_POINTS = ("piece written", "piece published", "result given", "piece ended
 # As in course.c.
 _NUM_WORDS = 18
 _STOPS, _NUMBER, _PIECE, _PHASE, _WANTED, _AGREED = 8, 9, 13, 15, 16, 17
-_SPIN_NS = 150_000  # twice what the other takes for its part of a piece of 1 MiB
+_SPIN_NS = 150_000  # some times what the other takes for its part of a piece
 _CROWDED_SPIN_NS = 50_000
 
 
