@@ -56,7 +56,8 @@ def copy_to(source: Tensor, target: Tensor, *, whole_bytes: int = 0) -> None:
     num_bytes = target.nbytes
     past = num_bytes >= PAST_CACHE_BYTES or whole_bytes >= PAST_CACHE_BYTES
     by_threads = past and torch.get_num_threads() > _FEW_THREADS
-    if function is None or num_bytes < _FEW_BYTES or by_threads:
+    is_view = source.is_conj() or source.is_neg()  # of memory that holds other numbers
+    if function is None or num_bytes < _FEW_BYTES or by_threads or is_view:
         target.copy_(source)
     else:
         function(source.data_ptr(), target.data_ptr(), num_bytes, past)
