@@ -61,8 +61,10 @@ static int64_t until_line(const void *to, int64_t size, int64_t count) {
     }
 #else
 #define until_line(to, size, count) (count)
-#define SUM_LANES(NAME, TYPE, BITS, EXPONENT) \
-    static int64_t sum_lanes_##NAME(const TYPE *v, const TYPE *d, TYPE *t, int64_t n) { return 1; }
+#define SUM_LANES(NAME, TYPE, BITS, EXPONENT)                                           \
+    static int64_t sum_lanes_##NAME(const TYPE *v, const TYPE *d, TYPE *t, int64_t n) { \
+        return (void)v, (void)d, (void)t, (void)n, 1;                                   \
+    }
 #endif
 
 /* Write the sum of values and a delta past the caches, and tell whether the delta is finite.
@@ -124,6 +126,8 @@ void phalanx_copy(const char *from, char *to, int64_t count, int64_t past) {
         copy_near(from + at, to + at, lane);
     }
     at += LANES * lane;
+#else
+    (void)past;
 #endif
     memcpy(to + at, from + at, (size_t)(count - at));
 }

@@ -48,7 +48,7 @@ static void copy_past(const char *row, char *to, int64_t row_bytes) {
 #define STREAMS(to, row_bytes) ((uintptr_t)(to) % VECTOR == 0 && (row_bytes) % VECTOR == 0)
 #else
 #define copy_past(row, to, row_bytes) memcpy(to, row, (size_t)(row_bytes))
-#define FENCE()
+#define FENCE() ((void)0)
 #define STREAMS(to, row_bytes) 0
 #endif
 
