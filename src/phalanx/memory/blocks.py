@@ -56,11 +56,15 @@ def copy_to(source: Tensor, target: Tensor, *, whole_bytes: int = 0) -> None:
     num_bytes = target.nbytes
     past = num_bytes >= PAST_CACHE_BYTES or whole_bytes >= PAST_CACHE_BYTES
     by_threads = past and torch.get_num_threads() > _FEW_THREADS
-    is_view = source.is_conj() or source.is_neg()  # of memory that holds other numbers
-    if function is None or num_bytes < _FEW_BYTES or by_threads or is_view:
+    if function is None or num_bytes < _FEW_BYTES or by_threads or not _lies_plain(source):
         target.copy_(source)
     else:
         function(source.data_ptr(), target.data_ptr(), num_bytes, past)
+
+
+def _lies_plain(tensor: Tensor) -> bool:
+    """Tell whether memory holds the very numbers: autograd's zeros may have none."""
+    return has_memory(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def sum_to(values: Tensor, delta: Tensor, to: Tensor) -> bool:

@@ -59,6 +59,12 @@ def test_numbers_are_copied_whose_memory_holds_others(way, view):
     assert torch.equal(target, source)
 
 
+def test_zeros_without_memory_are_copied(way):
+    target = drawn(torch.float32, LARGE)
+    copy_to(torch._efficientzerotensor((LARGE,)), target)
+    assert not target.any()
+
+
 def test_a_copy_to_itself_changes_nothing(way):
     numbers = drawn(torch.float32, LARGE)
     before = numbers.clone()
