@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from phalanx.memory import FlatParameters
 from phalanx.replicas import ProcessCrew
-from phalanx.train.slices import Slice, SlicePlan, SliceStep, plan_slice
+from phalanx.train.slices import Key, Options, Slice, SlicePlan, SliceStep, plan_slice
 from phalanx.train.stepping import FlatStepper
 
 __all__ = ["LEAST_SLICE_ELEMENTS", "SharedStepper", "is_worth_sending"]
@@ -50,10 +49,12 @@ class SharedStepper(FlatStepper):
 
     def prepare(self, missing: Sequence[int]) -> None:
         super().prepare(missing)
-        self._options: Mapping[int, Mapping[str, Any]] = {
-            group: options for piece in self._pieces for group, options in piece.options()
+        self._options: Mapping[Key, Options] = {
+            key: options for piece in self._pieces for key, options in piece.options()
         }
-        if self._has_state and self._is_worth_sending and not self._slices:
+        if any(piece.lacks_momentum() for piece in self._pieces):
+            self._slices = []  # this process makes it: what a worker makes, nobody else sees
+        elif self._has_state and self._is_worth_sending and not self._slices:
             self._slices = [self._plan(part) for part in range(len(self._pieces))]
 
     def step_part(self, part: int) -> None:

@@ -32,6 +32,8 @@ _DONE, _SAVED = 0, 1
 
 # Any: options and state entries of torch's optimizers.
 Options = Mapping[str, Any]
+# By the number of the optimizer's group, and dtype: what is complex in a group is never fused.
+Key = tuple[int, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class Block:
     gradients: Place
     state: tuple[tuple[str, Place], ...]
 
+    @property
+    def key(self) -> Key:
+        """Under which its options are found."""
+        return self.group, self.values.dtype
+
 
 @dataclass(frozen=True)
 class SlicePlan:
@@ -50,7 +57,7 @@ class SlicePlan:
 
     Attributes:
         kind: The optimizer's class.
-        undo: The undo record: as many rows as a block has tensors, each of the largest block.
+        undo: The undo record: as many rows as any block has tensors, each of the largest block.
         progress: Two counters, of blocks done and of records complete.
     """
 
@@ -66,10 +73,10 @@ class Slice:
     Args:
         plan: Where everything lies.
         shelf: Of this process.
-        options: By optimizer group.
+        options: Of the optimizer, for each kind of block.
     """
 
-    def __init__(self, plan: SlicePlan, shelf: Shelf, options: Mapping[int, Options]) -> None:
+    def __init__(self, plan: SlicePlan, shelf: Shelf, options: Mapping[Key, Options]) -> None:
         self._blocks = [_OpenBlock(plan.kind, block, shelf, options) for block in plan.blocks]
         self._undo = [shelf.at(place) for place in plan.undo]
         self._progress = shelf.at(plan.progress).numpy()
@@ -78,11 +85,11 @@ class Slice:
         """Forget the step before; to be called while no worker is at it."""
         self._progress[:] = 0
 
-    def step(self, options: Mapping[int, Options], steps: Sequence[float]) -> None:
+    def step(self, options: Mapping[Key, Options], steps: Sequence[float]) -> None:
         """Step all blocks that are not done yet.
 
         Args:
-            options: By group, such as its learning rate.
+            options: For each kind of block, such as its learning rate.
             steps: For each block, how many steps its elements have done before.
         """
         with torch.no_grad():
@@ -92,13 +99,13 @@ class Slice:
                 self._save(block)
                 self._progress[_SAVED] = index + 1
                 reach("block saved")
-                block.step(options[block.group], steps[index])
+                block.step(options[block.key], steps[index])
                 reach("block stepped")
                 self._progress[_DONE] = index + 1
                 reach("block done")
 
     def _save(self, block: _OpenBlock) -> None:
-        for record, tensor in zip(self._undo, block.tensors, strict=True):
+        for record, tensor in zip(self._undo, block.tensors, strict=False):  # may have fewer
             record[: tensor.nbytes].view(tensor.dtype).copy_(tensor)
 
     def _undo_half_done(self) -> None:
@@ -106,7 +113,7 @@ class Slice:
         done, saved = map(int, self._progress)
         if saved == done + 1:
             block = self._blocks[done]
-            for record, tensor in zip(self._undo, block.tensors, strict=True):
+            for record, tensor in zip(self._undo, block.tensors, strict=False):
                 tensor.copy_(record[: tensor.nbytes].view(tensor.dtype))
 
 
@@ -114,12 +121,12 @@ class _OpenBlock:
     """One block with a torch optimizer of the user's class."""
 
     def __init__(
-        self, kind: type[Optimizer], block: Block, shelf: Shelf, options: Mapping[int, Options]
+        self, kind: type[Optimizer], block: Block, shelf: Shelf, options: Mapping[Key, Options]
     ) -> None:
-        self.group = block.group
+        self.key = block.key
         parameter = nn.Parameter(shelf.at(block.values))
         parameter.grad = shelf.at(block.gradients)
-        self._optimizer = kind([{**options[block.group], "params": [parameter]}])  # type: ignore[call-arg]
+        self._optimizer = kind([{**options[block.key], "params": [parameter]}])  # type: ignore[call-arg]
         self._optimizer.state.clear()  # Adagrad made some
         self._state: dict[str, Any] = {key: shelf.at(place) for key, place in block.state}
         self._optimizer.state[parameter] = self._state
@@ -143,7 +150,7 @@ class SliceStep:
 
     number: int
     plan: SlicePlan | None
-    options: Mapping[int, Options]
+    options: Mapping[Key, Options]
     steps: tuple[float, ...]
 
     def __call__(self, worker: Worker) -> None:

@@ -158,11 +158,13 @@ class FlatStepper:
 
     def finish(self) -> None:
         """Make the state that a first step created visible in the user's optimizer."""
-        signature = tuple(self._pieces[0].signature())
-        if signature != self._bound:
+        if self._signature() != self._bound:
             self._gather_state()
-            self._bound = tuple(self._pieces[0].signature())
+            self._bound = self._signature()
         self._count()
+
+    def _signature(self) -> tuple[Any, ...]:
+        return tuple(tuple(piece.signature()) for piece in self._pieces)
 
     def _count(self) -> None:
         """Tell the user's optimizer of one more step."""
@@ -208,7 +210,7 @@ class FlatStepper:
             for key in states[0] if states else ():
                 values = [state[key] for state in states]
                 self._install(segment, key, self._whole(segment, key, values))
-        self._bound = tuple(self._pieces[0].signature())
+        self._bound = self._signature()
 
     def _gather_state(self) -> None:
         """Join the parts' state to one run of memory, of which the user's optimizer sees views."""
@@ -301,14 +303,24 @@ class _PieceOptimizer:
         if self._optimizer is not None:
             self._optimizer.step()
 
-    def options(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the options of every optimizer group that this part has something of."""
+    def options(self) -> list[tuple[tuple[int, torch.dtype], dict[str, Any]]]:
+        """Return the options of every group and dtype that this part has something of."""
         if self._optimizer is None:
             return []
         return [
-            (each.segment.group, {k: v for k, v in group.items() if k != "params"})
+            (
+                (each.segment.group, each.values.dtype),
+                {k: v for k, v in group.items() if k != "params"},
+            )
             for (each, _), group in zip(self._ranges, self._optimizer.param_groups, strict=True)
         ]
+
+    def lacks_momentum(self) -> bool:
+        """Tell whether some of it is still to be made, as where it was 0 in the steps before."""
+        return any(
+            options.get("momentum") and state.get("momentum_buffer") is None
+            for (_, options), (_, state) in zip(self.options(), self.everything(), strict=True)
+        )
 
     def everything(self) -> list[tuple[Range, dict[str, Any]]]:
         """Return all ranges with their state."""
