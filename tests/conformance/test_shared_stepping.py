@@ -1,7 +1,8 @@
-"""Worker processes that step slices of the optimizer: groups and dtypes of more than one kind."""
+"""The optimizer's step in parts, of groups and dtypes of every kind, is that of one thread."""
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Callable
@@ -108,3 +109,30 @@ def test_momentum_may_begin_later_and_belongs_to_the_optimizer_of_this_process(
     found = train(crew, without_momentum, let_it_begin_and_lose_a_worker)
     assert len(found) == len(expected) > len(list(Kinds().parameters()))
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("crew", ["inline", "threads", "processes"])
+def test_sgd_of_short_floats_steps_as_plain_torch(
+    crew: str, momentum: float, dtype: torch.dtype
+) -> None:
+    def optimizer(parameters: list[nn.Parameter]) -> Optimizer:
+        return SGD(parameters, lr=0.01, momentum=momentum)
+
+    torch.manual_seed(5)
+    net = nn.Linear(37, 41, dtype=dtype)
+    plain = copy.deepcopy(net)
+    batches = [(torch.randn(6, 37, dtype=dtype), torch.randn(6, 41, dtype=dtype))] * 3
+    own = optimizer(list(plain.parameters()))
+    for x, y in batches:
+        own.zero_grad()
+        nn.functional.mse_loss(plain(x), y).backward()
+        own.step()
+    replicas = 1 if crew == "inline" else 2
+    with phalanx.Trainer(
+        net, nn.functional.mse_loss, optimizer, crew=crew, replicas=replicas, microbatches=1
+    ) as trainer:
+        trainer.fit(batches)
+    assert torch.equal(net.weight, plain.weight)
+    assert torch.equal(net.bias, plain.bias)

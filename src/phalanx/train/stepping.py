@@ -288,7 +288,10 @@ class _PieceOptimizer:
         for group in self._optimizer.param_groups:
             values = group["params"][0]
             unchosen = group.get("fused") is None and group.get("foreach") is None
-            if unchosen and values.device.type == "cpu" and values.is_floating_point():
+            fusible = values.device.type == "cpu" and values.is_floating_point()
+            if type(self._optimizer) is SGD and values.itemsize < 4:
+                fusible = False  # torch 2.13's kernel computes some of them wrongly
+            if unchosen and fusible:
                 group["fused"] = True
 
     def copy_options(self, optimizer: Optimizer) -> None:
