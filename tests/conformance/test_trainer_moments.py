@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.errors import StateError
 from phalanx.replicas import FailureLog, WorkerFailure
-from phalanx.train import StepDone, WorkerLost, crews
+from phalanx.train import FormationChosen, StepDone, WorkerLost, crews, trial
 from phalanx.train.events import Teller
 
 
@@ -203,3 +203,18 @@ def test_a_state_that_cannot_be_taken_over_leaves_no_replicas_behind() -> None:
     trainer.optimizer.state.clear()
     trainer.step(batches()[0])
     trainer.close()
+
+
+def test_the_callers_own_thread_is_one_replica_whatever_is_faster(monkeypatch) -> None:
+    monkeypatch.setattr(trial, "try_out", lambda options, _: (options[-1], "it was"))
+    seen = []
+    with phalanx.Trainer(
+        nn.Linear(3, 1),
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        crew="inline",
+        callbacks=[seen.append],
+    ) as trainer:
+        trainer.fit([(torch.ones(5, 3), torch.ones(5, 1))] * 2, epochs=1)
+        assert trainer.steps == 2
+    assert not [event for event in seen if isinstance(event, FormationChosen)]

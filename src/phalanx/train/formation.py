@@ -63,10 +63,11 @@ def given(
 ) -> Formation | None:
     """Return the formation that the user asked for; None for one that is to be found out.
 
-    A rank has one replica unless told otherwise: there are as many ranks as the job was told.
+    A rank has one replica unless told otherwise: there are as many ranks as the job was told. The
+    caller's own thread is one replica.
     """
     if isinstance(replicas, str):
-        if crew != "ranks":
+        if crew not in ("ranks", "inline"):
             return None
         replicas = 1
     devices = resolve_devices(replicas, home, name="replicas")
