@@ -24,9 +24,7 @@ FINITE(float32, uint32_t, EXPONENT_32)
 FINITE(float64, uint64_t, EXPONENT_64)
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
 #define STREAM(to, vector) _mm_stream_si128((__m128i *)(void *)(to), (__m128i)(vector))
-#define FENCE() _mm_sfence() /* such stores may come late */
 
 /* Tell how many elements lie before the first line of the cache that begins in `to`. */
 static int64_t until_line(const void *to, int64_t size, int64_t count) {
@@ -34,7 +32,7 @@ static int64_t until_line(const void *to, int64_t size, int64_t count) {
     return head < count ? head : count;
 }
 
-/* Sum lane by lane from `head` on and tell whether the delta was finite: where EXPONENT is 0 it
+/* Sum lane by lane and tell whether the delta was finite: where EXPONENT is 0 it
    always is. */
 #define SUM_LANES(NAME, TYPE, BITS, EXPONENT)                                                    \
     typedef TYPE NAME##_v VECTOR_OF(TYPE);                                                       \

@@ -1,6 +1,6 @@
 /* What the compiled files have in common. */
 
-#define VERSION 9 /* as in compiled.py */
+#define VERSION 10 /* as in compiled.py */
 #define LINE 64   /* bytes of a cache */
 
 /* What a core does not have, in memory or in another core's cache, it gets the sooner the more of it
@@ -9,6 +9,13 @@
    No power of two: lanes of a piece that is one would share lines of the cache. */
 #define LANES 6
 #define FAR 512 /* bytes */
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#define FENCE() _mm_sfence() /* stores past the caches may come late */
+#else
+#define FENCE() ((void)0)
+#endif
 
 #define VECTOR 16 /* bytes: what all of these processors have */
 #define VECTOR_OF(TYPE) __attribute__((vector_size(VECTOR), aligned(sizeof(TYPE)), may_alias))

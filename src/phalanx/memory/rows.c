@@ -38,17 +38,14 @@ void phalanx_clamp(const int64_t *rows, int64_t count, int64_t num_rows, int64_t
 }
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
 static void copy_past(const char *row, char *to, int64_t row_bytes) {
     for (int64_t at = 0; at < row_bytes; at += VECTOR)
         _mm_stream_si128((__m128i *)(void *)(to + at),
                          _mm_loadu_si128((const __m128i *)(const void *)(row + at)));
 }
-#define FENCE() _mm_sfence() /* such stores may come late */
 #define STREAMS(to, row_bytes) ((uintptr_t)(to) % VECTOR == 0 && (row_bytes) % VECTOR == 0)
 #else
 #define copy_past(row, to, row_bytes) memcpy(to, row, (size_t)(row_bytes))
-#define FENCE() ((void)0)
 #define STREAMS(to, row_bytes) 0
 #endif
 
