@@ -1,7 +1,7 @@
 """Where parameters and gradients lie, and what processes share."""
 
 from phalanx.memory.allocator import keep_freed_memory
-from phalanx.memory.awake import keep_awake
+from phalanx.memory.awake import keep_awake, tie_to_core
 from phalanx.memory.barrier import KEEPS_ORDER, SharedBarrier, fence
 from phalanx.memory.blocks import (
     PAST_CACHE_BYTES,
@@ -70,5 +70,6 @@ __all__ = [
     "reach",
     "signal_main_thread",
     "sum_to",
+    "tie_to_core",
     "zeros",
 ]

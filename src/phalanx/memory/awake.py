@@ -8,17 +8,22 @@ virtual machine is given to others meanwhile. A step of some milliseconds has a 
 So where there is a thread of ours for every core, a watcher of the kernel's lowest class sits on
 each: it gives the core up to whoever comes, and sleeps when nobody has come for two milliseconds,
 or 50 after the last call (awake.c).
+
+The kernel takes a core with a watcher for a busy one, and leaves a thread that has just been woken
+behind another one for milliseconds, while the watcher has the other core for itself. So threads
+that have a core each are tied to it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.memory.compiled import compiled_function
 
-__all__ = ["cores_to_watch", "keep_awake"]
+__all__ = ["cores_to_watch", "keep_awake", "tie_to_core"]
 
 _MOST_CORES = 16  # with more, waking the watchers takes longer than they save
 _QUOTAS = (
@@ -52,6 +57,22 @@ def keep_awake(num_threads: int, *, place: int = 0, sharers: int = 1) -> Callabl
         if core not in watched and watch(core):
             watched.add(core)
     return stay_awake
+
+
+def tie_to_core(index: int, num_threads: int) -> None:
+    """Tie the calling thread to a core, if so many threads have a watched one each.
+
+    What it starts stays there as well: a worker process shares the core of the thread that started
+    it and waits for it.
+
+    Args:
+        index: Which of the threads this is.
+        num_threads: As for :func:`keep_awake`.
+    """
+    cores = cores_to_watch(num_threads)
+    if len(cores) == num_threads > 0 and compiled_function("watch_core") is not None:
+        with contextlib.suppress(OSError):  # forbidden here
+            os.sched_setaffinity(0, {cores[index]})
 
 
 def cores_to_watch(num_threads: int) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.errors import GroupAborted, StateError
-from phalanx.memory import keep_awake
+from phalanx.memory import keep_awake, tie_to_core
 from phalanx.replicas.intra_op import num_threads, set_intra_op
 
 __all__ = ["Inline", "Team"]
@@ -72,11 +72,13 @@ class Team:
         for thread in self._threads:
             thread.start()
         # After them: where threads are few, these are the ones that are needed.
-        self._stay_awake = keep_awake(size if intra_op == 1 else 0)
+        busy = size if intra_op == 1 else 0
+        self._stay_awake = keep_awake(busy)
         for seat in self._seats:
             seat.stay_awake = self._stay_awake
         before = num_threads()
         self.each(lambda _: set_intra_op(intra_op))
+        self.each(lambda index: tie_to_core(index, busy))
         set_intra_op(before)  # the last number set is what threads born later start with
 
     def each(

@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from phalanx import Trainer
 from phalanx.clock import now_s, pause
-from phalanx.memory import Waiting, awake, compiled, keep_awake
+from phalanx.memory import Waiting, awake, compiled, keep_awake, tie_to_core
 from phalanx.replicas.team import Team
 from tests.multiprocess.children import Children, Parent
 
@@ -139,9 +141,52 @@ def test_processes_share_the_cores():
         assert children.start(share).get() == "well"
 
 
+def cores_of_threads(team: Team) -> list[set[int]]:
+    return team.each(lambda _: os.sched_getaffinity(0))
+
+
+def tie(parent: Parent) -> None:
+    every = os.sched_getaffinity(0)
+    one_each, with_pools, more = (
+        Team(NUM_CORES, intra_op=1),
+        Team(NUM_CORES, intra_op=2),
+        Team(NUM_CORES + 1, intra_op=1),
+    )
+    assert cores_of_threads(one_each) == [{core} for core in sorted(every)]
+    assert cores_of_threads(with_pools) == [every] * NUM_CORES
+    assert cores_of_threads(more) == [every] * (NUM_CORES + 1)  # two on one would be half as fast
+    assert os.sched_getaffinity(0) == every  # the caller stays as it was
+    for team in (one_each, with_pools, more):
+        team.close()
+    parent.tell("well")
+
+
+@can_watch
+def test_threads_that_have_a_core_each_are_tied_to_it():
+    with Children() as children:
+        assert children.start(tie).get() == "well"
+
+
+@can_watch
+def test_worker_processes_stay_on_the_cores_of_their_threads():
+    with Trainer(
+        torch.nn.Linear(3, 2),
+        torch.nn.functional.mse_loss,
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        replicas=NUM_CORES,
+        crew="processes",
+    ) as trainer:
+        trainer.step((torch.ones(4, 3), torch.ones(4, 2)))
+        cores = [os.sched_getaffinity(pid) for pid in trainer.worker_pids]
+    assert cores == [{core} for core in sorted(os.sched_getaffinity(0))]
+
+
 def test_without_compiled_code_it_does_nothing(monkeypatch):
     monkeypatch.setattr(compiled, "FUNCTIONS", {})
+    before = os.sched_getaffinity(0)
     assert not keep_awake(NUM_CORES)()
+    tie_to_core(0, NUM_CORES)
+    assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.parametrize(
