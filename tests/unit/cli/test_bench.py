@@ -85,6 +85,14 @@ def test_a_pace_keeps_at_least_the_steps_asked_for(num_steps, rounds):
     assert pace.rounds * pace.kept >= num_steps
 
 
+@pytest.mark.parametrize(
+    ("warm", "dropped"),
+    [([], 2), ([0.0], 2), ([9.0, 0.01, 0.011], 14), ([0.2], 2), ([1e-6], 100)],
+)
+def test_steps_are_dropped_until_the_cores_have_settled(warm, dropped):
+    assert Pace(rounds=1, settle_s=0.15).num_dropped(warm) == dropped
+
+
 def test_every_round_has_everybody_once_and_rounds_differ_in_order():
     turns = []
     compete([stub(name, STEADY) for name in "abcde"], PACE, lambda *turn: turns.append(turn))

@@ -14,9 +14,9 @@ Whose turn it is not is stopped by SIGSTOP: waiting in a read is not enough wher
 threads that look for messages without a pause, as torch RPC has. Three such processes took one and
 a half of two cores from whoever was being timed.
 
-The first steps of a turn find the caches full of somebody else's data, and are dropped. The
-contestants of a round come in an order drawn anew each time, so that none always follows the same
-neighbour.
+The first steps of a turn find the caches full of somebody else's data, and the cores slow after
+their rest, and are dropped. The contestants of a round come in an order drawn anew each time, so
+that none always follows the same neighbour.
 
 What travels is one line each way: a number of steps down a child's stdin, the seconds of each as a
 JSON list up its stdout (an empty one as soon as it is ready). A child whose stdin ends is finished,
@@ -27,14 +27,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import selectors
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +60,7 @@ __all__ = [
 
 _GRACE_S = 3.0  # for a child to end by itself when its stdin has ended
 _LAST_WORDS_BYTES = 4000
+_MOST_DROPPED = 100  # of steps that take microseconds
 # A contestant sets its own numbers of threads or is measured with torch's, never with the caller's.
 _ENVIRONMENT_LEFT_OUT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -85,7 +88,9 @@ class Pace:
     Args:
         rounds: Turns of each contestant.
         kept: Steps per turn that count.
-        dropped: Steps at the beginning of each turn that do not.
+        dropped: Steps at the beginning of each turn that do not, at least.
+        settle_s: Seconds of steps at the beginning of each turn that do not count: a core that had
+            nothing to do takes some 100 ms until it is as fast as it stays (decision 0006).
         warmup: Steps before the first round.
         patience_s: How long a contestant may take to be ready, and for each turn.
     """
@@ -93,6 +98,7 @@ class Pace:
     rounds: int = 10
     kept: int = 3
     dropped: int = 2
+    settle_s: float = 0.15
     warmup: int = 4
     patience_s: float = 180.0
 
@@ -100,6 +106,12 @@ class Pace:
     def for_steps(cls, num_steps: int) -> Pace:
         """Return the pace that keeps at least ``num_steps`` steps of each contestant."""
         return cls(rounds=-(-num_steps // cls.kept))
+
+    def num_dropped(self, warm: Sequence[float]) -> int:
+        """Return how many steps of a turn do not count, for who has warmed up in these times."""
+        step_s = statistics.median(warm) if warm else 0.0
+        settling = math.ceil(self.settle_s / step_s) if step_s > 0.0 else 0
+        return max(self.dropped, min(settling, _MOST_DROPPED))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,13 +162,12 @@ def compete(
     with Arena(entrants, patience_s=pace.patience_s) as arena:
         for name in names:
             turn(name, "setting up", None)
-        for name in names:
-            turn(name, "warming up", pace.warmup)
+        dropped = {name: pace.num_dropped(turn(name, "warming up", pace.warmup)) for name in names}
         for number in range(pace.rounds):
             for name in random.Random(number).sample(names, len(names)):
                 doing = f"round {number + 1} of {pace.rounds}"
-                times = turn(name, doing, pace.dropped + pace.kept)
-                seconds.setdefault(name, []).append(times[pace.dropped :])
+                times = turn(name, doing, dropped[name] + pace.kept)
+                seconds.setdefault(name, []).append(times[dropped[name] :])
     finished = {name: seconds[name] for name in names if name not in failures}
     return Outcome(seconds=finished, failures=failures)
 
