@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.replicas import ProcessCrew, process_crew
+from phalanx.replicas import ProcessCrew
+from phalanx.replicas.desk import Desk
 from phalanx.replicas.worker import Birth
 from phalanx.train import events, slices
 from phalanx.train.position import Loss
@@ -16,8 +17,6 @@ from tests.chaos.course import DEADLINE_S, Course, differing
 from tests.chaos.saboteur import Order
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
-
-Desk = process_crew._Desk
 
 
 def assert_caught(course: Course, name: str) -> None:
@@ -56,11 +55,11 @@ def test_a_doubled_microbatch_is_caught(
     """The dead worker's gradients are added, and those of whoever repeats its work."""
     real = ProcessCrew._count
 
-    def count(crew: Any, index: int, microbatch: int, done: Any, slot: Any, run: Any) -> None:
-        if microbatch in returned:
-            for gradient in slot.gradients:
+    def count(crew: Any, index: int, parcel: Any, done: Any, run: Any) -> None:
+        if parcel.microbatch in returned:
+            for gradient in parcel.slot.gradients:
                 gradient.mul_(2)
-        real(crew, index, microbatch, done, slot, run)
+        real(crew, index, parcel, done, run)
 
     monkeypatch.setattr(ProcessCrew, "_count", count)
     course.suffer({0: Order("gradients written")}, compared=False)
@@ -93,15 +92,15 @@ def test_a_slice_that_nobody_completes_is_caught(
 def test_a_wrong_seed_on_retry_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch, returned: set[int]
 ) -> None:
-    real = ProcessCrew._compute
+    real = ProcessCrew._prepare
 
-    def compute(crew: Any, index: int, microbatch: int, run: Any) -> None:
+    def prepare(crew: Any, index: int, microbatch: int, run: Any) -> Any:
         if microbatch in returned:
             seed = (*run.task.seed[:-1], run.task.seed[-1] + 1000)
             run = dataclasses.replace(run, task=dataclasses.replace(run.task, seed=seed))
-        real(crew, index, microbatch, run)
+        return real(crew, index, microbatch, run)
 
-    monkeypatch.setattr(ProcessCrew, "_compute", compute)
+    monkeypatch.setattr(ProcessCrew, "_prepare", prepare)
     course.suffer({1: Order("before forward")}, compared=False)
     assert returned
     assert_caught(course, "losses")

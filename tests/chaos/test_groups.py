@@ -23,7 +23,8 @@ import phalanx
 from phalanx.errors import PeerLost, StateError
 from phalanx.executor import DataParallelExecutorGroup
 from phalanx.memory import faults
-from phalanx.replicas import ProcessCrew, process_crew
+from phalanx.replicas import ProcessCrew
+from phalanx.replicas.desk import Desk
 from tests.chaos.course import DEADLINE_S, differing
 from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur
 from tests.conformance.containers import draw
@@ -285,28 +286,28 @@ def assert_caught(pair: Pair, name: str) -> None:
 def returned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Return a set that gets every microbatch that a worker has died with."""
     microbatches: set[int] = set()
-    real = process_crew._Desk.give_back
+    real = Desk.give_back
 
     def give_back(desk: Any, microbatch: int) -> None:
         microbatches.add(microbatch)
         real(desk, microbatch)
 
-    monkeypatch.setattr(process_crew._Desk, "give_back", give_back)
+    monkeypatch.setattr(Desk, "give_back", give_back)
     return microbatches
 
 
 def test_a_wrong_seed_in_a_repeated_forward_pass_is_caught(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, returned: set[int]
 ) -> None:
-    real = ProcessCrew._compute
+    real = ProcessCrew._prepare
 
-    def compute(crew: Any, index: int, microbatch: int, run: Any) -> None:
+    def prepare(crew: Any, index: int, microbatch: int, run: Any) -> Any:
         if microbatch in returned:
             task = dataclasses.replace(run.task, seed=(*run.task.seed, 1))
             run = dataclasses.replace(run, task=task)
-        real(crew, index, microbatch, run)
+        return real(crew, index, microbatch, run)
 
-    monkeypatch.setattr(ProcessCrew, "_compute", compute)
+    monkeypatch.setattr(ProcessCrew, "_prepare", prepare)
     pair.suffer(1, Order("inside forward"))
     assert_caught(pair, "output")
 
@@ -325,11 +326,11 @@ def test_the_gradients_of_a_dead_worker_are_caught(
 ) -> None:
     real = ProcessCrew._count
 
-    def count(crew: Any, index: int, microbatch: int, done: Any, slot: Any, run: Any) -> None:
-        if microbatch in returned:
-            for gradient in slot.gradients:
+    def count(crew: Any, index: int, parcel: Any, done: Any, run: Any) -> None:
+        if parcel.microbatch in returned:
+            for gradient in parcel.slot.gradients:
                 gradient.mul_(2)
-        real(crew, index, microbatch, done, slot, run)
+        real(crew, index, parcel, done, run)
 
     monkeypatch.setattr(ProcessCrew, "_count", count)
     pair.suffer(2, Order("gradients half written"))

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from phalanx.errors import PeerLost, StateError, UnsupportedError
 from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas.crew import Crew, Job, Span, default_intra_op
+from phalanx.replicas.desk import Desk
 from phalanx.replicas.failures import WorkerFailure
 from phalanx.replicas.intra_op import num_cores
 from phalanx.replicas.mailbox import Mailbox, collect
@@ -40,12 +40,12 @@ from phalanx.replicas.patience import LONGEST_S
 from phalanx.replicas.replica import refuse_lazy
 from phalanx.replicas.sent_once import Keep, OnceNames, SentOnce
 from phalanx.replicas.settings import read_settings
-from phalanx.replicas.shelf import Place, Shelf
+from phalanx.replicas.shelf import Shelf
+from phalanx.replicas.slots import Slot, Slots
 from phalanx.replicas.sums import Partial
 from phalanx.replicas.team import Team
 from phalanx.replicas.worker import Birth, BirthPlace, Done, Errand, Failed, Task
 from phalanx.replicas.worker_process import START_S, Lost, WorkerProcess, dismiss_all, rebuilt
-from phalanx.types import Nested
 
 __all__ = ["Portion", "ProcessCrew", "check_shareable"]
 
@@ -137,7 +137,7 @@ class ProcessCrew(Crew):
             self._moved = _move(elsewhere, shelf)
             self._pointers = [parameter.data_ptr() for parameter in self.parameters]
             self._mirrored = Mirrored(source, shelf)
-            self._slots = _Slots(self.parameters, shelf)
+            self._slots = Slots(self.parameters, shelf)
             module = self._packed_module()
             self._birth = self._shelved(
                 Birth(module, self._mirrored.places, self._slots.layout, rules, steps)
@@ -296,7 +296,7 @@ class ProcessCrew(Crew):
                 return False
             notes = dict(worker.kept)
             errand = Errand(pack(make(notes)), self._settings)
-            answer = worker.ask(errand, self._timeout_s)
+            answer = worker.ask(pack(errand), self._timeout_s)
         except Lost as lost:
             try:
                 self._replace(index, lost, None)
@@ -340,9 +340,10 @@ class ProcessCrew(Crew):
                 modes=CallerModes.capture(self.devices),
                 settings=self._settings,
             ),
-            desk=_Desk(job, [workload > 0 for workload in self.workloads]),
+            desk=Desk(job, [workload > 0 for workload in self.workloads]),
             shapes=[parameter.shape for parameter in self.parameters] if job.feedback else [],
         )
+        self._prepare_first(run)
         self._team.each(lambda index: self._look_after(index, run), on_interrupt=run.desk.fail)
 
     def _packed_run(self, job: Job) -> bytes:
@@ -351,20 +352,33 @@ class ProcessCrew(Crew):
             job.run, lambda obj: ("shared", numbers[id(obj)]) if id(obj) in numbers else None
         )
 
+    def _prepare_first(self, run: _Run) -> None:
+        """Prepare what workers do first, here: threads of their own would wait for each other."""
+        if any(isinstance(batch, Portion) for batch in run.job.microbatches):
+            return  # that notes what its worker is about to be sent, and the run may end before
+        for index, worker in enumerate(self._workers):
+            microbatch = run.job.take(index) if worker.ready else None
+            if microbatch is not None:
+                run.first[index] = self._prepare(index, microbatch, run)
+
     def _look_after(self, index: int, run: _Run) -> None:
         """Keep worker ``index`` busy until the run is over."""
         try:
+            parcel = run.first.pop(index, None)
             while not run.desk.over:
-                if not self._is_ready(index, run):
-                    continue
-                microbatch = run.desk.take(index)
-                if microbatch is None:
-                    return
+                if parcel is None:
+                    if not self._is_ready(index, run):
+                        continue
+                    microbatch = run.desk.take(index)
+                    if microbatch is None:
+                        return
+                    parcel = self._prepare(index, microbatch, run)
                 try:
-                    self._compute(index, microbatch, run)
+                    self._compute(index, parcel, run)
                 except Lost as lost:
-                    run.desk.give_back(microbatch)
-                    self._replace(index, lost, microbatch)
+                    run.desk.give_back(parcel.microbatch)
+                    self._replace(index, lost, parcel.microbatch)
+                parcel = None
         except BaseException:
             run.desk.fail()
             raise
@@ -382,31 +396,10 @@ class ProcessCrew(Crew):
             self._replace(index, lost, None)
         return False
 
-    def _compute(self, index: int, microbatch: int, run: _Run) -> None:
+    def _prepare(self, index: int, microbatch: int, run: _Run) -> _Parcel:
+        """Pack a microbatch for worker ``index``; its rows go where that one reads them."""
         worker, job = self._workers[index], run.job
-        slot = self._slots.take() if run.task.modes.grad else None
-        task = replace(
-            run.task,
-            index=microbatch,
-            batch=self._packed_batch(worker, job.microbatches[microbatch]),
-            weight=job.weights[microbatch],
-            slot=-1 if slot is None else slot.region,
-            reply=worker.answers.place,
-            changes=run.task.changes.since(worker.knows),
-        )
-        answer = worker.ask(task, self._timeout_s)
-        if isinstance(answer, Failed):
-            raise rebuilt(
-                answer,
-                f"Raised by replica {index} in process {worker.pid}, microbatch {microbatch}.",
-            )
-        worker.knows = run.task.changes.version
-        worker.answers.reserve(answer.result_bytes)
-        self._count(index, microbatch, answer, slot, run)
-
-    def _packed_batch(self, worker: WorkerProcess, batch: Nested) -> bytes:
-        """Pack a microbatch; what it has to be sent once goes first, where the worker lacks it."""
-        found: dict[str, SentOnce] = {}
+        batch, once = job.microbatches[microbatch], {}
         if isinstance(batch, Portion):
             batch = batch.for_worker(worker.kept)
         worker.mailbox.clear()
@@ -414,22 +407,47 @@ class ProcessCrew(Crew):
         def aside(obj: Any) -> Any:
             if not isinstance(obj, SentOnce):
                 return worker.mailbox.put(obj)
-            found[name := self._once.of(obj)] = obj
+            once[name := self._once.of(obj)] = obj
             return ("once", name)
 
         packed = pack_data(batch, aside)
-        for name in [name for name in found if name not in worker.kept]:
-            keep = Keep(name, found[name], self._once.alive())
-            answer = worker.ask(Errand(pack_data(keep)), START_S)
+        slot = self._slots.take() if run.task.modes.grad else None
+        task = replace(
+            run.task,
+            index=microbatch,
+            batch=packed,
+            weight=job.weights[microbatch],
+            slot=-1 if slot is None else slot.region,
+            reply=worker.answers.place,
+            changes=run.task.changes.since(worker.knows),
+            heads=worker.heads.number,
+        )
+        return _Parcel(microbatch, slot, once, pack(task))
+
+    def _compute(self, index: int, parcel: _Parcel, run: _Run) -> None:
+        worker = self._workers[index]
+        self._send_once(worker, parcel.once)
+        answer = worker.ask(parcel.message, self._timeout_s)
+        if isinstance(answer, Failed):
+            raise rebuilt(
+                answer,
+                f"Raised by replica {index} in process {worker.pid}, "
+                f"microbatch {parcel.microbatch}.",
+            )
+        worker.knows = run.task.changes.version
+        worker.answers.reserve(answer.result_bytes)
+        self._count(index, parcel, answer, run)
+
+    def _send_once(self, worker: WorkerProcess, things: dict[str, SentOnce]) -> None:
+        for name in [name for name in things if name not in worker.kept]:
+            keep = Keep(name, things[name], self._once.alive())
+            answer = worker.ask(pack(Errand(pack_data(keep))), START_S)
             if isinstance(answer, Failed):
                 raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
             keep.note(worker.kept)
-        return packed
 
-    def _count(
-        self, index: int, microbatch: int, done: Done, slot: _Slot | None, run: _Run
-    ) -> None:
-        job = run.job
+    def _count(self, index: int, parcel: _Parcel, done: Done, run: _Run) -> None:
+        job, microbatch, slot = run.job, parcel.microbatch, parcel.slot
         gradients: list[Tensor | None] = [None] * len(self.parameters)
         if slot is not None:
             gradients = [
@@ -452,7 +470,8 @@ class ProcessCrew(Crew):
                 stop_s=done.stop_s,
             )
         )
-        job.sums.put(microbatch, Partial(gradients, done.statistics.open(), owners=(slot,)))
+        statistics = self._workers[index].heads.open(done.statistics)
+        job.sums.put(microbatch, Partial(gradients, statistics, owners=(slot,)))
         run.desk.count()
 
 
@@ -462,101 +481,19 @@ class _Run:
 
     job: Job
     task: Task  # what all tasks of the run have in common
-    desk: _Desk
+    desk: Desk
     shapes: list[torch.Size]
+    first: dict[int, _Parcel] = field(default_factory=dict)  # by worker
 
 
-class _Desk:
-    """Where threads fetch microbatches, and bring back those of workers that were lost.
+@dataclass(frozen=True)
+class _Parcel:
+    """A microbatch as it is sent to one worker."""
 
-    Args:
-        active: Who may take what was brought back; not those that are switched off.
-    """
-
-    def __init__(self, job: Job, active: Sequence[bool]) -> None:
-        self._job = job
-        self._active = active
-        self._changed = threading.Condition()
-        self._returned: list[int] = []
-        self._left = len(job.queue)
-
-    @property
-    def over(self) -> bool:
-        """Whether everything is done, or something failed."""
-        return self._left == 0 or self._job.failed
-
-    def take(self, replica: int) -> int | None:
-        """Return the next microbatch; wait while others might still bring one back."""
-        with self._changed:
-            while not self.over:
-                microbatch = self._job.take(replica)
-                if microbatch is None and self._returned and self._active[replica]:
-                    microbatch = self._returned.pop(0)
-                if microbatch is not None:
-                    return microbatch
-                self._changed.wait()
-        return None
-
-    def give_back(self, microbatch: int) -> None:
-        """Let another one compute it."""
-        with self._changed:
-            self._returned.append(microbatch)
-            self._changed.notify_all()
-
-    def leave_to_others(self, replica: int) -> None:
-        """Give what only ``replica`` would take to whoever is free."""
-        if self._job.pinned:
-            while (microbatch := self._job.take(replica)) is not None:
-                self.give_back(microbatch)
-
-    def count(self) -> None:
-        """One more is done."""
-        with self._changed:
-            self._left -= 1
-            if self._left == 0:
-                self._changed.notify_all()
-
-    def fail(self) -> None:
-        """End the run."""
-        with self._changed:
-            self._job.failed = True
-            self._changed.notify_all()
-
-
-class _Slot:
-    """Shared memory for the gradients of one microbatch; free again when nobody holds it."""
-
-    def __init__(self, region: int, gradients: list[Tensor | None]) -> None:
-        self.region = region
-        self.gradients = gradients
-
-
-class _Slots:
-    """Slots, made when there are none free."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], shelf: Shelf) -> None:
-        self._flat = [torch.empty(p.numel(), dtype=p.dtype, device="meta") for p in parameters]
-        self.shelf = shelf
-        self._lock = threading.Lock()
-        self._free: list[tuple[int, list[Tensor | None]]] = []
-        self.layout: list[Place | None] = []
-        region, gradients = self._make()
-        self.layout = [None if g is None else shelf.place_of(g) for g in gradients]
-        self._free.append((region, gradients))
-
-    def take(self) -> _Slot:
-        """Return a free slot; it is free again when it is collected."""
-        with self._lock:
-            region, gradients = self._free.pop() if self._free else self._make()
-        slot = _Slot(region, gradients)
-        weakref.finalize(slot, self._free.append, (region, gradients)).atexit = False
-        return slot
-
-    def _make(self) -> tuple[int, list[Tensor | None]]:
-        tensors = self.shelf.allocate_like(self._flat)
-        places = [self.shelf.place_of(tensor) for tensor in tensors]
-        region = next((place.region for place in places if place is not None), -1)
-        return region, [t if t.numel() else None for t in tensors]
+    microbatch: int
+    slot: Slot | None  # takes its gradients
+    once: dict[str, SentOnce]  # what goes before it, where the worker lacks it
+    message: bytes
 
 
 def _move(parameters: list[nn.Parameter], shelf: Shelf) -> list[nn.Parameter]:

@@ -22,6 +22,8 @@ from phalanx.replicas.seen import Seen
 
 __all__ = [
     "Bundle",
+    "Bundler",
+    "Heads",
     "Statistic",
     "StatisticsOfReplica",
     "check_statistics",
@@ -61,40 +63,98 @@ Statistics = dict[str, Statistic]
 
 
 @dataclass(frozen=True)
+class Head:
+    """What a statistic is, its numbers aside."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rule: str
+
+
+@dataclass(frozen=True)
 class Bundle:
-    """Statistics on their way to another process: small tensors cost more to send than large ones.
+    """Statistics on their way to another process.
+
+    What they are is told when it is new, which after the first microbatch it seldom is: many small
+    things cost more to send than a few large ones.
 
     Attributes:
-        heads: Of each: name, dtype, shape, weight and rule.
-        values: All their numbers, by dtype, in the order of the heads.
+        number: Counts how often the heads were new.
+        heads: Of each statistic; None for those that were told under this number.
+        weight: Of the microbatch.
+        values: Their numbers: for each dtype, those of all that have it; both in the order of the
+            heads.
     """
 
-    heads: tuple[tuple[str, torch.dtype, tuple[int, ...], float, str], ...]
-    values: dict[torch.dtype, Tensor]
+    number: int
+    heads: tuple[Head, ...] | None
+    weight: float
+    values: tuple[bytes, ...]
 
-    @classmethod
-    def of(cls, statistics: Statistics) -> Bundle:
-        """Copy ``statistics`` into a bundle."""
+
+class Bundler:
+    """Make bundles, in the process that has the statistics."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._heads: tuple[Head, ...] = ()
+
+    def bundle(self, statistics: Statistics, weight: float, known: int) -> Bundle:
+        """Copy the statistics of a microbatch for somebody who knows the heads of that number."""
+        heads = tuple(
+            Head(name, each.value.dtype, tuple(each.value.shape), each.rule)
+            for name, each in statistics.items()
+        )
+        if heads != self._heads:
+            self._heads, self._number = heads, self._number + 1
         pieces: dict[torch.dtype, list[Tensor]] = {}
         for each in statistics.values():
             pieces.setdefault(each.value.dtype, []).append(each.value.flatten())
-        return cls(
-            tuple(
-                (name, each.value.dtype, tuple(each.value.shape), each.weight, each.rule)
-                for name, each in statistics.items()
-            ),
-            {dtype: torch.cat(values) for dtype, values in pieces.items()},
+        return Bundle(
+            self._number,
+            None if known == self._number else heads,
+            weight,
+            tuple(_bytes_of(torch.cat(values)) for values in pieces.values()),
         )
 
-    def open(self) -> Statistics:
+
+class Heads:
+    """What the statistics of one sender are, in the process that gets them.
+
+    Attributes:
+        number: Of the heads that are known; that of none is 0.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._heads: tuple[Head, ...] = ()
+
+    def open(self, bundle: Bundle) -> Statistics:
         """Return the statistics, which lie in the bundle's memory."""
-        rest = dict(self.values)
+        if bundle.heads is not None:
+            self.number, self._heads = bundle.number, bundle.heads
+        dtypes = dict.fromkeys(head.dtype for head in self._heads)
+        rest = {
+            dtype: _tensor_of(content, dtype)
+            for dtype, content in zip(dtypes, bundle.values, strict=True)
+        }
         found: Statistics = {}
-        for name, dtype, shape, weight, rule in self.heads:
-            size = math.prod(shape)
-            found[name] = Statistic(rest[dtype][:size].view(shape), weight, rule)
-            rest[dtype] = rest[dtype][size:]
+        for head in self._heads:
+            size, numbers = math.prod(head.shape), rest[head.dtype]
+            value, rest[head.dtype] = numbers[:size].view(head.shape), numbers[size:]
+            found[head.name] = Statistic(value, bundle.weight, head.rule)
         return found
+
+
+def _bytes_of(numbers: Tensor) -> bytes:
+    return numbers.view(torch.uint8).numpy().tobytes()
+
+
+def _tensor_of(content: bytes, dtype: torch.dtype) -> Tensor:
+    if not content:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype)
 
 
 def merge_statistics(left: Statistics, right: Statistics) -> Statistics:

@@ -30,7 +30,7 @@ from phalanx.replicas.parcel import load, pack
 from phalanx.replicas.replica import Replica
 from phalanx.replicas.settings import adopt_settings
 from phalanx.replicas.shelf import Place, Shelf
-from phalanx.replicas.statistics import Bundle
+from phalanx.replicas.statistics import Bundle, Bundler
 from phalanx.replicas.stopwatch import Stopwatch
 
 __all__ = [
@@ -104,6 +104,7 @@ class Task:
         slot: The region that takes the gradients.
         settings: Those of the crew's process.
         reply: Bytes that take what is large in the result; None for none.
+        heads: The number of the statistics' heads that the crew knows.
     """
 
     index: int
@@ -116,6 +117,7 @@ class Task:
     modes: CallerModes
     settings: tuple[Any, ...]  # Any: see `read_settings`
     reply: Place | None = None
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,7 @@ class Worker:
         self._slots: dict[int, list[Tensor | None]] = {}
         self._module, self._shared = _born(birth, shelf)
         self._replica = Replica(self._module, _CPU, index, rules=birth.rules)
+        self._bundler = Bundler()
         self._buffers_seen = -1
 
     def work(self, message: Any) -> Any:  # Any: the messages above
@@ -266,7 +269,7 @@ class Worker:
         return Done(
             result=packed,
             result_bytes=outbox.needed_bytes,
-            statistics=Bundle.of(written),
+            statistics=self._bundler.bundle(written, task.weight, task.heads),
             present=present,
             drew=turn.drew.is_set(),
             drew_aside=drew_aside,

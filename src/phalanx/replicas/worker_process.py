@@ -18,6 +18,7 @@ from phalanx.replicas.mailbox import Mailbox
 from phalanx.replicas.parcel import load, pack
 from phalanx.replicas.patience import limit_patience
 from phalanx.replicas.shelf import Shelf
+from phalanx.replicas.statistics import Heads
 from phalanx.replicas.worker import BirthPlace, Failed, NewRegions, Start, serve
 
 __all__ = ["START_S", "Lost", "WorkerProcess"]
@@ -69,6 +70,7 @@ class WorkerProcess:
         knows: The version of the module's attributes that it has (see `mirror`); -1 for none.
         ready: Whether it has got the model and has said so.
         kept: What errands and runs have left there, by name; the numbers are theirs.
+        heads: Of the statistics that it sends.
         mailbox: Where rows for it are written.
         answers: Where it writes what is large in its answers.
     """
@@ -85,6 +87,7 @@ class WorkerProcess:
         self.knows = -1
         self.ready = False
         self.kept: dict[str, int] = {}
+        self.heads = Heads()
         self.mailbox, self.answers = mail
         self.parent_pid = os.getpid()
         self._shelf = shelf
@@ -104,7 +107,7 @@ class WorkerProcess:
         for source in (self._connection.fileno(), self._process.sentinel):
             self._spoken.register(source, select.POLLIN)
         with contextlib.suppress(OSError):  # it may be dead already; `poll_ready` finds out
-            self._send(birth)
+            self._send(pack(birth))
 
     def _start(self, intra_op: int) -> None:
         if multiprocessing.current_process().daemon:
@@ -169,8 +172,8 @@ class WorkerProcess:
         if not self.ready and now_s() - self._started_s > START_S:
             raise self._hung(START_S)
 
-    def ask(self, message: Any, timeout_s: float) -> Any:  # Any: the messages of `worker`
-        """Send a message and return the answer.
+    def ask(self, message: bytes, timeout_s: float) -> Any:  # Any: the messages of `worker`
+        """Send one of them, packed, and return the answer.
 
         Raises:
             Lost: It ended, or did not answer in time and was killed.
@@ -188,13 +191,13 @@ class WorkerProcess:
             raise self._hung(timeout_s)
         return self._receive()
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: bytes) -> None:
         missing = len(self._shelf) - self._regions
         if missing:
             self._connection.send_bytes(pack(NewRegions(missing)))
             self._shelf.send(self._connection, range(self._regions, self._regions + missing))
             self._regions += missing
-        self._connection.send_bytes(pack(message))
+        self._connection.send_bytes(message)
 
     def _wait(self, timeout_s: float) -> bool:
         return bool(self._spoken.poll(timeout_s * 1e3))

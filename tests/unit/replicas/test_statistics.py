@@ -18,6 +18,7 @@ from phalanx.replicas import (
     merge_statistics,
     write_statistics,
 )
+from phalanx.replicas.statistics import Bundler, Heads
 
 CPU = torch.device("cpu")
 
@@ -362,3 +363,54 @@ def test_torchs_own_synchronised_norm_is_averaged_under_sync() -> None:
     with phalanx.DataParallel(plain, 3, buffers="mean") as model:
         model(x)
     torch.testing.assert_close(net.running_mean, plain.running_mean)
+
+
+# -- on their way from a worker process ------------------------------
+
+
+def statistics_of(**values: Tensor) -> dict[str, Statistic]:
+    return {name: Statistic(value, 3.0, "mean") for name, value in values.items()}
+
+
+def assert_same(found: dict[str, Statistic], expected: dict[str, Statistic]) -> None:
+    assert list(found) == list(expected)
+    for name, statistic in expected.items():
+        assert (found[name].weight, found[name].rule) == (statistic.weight, statistic.rule)
+        assert found[name].value.dtype == statistic.value.dtype
+        assert found[name].value.shape == statistic.value.shape
+        assert torch.equal(found[name].value, statistic.value)
+
+
+def test_a_bundle_brings_every_dtype_and_shape() -> None:
+    statistics = statistics_of(
+        wide=torch.randn(3, 5, dtype=torch.float64),
+        count=torch.tensor(7),
+        half=torch.randn(3).to(torch.bfloat16),
+        flags=torch.tensor([True, False, True]),
+        nothing=torch.empty(0, 4, dtype=torch.float16),
+        pair=torch.randn(2, dtype=torch.complex64),
+        strided=torch.randn(4, 6, dtype=torch.float64).t(),
+    )
+    opened = Heads().open(Bundler().bundle(statistics, 3.0, 0))
+    assert_same(opened, statistics)
+    opened["wide"].value += 1  # it is the reader's own
+
+
+def test_heads_are_told_once_and_again_when_they_or_the_reader_are_new() -> None:
+    bundler, reader = Bundler(), Heads()
+
+    def sent(reader: Heads, statistics: dict[str, Statistic]) -> bool:
+        bundle = bundler.bundle(statistics, 3.0, reader.number)
+        assert_same(reader.open(bundle), statistics)
+        return bundle.heads is not None
+
+    assert not sent(reader, {})  # of nothing there is nothing to tell
+    assert sent(reader, statistics_of(mean=t(1.0), count=torch.tensor(1)))
+    assert not sent(reader, statistics_of(mean=t(2.0), count=torch.tensor(2)))
+    assert sent(reader, statistics_of(mean=t(3.0)))
+    assert sent(reader, statistics_of(mean=t(3.0, 4.0)))
+    assert sent(Heads(), statistics_of(mean=t(3.0, 4.0)))
+    assert sent(reader, {})
+    assert not sent(reader, {})
+    bundler.bundle(statistics_of(mean=t(1.0)), 3.0, reader.number)  # of which nothing was heard
+    assert sent(reader, statistics_of(mean=t(5.0)))

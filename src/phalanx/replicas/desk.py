@@ -1,0 +1,67 @@
+"""Where the threads of a process crew fetch microbatches, and bring back those of lost workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from phalanx.replicas.crew import Job
+
+__all__ = ["Desk"]
+
+
+class Desk:
+    """Where threads fetch microbatches, and bring back those of workers that were lost.
+
+    Args:
+        active: Who may take what was brought back; not those that are switched off.
+    """
+
+    def __init__(self, job: Job, active: Sequence[bool]) -> None:
+        self._job = job
+        self._active = active
+        self._changed = threading.Condition()
+        self._returned: list[int] = []
+        self._left = len(job.queue)
+
+    @property
+    def over(self) -> bool:
+        """Whether everything is done, or something failed."""
+        return self._left == 0 or self._job.failed
+
+    def take(self, replica: int) -> int | None:
+        """Return the next microbatch; wait while others might still bring one back."""
+        with self._changed:
+            while not self.over:
+                microbatch = self._job.take(replica)
+                if microbatch is None and self._returned and self._active[replica]:
+                    microbatch = self._returned.pop(0)
+                if microbatch is not None:
+                    return microbatch
+                self._changed.wait()
+        return None
+
+    def give_back(self, microbatch: int) -> None:
+        """Let another one compute it."""
+        with self._changed:
+            self._returned.append(microbatch)
+            self._changed.notify_all()
+
+    def leave_to_others(self, replica: int) -> None:
+        """Give what only ``replica`` would take to whoever is free."""
+        if self._job.pinned:
+            while (microbatch := self._job.take(replica)) is not None:
+                self.give_back(microbatch)
+
+    def count(self) -> None:
+        """One more is done."""
+        with self._changed:
+            self._left -= 1
+            if self._left == 0:
+                self._changed.notify_all()
+
+    def fail(self) -> None:
+        """End the run."""
+        with self._changed:
+            self._job.failed = True
+            self._changed.notify_all()
