@@ -154,6 +154,28 @@ def sums_without_compiled_code(
         compiled.FUNCTIONS = functions
 
 
+def edges_of_bfloat16(rank: int) -> list[str]:
+    """Sums that are halfway between two numbers, overflow, underflow or are none, at any size."""
+    infinity = float("inf")
+    edges = torch.tensor([0.0, 1.0, -1.0, 1 + 2**-7, 2**-8, 3 * 2**-9, 3.3e38, -3.3e38, 1.7e36])
+    edges = torch.cat([edges, torch.tensor([1e-39, -9e-41, infinity, -infinity, float("nan")])])
+    wrong = []
+    for length in (len(edges), 4097, 300_001):
+        everybody = [
+            edges[torch.randint(len(edges), (length,), generator=torch.Generator().manual_seed(r))]
+            for r in range(dist.get_world_size())
+        ]
+        everybody = [numbers.bfloat16() for numbers in everybody]
+        expected = in_rank_order(everybody, dist.ReduceOp.SUM)
+        dist.all_reduce(everybody[rank], group=group("phalanx"))
+        found = everybody[rank]
+        alike = found.isnan() == expected.isnan()
+        known = ~expected.isnan()
+        if not (alike.all() and same_bits(found[known], expected[known])):
+            wrong.append(f"{length} of bfloat16's edges")
+    return wrong
+
+
 def moves(rank: int, kind: str, dtypes: tuple[torch.dtype, ...]) -> list[str]:
     """Everything that only moves: bit for bit what gloo gives, which takes one layout only."""
     wrong = []

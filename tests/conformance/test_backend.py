@@ -43,6 +43,10 @@ def test_sums_have_the_same_bits_where_ranks_lack_compiled_code(ranks, without):
     check(ranks.run(calls.sums_without_compiled_code, without, dtypes, SEVERAL_PIECES))
 
 
+def test_sums_of_bfloat16_are_rounded_once_and_to_the_nearest(ranks):
+    check(ranks.run(calls.edges_of_bfloat16))
+
+
 @pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
 def test_a_bitwise_reduction_is_gloos(ranks, op):
     check(ranks.run(calls.reductions, "all_reduce", op, calls.INTEGERS))

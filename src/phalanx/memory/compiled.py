@@ -15,7 +15,7 @@ import torch
 
 __all__ = ["DTYPES", "FUNCTIONS", "Function", "compiled_for", "compiled_function", "is_compiled"]
 
-_VERSION = 10  # as in compiled.h: a library of another one is left alone
+_VERSION = 11  # as in compiled.h: a library of another one is left alone
 _ANSWERS = ("finite", "sum_to", "within", "all_reduce", "watch_core")  # what returns a number
 DTYPES = {
     torch.float32: "float32",
@@ -24,6 +24,8 @@ DTYPES = {
     torch.int64: "int64",
 }
 """What functions for numbers of a dtype end with."""
+
+_NAMES = {**DTYPES, torch.bfloat16: "bfloat16"}  # which is only reduced
 
 # Any: what ctypes makes of a C function.
 Function = Callable[..., Any]
@@ -58,7 +60,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
     for name in DTYPES.values():
         takes[f"add_{name}"] = [*takes["take"][:-1], pointer]
         takes[f"sum_to_{name}"] = [pointer, pointer, pointer, number]
-        takes[f"all_reduce_{name}"] = [pointer]
+    takes.update({f"all_reduce_{name}": [pointer] for name in _NAMES.values()})
     found: dict[str, Function] = {}
     for name, types in takes.items():
         function = getattr(library, f"phalanx_{name}")
@@ -99,4 +101,4 @@ def compiled_for(name: str, dtype: torch.dtype) -> Function | None:
         >>> compiled_for("all_reduce", torch.bool) is None
         True
     """
-    return FUNCTIONS.get(f"{name}_{DTYPES.get(dtype)}")
+    return FUNCTIONS.get(f"{name}_{_NAMES.get(dtype)}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +63,7 @@ class Statistic:
 Statistics = dict[str, Statistic]
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """What a statistic is, its numbers aside."""
 
     name: str

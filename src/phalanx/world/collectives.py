@@ -43,7 +43,7 @@ __all__ = [
 _SMALL_BYTES = 16 << 10
 
 # What course.c carries where it was compiled, in pieces that stay in the caches of the cores.
-_CARRIED = (torch.float32, torch.float64, torch.int32, torch.int64)
+_CARRIED = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 _CARRIED_BYTES = 256 << 10
 
 

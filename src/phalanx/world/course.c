@@ -124,7 +124,7 @@ static void exchange(const word *course, char *piece, word count, word item, int
 }
 
 /* Sums in the order of ranks. Integers are added as unsigned ones, which wrap around. */
-#define ALL_REDUCE(NAME, TYPE)                                                                     \
+#define SUM_OF_RANKS(NAME, TYPE)                                                                    \
     typedef TYPE NAME##_v VECTOR_OF(TYPE);                                                         \
                                                                                                    \
     static void add_two_##NAME(const TYPE *left, const TYPE *right, TYPE *to, TYPE *copy,          \
@@ -175,8 +175,63 @@ static void exchange(const word *course, char *piece, word count, word item, int
                 if (rank != course[RANK])                                                          \
                     memcpy((TYPE *)slot_of(course, rank) + start + at, sum, bytes);                \
         }                                                                                          \
-    }                                                                                              \
-                                                                                                   \
+    }
+
+SUM_OF_RANKS(float32, float)
+SUM_OF_RANKS(float64, double)
+SUM_OF_RANKS(int32, uint32_t)
+SUM_OF_RANKS(int64, uint64_t)
+
+/* A bfloat16 is the upper half of a float. Sums are floats, and rounded once: to the nearest, of two
+   that are as near to the even one. */
+static float widened(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+static uint16_t rounded(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : nearest); /* not a number */
+}
+
+WIDE static void begin_bfloat16(const uint16_t *first, float *restrict sum, word count) {
+    for (word i = 0; i < count; i++) sum[i] = widened(first[i]);
+}
+
+WIDE static void add_bfloat16(const uint16_t *other, float *restrict sum, word count) {
+    for (word i = 0; i < count; i++) sum[i] += widened(other[i]);
+}
+
+WIDE static void round_bfloat16(const float *sum, uint16_t *restrict to, word count) {
+    for (word i = 0; i < count; i++) to[i] = rounded(sum[i]);
+}
+
+/* As in SUM_OF_RANKS. */
+static void reduce_bfloat16(const word *course, const uint16_t *ours, word start, word count,
+                            uint16_t *to) {
+    float sum[BLOCK];
+    uint16_t result[BLOCK];
+    for (word at = 0; at < count; at += BLOCK) {
+        word length = count - at < BLOCK ? count - at : BLOCK;
+        size_t bytes = (size_t)length * sizeof *result;
+        for (word rank = 0; rank < course[SIZE]; rank++) {
+            const uint16_t *source = (const uint16_t *)slot_of(course, rank) + start;
+            if (ours && rank == course[RANK]) source = ours;
+            (rank ? add_bfloat16 : begin_bfloat16)(source + at, sum, length);
+        }
+        round_bfloat16(sum, result, length);
+        memcpy(to + at, result, bytes);
+        for (word rank = 0; ours && rank < course[SIZE]; rank++)
+            if (rank != course[RANK])
+                memcpy((uint16_t *)slot_of(course, rank) + start + at, result, bytes);
+    }
+}
+
+#define ALL_REDUCE(NAME, TYPE)                                                                     \
     /* All publish everything, and each reduces everything: one wait instead of two. */            \
     static word reduce_small_##NAME(word *course) {                                                \
         TYPE *tensor = (TYPE *)course[TENSOR];                                                     \
@@ -244,3 +299,4 @@ ALL_REDUCE(float32, float)
 ALL_REDUCE(float64, double)
 ALL_REDUCE(int32, uint32_t)
 ALL_REDUCE(int64, uint64_t)
+ALL_REDUCE(bfloat16, uint16_t)

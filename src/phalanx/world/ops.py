@@ -69,8 +69,8 @@ class Reduction:
 
     @property
     def is_plain_sum(self) -> bool:
-        """Whether numbers are added in their own dtype, and that is all."""
-        return self._combine is torch.add and not self._averages and self._dtype not in _HALVES
+        """Whether numbers are added, and that is all."""
+        return self._combine is torch.add and not self._averages
 
     def scaled(self, source: Tensor) -> Tensor:
         """Return what this rank gives: ``source`` itself, or where there is a factor, a product."""
