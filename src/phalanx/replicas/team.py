@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from phalanx.errors import GroupAborted, StateError
+from phalanx.errors import GroupAborted, OutOfSpace, StateError
 from phalanx.memory import keep_awake, tie_to_core
 from phalanx.replicas.intra_op import num_threads, set_intra_op
 
@@ -50,6 +50,9 @@ class Team:
         intra_op: Threads inside the operators that each of them runs.
         name: Threads are called ``<name>-<index>``.
 
+    Raises:
+        OutOfSpace: The system starts no more threads.
+
     Example:
         >>> team = Team(3, intra_op=1)
         >>> team.each(lambda index: index * index)
@@ -69,8 +72,16 @@ class Team:
         ]
         # Before the first start: should Ctrl-C come here, the threads go with this object.
         self._dismiss = weakref.finalize(self, _dismiss, self._seats)
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:  # the only way in which Python tells of it
+            self._dismiss()
+            raise OutOfSpace(
+                f"There must be room for {size} more threads, but the system says: {error}. Raise "
+                "the limit of processes (`ulimit -u`, or a container's `pids.max`), which counts "
+                "threads too, or use fewer replicas."
+            ) from error
         # After them: where threads are few, these are the ones that are needed.
         busy = size if intra_op == 1 else 0
         self._stay_awake = keep_awake(busy)

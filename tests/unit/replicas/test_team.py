@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from phalanx.errors import StateError
+from phalanx.errors import OutOfSpace, StateError
 from phalanx.replicas import Team
 
 DEADLINE_S = 30
@@ -121,3 +121,24 @@ def test_an_interrupt_waits_for_the_threads(round_: int) -> None:
     assert sorted(finished) == [0, 1]
     assert team.each(lambda index: index) == [0, 1]
     team.close()
+
+
+def test_threads_that_cannot_be_had_are_told_and_the_others_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(OutOfSpace, match=r"room for 3 more threads.*ulimit -u"):
+        Team(3, intra_op=1)
+    for thread in started:
+        thread.join(DEADLINE_S)
+    assert len(started) == 2
+    assert not any(thread.is_alive() for thread in started)
