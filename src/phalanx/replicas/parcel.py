@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 
 __all__ = [
     "Form",
@@ -143,10 +143,11 @@ def pack_data(data: Any, aside: Aside = _nothing) -> bytes:
 
     Raises:
         ConfigError: Something in it cannot be pickled.
+        OutOfSpace: There is no room for what ``aside`` sets aside.
     """
     try:
         return pack(data, aside)
-    except ConfigError:
+    except PhalanxError:
         raise
     except Exception as error:  # whatever the user's objects raise when pickled
         raise ConfigError(

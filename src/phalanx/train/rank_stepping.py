@@ -74,7 +74,7 @@ class RankStepper(FlatStepper):
         kind = getattr(torch, dtype)
         if value is not None:
             return torch.tensor(value, dtype=kind)
-        whole = self._allocate(segment.values.numel(), kind, segment.values.device)
+        whole = self._room(segment, key, kind)
         for where, state in self._owned(segment):
             whole[where.start : where.stop] = state[key]
         return whole

@@ -145,6 +145,8 @@ class FlatStepper:
         self._pieces = [_PieceOptimizer(optimizer, part) for part in flat.parts(num_parts)]
         self._bound: tuple[Any, ...] = ()
         self._counters: dict[int, Tensor] = {}  # by segment: every member's own count of steps
+        # For state that a step is about to make, by segment, name and dtype.
+        self._rooms: dict[tuple[int, str, torch.dtype], Tensor] = {}
         if optimizer.state:
             self._scatter_state()
         self._remember()
@@ -152,6 +154,26 @@ class FlatStepper:
     def prepare(self, missing: Sequence[int]) -> None:  # noqa: ARG002 - `open_stepper` sees to it
         for piece in self._pieces:
             piece.copy_options(self._optimizer)
+        self._reserve_state()
+
+    def _reserve_state(self) -> None:
+        """Take the memory for state that the coming step makes: after it nothing is refused."""
+        pieces = [self._pieces[part] for part in self._own]
+        if not any(piece.lacks_state() for piece in pieces):
+            return
+        for place, segment in enumerate(self._flat.segments):
+            for piece in pieces:
+                for key, dtype in piece.state_to_come(segment).items():
+                    if (place, key, dtype) not in self._rooms:
+                        room = self._allocate(segment.values.numel(), dtype, segment.values.device)
+                        self._rooms[place, key, dtype] = room
+
+    def _room(self, segment: Segment, key: str, dtype: torch.dtype) -> Tensor:
+        """Return the memory that was taken for this state."""
+        room = self._rooms.pop((self._flat.segments.index(segment), key, dtype), None)
+        if room is None:
+            room = self._allocate(segment.values.numel(), dtype, segment.values.device)
+        return room
 
     def step_part(self, part: int) -> None:
         self._pieces[self._own[part]].step()
@@ -219,7 +241,7 @@ class FlatStepper:
             for key in list(parts[0][1]) if parts else ():
                 value = parts[0][1][key]
                 if isinstance(value, Tensor) and key != STEP:
-                    whole = self._allocate(segment.values.numel(), value.dtype, value.device)
+                    whole = self._room(segment, key, value.dtype)
                     for where, state in parts:
                         whole[where.start : where.stop] = state[key]
                     value = whole
@@ -324,6 +346,29 @@ class _PieceOptimizer:
             options.get("momentum") and state.get("momentum_buffer") is None
             for (_, options), (_, state) in zip(self.options(), self.everything(), strict=True)
         )
+
+    def lacks_state(self) -> bool:
+        """Tell whether the next step makes state that is not there."""
+        if type(self._optimizer) is SGD:
+            return self.lacks_momentum()
+        return any(not state for _, state in self.everything())
+
+    def state_to_come(self, segment: Segment) -> dict[str, torch.dtype]:
+        """Return which state of ``segment`` there is here after the next step, and its dtypes.
+
+        A step on one element shows what an optimizer of this class, with these options, makes.
+        """
+        if self._optimizer is None:
+            return {}
+        for (each, _), group in zip(self._ranges, self._optimizer.param_groups, strict=True):
+            if each.segment is segment:
+                one = nn.Parameter(each.values.new_zeros(1))
+                one.grad = torch.zeros_like(one)
+                trial = type(self._optimizer)([{**group, "params": [one]}])  # type: ignore[call-arg]
+                trial.step()
+                state = trial.state[one].items()
+                return {k: v.dtype for k, v in state if isinstance(v, Tensor) and k != STEP}
+        return {}
 
     def everything(self) -> list[tuple[Range, dict[str, Any]]]:
         """Return all ranges with their state."""

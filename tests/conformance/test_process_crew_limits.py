@@ -1,0 +1,105 @@
+"""A process crew where the system gives no more: memory, room in a folder, processes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+
+import phalanx
+from phalanx.errors import OutOfSpace
+from phalanx.replicas.shelf import Shelf
+
+
+def adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    return AdamW(parameters, lr=1e-2)
+
+
+def sgd(parameters: list[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def adagrad(parameters: list[nn.Parameter]) -> Optimizer:
+    return Adagrad(parameters, lr=1e-2)
+
+
+def make(crew: str, optimizer: Any) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2000, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    options: dict[str, Any] = {"replicas": 2, "crew": crew, "microbatches": 3}
+    return phalanx.Trainer(net, nn.functional.mse_loss, optimizer, **options)
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    """Rows that travel through shared memory."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(7, 2000, generator=draw), torch.randn(7, 3, generator=draw)
+
+
+def everything(trainer: Any) -> list[Tensor]:
+    states = trainer.optimizer.state_dict()["state"].values()
+    moments = [value for state in states for value in state.values() if value is not None]
+    return [each.detach().clone() for each in [*trainer.module.state_dict().values(), *moments]]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def size_of_shelf(trainer: Any) -> int:
+    return 0 if trainer._engine is None else len(trainer._engine.crew.shelf)
+
+
+class Ration:
+    """How many more times a shelf gives out memory."""
+
+    left: float = math.inf
+
+
+@pytest.fixture
+def ration(monkeypatch: pytest.MonkeyPatch) -> Ration:
+    ration = Ration()
+    allocate = Shelf.allocate
+
+    def give(self: Shelf, *wanted: Any) -> Tensor:
+        if ration.left <= 0:
+            raise OutOfSpace("There must be more bytes free.")
+        ration.left -= 1
+        return allocate(self, *wanted)
+
+    monkeypatch.setattr(Shelf, "allocate", give)
+    return ration
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd, adagrad])
+def test_memory_that_ends_anywhere_in_a_first_step_refuses_it_whole(
+    optimizer: Any, ration: Ration
+) -> None:
+    batch = make_batch()
+    with make("threads", optimizer) as trainer:
+        for _ in range(3):
+            trainer.step(batch)
+        expected = everything(trainer)
+    with make("processes", optimizer) as trainer:
+        before = everything(trainer)
+        refused, allocations = 0, 0
+        while trainer.steps == 0:
+            size = size_of_shelf(trainer)
+            ration.left = allocations
+            try:
+                trainer.step(batch)
+            except OutOfSpace:
+                refused += 1
+                assert trainer.steps == 0
+                assert same(everything(trainer), before)
+                # What was given out is kept: the next one is refused first, too.
+                allocations = 0 if size_of_shelf(trainer) > size else allocations + 1
+        ration.left = math.inf
+        assert refused > 5  # parameters, gradients, a slot, the module; rows, more slots, state
+        trainer.step(batch)
+        trainer.step(batch)
+        assert same(everything(trainer), expected)
