@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -11,8 +13,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import phalanx
-from phalanx.errors import OutOfSpace
+from phalanx.errors import OutOfSpace, PeerLost
+from phalanx.replicas import process_crew
 from phalanx.replicas.shelf import Shelf
+from phalanx.replicas.worker_process import WorkerProcess
+
+PATIENCE_S = 60.0
 
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
@@ -103,3 +109,28 @@ def test_memory_that_ends_anywhere_in_a_first_step_refuses_it_whole(
         trainer.step(batch)
         trainer.step(batch)
         assert same(everything(trainer), expected)
+
+
+def test_workers_that_did_start_are_gone_when_another_did_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[WorkerProcess] = []
+    is_started = threading.Event()
+
+    def start(index: int, *details: Any) -> WorkerProcess:
+        if index == 1:
+            assert is_started.wait(PATIENCE_S)
+            raise PeerLost("Worker 1 must be started as a process, but is not.", 1)
+        started.append(WorkerProcess(index, *details))
+        is_started.set()
+        return started[0]
+
+    with make("processes", adamw) as trainer:
+        with monkeypatch.context() as patch:
+            patch.setattr(process_crew, "WorkerProcess", start)
+            with pytest.raises(PeerLost, match="Worker 1"):
+                trainer.step(make_batch())
+        with pytest.raises(ProcessLookupError):
+            os.kill(started[0].pid, 0)
+        trainer.step(make_batch())
+        assert trainer.steps == 1

@@ -138,11 +138,11 @@ class ProcessCrew(Crew):
             self._pointers = [parameter.data_ptr() for parameter in self.parameters]
             self._mirrored = Mirrored(source, shelf)
             self._slots = Slots(self.parameters, shelf)
-            module = self._packed_module()
-            self._birth = self._shelved(
-                Birth(module, self._mirrored.places, self._slots.layout, rules, steps)
-            )
-            self._workers.extend(self._team.each(self._launch))
+            places, layout = self._mirrored.places, self._slots.layout
+            self._birth = self._shelved(Birth(self._packed_module(), places, layout, rules, steps))
+            # Noted one by one: where another does not start, these are dismissed.
+            self._team.each(lambda index: self._workers.append(self._launch(index)))
+            self._workers.sort(key=lambda worker: worker.index)
             self._team.each(self._await_first)
         except BaseException:
             self.close()
