@@ -39,10 +39,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from phalanx.errors import ConfigError, PeerTimeout, StateError
+from phalanx.errors import ConfigError, OutOfSpace, PeerTimeout, StateError
 from phalanx.memory.forks import forget_in_child
 from phalanx.memory.holders import Holder, describe_holders, find_holders
-from phalanx.memory.region import Region
+from phalanx.memory.region import Region, telling_of_descriptors
 from phalanx.memory.waiting import Waiting
 
 __all__ = ["LockFile", "RangeLock"]
@@ -64,6 +64,7 @@ class LockFile:
 
     Raises:
         ConfigError: It cannot be opened anew.
+        OutOfSpace: There is no descriptor left.
 
     Example:
         >>> with LockFile(Region.create(4096)) as file:
@@ -79,7 +80,10 @@ class LockFile:
         self.rank_of = rank_of
         fd = file if isinstance(file, int) else file.fd
         try:
-            self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            with telling_of_descriptors(f"locks on {file!r}"):
+                self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OutOfSpace:
+            raise
         except OSError as exc:
             raise ConfigError(
                 f"`file` must be a file that can be opened anew through /proc, but is {file!r} "

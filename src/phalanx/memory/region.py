@@ -16,6 +16,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import socket
 import stat
 import struct
@@ -35,14 +36,14 @@ from phalanx.errors import ConfigError, OutOfSpace, PeerLost, PeerTimeout, State
 from phalanx.memory.flat import ALIGN_BYTES
 from phalanx.memory.room import available_memory_bytes
 
-__all__ = ["Region", "reserve"]
+__all__ = ["NO_DESCRIPTOR", "Region", "reserve", "telling_of_descriptors"]
 
 # What precedes a descriptor on a connection: a word that multiprocessing never sends (it would be
 # the prefix of a message of negative length, at which its `recv` gives up), and the size.
 _PARCEL = struct.Struct("<8sQ")
 _PARCEL_MAGIC = b"\xffphlxRgn"
 _SMALL_BYTES = 1 << 20  # not worth the half millisecond of asking how much memory is left
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
@@ -94,7 +95,7 @@ class Region:
         """
         if type(nbytes) is not int or nbytes < 1:
             raise ConfigError(f"`nbytes` must be a positive integer, but is {nbytes!r}.")
-        with _telling_of_descriptors(label):
+        with telling_of_descriptors(f"region {label!r}"):
             fd = _anonymous(nbytes, label) if memory_dir is None else _nameless(Path(memory_dir))
             try:
                 reserve(fd, nbytes, label, memory_dir)
@@ -319,14 +320,15 @@ def _anonymous(nbytes: int, label: str) -> int:
 
 
 @contextlib.contextmanager
-def _telling_of_descriptors(label: str) -> Iterator[None]:
+def telling_of_descriptors(what: str) -> Iterator[None]:
+    """Raise `OutOfSpace` where the body finds no descriptor left for ``what``."""
     try:
         yield
     except OSError as exc:
-        if exc.errno not in _NO_DESCRIPTOR:
+        if exc.errno not in NO_DESCRIPTOR:
             raise
         raise OutOfSpace(
-            f"There must be file descriptors left for region {label!r}, but there are none "
+            f"There must be file descriptors left for {what}, but there are none "
             f"({exc.strerror}). Raise their limit (`ulimit -n`)."
         ) from exc
 
@@ -336,7 +338,7 @@ def _nameless(memory_dir: Path) -> int:
         with tempfile.TemporaryFile(dir=memory_dir) as file:
             return os.dup(file.fileno())
     except OSError as exc:
-        if exc.errno in _NO_DESCRIPTOR:
+        if exc.errno in NO_DESCRIPTOR:
             raise
         if exc.errno in _NO_SPACE:
             raise _out_of_space(None, 0, "region", memory_dir) from exc
@@ -363,6 +365,14 @@ def reserve(fd: int, nbytes: int, label: str, directory: Path | str | None) -> N
     except OSError as exc:
         if exc.errno not in _NO_SPACE:
             raise
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if exc.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
+            raise OutOfSpace(
+                f"Region {label!r} must be allowed a file of {nbytes} bytes, but this process may "
+                f"write at most {limit} to one. Raise that limit (`ulimit -f`).",
+                nbytes,
+                limit,
+            ) from exc
         if directory is None:
             available = available_memory_bytes()
         else:

@@ -31,7 +31,7 @@ from typing import NoReturn
 from phalanx.errors import ConfigError, OutOfSpace, PeerTimeout, StateError
 from phalanx.memory.flat import ALIGN_BYTES
 from phalanx.memory.forks import forget_in_child
-from phalanx.memory.region import Region, reserve
+from phalanx.memory.region import NO_DESCRIPTOR, Region, reserve, telling_of_descriptors
 from phalanx.memory.waiting import Waiting
 
 __all__ = ["RunDirectory"]
@@ -87,14 +87,17 @@ class RunDirectory:
         Raises:
             ConfigError: The name is none, or the directory cannot be trusted: it is a link,
                 another user's, or open to others.
-            OutOfSpace: ``base`` is full.
+            OutOfSpace: ``base`` is full, or there is no descriptor left.
         """
         path = Path(base) / f"{_prefix()}{_checked(name, 'name')}"
-        cls.sweep(base=base)
+        what = f"run directory {str(path)!r}"
+        with telling_of_descriptors(what):
+            cls.sweep(base=base)
         waiting = Waiting(_OPEN_S)
         while True:
             _make_directory(path)
-            opened = _open_and_lock(path)
+            with telling_of_descriptors(what):
+                opened = _open_and_lock(path)
             if opened is not None:
                 return cls(path, *opened)
             if waiting.over():
@@ -132,16 +135,19 @@ class RunDirectory:
 
         Raises:
             ConfigError: There is such a region of another size, or a file that is no region.
-            StateError: It is not there and ``create`` is False; or this membership has ended.
-            OutOfSpace: There is not so much room.
+            StateError: It is not there and ``create`` is False; this membership has ended; or the
+                directory was removed.
+            OutOfSpace: There is not so much room, or no descriptor left.
         """
         self._check_open()
         _checked(name, "name")
         if type(nbytes) is not int or nbytes < 1:
             raise ConfigError(f"`nbytes` must be a positive integer, but is {nbytes!r}.")
-        region = self._existing(name, nbytes)
-        if region is None and create:
-            region = self._new(name, nbytes) or self._existing(name, nbytes)
+        with telling_of_descriptors(f"region {name!r}"):
+            region = self._existing(name, nbytes)
+            if region is None and create:
+                self._check_there()
+                region = self._new(name, nbytes) or self._existing(name, nbytes)
         if region is None:
             raise StateError(
                 f"Region {name!r} must be made by a member of the run first, but is not there."
@@ -168,6 +174,14 @@ class RunDirectory:
                 "After a fork, call `RunDirectory.join` again."
             )
 
+    def _check_there(self) -> None:
+        if not _leads_to(self.path, self._directory_fd):
+            raise StateError(
+                f"Run directory {str(self.path)!r} must stay until its last member has left, but "
+                "was removed. What is open stays usable; for anything new, let all members leave, "
+                "and join again."
+            )
+
     def _existing(self, name: str, nbytes: int) -> Region | None:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
@@ -175,6 +189,8 @@ class RunDirectory:
         except FileNotFoundError:
             return None
         except OSError as exc:
+            if exc.errno in NO_DESCRIPTOR:
+                raise
             raise ConfigError(
                 f"Region {name!r} must be a file of ours, but is not ({exc.strerror})."
             ) from exc
@@ -221,6 +237,9 @@ class RunDirectory:
             alone = _try_lock(members_fd, fcntl.LOCK_EX)
             if alone and _is_current(self.path, directory_fd, members_fd):
                 _remove(self.path, directory_fd)
+        except OSError as exc:
+            if exc.errno not in NO_DESCRIPTOR:  # without one, it is left for the next `sweep`
+                raise
         finally:
             os.close(members_fd)
             os.close(directory_fd)
@@ -268,6 +287,8 @@ def _make_directory(path: Path) -> None:
 
 
 def _refuse_base(base: Path, exc: OSError) -> NoReturn:
+    if exc.errno in NO_DESCRIPTOR:
+        raise exc
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
         raise OutOfSpace(
             f"There must be room in {str(base)!r}, but it is full. Make room there, or give "
@@ -355,7 +376,7 @@ def _open_members(path: Path, directory_fd: int) -> int | None:
     except FileNotFoundError:  # the directory itself was removed
         return None
     except OSError as exc:
-        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT, *NO_DESCRIPTOR):
             _refuse_base(path.parent, exc)
         raise _untrusted(path, f"its `{_MEMBERS}`: {exc.strerror}") from exc
 

@@ -216,6 +216,18 @@ def test_too_few_descriptors_are_told(directory, left):
     assert open_files() == before
 
 
+def test_the_limit_of_a_files_size_is_told():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = open_files()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OutOfSpace, match=r"file of 4096 bytes.*at most 1000.*`ulimit -f`"):
+            Region.create(4096)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert open_files() == before
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path):
     before = open_files()
     with pytest.raises(ConfigError, match=r"`memory_dir` must be a folder .*No such file"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import stat
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import ConfigError, OutOfSpace, StateError
 from phalanx.memory import RunDirectory, run_directory
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -419,3 +420,42 @@ def test_another_size_or_version_is_named(tmp_path):
         path.write_bytes(data)
         with pytest.raises(ConfigError, match="must be of version 1, but is of version 2"):
             run.open_region("w", 100)
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_too_few_descriptors_are_told(tmp_path, left):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = os.listdir("/proc/self/fd")
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    gaps = [os.open(os.devnull, os.O_RDONLY) for _ in range(max(map(int, before)) - lowest + 1)]
+    run = None
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(gaps) + 1 + left, limits[1]))
+        with pytest.raises(OutOfSpace, match=r"descriptors left for r.*`ulimit -n`"):  # noqa: PT012
+            run = RunDirectory.join("a", base=tmp_path)  # takes two
+            run.open_region("w", 64)  # takes one, and until Python 3.13 its mapping another
+            held = [run.open_region("v", 64)]
+            held.append(run.open_region("u", 64))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in gaps:
+            os.close(fd)
+        if run is not None:
+            run.close()
+    with RunDirectory.join("a", base=tmp_path) as run:
+        run.open_region("w", 64).close()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_directory_that_was_removed_is_told_and_what_is_open_stays(tmp_path):
+    with RunDirectory.join("a", base=tmp_path) as run:
+        region = run.open_region("w", 64)
+        shutil.rmtree(run.path)
+        with pytest.raises(StateError, match=r"must stay until its last member .* was removed"):
+            run.open_region("v", 64)
+        region.buffer[0] = 7
+        assert region.buffer[0] == 7
+        region.close()
+    with RunDirectory.join("a", base=tmp_path) as run:
+        run.open_region("v", 64).close()

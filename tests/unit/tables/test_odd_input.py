@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import resource
 from functools import partial
 
 import pytest
@@ -10,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from phalanx import tables
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, OutOfSpace
 from phalanx.tables.joining import read_ticket
 
 NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
@@ -180,3 +183,20 @@ def test_names_of_another_kind_are_refused():
                 world.barrier(name)
     with pytest.raises(ConfigError, match="`LOCAL_WORLD_SIZE` must be a number"):
         read_ticket(None, None, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "x"})
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_a_run_for_which_no_descriptors_are_left_is_told_and_can_be_joined_later(left: int) -> None:
+    name = f"few-{os.getpid()}-{left}"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(fd) for fd in os.listdir("/proc/self/fd")}
+    unused = (fd for fd in itertools.count() if fd not in used)
+    most = next(itertools.islice(unused, left, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        with pytest.raises(OutOfSpace, match=r"file descriptors left for .*`ulimit -n`"):
+            tables.join(name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with tables.join(name) as world:
+        assert world.num_workers == 1
