@@ -82,14 +82,14 @@ def test_a_killed_parent_leaves_no_worker_and_no_shared_file(
     assert wait([script.stdout], DEADLINE_S), "the script did not train"
     first, second, third = map(int, script.stdout.readline().split())
     files = shared_files({script.pid, first, second, third})
-    os.kill(second, signal.SIGSTOP)
     born_before = children(script.pid)
-    os.kill(first, signal.SIGKILL)
+    os.kill(first, signal.SIGKILL)  # if it was idle, the next step finds out
     watched = os.pidfd_open(script.pid)
     deadline_s = time.monotonic() + DEADLINE_S
     while not (born := children(script.pid) - born_before):
         assert not wait([watched], 0.01), "the script has ended"
         assert time.monotonic() < deadline_s, "no replacement was started"
+    os.kill(second, signal.SIGSTOP)
     workers = (second, third, *born)
     fds = [os.pidfd_open(pid) for pid in workers]
 

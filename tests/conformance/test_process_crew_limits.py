@@ -19,6 +19,7 @@ from phalanx.replicas.shelf import Shelf
 from phalanx.replicas.worker_process import WorkerProcess
 
 PATIENCE_S = 60.0
+MOST_REFUSED = 100  # a first step asks for some twenty regions
 
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
@@ -94,6 +95,7 @@ def test_memory_that_ends_anywhere_in_a_first_step_refuses_it_whole(
         before = everything(trainer)
         refused, allocations = 0, 0
         while trainer.steps == 0:
+            assert refused < MOST_REFUSED, "it asks for memory again and again"
             size = size_of_shelf(trainer)
             ration.left = allocations
             try:
