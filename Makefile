@@ -19,7 +19,7 @@ RANK_KILLS ?= 300
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-COMPILED := $(wildcard src/phalanx/memory/*.[ch])
+COMPILED := $(wildcard src/phalanx/memory/*.[ch] src/phalanx/world/*.[ch])
 
 # The stamp holds the folder it was made in: scripts in a virtual environment name their interpreter
 # by absolute path, so one that came here with a copied tree is made again.
