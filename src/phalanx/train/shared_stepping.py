@@ -54,8 +54,9 @@ class SharedStepper(FlatStepper):
         }
         if any(piece.lacks_momentum() for piece in self._pieces):
             self._slices = []  # this process makes it: what a worker makes, nobody else sees
-        elif self._has_state and self._is_worth_sending and not self._slices:
-            self._slices = [self._plan(part) for part in range(len(self._pieces))]
+        elif self._has_state and self._is_worth_sending:
+            for part in range(len(self._slices), len(self._pieces)):
+                self._slices.append(self._plan(part))  # kept, should there be no room for the next
 
     def step_part(self, part: int) -> None:
         if not self._slices:

@@ -190,8 +190,8 @@ def plan_slice(
             ranges.append(place)
     rows = max((1 + len(block.state) for block in blocks), default=0)
     largest = max((_nbytes(block.values) for block in blocks), default=0)
-    record = shelf.allocate_like([torch.empty(largest, dtype=torch.uint8)] * rows)
-    progress = shelf.allocate(2, torch.int64, torch.device("cpu"))
+    row, counts = torch.empty(largest, dtype=torch.uint8), torch.empty(2, dtype=torch.int64)
+    *record, progress = shelf.allocate_like([row] * rows + [counts])
     plan = SlicePlan(
         kind=kind,
         blocks=tuple(blocks),
