@@ -10,15 +10,18 @@ import pytest
 from tests.chaos.course import Course, differing, make_blocks_small
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def small_blocks() -> Iterator[None]:
-    """Let workers step slices of tiny models too, in several blocks."""
+    """Let workers step slices of tiny models too, in several blocks.
+
+    Not for the package: without an `__init__.py` pytest takes that for the whole run.
+    """
     with pytest.MonkeyPatch.context() as patch:
         make_blocks_small(patch)
         yield
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def _running(small_blocks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
     with Course(tmp_path_factory.mktemp("orders"), replicas=3) as running:
         running.warm_up()

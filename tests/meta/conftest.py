@@ -7,6 +7,6 @@ import pytest
 from tests.meta.source import Module, read_house
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def house() -> list[Module]:
     return read_house()

@@ -79,3 +79,10 @@ def test_a_gpu_test_is_skipped_where_there_is_none(pytester):
     pytester.makepyfile(INNER_TESTS)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-m", "gpu", timeout=120)
     result.assert_outcomes(skipped=1, deselected=6)
+
+
+def test_no_fixture_lasts_to_the_end_of_the_run_in_the_name_of_a_package():
+    """Folders of tests have no `__init__.py`, and pytest ends such a fixture with the session."""
+    files = (ROOT / "tests").rglob("*.py")
+    scoped = [path for path in files if 'scope="' + 'package"' in path.read_text(encoding="utf-8")]
+    assert scoped == []
