@@ -158,6 +158,7 @@ class Session:
         self.history = History()
         self.stragglers = Stragglers()
         self._stopping = False
+        self._saved_steps = 0
         is_fixed = parse_replicas(job.options.replicas) != "auto"
         self._is_formed = is_fixed or job.formation is not None
         self._exits = contextlib.ExitStack()
@@ -233,7 +234,11 @@ class Session:
     def _train(self) -> None:
         self._write_config()
         while self.trainer.epochs < self.options.epochs and not self._stopping:
-            self.trainer.fit(self.data.train, epochs=1, validate=self.data.test)
+            try:
+                self.trainer.fit(self.data.train, epochs=1, validate=self.data.test)
+            except Exception as error:  # it ends the run, but not the steps that were done
+                self._save_before(error)
+                raise
             if self.trainer.steps:
                 self._save()
 
@@ -243,6 +248,19 @@ class Session:
         self._write_metrics()
         self._write_config()
         self.trainer.save(self.folder.checkpoint_path)
+        self._saved_steps = self.trainer.steps
+
+    def _save_before(self, error: Exception) -> None:
+        """Save what was done before a step that was refused, and add to ``error`` how to go on."""
+        steps = self.trainer.steps
+        if steps == self._saved_steps:
+            return
+        try:
+            self._save()
+        except (PhalanxError, OSError) as failure:
+            error.add_note(f"What came after step {self._saved_steps} is not saved: {failure}")
+        else:
+            error.add_note(f"Saved after step {steps}. Go on with:\n  {self._resuming_command()}")
 
     def _conclude(self, seconds: float) -> bool:
         """Write what the run leaves behind, and say what it came to."""
@@ -300,7 +318,7 @@ class Session:
     def _go_on(self) -> None:
         """Put the trainer and the history where the run was left."""
         self.trainer.resume(self.folder.checkpoint_path)
-        done = self.trainer.epochs
+        self._saved_steps, done = self.trainer.steps, self.trainer.epochs
         if done >= self.options.epochs and self.folder.model_path.exists():
             raise ConfigError(
                 f"`--epochs` must be more than the {done} that the run in {self.folder.path} has "
@@ -364,11 +382,13 @@ class Session:
         return ""
 
     def _describe_interruption(self) -> str:
-        command = shlex.join(["phalanx", "train", "--resume", str(self.folder.path)])
         return (
             f"Stopped after step {self.trainer.steps}, in epoch {self.trainer.epochs + 1} of "
-            f"{self.options.epochs}. Go on with:\n  {command}"
+            f"{self.options.epochs}. Go on with:\n  {self._resuming_command()}"
         )
+
+    def _resuming_command(self) -> str:
+        return shlex.join(["phalanx", "train", "--resume", str(self.folder.path)])
 
     def _draw_summary(self, seconds: float) -> Any:
         return draw_summary(

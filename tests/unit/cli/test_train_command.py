@@ -59,6 +59,19 @@ class Interrupted(Net):
             os.kill(os.getpid(), int(signals.read_text()))
         return super().forward(x)
 
+class Failing(Net):
+    num_calls = 0
+
+    def forward(self, x):
+        Failing.num_calls += 1
+        fault = pathlib.Path("fault")
+        outputs = super().forward(x)
+        if Failing.num_calls == 100 and fault.exists():
+            if fault.read_text() == "full":
+                pathlib.Path("failed/checkpoint").write_text("where a folder should be")
+            outputs = outputs * {"nan": float("nan")}[fault.read_text()]
+        return outputs
+
 class Unequal(Net):
     """A row takes replica 1 three times as long, by a clock for each thread that is no real one."""
     clock = {}
@@ -262,6 +275,36 @@ def test_a_stopped_training_goes_on_to_the_same_bits_on_other_replicas(phalanx, 
         else:
             assert one["train"]["loss"] == other["train"]["loss"]
             assert one["validation"] == other["validation"]
+
+
+@pytest.mark.parametrize(("fault", "returned"), [("nan", 2), ("another", 1)])
+def test_what_was_done_before_a_step_that_failed_is_saved(phalanx, fault, returned):
+    words = ("--model", "own_code:Failing", "--microbatches", "3", "--batch-size", "25")
+    words += ("--seed", "5", "--epochs", "1")
+    Path("fault").write_text(fault)  # the model's, in the middle of step 34
+    process = spawn("train", *words, "--replicas", "1", "--out", "failed")
+    said, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == returned, said
+    assert "Saved after step 33. Go on with:" in said
+    assert "phalanx train --resume failed" in said
+    assert ("KeyError: 'another'" in said) == (returned == 1)
+    Path("fault").unlink()
+
+    code, _, err = phalanx("train", "--resume", "failed", "--replicas", 2)
+    assert (code, err) == (0, "")
+    phalanx("train", *words, "--replicas", 2, "--out", "twin")
+    failed, twin = load_file("failed/model.safetensors"), load_file("twin/model.safetensors")
+    assert all(torch.equal(failed[name], twin[name]) for name in twin)
+
+
+def test_what_cannot_be_saved_before_a_step_that_failed_is_told(phalanx):
+    Path("fault").write_text("full")
+    words = ("--model", "own_code:Failing", "--microbatches", "3", "--batch-size", "25")
+    process = spawn("train", *words, "--replicas", "1", "--out", "failed")
+    said, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1, said
+    assert "KeyError: 'full'\n" in said
+    assert "What came after step 0 is not saved: " in said
 
 
 def test_a_hanging_step_can_be_left_by_another_signal():
