@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,50 @@ def changed(name: str) -> Iterator[None]:
         yield
     finally:
         write(before)
+
+
+class Waiting(nn.Linear):
+    """Says whose it is, and waits for a word, from its second pass on."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(5, 3)
+        self.folder = folder
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        if self.passes > 1:
+            (self.folder / "who").write_text(str(os.getpid()))
+            assert wait([(self.folder / "word").open("rb", buffering=0)], PATIENCE_S)
+        return super().forward(x)
+
+
+def test_a_worker_that_dies_with_nothing_to_do_is_replaced_while_another_computes(
+    tmp_path: Path,
+) -> None:
+    for name in ("who", "word"):
+        os.mkfifo(tmp_path / name)
+    lost: list[phalanx.WorkerLost] = []
+    with make(Waiting(tmp_path), microbatches=1, on_failure=lost.append) as trainer:
+        trainer.step(batch())
+
+        def kill_the_other() -> list[int]:
+            before = trainer._engine.worker_pids
+            computing = int((tmp_path / "who").read_text())
+            (idle,) = (pid for pid in before if pid != computing)
+            os.kill(idle, signal.SIGKILL)
+            deadline_s = time.monotonic() + PATIENCE_S / 2
+            while trainer._engine.worker_pids == before and time.monotonic() < deadline_s:
+                threading.Event().wait(0.005)
+            now = list(trainer._engine.worker_pids)
+            (tmp_path / "word").write_text("go on")
+            return now if now != list(before) else []
+
+        with ThreadPoolExecutor(1) as killer:
+            replaced = killer.submit(kill_the_other)
+            trainer.step(batch())
+            assert replaced.result(PATIENCE_S), "nobody missed it"
+        assert [(each.step, each.microbatch) for each in lost] == [(2, None)]
 
 
 def test_workers_compute_under_the_settings_of_the_process_that_has_them() -> None:

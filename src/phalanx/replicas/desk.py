@@ -29,17 +29,22 @@ class Desk:
         """Whether everything is done, or something failed."""
         return self._left == 0 or self._job.failed
 
-    def take(self, replica: int) -> int | None:
-        """Return the next microbatch; wait while others might still bring one back."""
+    def take(self, replica: int, timeout_s: float) -> int | None:
+        """Return the next microbatch; wait a while, as others might still bring one back."""
         with self._changed:
-            while not self.over:
-                microbatch = self._job.take(replica)
-                if microbatch is None and self._returned and self._active[replica]:
-                    microbatch = self._returned.pop(0)
-                if microbatch is not None:
-                    return microbatch
-                self._changed.wait()
-        return None
+            microbatch = self._take(replica)
+            if microbatch is None and not self.over:
+                self._changed.wait(timeout_s)
+                microbatch = self._take(replica)
+        return microbatch
+
+    def _take(self, replica: int) -> int | None:
+        if self.over:
+            return None
+        microbatch = self._job.take(replica)
+        if microbatch is None and self._returned and self._active[replica]:
+            microbatch = self._returned.pop(0)
+        return microbatch
 
     def give_back(self, microbatch: int) -> None:
         """Let another one compute it."""

@@ -49,7 +49,7 @@ from phalanx.replicas.worker_process import START_S, Lost, WorkerProcess, dismis
 
 __all__ = ["Portion", "ProcessCrew", "check_shareable"]
 
-_LOOK_S = 0.02  # how often a thread without a worker looks whether the run is over
+_LOOK_S = 0.02  # how often a thread whose worker has nothing to do looks how all is
 _CPU = torch.device("cpu")
 
 
@@ -259,9 +259,9 @@ class ProcessCrew(Crew):
         except Lost as lost:
             if lost.own_doing:
                 raise PeerLost(
-                    f"Worker {index} must start, but {lost.reason} before it was ready; its own "
-                    "output says why. A script must start its work under `if __name__ == "
-                    "'__main__':`.",
+                    f"Worker {index} must start, but {lost.reason} before it was ready. Its own "
+                    "output says why; most often a script starts its work outside of `if __name__ "
+                    "== '__main__':`.",
                     index,
                 ) from None
             self._replace(index, lost, None)
@@ -369,9 +369,9 @@ class ProcessCrew(Crew):
                 if parcel is None:
                     if not self._is_ready(index, run):
                         continue
-                    microbatch = run.desk.take(index)
+                    microbatch = run.desk.take(index, _LOOK_S)
                     if microbatch is None:
-                        return
+                        continue
                     parcel = self._prepare(index, microbatch, run)
                 try:
                     self._compute(index, parcel, run)
@@ -387,6 +387,7 @@ class ProcessCrew(Crew):
         worker = self._workers[index]
         try:
             if worker.poll_ready(0.0):
+                worker.check_alive()
                 return True
             run.desk.leave_to_others(index)
             if worker.poll_ready(_LOOK_S):

@@ -163,6 +163,15 @@ class WorkerProcess:
             self.ready = True
         return self.ready
 
+    def check_alive(self) -> None:
+        """See that it is there; to be called when nothing was asked of it.
+
+        Raises:
+            Lost: It ended.
+        """
+        if self._wait(0.0):
+            raise self._gone()
+
     def check_start(self) -> None:
         """See that it does not take longer than `START_S` until it is ready.
 
