@@ -103,7 +103,7 @@ def read_first_row(given: object, spec: TableSpec) -> FirstRow:
     if given is None or (isinstance(given, int | float) and not isinstance(given, bool)):
         if isinstance(given, float) and not spec.dtype.is_floating_point:
             raise ConfigError(f"`init` must be an integer for {spec.dtype}, but is {given!r}.")
-        row = read_number(given or 0, spec, "init").expand(1, spec.cols).clone()
+        row = read_number(given or 0, spec, "init").view(1, 1)
     elif isinstance(given, Tensor | np.ndarray):
         row = read_delta(given[None], spec, 1, "init").clone()
     elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
@@ -117,7 +117,7 @@ def read_first_row(given: object, spec: TableSpec) -> FirstRow:
         raise ConfigError(
             f"`init` must be finite for table {spec.name!r}, but holds NaN or infinity."
         )
-    return row
+    return row.expand(1, spec.cols)  # a number takes no memory here, for as many as that may be
 
 
 class FirstRows:

@@ -77,9 +77,12 @@ class TableSpec:
             shown = "size" if self.is_array and field == "rows" else field
             if type(value) is not int or value < low:
                 raise ConfigError(f"`{shown}` must be an integer from {low} on, but is {value!r}.")
-        if self.rows * self.cols > _MAX_ELEMENTS:
+        if max(self.rows, self.capacity) * self.cols > _MAX_ELEMENTS:
+            told = (
+                f"{self.capacity} rows of {self.cols}" if self.has_keys else f"shape {self.shape}"
+            )
             raise ConfigError(
-                f"A table must have at most {_MAX_ELEMENTS} elements, but has shape {self.shape}."
+                f"A table must have at most {_MAX_ELEMENTS} elements, but has {told}."
             )
         if self.num_shards > MAX_SHARDS:
             raise ConfigError(

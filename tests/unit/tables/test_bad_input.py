@@ -171,6 +171,23 @@ def test_a_table_that_does_not_fit_is_refused_and_its_name_stays_free():
         assert world.matrix(2, 2, name="t").get().sum() == 0
 
 
+@pytest.mark.parametrize(
+    ("make", "refused", "told"),
+    [
+        (lambda world: world.matrix(2**40, 2**40), ConfigError, "has shape"),
+        (lambda world: world.keys(2**40), ConfigError, f"has 1024 rows of {2**40}"),
+        (lambda world: world.keys(2**36, capacity=1), OutOfSpace, "must"),
+        (lambda world: world.keys(2**36, capacity=1, init=0.5), OutOfSpace, "must"),
+    ],
+)
+def test_a_table_that_no_memory_holds_is_refused_before_it_is_made(make, refused, told):
+    with tables.join() as world:
+        with pytest.raises(refused, match=told):
+            make(world)
+        table = world.keys(3, init=0.5)
+        assert table.get([7]).tolist() == [[0.5] * 3]
+
+
 def test_nonfinite_adds_are_left_out_or_taken_as_the_table_says():
     with tables.join() as world:
         skips = world.array(2, nonfinite="skip")
