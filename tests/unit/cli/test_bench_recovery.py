@@ -85,7 +85,8 @@ def test_who_did_not_go_on_has_fewer_kills_than_asked():
 
 def test_the_record_holds_every_kill_and_verdict():
     results = [disturbed("processes", kill(), kill(running=0.9)), disturbed("torchrun")]
-    report = json.loads(as_json(results, {"x": "It fell."}, MACHINE, model="mlp", workers=2))
+    words = "It fell. It said last:\nTraceback, /somebody/s/own/path"
+    report = json.loads(as_json(results, {"x": words}, MACHINE, model="mlp", workers=2))
     assert report["schema"] == "phalanx.bench.recovery/1"
     assert (report["model"], report["workers"]) == ("mlp", 2)
     assert report["failures"] == {"x": "It fell."}

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.bench.machine import Machine
+from phalanx.cli.bench.record import headlines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -167,7 +168,7 @@ def as_json(
             }
             for cell in cells
         ],
-        "failures": dict(failures),
+        "failures": headlines(failures),
     }
     return json.dumps(report, indent=1, ensure_ascii=False) + "\n"
 

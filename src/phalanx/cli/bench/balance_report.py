@@ -15,6 +15,7 @@ from rich.text import Text
 
 from phalanx.cli.bench.arena import Outcome, Pace
 from phalanx.cli.bench.machine import Machine
+from phalanx.cli.bench.record import headlines
 from phalanx.cli.bench.slowed import SLOW, Account
 from phalanx.cli.bench.standings import Verdict
 
@@ -144,7 +145,7 @@ def as_json(contest: Contest, machine: Machine, pace: Pace) -> str:
         "slowdown": contest.slowdown,
         "seconds_per_row": contest.seconds_per_row,
         "contestants": {name: _as_dict(contest, name) for name in contest.outcome.seconds},
-        "failures": dict(contest.outcome.failures),
+        "failures": headlines(contest.outcome.failures),
     }
     return json.dumps(report, indent=1, ensure_ascii=False) + "\n"
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.bench.machine import Machine
+from phalanx.cli.bench.record import headlines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,7 +138,7 @@ def as_json(
             }
             for weight in weights
         ],
-        "failures": dict(failures),
+        "failures": headlines(failures),
     }
     return json.dumps(report, indent=1, ensure_ascii=False) + "\n"
 

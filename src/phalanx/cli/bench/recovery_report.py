@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.bench.machine import Machine
+from phalanx.cli.bench.record import headline, headlines
 
 __all__ = [
     "SCHEMA",
@@ -162,7 +163,7 @@ def as_json(
         "machine": asdict(machine),
         **settings,
         "contestants": {result.name: _as_dict(result) for result in results},
-        "failures": dict(failures),
+        "failures": headlines(failures),
     }
     return json.dumps(report, indent=1, ensure_ascii=False) + "\n"
 
@@ -173,7 +174,7 @@ def _as_dict(result: Disturbed) -> Mapping[str, Any]:
         "title": TITLES[result.name],
         "ordinary_median_s": result.median_s,
         "num_asked": result.num_asked,
-        "end": result.end,
+        "end": headline(result.end),
         "percentiles_s": {
             name: {
                 f"p{target.percent}": _percentile(result, name, target.percent)

@@ -15,6 +15,7 @@ from rich.text import Text
 from phalanx.cli.bench.arena import Outcome, Pace
 from phalanx.cli.bench.contestants import CONTESTANTS
 from phalanx.cli.bench.machine import Machine
+from phalanx.cli.bench.record import headlines
 from phalanx.cli.bench.standings import (
     BASELINES,
     Overhead,
@@ -208,7 +209,7 @@ def _model_as_dict(result: Result) -> Mapping[str, Any]:
             }
             for standing in result.standings
         },
-        "failures": dict(result.outcome.failures),
+        "failures": headlines(result.outcome.failures),
     }
 
 

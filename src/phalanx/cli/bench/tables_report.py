@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.bench.machine import Machine
+from phalanx.cli.bench.record import headlines
 from phalanx.cli.bench.table_standings import Verdict, flood_rows_per_s, gb_per_s, judge
 from phalanx.cli.bench.table_tasks import ARRAY_ELEMENTS, COLS, SIZES, Task
 
@@ -153,7 +154,7 @@ def as_json(results: Results, machine: Machine, **settings: Any) -> str:  # Any:
             for name, by_task in results.seconds.items()
         },
         "targets": [{**asdict(each), "met": each.met} for each in verdicts(results)],
-        "failures": dict(results.failures),
+        "failures": headlines(results.failures),
     }
     return json.dumps(report, indent=1, ensure_ascii=False) + "\n"
 
