@@ -194,8 +194,9 @@ class Session:
         """Finish the running step and then save; may be called from a signal's handler."""
         self._stopping = True
         self.trainer.stop()
-        # The signal may have come in the middle of a write to the same stream, which then refuses.
-        with contextlib.suppress(RuntimeError):
+        # The signal may have come in the middle of a write to the same stream, which then refuses,
+        # or because the terminal is gone.
+        with contextlib.suppress(RuntimeError, OSError):
             self.console.show_cursor(True)
             self.console.print("Finishing the step, then saving. Ctrl-C again stops at once.")
 

@@ -216,10 +216,11 @@ class Growth:
 
 
 class Interruption:
-    """Turns the first SIGINT or SIGTERM into a call of ``stop``; the second ends the process.
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a call of ``stop``; the next ends the run.
 
-    After the first, both signals have their default effect, which needs no Python to run: it works
-    in a step that never ends as well. What was there before is put back on exit.
+    After the first, the signals have their default effect, which needs no Python to run: it works
+    in a step that never ends as well. What was there before is put back on exit. A SIGHUP that is
+    ignored, as under `nohup`, stays so.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
@@ -228,8 +229,9 @@ class Interruption:
         self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._receive)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(

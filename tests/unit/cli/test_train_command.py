@@ -247,7 +247,7 @@ def test_a_loader_of_ones_own_may_have_no_length_and_no_test(phalanx):
 # --- stopping and going on ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_training_goes_on_to_the_same_bits_on_other_replicas(phalanx, number):
     words = ("--model", "own_code:Interrupted", "--microbatches", "3", "--batch-size", "25")
     words += ("--seed", "5", "--epochs", "2")
@@ -352,6 +352,15 @@ def test_a_finished_run_says_how_to_go_on(phalanx):
     code, _, err = phalanx("train", "--resume", "run")
     assert code == 2
     assert "`--epochs` must be more than the 1 that the run in run has finished" in err
+
+
+def test_a_run_that_shall_outlive_its_terminal_does():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with Interruption(lambda: None):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_signals_are_as_they_were_afterwards():
