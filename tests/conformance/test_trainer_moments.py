@@ -171,12 +171,14 @@ def test_training_goes_on_where_the_system_has_no_more_replicas(
 # -- telling ------------------------------------------------------------
 
 
+def loss_of(worker: int) -> WorkerFailure:
+    return WorkerFailure(worker=worker, pid=1, reason="", microbatch=None, dump="", noticed_s=0.0)
+
+
 def test_a_loss_that_was_not_told_of_is_told_of_the_next_time() -> None:
     failures, told = FailureLog(None), []
     for worker in range(3):
-        failures.add(
-            WorkerFailure(worker=worker, pid=1, reason="", microbatch=None, dump="", noticed_s=0.0)
-        )
+        failures.add(loss_of(worker))
 
     def hear(lost: WorkerLost) -> None:
         told.append(lost.worker)
@@ -189,6 +191,24 @@ def test_a_loss_that_was_not_told_of_is_told_of_the_next_time() -> None:
     teller.tell_of_failures(2)
     teller.tell_of_failures(3)
     assert told == [0, 1, 2]
+
+
+def test_a_step_is_told_of_though_telling_of_a_loss_in_it_raises() -> None:
+    """Or a run that keeps a line for each step lacks one that its checkpoint holds."""
+    steps: list[int] = []
+
+    def listen(event: object) -> None:
+        if isinstance(event, StepDone):
+            steps.append(event.step)
+
+    def hear(lost: WorkerLost) -> None:
+        raise KeyError(lost.worker)
+
+    with make(on_failure=hear, callbacks=[listen]) as trainer:
+        trainer._failures.add(loss_of(0))
+        with pytest.raises(KeyError):
+            trainer.step(batches()[0])
+        assert steps == [trainer.steps] == [1]
 
 
 def test_a_state_that_cannot_be_taken_over_leaves_no_replicas_behind() -> None:

@@ -107,6 +107,16 @@ class Teller:
         for callback in self._callbacks:
             callback(event)
 
+    def tell_of_step(self, done: StepDone) -> None:
+        """Tell of a step, and before it of the workers that were lost in it.
+
+        Who listens hears of every step that is done, whatever telling of a loss raises.
+        """
+        try:
+            self.tell_of_failures(done.step)
+        finally:
+            self.tell(done)
+
     def tell_of_failures(self, step: int) -> None:
         """Tell of the workers that were lost since the last time, in update ``step``."""
         for lost in self._failures.take(step):

@@ -450,7 +450,6 @@ class Trainer:
                 self._close_engine()
         if self._balancer is not None:
             self._balancer.observe(update.shares, update.slice_s)
-        self._teller.tell_of_failures(before.steps + 1)
         done = StepDone(
             step=before.steps + 1,
             epoch=before.epochs,
@@ -463,7 +462,7 @@ class Trainer:
             spans=update.spans,
             work_s=update.work_s,
         )
-        self._teller.tell(done)
+        self._teller.tell_of_step(done)
         return done
 
     # -- state -------------------------------------------------------
