@@ -258,8 +258,9 @@ class Session:
             return
         try:
             self._save()
-        except (PhalanxError, OSError) as failure:
-            error.add_note(f"What came after step {self._saved_steps} is not saved: {failure}")
+        except Exception as failure:  # memory may be what is lacking both times; `error` was first
+            told = f"{type(failure).__name__}: {failure}"
+            error.add_note(f"What came after step {self._saved_steps} is not saved: {told}")
         else:
             error.add_note(f"Saved after step {steps}. Go on with:\n  {self._resuming_command()}")
 

@@ -21,6 +21,7 @@ from phalanx.cli.data import open_data
 from phalanx.cli.models import build_model
 from phalanx.cli.train import Interruption
 from phalanx.replicas import stopwatch
+from phalanx.train import Trainer
 
 SOURCE = Path(__file__).parents[3] / "src"
 PATIENCE_S = 60.0  # for another process, on a busy machine
@@ -305,6 +306,18 @@ def test_what_cannot_be_saved_before_a_step_that_failed_is_told(phalanx):
     assert process.returncode == 1, said
     assert "KeyError: 'full'\n" in said
     assert "What came after step 0 is not saved: " in said
+
+
+def test_an_error_is_told_though_saving_raises_another(phalanx, monkeypatch):
+    def save(trainer: Trainer, folder: Path) -> None:
+        raise MemoryError(f"no room for step {trainer.steps} in {folder}")
+
+    monkeypatch.setattr(Trainer, "save", save)
+    Path("fault").write_text("nan")
+    words = ("--model", "own_code:Failing", "--microbatches", "3", "--batch-size", "25")
+    code, _, err = phalanx("train", *words, "--replicas", 1, "--out", "failed")
+    assert code == 2
+    assert "What came after step 0 is not saved: MemoryError: no room for step 33 in " in err
 
 
 def test_a_hanging_step_can_be_left_by_another_signal():
