@@ -14,7 +14,7 @@ __all__ = ["Straggler", "Stragglers"]
 
 @dataclass(frozen=True)
 class Straggler:
-    """A replica that takes longer for a row than the others.
+    """A replica that takes longer for a row than the others, and that they wait for.
 
     Attributes:
         replica: Its number.
@@ -35,6 +35,9 @@ class Straggler:
 
 class Stragglers:
     """Listens to a trainer and names slow replicas.
+
+    Where each replica has a slice of its own, one is slow only if it takes longer for its slice,
+    too: what every slice costs makes the rows of a small one dear.
 
     Args:
         factor: From how many times the others' median on a replica counts as slow.
@@ -83,9 +86,21 @@ class Stragglers:
         for replica, own in pace.items():
             others = [seconds for other, seconds in pace.items() if other != replica]
             usual = statistics.median(others) if others else own
-            if usual > 0 and own > self._factor * usual:
+            if usual > 0 and own > self._factor * usual and self._keeps_waiting(replica):
                 found.append(Straggler(replica, own, own / usual))
         return sorted(found, key=lambda each: -each.times_slower)
+
+    def _keeps_waiting(self, replica: int) -> bool:
+        """Tell whether it is late with its slice; with several microbatches each, pace is all."""
+        if any(_takes_several(step) for step in self._steps):
+            return True
+        own = statistics.median(step.work_s[replica] for step in self._steps)
+        others = [
+            statistics.median(step.work_s[other] for step in self._steps)
+            for other in range(len(self._steps[-1].work_s))
+            if other != replica and any(step.shares[other] for step in self._steps)
+        ]
+        return own > self._factor * statistics.median(others)
 
     def _seconds_per_row(self) -> dict[int, float]:
         """Return the median over the steps in which a replica had rows."""
@@ -96,3 +111,9 @@ class Stragglers:
             if each:
                 pace[replica] = statistics.median(each)
         return pace
+
+
+def _takes_several(step: StepDone) -> bool:
+    """Tell whether some replica had more than one microbatch."""
+    took = [span.replica for span in step.spans if span.microbatch is not None]
+    return len(took) > len(set(took))
