@@ -181,6 +181,24 @@ def test_ranks_in_different_calls_are_told_so(ranks):
         assert "broadcast #1 (4 × float32, root 0)" in text
 
 
+def different_sizes(rank: int) -> tuple[str, str]:
+    group = make()
+    try:
+        dist.all_reduce(torch.ones(70_000 + rank), group=group)
+    except Exception as exc:
+        return type(exc).__name__, str(exc)
+    finally:
+        dist.destroy_process_group(group)
+    return "nothing", ""
+
+
+def test_ranks_in_one_call_with_different_sizes_are_told_so(ranks):
+    told = [text for name, text in ranks.run(different_sizes) if name == "Desync"]
+    assert told
+    assert all("tensors of one size and dtype" in text for text in told)
+    assert not any("only some ranks" in text for text in told)
+
+
 def one_does_not_come(rank: int) -> tuple[str, str, int | None]:
     group = make(timeout_s=1.0)
     dist.barrier(group=group)

@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 _LAST_WORDS_LINES = 12
+_AFTER_WORDS = "\n\nAt:\n"  # of an error that came through C++: its way through Python follows
 _SIGTERM = 15  # what the launcher ends the others with
 
 
@@ -298,6 +299,7 @@ def describe_failures(failures: Mapping[int, ProcessFailure]) -> RankFailed:
     also = f" Rank{'s' * (len(others) > 1)} {', '.join(others)} failed as well." if others else ""
     text = f"Rank {rank} (process {failure.pid}) must end well, but {how}.{also}"
     if told is not None and told.get("py_callstack"):
-        lines = str(told["py_callstack"]).rstrip().splitlines()
+        words = str(told["py_callstack"]).partition(_AFTER_WORDS)[0]
+        lines = words.rstrip().splitlines()
         text += "\n" + "\n".join(lines[-_LAST_WORDS_LINES:])
     return RankFailed(text, rank, code or 1)

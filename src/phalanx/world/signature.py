@@ -67,6 +67,12 @@ def describe(signature: Signature) -> str:
     return f"{kind} #{number} ({reduced}{num_elements} × {str(dtype).removeprefix('torch.')}{at})"
 
 
+def _way_out(ours: Signature, theirs: Signature) -> str:
+    if ours[0] == theirs[0] != 0 and unpack(ours[1])[0] == unpack(theirs[1])[0]:
+        return "Give it tensors of one size and dtype, one reduction and one root, on all ranks."
+    return "Look for a call that only some ranks make."
+
+
 class Desync(StateError):
     """Two ranks are in different operations, or in one with different arguments.
 
@@ -77,8 +83,7 @@ class Desync(StateError):
     def __init__(self, rank: int, ours: Signature, other: int, theirs: Signature) -> None:
         super().__init__(
             f"All ranks must make the same calls in the same order, but rank {rank} is in "
-            f"{describe(ours)} and rank {other} in {describe(theirs)}. Look for a call that only "
-            "some ranks make."
+            f"{describe(ours)} and rank {other} in {describe(theirs)}. {_way_out(ours, theirs)}"
         )
         self.rank = other
         self._made_of = (rank, ours, other, theirs)

@@ -25,7 +25,7 @@ def failure(
         "at_s": at_s,
         "exit_code": code,
         "echo": echo,
-        "py_callstack": "…",
+        "py_callstack": "…\n\nAt:\n  work.py(67): raise_error\n",
     }
     path.write_text(json.dumps({"message": {"message": "it failed", "extraInfo": extra}}))
     return ProcessFailure(0, 1, exitcode, str(path))
