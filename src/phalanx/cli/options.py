@@ -17,7 +17,16 @@ Replicas = Literal["auto"] | int | tuple[str, ...]
 Workloads = Literal["auto"] | tuple[float, ...] | None
 
 # These may change when a run goes on; all others decide its numbers and must stay.
-_CHANGEABLE = ("replicas", "workloads", "epochs", "crew", "timeout_s", "max_failures", "memory_dir")
+_CHANGEABLE = (
+    "replicas",
+    "workloads",
+    "epochs",
+    "lr",
+    "crew",
+    "timeout_s",
+    "max_failures",
+    "memory_dir",
+)
 _OF_WORKERS = {"crew": "threads", "timeout_s": 300.0, "max_failures": 20, "memory_dir": None}
 _CREWS = tuple(crew for crew in CREWS if crew != "ranks")  # the command is no rank of a job
 _LARGEST_SEED = 2**63 - 1  # what torch's generators take
@@ -209,8 +218,8 @@ def complete(given: GivenOptions) -> TrainOptions:
 def continue_with(stored: TrainOptions, given: GivenOptions, *, run: str) -> TrainOptions:
     """Take over the options of a run that goes on.
 
-    ``replicas``, ``workloads`` and ``epochs`` may be given anew; new replicas without new workloads
-    have equal ones.
+    ``replicas``, ``workloads``, ``epochs`` and ``lr`` may be given anew; new replicas without new
+    workloads have equal ones.
 
     Args:
         run: The run folder, for the message.

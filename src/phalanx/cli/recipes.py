@@ -93,3 +93,15 @@ def decay_linearly(total_steps: int) -> Callable[[Optimizer], LRScheduler]:
         return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total_steps))
 
     return schedule
+
+
+def begin_anew(optimizer: Optimizer, scheduler: LRScheduler | None, *, lr: float) -> None:
+    """Let all learning rates be what they would be, had the training begun with ``lr``."""
+    for group in optimizer.param_groups:
+        began = group.get("initial_lr", group["lr"])
+        if began == lr:
+            continue
+        group["lr"] *= lr / began
+        if scheduler is not None:
+            group["initial_lr"] = lr
+            scheduler.base_lrs = [lr] * len(optimizer.param_groups)

@@ -35,7 +35,7 @@ from phalanx.cli.options import (
     read_options,
 )
 from phalanx.cli.progress import Plan, choose_progress
-from phalanx.cli.recipes import decay_linearly
+from phalanx.cli.recipes import begin_anew, decay_linearly
 from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
 from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
@@ -320,6 +320,7 @@ class Session:
     def _go_on(self) -> None:
         """Put the trainer and the history where the run was left."""
         self.trainer.resume(self.folder.checkpoint_path)
+        begin_anew(self.trainer.optimizer, self.trainer.scheduler, lr=self.options.lr)
         self._saved_steps, done = self.trainer.steps, self.trainer.epochs
         if done >= self.options.epochs and self.folder.model_path.exists():
             raise ConfigError(

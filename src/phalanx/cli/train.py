@@ -78,7 +78,8 @@ def train(
         float | None,
         typer.Option(
             metavar="RATE",
-            help="First learning rate of AdamW; it falls to 0.",
+            help="First learning rate of AdamW; it falls to 0 over all epochs. Given anew with "
+            "--resume, the rate is what it would be, had the run begun with it.",
             show_default="suits data and model",
         ),
     ] = None,
@@ -152,7 +153,7 @@ def train(
         typer.Option(
             metavar="DIR",
             help="Go on with the run in this folder, bit for bit, with its own options; "
-            "--replicas, --workloads and --epochs may be given anew.",
+            "--replicas, --workloads, --epochs and --lr may be given anew.",
         ),
     ] = None,
 ) -> None:

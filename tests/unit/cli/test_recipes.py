@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.cli.recipes import Recipe, decay_linearly, default_model, defaults_for
+from phalanx.cli.recipes import Recipe, begin_anew, decay_linearly, default_model, defaults_for
 from phalanx.errors import ConfigError
 
 
@@ -52,3 +53,27 @@ def test_the_rate_falls_in_a_straight_line_to_0_and_stays_there() -> None:
 def test_no_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="`total_steps` must be 1 or more, but is 0"):
         decay_linearly(0)
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_a_rate_given_anew_is_that_of_a_training_begun_with_it(scheduled: bool) -> None:
+    def begin(lr: float) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
+        weight = torch.nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)
+        optimizer = torch.optim.AdamW([weight], lr=lr)
+        return optimizer, decay_linearly(8)(optimizer) if scheduled else None
+
+    def rates(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> list[float]:
+        found = []
+        for _ in range(3):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        return found
+
+    slow, fast = begin(1e-4), begin(2e-3)
+    for each in (slow, fast):
+        rates(*each)
+    begin_anew(*fast, lr=1e-4)
+    assert rates(*fast) == pytest.approx(rates(*slow), rel=1e-12)

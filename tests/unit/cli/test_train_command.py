@@ -289,6 +289,7 @@ def test_what_was_done_before_a_step_that_failed_is_saved(phalanx, fault, return
     assert "Saved after step 33. Go on with:" in said
     assert "phalanx train --resume failed" in said
     assert ("KeyError: 'another'" in said) == (returned == 1)
+    assert "In step 34: batch 34 of epoch 1." in said
     Path("fault").unlink()
 
     code, _, err = phalanx("train", "--resume", "failed", "--replicas", 2)
