@@ -134,11 +134,11 @@ class WorkerProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
-        except RuntimeError as error:  # a script without a guard starts itself again and again
+        except RuntimeError:  # a script without a guard starts itself again and again
             raise ConfigError(
                 "A script that uses crew='processes' must start its work under `if __name__ == "
-                f"'__main__':`, but does not: {error}"
-            ) from error
+                "'__main__':`, but does not: each worker imports it, and would start workers again."
+            ) from None  # it says the same in twenty lines
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()

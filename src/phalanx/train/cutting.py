@@ -78,15 +78,16 @@ class Cutter:
         return Cut(parts, sizes, self._weights(parts, sizes), pinned=self.microbatches is None)
 
     def check_rows(self, batch: Nested) -> None:
-        """Refuse a batch that has fewer rows than there shall be microbatches.
+        """Refuse a batch that has fewer rows than there shall be microbatches, but some.
 
         Only the first batch of an epoch is checked: its last one may be smaller, and leaves the
         last microbatches empty.
         """
-        if self.microbatches is not None and (rows := self._rows(batch)) < self.microbatches:
+        if self.microbatches is not None and 0 < (rows := self._rows(batch)) < self.microbatches:
             raise ConfigError(
                 f"`microbatches` must be at most the batch's rows ({rows}), but is "
-                f"{self.microbatches}. Give larger batches, or microbatches={rows} or fewer."
+                f"{self.microbatches}. Give larger batches, or microbatches={rows} or fewer; in "
+                "`fit()`, later batches of an epoch may have fewer rows."
             )
 
     def _rows(self, batch: Nested) -> int:

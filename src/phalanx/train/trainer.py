@@ -415,8 +415,8 @@ class Trainer:
 
     def _step(self, batch: Nested, *, in_epoch: bool) -> StepDone:
         """Do one update, move the position on, and tell; metrics are an epoch's, as its loss is."""
-        engine = self._open_engine(batch)
         before = self._position
+        engine = self._open_engine(batch)
         start_s = now_s()
         pieces = engine.cut(batch, self.workloads)
         counts = in_epoch and bool(self._metrics)
@@ -437,13 +437,14 @@ class Trainer:
 
         self._in_step = True
         try:
-            update = engine.update(
-                pieces,
-                self._work.training(pieces.scales, keep_outputs=counts),
-                (self._seed, before.steps),
-                count=count if counts else None,
-                commit=commit,
-            )
+            with before.named_in_errors(in_epoch=in_epoch):
+                update = engine.update(
+                    pieces,
+                    self._work.training(pieces.scales, keep_outputs=counts),
+                    (self._seed, before.steps),
+                    count=count if counts else None,
+                    commit=commit,
+                )
         finally:
             self._in_step = False
             if self._closed:  # since it has begun
@@ -486,7 +487,7 @@ class Trainer:
         """Continue from what :meth:`save` wrote: model, optimizer, scheduler, position, data order.
 
         With the same `microbatches` and seed the run goes on bit for bit, on any number of
-        replicas.
+        replicas. The optimizer's options are the saved ones: set another `lr` afterwards.
 
         Raises:
             CheckpointError: It is missing, damaged, or of another model or optimizer; nothing has

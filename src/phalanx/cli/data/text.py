@@ -74,7 +74,7 @@ def open_text(
         raise ConfigError(
             f"`{name}` must hold at least {context + 1} bytes (`context` and one more) in both its "
             f"training and its test part, but they hold {num_train} and {num_test}. "
-            "Give more text or a smaller `context`."
+            "Give more text."
         )
     inputs, targets = cut_windows(stream[:num_train], context)
     train = TensorLoader(
