@@ -151,7 +151,9 @@ class ReplicaMetrics:
 
 def _as_number(name: str, metric: Metric) -> float:
     value = metric.compute()
-    if not isinstance(value, Tensor) or value.numel() != 1:
+    if not isinstance(value, int | float) and not (
+        isinstance(value, Tensor) and value.numel() == 1
+    ):
         raise ConfigError(
             f"Metric {name!r} must compute one number, but computes {value!r}. Give `average=` or "
             "another option that makes it one."

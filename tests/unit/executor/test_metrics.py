@@ -493,6 +493,20 @@ def test_a_metric_of_several_numbers_is_refused_when_it_is_asked_for() -> None:
         metrics.compute()
 
 
+class PlainNumber(MeanSquaredError):
+    """As what users write computes it."""
+
+    def compute(self) -> Any:
+        return float(super().compute())
+
+
+def test_a_number_that_is_no_tensor_is_one_too() -> None:
+    plain, usual = (ReplicaMetrics({"m": kind()}) for kind in (PlainNumber, MeanSquaredError))
+    for metrics in (plain, usual):
+        metrics.update(parts_of(0))
+    assert plain.compute() == usual.compute()
+
+
 # -- in a trainer ----------------------------------------------------
 
 
