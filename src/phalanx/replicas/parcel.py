@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,35 +40,49 @@ Aside = Callable[[Any], Any]
 
 
 class _Packer(pickle.Pickler):
+    """Ask about objects that are not plain values or containers: a call for each would cost more.
+
+    An object that is set aside is met once; where it comes again, it is the same one over there.
+    """
+
     def __init__(self, file: io.BytesIO, aside: Aside) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._aside = aside
 
-    def persistent_id(self, obj: Any) -> Any:
+    def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
             _refuse_interactive(obj)
-            return None
+            return NotImplemented
         token = self._aside(obj)
-        if token is None and isinstance(obj, Tensor) and is_plain(obj):
-            token = ("raw", *_bytes_of(obj))
-        return token
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, data: bytes, find: Aside) -> None:
-        super().__init__(io.BytesIO(data))
-        self._find = find
-
-    def persistent_load(self, pid: Any) -> Any:
-        return _restored(*pid[1:]) if pid[0] == "raw" else self._find(pid)
+        if token is not None:
+            return _found, token
+        if isinstance(obj, Tensor) and is_plain(obj):
+            return _restored, _bytes_of(obj)
+        return NotImplemented
 
 
 def _nothing(_: Any) -> None:
     return None
 
 
+class _Finding(threading.local):
+    """Whom the thread that unpickles asks about tokens."""
+
+    find: Aside = staticmethod(_nothing)
+
+
+_finding = _Finding()
+
+
+def _found(*token: Any) -> Any:
+    return _finding.find(token)
+
+
 def pack(value: Any, aside: Aside = _nothing) -> bytes:
-    """Pickle ``value``; what ``aside`` returns for an object stands for it, unless it is None."""
+    """Pickle ``value``; what ``aside`` returns for an object stands for it, unless it is None.
+
+    It is not asked about plain values, lists, tuples, dicts, sets, classes and functions.
+    """
     file = io.BytesIO()
     _Packer(file, aside).dump(value)
     return file.getvalue()
@@ -75,7 +90,12 @@ def pack(value: Any, aside: Aside = _nothing) -> bytes:
 
 def load(data: bytes, find: Aside = _nothing) -> Any:
     """Undo :func:`pack`; ``find`` returns the object for a token that ``aside`` gave."""
-    return _Unpacker(data, find).load()
+    before = _finding.find
+    _finding.find = find
+    try:
+        return pickle.loads(data)
+    finally:
+        _finding.find = before
 
 
 # -- tensors as bytes ------------------------------------------------

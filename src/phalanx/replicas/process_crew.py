@@ -19,7 +19,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ from phalanx.replicas.shelf import Shelf
 from phalanx.replicas.slots import Slot, Slots
 from phalanx.replicas.sums import Partial
 from phalanx.replicas.team import Team
-from phalanx.replicas.worker import Birth, BirthPlace, Done, Errand, Failed, Task
+from phalanx.replicas.worker import Birth, BirthPlace, Done, Errand, Failed, Order, Task, Worker
 from phalanx.replicas.worker_process import START_S, Lost, WorkerProcess, dismiss_all, rebuilt
 
 __all__ = ["Portion", "ProcessCrew", "check_shareable"]
@@ -280,7 +280,9 @@ class ProcessCrew(Crew):
             self._workers[index] = self._launch(index)
         self._on_failure(failure)
 
-    def errand(self, index: int, make: Callable[[dict[str, int]], object]) -> bool:
+    def errand(
+        self, index: int, make: Callable[[dict[str, int]], Callable[[Worker], object]]
+    ) -> bool:
         """Send worker ``index`` on an errand; return False if it is not there to complete it.
 
         To be called in the worker's thread (see :meth:`each`). A loss on the way is told by the
@@ -295,8 +297,7 @@ class ProcessCrew(Crew):
             if not worker.poll_ready(0.0):
                 return False
             notes = dict(worker.kept)
-            errand = Errand(pack(make(notes)), self._settings)
-            answer = worker.ask(pack(errand), self._timeout_s)
+            answer = worker.ask(pack(Errand(make(notes), self._settings)), self._timeout_s)
         except Lost as lost:
             try:
                 self._replace(index, lost, None)
@@ -327,29 +328,23 @@ class ProcessCrew(Crew):
             raise deferred
         self._moment = self._mirrored.changes() if self._as_of is None else self._as_of
         self._settings = read_settings()  # here: some of them are the calling thread's
+        modes = CallerModes.capture(self.devices)
         run = _Run(
             job=job,
-            task=Task(
-                index=-1,
-                run=self._packed_run(job),
-                batch=b"",
-                weight=0.0,
-                seed=job.seed if job.draws else None,
-                slot=-1,
-                changes=self._moment,
-                modes=CallerModes.capture(self.devices),
-                settings=self._settings,
-            ),
+            order=self._packed_order(job, modes),
+            wants_gradients=modes.grad,
+            moment=self._moment,
             desk=Desk(job, [workload > 0 for workload in self.workloads]),
             shapes=[parameter.shape for parameter in self.parameters] if job.feedback else [],
         )
         self._prepare_first(run)
         self._team.each(lambda index: self._look_after(index, run), on_interrupt=run.desk.fail)
 
-    def _packed_run(self, job: Job) -> bytes:
+    def _packed_order(self, job: Job, modes: CallerModes) -> bytes:
         numbers = {id(each): index for index, each in enumerate(self._shared)}
         return pack(
-            job.run, lambda obj: ("shared", numbers[id(obj)]) if id(obj) in numbers else None
+            Order(job.run, modes, self._settings),
+            lambda obj: ("shared", numbers[id(obj)]) if id(obj) in numbers else None,
         )
 
     def _prepare_first(self, run: _Run) -> None:
@@ -411,19 +406,19 @@ class ProcessCrew(Crew):
             once[name := self._once.of(obj)] = obj
             return ("once", name)
 
-        packed = pack_data(batch, aside)
-        slot = self._slots.take() if run.task.modes.grad else None
-        task = replace(
-            run.task,
+        slot = self._slots.take() if run.wants_gradients else None
+        task = Task(
             index=microbatch,
-            batch=packed,
+            order=run.order,
+            batch=batch,
             weight=job.weights[microbatch],
+            seed=job.seed if job.draws else None,
             slot=-1 if slot is None else slot.region,
+            changes=run.moment.since(worker.knows),
             reply=worker.answers.place,
-            changes=run.task.changes.since(worker.knows),
             heads=worker.heads.number,
         )
-        return _Parcel(microbatch, slot, once, pack(task))
+        return _Parcel(microbatch, slot, once, pack_data(task, aside))
 
     def _compute(self, index: int, parcel: _Parcel, run: _Run) -> None:
         worker = self._workers[index]
@@ -435,14 +430,14 @@ class ProcessCrew(Crew):
                 f"Raised by replica {index} in process {worker.pid}, "
                 f"microbatch {parcel.microbatch}.",
             )
-        worker.knows = run.task.changes.version
+        worker.knows = run.moment.version
         worker.answers.reserve(answer.result_bytes)
         self._count(index, parcel, answer, run)
 
     def _send_once(self, worker: WorkerProcess, things: dict[str, SentOnce]) -> None:
         for name in [name for name in things if name not in worker.kept]:
             keep = Keep(name, things[name], self._once.alive())
-            answer = worker.ask(pack(Errand(pack_data(keep))), START_S)
+            answer = worker.ask(pack_data(Errand(keep)), START_S)
             if isinstance(answer, Failed):
                 raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
             keep.note(worker.kept)
@@ -481,7 +476,9 @@ class _Run:
     """What the threads of one run share."""
 
     job: Job
-    task: Task  # what all tasks of the run have in common
+    order: bytes  # what all tasks of the run have in common
+    wants_gradients: bool
+    moment: Changes
     desk: Desk
     shapes: list[torch.Size]
     first: dict[int, _Parcel] = field(default_factory=dict)  # by worker

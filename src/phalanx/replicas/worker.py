@@ -10,6 +10,7 @@ import faulthandler
 import os
 import signal
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,6 +33,7 @@ from phalanx.replicas.settings import adopt_settings
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.statistics import Bundle, Bundler
 from phalanx.replicas.stopwatch import Stopwatch
+from phalanx.types import Nested
 
 __all__ = [
     "Birth",
@@ -40,6 +42,7 @@ __all__ = [
     "Errand",
     "Failed",
     "NewRegions",
+    "Order",
     "Start",
     "Task",
     "Worker",
@@ -95,29 +98,40 @@ class BirthPlace:
 
 
 @dataclass(frozen=True)
+class Order:
+    """What the microbatches of a run have in common.
+
+    Attributes:
+        run: What is to be called with the `Turn`.
+        settings: Those of the crew's process.
+    """
+
+    run: Callable[[Turn], Any]  # Any: the result, whatever the caller's
+    modes: CallerModes
+    settings: tuple[Any, ...]  # Any: see `read_settings`
+
+
+@dataclass(frozen=True)
 class Task:
     """One microbatch.
 
     Attributes:
-        run: What is to be called with the `Turn`, packed.
-        batch: Its rows, packed.
+        order: An `Order`, packed: most of the time it is that of the run before.
+        batch: Its rows.
         slot: The region that takes the gradients.
-        settings: Those of the crew's process.
         reply: Bytes that take what is large in the result; None for none.
         heads: The number of the statistics' heads that the crew knows.
     """
 
     index: int
-    run: bytes
-    batch: bytes
+    order: bytes
+    batch: Nested
     weight: float
     seed: tuple[int, ...] | None
     slot: int
     changes: Changes
-    modes: CallerModes
-    settings: tuple[Any, ...]  # Any: see `read_settings`
-    reply: Place | None = None
-    heads: int = 0
+    reply: Place | None
+    heads: int
 
 
 @dataclass(frozen=True)
@@ -125,11 +139,11 @@ class Errand:
     """Something else to do.
 
     Attributes:
-        call: What is to be called with the `Worker`, packed.
+        call: What is to be called with the `Worker`.
         settings: Those of the crew's process, where they matter.
     """
 
-    call: bytes
+    call: Callable[[Worker], Any]  # Any: the answer, whatever the caller's
     settings: tuple[Any, ...] | None = None  # Any: see `read_settings`
 
 
@@ -179,11 +193,11 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
     worker: Worker | None = None
     while True:
         try:
-            message = load(connection.recv_bytes())
+            packed = connection.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)
         try:
-            match message:
+            match message := load(packed) if worker is None else load(packed, worker.find):
                 case NewRegions(count):
                     shelf.receive(connection, count)
                     continue
@@ -219,6 +233,8 @@ class Worker:
         self._slots: dict[int, list[Tensor | None]] = {}
         self._module, self._shared = _born(birth, shelf)
         self._replica = Replica(self._module, _CPU, index, rules=birth.rules)
+        self._packed_order = b""
+        self._order: Order | None = None
         self._bundler = Bundler()
         self._buffers_seen = -1
 
@@ -227,30 +243,30 @@ class Worker:
         if isinstance(message, Errand):
             if message.settings is not None:
                 adopt_settings(message.settings)
-            return load(message.call)(self)
+            return message.call(self)
         assert isinstance(message, Task)
         reach("microbatch taken")
         return self._compute(message)
 
     def _compute(self, task: Task) -> Done:
         start_s = now_s()
-        adopt_settings(task.settings)
+        order = self._read_order(task.order)
+        adopt_settings(order.settings)
         self._follow(task.changes)
         before = torch.get_rng_state()
-        run = load(task.run, lambda pid: self._shared[pid[1]])
         turn = Turn(
             replica=self._replica,
             index=task.index,
-            batch=load(task.batch, self._find),
+            batch=task.batch,
             seed=None if task.seed is None else derive_seed(*task.seed, task.index),
             kept=self.kept,
         )
         watch = Stopwatch(_CPU, waited_s=lambda: 0.0, settles=False)
         replica = self._replica
         try:
-            with task.modes.entered(_CPU):
+            with order.modes.entered(_CPU):
                 reach("before forward")
-                result = run(turn)
+                result = order.run(turn)
                 reach("after backward")
                 written = replica.statistics.collect(task.weight)
                 present = self._write(task.slot, replica.take_gradients())
@@ -278,8 +294,15 @@ class Worker:
             busy_s=busy_s,
         )
 
+    def _read_order(self, packed: bytes) -> Order:
+        if self._order is None or packed != self._packed_order:
+            order: Order = load(packed, lambda token: self._shared[token[1]])
+            self._order, self._packed_order = order, packed
+        return self._order
+
     # Any: a token, and what it stands for.
-    def _find(self, token: Any) -> Any:
+    def find(self, token: Any) -> Any:
+        """Return what a message has set aside."""
         kind, *rest = token
         return collect(self.shelf, *rest) if kind == "mail" else self.kept[rest[0]]
 

@@ -94,6 +94,7 @@ class WorkerProcess:
         self._regions = 0
         self._started_s = now_s()
         self._patience_s = START_S
+        self._has_answered = False
         try:
             self._start(intra_op)
         except OSError as error:
@@ -209,11 +210,14 @@ class WorkerProcess:
         self._connection.send_bytes(message)
 
     def _wait(self, timeout_s: float) -> bool:
-        return bool(self._spoken.poll(timeout_s * 1e3))
+        """Wait until it has spoken or ended; note which."""
+        spoken = self._spoken.poll(timeout_s * 1e3)
+        self._has_answered = any(source == self._connection.fileno() for source, _ in spoken)
+        return bool(spoken)
 
     def _receive(self) -> Any:
         try:
-            if not self._connection.poll():  # only the sentinel has spoken
+            if not self._has_answered:  # only the sentinel has spoken
                 raise EOFError
             return load(self._connection.recv_bytes())
         except BlockingIOError:  # it has stopped in the middle of its answer
