@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from typing import Any
@@ -96,8 +97,9 @@ def test_a_wrong_seed_on_retry_is_caught(
 
     def prepare(crew: Any, index: int, microbatch: int, run: Any) -> Any:
         if microbatch in returned:
-            seed = (*run.task.seed[:-1], run.task.seed[-1] + 1000)
-            run = dataclasses.replace(run, task=dataclasses.replace(run.task, seed=seed))
+            job = copy.copy(run.job)
+            job.seed = (*job.seed[:-1], job.seed[-1] + 1000)
+            run = dataclasses.replace(run, job=job)
         return real(crew, index, microbatch, run)
 
     monkeypatch.setattr(ProcessCrew, "_prepare", prepare)

@@ -24,8 +24,8 @@ from phalanx.replicas import (
     advance_process_generator,
     check_statistics,
     hold_caller_at_one_thread,
-    merge_statistics,
     seed_of_process,
+    sum_statistics,
     write_statistics,
 )
 from phalanx.types import Nested
@@ -340,9 +340,7 @@ class Container(nn.Module):
         return CrewGraph(crew, parts, held=running.held, hold=running.hold, feedback=self._feedback)
 
     def _merged_statistics(self, report: Report) -> dict[str, Statistic]:
-        merged: dict[str, Statistic] = {}
-        for operand in report.operands:
-            merge_statistics(merged, operand.statistics)
+        merged = sum_statistics(operand.statistics for operand in report.operands)
         if merged:
             check_statistics(self._buffers_by_name(), merged)
         return merged

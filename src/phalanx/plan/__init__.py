@@ -12,7 +12,7 @@ from phalanx.plan.arguments import (
 )
 from phalanx.plan.balance import Balancer, Decision, fixed_workloads
 from phalanx.plan.buffer_rules import BufferRules
-from phalanx.plan.layout import Layout, cut, flatten, leaf_paths, num_rows, unflatten
+from phalanx.plan.layout import Layout, Rows, cut, flatten, leaf_paths, num_rows, unflatten
 from phalanx.plan.merging import Merge, Merging, join
 from phalanx.plan.parts import Overlap, overlaps, part_bounds
 from phalanx.plan.placement import least_loaded
@@ -37,6 +37,7 @@ __all__ = [
     "Merging",
     "Node",
     "Overlap",
+    "Rows",
     "Shares",
     "Staleness",
     "SummationTree",

@@ -18,6 +18,7 @@ from phalanx.types import Nested
 
 __all__ = [
     "Layout",
+    "Rows",
     "covering",
     "covers",
     "cut",
@@ -65,7 +66,10 @@ class Layout:
             ConfigError: A leaf has not the dim that it is to be split along, or a path in ``dims``
                 names no leaf.
         """
-        leaves, _ = flatten(batch)
+        return self._dims_of(batch, flatten(batch)[0])
+
+    # Any: leaves of the user's own inputs.
+    def _dims_of(self, batch: Nested, leaves: Sequence[Any]) -> list[int | None]:
         chosen = self._chosen(batch) if self.dims else [self.dim] * len(leaves)
         dims = [
             dim if isinstance(leaf, Tensor) and leaf.dim() else None
@@ -111,50 +115,65 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def num_rows(batch: Nested, layout: Layout) -> int:
-    """Return B, the number of rows that all split leaves of ``batch`` share.
+class Rows:
+    """A batch as it is laid out, to be measured and cut.
 
     Raises:
-        ConfigError: Two leaves differ (both are named), or no leaf is split.
+        ConfigError: As :meth:`Layout.dims_of`.
         UnsupportedError: A leaf that is split is sparse or nested.
     """
-    leaves, _ = flatten(batch)
-    dims = layout.dims_of(batch)
-    _check_dense(batch, leaves, dims)
-    split = [
-        (place, dim, leaves[place].shape[dim]) for place, dim in enumerate(dims) if dim is not None
-    ]
-    if not split:
-        raise ConfigError(
-            "`batch` must hold at least one tensor that is split over replicas, but holds none. "
-            "Give a tensor with a batch dim."
-        )
-    first, _, expected = split[0]
-    for place, dim, rows in split[1:]:
-        if rows != expected:
-            paths = leaf_paths(batch)
+
+    def __init__(self, batch: Nested, layout: Layout) -> None:
+        self._batch = batch
+        self._leaves, self._spec = flatten(batch)
+        self._dims = layout._dims_of(batch, self._leaves)
+        _check_dense(batch, self._leaves, self._dims)
+
+    def count(self) -> int:
+        """Return B, the number of rows that all split leaves share.
+
+        Raises:
+            ConfigError: Two leaves differ (both are named), or no leaf is split.
+        """
+        split = [
+            (place, dim, self._leaves[place].shape[dim])
+            for place, dim in enumerate(self._dims)
+            if dim is not None
+        ]
+        if not split:
             raise ConfigError(
-                f"Input {named(paths[place])} must have {expected} rows along dim {dim} like "
-                f"{named(paths[first])}, but has {rows}. Give leaves that are not per sample "
-                "whole, by None in the layout."
+                "`batch` must hold at least one tensor that is split over replicas, but holds "
+                "none. Give a tensor with a batch dim."
             )
-    return int(expected)
+        first, _, expected = split[0]
+        for place, dim, rows in split[1:]:
+            if rows != expected:
+                paths = leaf_paths(self._batch)
+                raise ConfigError(
+                    f"Input {named(paths[place])} must have {expected} rows along dim {dim} like "
+                    f"{named(paths[first])}, but has {rows}. Give leaves that are not per sample "
+                    "whole, by None in the layout."
+                )
+        return int(expected)
+
+    def cut(self, sizes: Sequence[int]) -> list[Nested]:
+        """Return consecutive parts of ``sizes`` rows; split leaves are views."""
+        columns: list[Sequence[Any]] = [
+            [leaf] * len(sizes) if dim is None else leaf.split(list(sizes), dim)
+            for leaf, dim in zip(self._leaves, self._dims, strict=True)
+        ]
+        parts = range(len(sizes))
+        return [unflatten([column[part] for column in columns], self._spec) for part in parts]
+
+
+def num_rows(batch: Nested, layout: Layout) -> int:
+    """Return what :meth:`Rows.count` does."""
+    return Rows(batch, layout).count()
 
 
 def cut(batch: Nested, sizes: Sequence[int], layout: Layout) -> list[Nested]:
-    """Cut ``batch`` into consecutive parts of ``sizes`` rows; split leaves are views.
-
-    Raises:
-        UnsupportedError: A leaf that is split is sparse or nested.
-    """
-    leaves, spec = flatten(batch)
-    dims = layout.dims_of(batch)
-    _check_dense(batch, leaves, dims)
-    columns: list[Sequence[Any]] = [
-        [leaf] * len(sizes) if dim is None else leaf.split(list(sizes), dim)
-        for leaf, dim in zip(leaves, dims, strict=True)
-    ]
-    return [unflatten([column[part] for column in columns], spec) for part in range(len(sizes))]
+    """Return what :meth:`Rows.cut` does."""
+    return Rows(batch, layout).cut(sizes)
 
 
 # Any: leaves of the user's own inputs.

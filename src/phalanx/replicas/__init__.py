@@ -32,6 +32,7 @@ from phalanx.replicas.statistics import (
     Statistic,
     check_statistics,
     merge_statistics,
+    sum_statistics,
     write_statistics,
 )
 from phalanx.replicas.sums import Partial, PartialSums, TreeSums
@@ -86,6 +87,7 @@ __all__ = [
     "resolve_devices",
     "restore_memory_format",
     "seed_of_process",
+    "sum_statistics",
     "uncompiled",
     "use_channels_last",
     "wants_channels_last",

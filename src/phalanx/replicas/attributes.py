@@ -60,8 +60,12 @@ class _Member:
         return (
             len(now) != len(seen)
             or not all(map(is_, now.values(), seen.values()))
-            or not all(tensor.is_still(now[key]) for key, tensor in self._tensors.items())
+            or (bool(self._tensors) and not self._tensors_are_still())
         )
+
+    def _tensors_are_still(self) -> bool:
+        now = self._source.__dict__
+        return all(tensor.is_still(now[key]) for key, tensor in self._tensors.items())
 
     def can_follow(self) -> bool:
         source = self._source

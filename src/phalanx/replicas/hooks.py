@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Hooks", "registered", "shared_hooks"]
+__all__ = ["Hooks", "Registered", "shared_hooks"]
 
 _KINDS = (
     "_backward_pre_hooks",
@@ -79,9 +79,31 @@ class Hooks:
         return True
 
 
-def registered(source: nn.Module) -> list[tuple[int, ...]]:
-    """Return the numbers of all hooks of ``source``; torch gives each number once."""
-    return [tuple(hooks) for hooks in _dicts(source)]
+class Registered:
+    """Which hooks ``source`` has; its modules and their dictionaries stay the same ones.
+
+    Torch numbers hooks, each number once: when none was registered since, anywhere, and there are
+    as many as there were, they are the same.
+    """
+
+    def __init__(self, source: nn.Module) -> None:
+        self._dicts = _dicts(source)
+        self._count = self._counted()
+        self._numbers = [tuple(hooks) for hooks in self._dicts]
+        self._next = RemovableHandle.next_id
+
+    def _counted(self) -> int:
+        return sum(map(len, self._dicts))
+
+    def are_still(self) -> bool:
+        """Tell whether they are the same as then."""
+        if self._count != self._counted():
+            return False
+        if self._next != RemovableHandle.next_id:
+            if [tuple(hooks) for hooks in self._dicts] != self._numbers:
+                return False
+            self._next = RemovableHandle.next_id
+        return True
 
 
 # Any: hooks are whatever the user registers.

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from phalanx.memory import ALIGN_BYTES
-from phalanx.replicas.parcel import Form, copy_of, flat_bytes, is_plain
+from phalanx.replicas.parcel import (
+    Form,
+    alignment_of,
+    bytes_of,
+    copy_of,
+    is_plain,
+    span_bytes,
+)
 from phalanx.replicas.shelf import Place, Shelf
 
 __all__ = ["Mailbox", "Outbox", "collect"]
@@ -30,15 +37,15 @@ class Outbox:
     that is still to be read.
 
     Args:
-        room: Bytes on the shelf to write to; None for none.
+        room: Where the bytes to write to lie on the shelf; None for none.
 
     Attributes:
         needed_bytes: What the tensors of this message take, those that did not fit included.
     """
 
-    def __init__(self, shelf: Shelf, room: Tensor | None = None) -> None:
+    def __init__(self, shelf: Shelf, room: Place | None = None) -> None:
         self._shelf = shelf
-        self._room = torch.empty(0, dtype=torch.uint8) if room is None else room
+        self._room = room
         self._used = 0
         self.needed_bytes = 0
 
@@ -47,17 +54,27 @@ class Outbox:
         """Write ``tensor`` and return where it lies; None if it shall travel with the message."""
         if not isinstance(tensor, Tensor) or not is_plain(tensor) or tensor.nbytes < _LEAST_BYTES:
             return None
-        content, form = flat_bytes(tensor)
-        self.needed_bytes += _aligned(content.numel())
-        start = self._take(content.numel())
+        size = span_bytes(tensor)
+        self.needed_bytes += _aligned(size)
+        start = self._take(size)
         if start is None:
             return None
-        own = self._room[start : start + content.numel()].copy_(content)
-        return ("mail", self._shelf.place_of(own), form)
+        assert self._room is not None
+        region, offset = self._room.region, self._room.offset_bytes + start
+        place = Place(region, offset, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.is_contiguous():
+            self._shelf.at(place).copy_(tensor)
+        else:  # elements may lie in one another's memory
+            self._shelf.at(_as_bytes(place, size)).copy_(bytes_of(tensor))
+        return ("mail", place, size, alignment_of(tensor))
+
+    @property
+    def _room_bytes(self) -> int:
+        return 0 if self._room is None else self._room.shape[0]
 
     def _take(self, size: int) -> int | None:
         """Return where the next ``size`` bytes go."""
-        if self._used + size > self._room.numel():
+        if self._used + size > self._room_bytes:
             return None
         start, self._used = self._used, self._used + _aligned(size)
         return start
@@ -73,11 +90,11 @@ class Mailbox(Outbox):
     @property
     def place(self) -> Place | None:
         """Where all the room lies, for somebody else to write to; None while there is none."""
-        return self._shelf.place_of(self._room)
+        return self._room
 
     def reserve(self, size: int) -> None:
         """See that a message of ``size`` bytes fits from the next one on."""
-        if size > self._room.numel():
+        if size > self._room_bytes:
             self._grow(size)
 
     def _take(self, size: int) -> int | None:
@@ -89,14 +106,27 @@ class Mailbox(Outbox):
 
     def _grow(self, least: int) -> None:
         """Take a new region; what this message has in the old one is read from there."""
-        size = max(_FIRST_BYTES, 2 * self._room.numel(), 2 * least)
-        self._room, self._used = self._shelf.allocate(size, torch.uint8, _CPU), 0
+        size = max(_FIRST_BYTES, 2 * self._room_bytes, 2 * least)
+        room = self._shelf.allocate(size, torch.uint8, _CPU)
+        self._room, self._used = self._shelf.place_of(room), 0
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def collect(shelf: Shelf, place: Place, form: Form) -> Tensor:
-    """Return a copy of what lies at ``place``, in the reader's process."""
-    return copy_of(shelf.at(place), form)
+def _as_bytes(place: Place, size: int) -> Place:
+    return Place(place.region, place.offset_bytes, torch.uint8, (size,), (1,))
+
+
+def collect(shelf: Shelf, place: Place, size: int, alignment: int) -> Tensor:
+    """Return a copy of the ``size`` bytes at ``place``, in the reader's process.
+
+    Args:
+        alignment: Of the original's first byte, modulo 64, and so of the copy's.
+    """
+    there = shelf.at(place)
+    if alignment == 0 and there.is_contiguous():
+        return there.clone()
+    form = Form(place.dtype, place.shape, place.strides, alignment)
+    return copy_of(shelf.at(_as_bytes(place, size)), form)

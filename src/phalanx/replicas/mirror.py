@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.replicas.attributes import Attributes
-from phalanx.replicas.hooks import registered
+from phalanx.replicas.hooks import Registered
 from phalanx.replicas.seen import Seen
 from phalanx.replicas.shelf import Place, Shelf
 
@@ -58,7 +58,7 @@ class Mirrored:
         self._source = source
         self._parameters = list(source.parameters())
         self._attributes = Attributes(source, source)
-        self._hooks = registered(source)
+        self._hooks = Registered(source)
         found = list(_buffers(source))
         copies = shelf.allocate_like([buffer for _, _, buffer in found])
         self._copies = [(o, k, copy) for (o, k, _), copy in zip(found, copies, strict=True)]
@@ -73,7 +73,7 @@ class Mirrored:
         """Tell whether everything that has changed can be taken over by the workers."""
         return (
             self._attributes.can_follow()
-            and registered(self._source) == self._hooks
+            and self._hooks.are_still()
             and all(_alike(owner._buffers[key], copy) for owner, key, copy in self._copies)
         )
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,13 +23,15 @@ from phalanx.errors import ConfigError, PhalanxError
 
 __all__ = [
     "Form",
+    "alignment_of",
+    "bytes_of",
     "copy_of",
-    "flat_bytes",
     "is_plain",
     "load",
     "pack",
     "pack_data",
     "picklable_or_named",
+    "span_bytes",
 ]
 
 _ALIGN_BYTES = 64  # kernels may choose by alignment, so a copy lies as its original lay
@@ -57,7 +58,7 @@ class _Packer(pickle.Pickler):
         if token is not None:
             return _found, token
         if isinstance(obj, Tensor) and is_plain(obj):
-            return _restored, _bytes_of(obj)
+            return _restored, _taken_apart(obj)
         return NotImplemented
 
 
@@ -115,13 +116,23 @@ class Form:
     alignment: int
 
 
-def flat_bytes(tensor: Tensor) -> tuple[Tensor, Form]:
-    """Return the memory that ``tensor`` spans, as bytes, and how it lies there."""
-    tensor = tensor.detach()
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    content = tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,)).view(torch.uint8)
-    alignment = tensor.data_ptr() % _ALIGN_BYTES if tensor.numel() else 0
-    return content, Form(tensor.dtype, tuple(tensor.shape), tensor.stride(), alignment)
+def span_bytes(tensor: Tensor) -> int:
+    """Return how many bytes ``tensor`` spans."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
+    return (last + 1) * tensor.itemsize
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory that ``tensor`` spans."""
+    count = span_bytes(tensor) // tensor.itemsize
+    return tensor.detach().as_strided((count,), (1,)).view(torch.uint8)
+
+
+def alignment_of(tensor: Tensor) -> int:
+    """Return where its first byte lies, modulo 64."""
+    return tensor.data_ptr() % _ALIGN_BYTES if tensor.numel() else 0
 
 
 def copy_of(content: Tensor, form: Form) -> Tensor:
@@ -132,13 +143,16 @@ def copy_of(content: Tensor, form: Form) -> Tensor:
     return own.as_strided(form.shape, form.strides, own.storage_offset())
 
 
-def _bytes_of(tensor: Tensor) -> tuple[bytes, Form]:
-    content, form = flat_bytes(tensor)
-    return content.numpy().tobytes(), form
+def _taken_apart(tensor: Tensor) -> tuple[bytes, Form]:
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    form = Form(tensor.dtype, shape, strides, alignment_of(tensor))
+    return bytes_of(tensor).numpy().tobytes(), form
 
 
 def _restored(content: bytes, form: Form) -> Tensor:
-    return copy_of(torch.from_numpy(np.frombuffer(bytearray(content), dtype=np.uint8)), form)
+    if not content:
+        return torch.empty_strided(form.shape, form.strides, dtype=form.dtype)
+    return copy_of(torch.frombuffer(bytearray(content), dtype=torch.uint8), form)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -42,6 +42,7 @@ from phalanx.replicas.sent_once import Keep, OnceNames, SentOnce
 from phalanx.replicas.settings import read_settings
 from phalanx.replicas.shelf import Shelf
 from phalanx.replicas.slots import Slot, Slots
+from phalanx.replicas.statistics import heads_of
 from phalanx.replicas.sums import Partial
 from phalanx.replicas.team import Team
 from phalanx.replicas.worker import Birth, BirthPlace, Done, Errand, Failed, Order, Task, Worker
@@ -135,9 +136,15 @@ class ProcessCrew(Crew):
         try:
             elsewhere = [p for p in self.parameters if p.numel() and shelf.place_of(p) is None]
             self._moved = _move(elsewhere, shelf)
-            self._pointers = [parameter.data_ptr() for parameter in self.parameters]
+            self._places = [
+                (owner, key, parameter, parameter.data_ptr())
+                for owner in source.modules()
+                for key, parameter in owner._parameters.items()
+                if parameter is not None
+            ]
             self._mirrored = Mirrored(source, shelf)
-            self._slots = Slots(self.parameters, shelf)
+            heads = heads_of(source, rules if rules is not None else BufferRules())
+            self._slots = Slots(self.parameters, heads, shelf)
             places, layout = self._mirrored.places, self._slots.layout
             self._birth = self._shelved(Birth(self._packed_module(), places, layout, rules, steps))
             # Noted one by one: where another does not start, these are dismissed.
@@ -165,13 +172,13 @@ class ProcessCrew(Crew):
 
     def matches_source(self) -> bool:
         """Tell whether the workers can follow all that was done to the module since."""
-        now = list(self._source.parameters())
         return (
             not self._team.closed
-            and len(now) == len(self.parameters)
-            and all(a is b for a, b in zip(now, self.parameters, strict=True))
-            and [parameter.data_ptr() for parameter in now] == self._pointers
             and self._mirrored.can_follow()
+            and all(
+                owner._parameters[key] is parameter and parameter.data_ptr() == pointer
+                for owner, key, parameter, pointer in self._places
+            )
         )
 
     def outdate(self) -> None:
@@ -416,7 +423,6 @@ class ProcessCrew(Crew):
             slot=-1 if slot is None else slot.region,
             changes=run.moment.since(worker.knows),
             reply=worker.answers.place,
-            heads=worker.heads.number,
         )
         return _Parcel(microbatch, slot, once, pack_data(task, aside))
 
@@ -444,11 +450,8 @@ class ProcessCrew(Crew):
 
     def _count(self, index: int, parcel: _Parcel, done: Done, run: _Run) -> None:
         job, microbatch, slot = run.job, parcel.microbatch, parcel.slot
-        gradients: list[Tensor | None] = [None] * len(self.parameters)
-        if slot is not None:
-            gradients = [
-                g if there else None for g, there in zip(slot.gradients, done.present, strict=True)
-            ]
+        heads, weight = self._slots.layout.heads, job.weights[microbatch]
+        gradients, statistics = done.filling.read(slot, heads, weight)
         if job.feedback is not None:
             gradients = job.feedback.compress(microbatch, gradients, run.shapes)
         if done.drew:
@@ -466,7 +469,6 @@ class ProcessCrew(Crew):
                 stop_s=done.stop_s,
             )
         )
-        statistics = self._workers[index].heads.open(done.statistics)
         job.sums.put(microbatch, Partial(gradients, statistics, owners=(slot,)))
         run.desk.count()
 

@@ -17,7 +17,7 @@ __all__ = ["adopt_settings", "read_settings"]
 
 def read_settings() -> tuple[Any, ...]:  # Any: one value for each setting
     """Return this process's settings; None stands for one that this torch has not."""
-    return tuple(read() for read, _ in _SETTINGS)
+    return tuple([read() for read, _ in _SETTINGS])
 
 
 def adopt_settings(wanted: tuple[Any, ...]) -> None:

@@ -42,6 +42,7 @@ class Shelf:
         self._directory = directory
         self._regions: list[Region] = []
         self._whole: list[Tensor] = []  # each region as bytes
+        self._typed: dict[tuple[int, torch.dtype], Tensor] = {}  # as numbers, by region and dtype
         self._starts: list[tuple[int, int]] = []  # (address, number), by address
         self._lock = threading.Lock()  # every worker's thread may need memory
 
@@ -90,12 +91,13 @@ class Shelf:
         return Place(number, address - start, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def at(self, place: Place) -> Tensor:
-        """Return the tensor at ``place``."""
-        whole = self._whole[place.region]
-        last = sum((n - 1) * s for n, s in zip(place.shape, place.strides, strict=True))
-        stop = place.offset_bytes + (last + 1) * place.dtype.itemsize
-        flat = whole[place.offset_bytes : stop].view(place.dtype)
-        return flat.as_strided(place.shape, place.strides, flat.storage_offset())
+        """Return the tensor at ``place``, which begins at a whole number of elements."""
+        key = place.region, place.dtype
+        if key not in self._typed:
+            whole, size = self._whole[place.region], place.dtype.itemsize
+            self._typed[key] = whole[: len(whole) // size * size].view(place.dtype)
+        start = place.offset_bytes // place.dtype.itemsize
+        return self._typed[key].as_strided(place.shape, place.strides, start)
 
     def send(self, connection: Connection, numbers: range) -> None:
         """Let the other side of ``connection`` see the regions of these numbers."""
@@ -120,4 +122,4 @@ class Shelf:
         """Forget all regions; tensors that still lie in them stay valid."""
         for region in self._regions:
             region.close()
-        self._regions, self._whole, self._starts = [], [], []
+        self._regions, self._whole, self._starts, self._typed = [], [], [], {}

@@ -1,50 +1,177 @@
-"""Shared memory that takes the gradients of one microbatch each."""
+"""Shared memory that takes what one microbatch leaves: its gradients, and what is in buffers.
+
+What is written where is settled when a crew starts, so an answer only says what there is.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.memory import copy_to, reach
 from phalanx.replicas.shelf import Place, Shelf
+from phalanx.replicas.statistics import Head, Statistic, Statistics
 
-__all__ = ["Slot", "Slots"]
+__all__ = ["Filler", "Filling", "Slot", "SlotLayout", "Slots"]
+
+_LARGE_BYTES = 64 << 10  # smaller tensors are copied in one call together; larger buffers, which
+# are seldom written, have no place in a slot
 
 
 class Slot:
-    """Shared memory for the gradients of one microbatch; free again when nobody holds it."""
+    """Shared memory of one microbatch; free again when nobody holds it.
 
-    def __init__(self, region: int, gradients: list[Tensor | None]) -> None:
+    Attributes:
+        gradients: By parameter, in memory order; None for those without elements.
+        statistics: By head.
+    """
+
+    def __init__(
+        self, region: int, gradients: list[Tensor | None], statistics: list[Tensor]
+    ) -> None:
         self.region = region
         self.gradients = gradients
+        self.statistics = statistics
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Where things lie in every slot; the region's number is that of the first one."""
+
+    gradients: list[Place | None]
+    heads: list[Head]
+    statistics: list[Place]
 
 
 class Slots:
-    """Slots, made when there are none free."""
+    """Slots, made when there are none free.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], shelf: Shelf) -> None:
+    Args:
+        heads: What microbatches may leave in buffers.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], heads: Sequence[Head], shelf: Shelf
+    ) -> None:
         self._flat = [torch.empty(p.numel(), dtype=p.dtype, device="meta") for p in parameters]
+        buffers = [torch.empty(h.shape, dtype=h.dtype, device="meta") for h in heads]
+        told = [0 < buffer.nbytes <= _LARGE_BYTES for buffer in buffers]
+        self._num_gradients = len(self._flat)
+        self._flat += [buffer for buffer, yes in zip(buffers, told, strict=True) if yes]
         self.shelf = shelf
         self._lock = threading.Lock()
-        self._free: list[tuple[int, list[Tensor | None]]] = []
-        self.layout: list[Place | None] = []
-        region, gradients = self._make()
-        self.layout = [None if g is None else shelf.place_of(g) for g in gradients]
-        self._free.append((region, gradients))
+        self._free: list[tuple[int, list[Tensor | None], list[Tensor]]] = []
+        region, gradients, statistics = self._make()
+        self.layout = SlotLayout(
+            [None if g is None else shelf.place_of(g) for g in gradients],
+            [head for head, yes in zip(heads, told, strict=True) if yes],
+            [place for each in statistics if (place := shelf.place_of(each)) is not None],
+        )
+        self._free.append((region, gradients, statistics))
 
     def take(self) -> Slot:
         """Return a free slot; it is free again when it is collected."""
         with self._lock:
-            region, gradients = self._free.pop() if self._free else self._make()
-        slot = Slot(region, gradients)
-        weakref.finalize(slot, self._free.append, (region, gradients)).atexit = False
+            room = self._free.pop() if self._free else self._make()
+        slot = Slot(*room)
+        weakref.finalize(slot, self._free.append, room).atexit = False
         return slot
 
-    def _make(self) -> tuple[int, list[Tensor | None]]:
+    def _make(self) -> tuple[int, list[Tensor | None], list[Tensor]]:
         tensors = self.shelf.allocate_like(self._flat)
         places = [self.shelf.place_of(tensor) for tensor in tensors]
         region = next((place.region for place in places if place is not None), -1)
-        return region, [t if t.numel() else None for t in tensors]
+        gradients = [t if t.numel() else None for t in tensors[: self._num_gradients]]
+        return region, gradients, tensors[self._num_gradients :]
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What a worker has written to a slot.
+
+    Attributes:
+        gradients: By parameter, whether it has got one.
+        statistics: The heads' places of those that are there.
+        others: Those that had no place.
+    """
+
+    gradients: tuple[bool, ...]
+    statistics: tuple[int, ...]
+    others: Statistics
+
+    def read(
+        self, slot: Slot | None, heads: Sequence[Head], weight: float
+    ) -> tuple[list[Tensor | None], Statistics]:
+        """Return gradients and statistics of a microbatch of this weight, in the slot's memory."""
+        if slot is None:
+            return [None] * len(self.gradients), self.others
+        statistics = {
+            heads[place].name: Statistic(slot.statistics[place], weight, heads[place].rule)
+            for place in self.statistics
+        }
+        gradients = zip(slot.gradients, self.gradients, strict=True)
+        return [g if there else None for g, there in gradients], {**statistics, **self.others}
+
+
+class Filler:
+    """Write to slots, in a worker process."""
+
+    def __init__(self, layout: SlotLayout, shelf: Shelf) -> None:
+        self._layout = layout
+        self._shelf = shelf
+        self._places = {head.name: place for place, head in enumerate(layout.heads)}
+        self._rooms: dict[int, tuple[list[Tensor | None], list[Tensor]]] = {}
+
+    def fill(
+        self, region: int, gradients: Sequence[Tensor | None], statistics: Statistics
+    ) -> Filling:
+        """Write them to the slot in ``region``; with one below 0 nobody asked for gradients."""
+        present = tuple([gradient is not None for gradient in gradients])
+        if region < 0:
+            return Filling(present, (), statistics)
+        own_gradients, own_statistics = self._room(region)
+        pairs = [
+            (own, gradient)
+            for own, gradient in zip(own_gradients, gradients, strict=True)
+            if own is not None and gradient is not None
+        ]
+        placed, others = [], {}
+        for name, statistic in statistics.items():
+            place = self._places.get(name)
+            if place is not None and self._layout.heads[place].fits(statistic):
+                placed.append(place)
+                pairs.append((own_statistics[place], statistic.value))
+            else:
+                others[name] = statistic
+        half, whole_bytes = len(pairs) // 2, sum([own.nbytes for own, _ in pairs])
+        _copy(pairs[:half], whole_bytes)
+        reach("gradients half written")
+        _copy(pairs[half:], whole_bytes)
+        reach("gradients written")
+        return Filling(present, tuple(placed), others)
+
+    def _room(self, region: int) -> tuple[list[Tensor | None], list[Tensor]]:
+        if region not in self._rooms:
+            at, layout = self._shelf.at, self._layout
+            self._rooms[region] = (
+                [None if p is None else at(replace(p, region=region)) for p in layout.gradients],
+                [at(replace(place, region=region)) for place in layout.statistics],
+            )
+        return self._rooms[region]
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]], whole_bytes: int) -> None:
+    rest = []
+    for own, value in pairs:
+        alike = own.dtype == value.dtype and own.stride() == value.stride()
+        if alike and own.nbytes >= _LARGE_BYTES:
+            copy_to(value, own, whole_bytes=whole_bytes)
+        else:
+            rest.append((own, value))
+    if rest:
+        torch._foreach_copy_([own for own, _ in rest], [value for _, value in rest])

@@ -8,8 +8,7 @@ microbatch left it; of a sum, each microbatch brings what it has added.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,13 +21,14 @@ from phalanx.plan import BufferRules
 from phalanx.replicas.seen import Seen
 
 __all__ = [
-    "Bundle",
-    "Bundler",
-    "Heads",
+    "Head",
     "Statistic",
+    "Statistics",
     "StatisticsOfReplica",
     "check_statistics",
+    "heads_of",
     "merge_statistics",
+    "sum_statistics",
     "write_statistics",
 ]
 
@@ -71,90 +71,44 @@ class Head(NamedTuple):
     shape: tuple[int, ...]
     rule: str
 
-
-@dataclass(frozen=True)
-class Bundle:
-    """Statistics on their way to another process.
-
-    What they are is told when it is new, which after the first microbatch it seldom is: many small
-    things cost more to send than a few large ones.
-
-    Attributes:
-        number: Counts how often the heads were new.
-        heads: Of each statistic; None for those that were told under this number.
-        weight: Of the microbatch.
-        values: Their numbers: for each dtype, those of all that have it; both in the order of the
-            heads.
-    """
-
-    number: int
-    heads: tuple[Head, ...] | None
-    weight: float
-    values: tuple[bytes, ...]
+    def fits(self, statistic: Statistic) -> bool:
+        """Tell whether ``statistic`` is of this kind."""
+        value = statistic.value
+        return (value.dtype, tuple(value.shape), statistic.rule) == self[1:]
 
 
-class Bundler:
-    """Make bundles, in the process that has the statistics."""
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._heads: tuple[Head, ...] = ()
-
-    def bundle(self, statistics: Statistics, weight: float, known: int) -> Bundle:
-        """Copy the statistics of a microbatch for somebody who knows the heads of that number."""
-        heads = tuple(
-            Head(name, each.value.dtype, tuple(each.value.shape), each.rule)
-            for name, each in statistics.items()
-        )
-        if heads != self._heads:
-            self._heads, self._number = heads, self._number + 1
-        pieces: dict[torch.dtype, list[Tensor]] = {}
-        for each in statistics.values():
-            pieces.setdefault(each.value.dtype, []).append(each.value.flatten())
-        return Bundle(
-            self._number,
-            None if known == self._number else heads,
-            weight,
-            tuple(_bytes_of(torch.cat(values)) for values in pieces.values()),
-        )
+def heads_of(source: nn.Module, rules: BufferRules) -> list[Head]:
+    """Return what microbatches leave in buffers that keep their shape and dtype."""
+    found = []
+    for path, owner in source.named_modules():
+        for key, buffer in owner._buffers.items():
+            if buffer is not None:
+                name = _name_of(path, key)
+                rule, dtype = _brought(_rule_for(name, owner, rules), buffer)
+                found.append(Head(name, dtype, tuple(buffer.shape), rule))
+    return found
 
 
-class Heads:
-    """What the statistics of one sender are, in the process that gets them.
-
-    Attributes:
-        number: Of the heads that are known; that of none is 0.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._heads: tuple[Head, ...] = ()
-
-    def open(self, bundle: Bundle) -> Statistics:
-        """Return the statistics, which lie in the bundle's memory."""
-        if bundle.heads is not None:
-            self.number, self._heads = bundle.number, bundle.heads
-        dtypes = dict.fromkeys(head.dtype for head in self._heads)
-        rest = {
-            dtype: _tensor_of(content, dtype)
-            for dtype, content in zip(dtypes, bundle.values, strict=True)
-        }
-        found: Statistics = {}
-        for head in self._heads:
-            size, numbers = math.prod(head.shape), rest[head.dtype]
-            value, rest[head.dtype] = numbers[:size].view(head.shape), numbers[size:]
-            found[head.name] = Statistic(value, bundle.weight, head.rule)
-        return found
+def _name_of(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
 
 
-def _bytes_of(numbers: Tensor) -> bytes:
-    return numbers.view(torch.uint8).numpy().tobytes()
+def _rule_for(name: str, owner: nn.Module, rules: BufferRules) -> str:
+    rule = rules.of(name)
+    if rule != "sync":
+        return rule
+    # Synchronised batch norm leaves the same in all replicas.
+    ours = isinstance(owner, _BatchNorm) and not isinstance(owner, nn.SyncBatchNorm)
+    return "first" if ours else "mean"
 
 
-def _tensor_of(content: bytes, dtype: torch.dtype) -> Tensor:
-    if not content:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(content), dtype=dtype)
+def _brought(rule: str, value: Tensor) -> tuple[str, torch.dtype]:
+    """Return the rule and the dtype of the statistic that ``value`` makes."""
+    if rule == "mean" and (value.is_floating_point() or value.is_complex()):
+        return "mean", torch.complex128 if value.is_complex() else torch.float64
+    if rule == "sum":
+        return "any" if value.dtype == torch.bool else "sum", value.dtype
+    return "first", value.dtype
 
 
 def merge_statistics(left: Statistics, right: Statistics) -> Statistics:
@@ -165,6 +119,14 @@ def merge_statistics(left: Statistics, right: Statistics) -> Statistics:
         else:
             left[name] = statistic
     return left
+
+
+def sum_statistics(operands: Iterable[Statistics]) -> Statistics:
+    """Return what all microbatches left, added in the order of their sums."""
+    merged: Statistics = {}
+    for statistics in operands:
+        merge_statistics(merged, statistics)
+    return merged
 
 
 def check_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
@@ -201,7 +163,7 @@ class StatisticsOfReplica:
         self, source: nn.Module, replica: nn.Module, prefix: str, rules: BufferRules
     ) -> None:
         self._homes = [
-            _Home(prefix + (f"{path}.{key}" if path else key), key, theirs, own, rules)
+            _Home(prefix + _name_of(path, key), key, theirs, own, rules)
             for (path, theirs), own in zip(source.named_modules(), replica.modules(), strict=True)
             for key in theirs._buffers
         ]
@@ -209,7 +171,6 @@ class StatisticsOfReplica:
         for home in self._homes:
             if home.source is not None and first.setdefault(id(home.source), home) is not home:
                 home.first = first[id(home.source)]
-                home.first.is_shared = True
 
     def outdate(self) -> None:
         """Make the next :meth:`refresh` copy all buffers, whatever their versions say."""
@@ -217,14 +178,15 @@ class StatisticsOfReplica:
             home.seen = Seen()
 
     def refresh(self) -> None:
-        """Take over the source's buffers where they have changed since the last time."""
-        for home in self._homes:
-            source = home.source
-            if source is not None and not home.seen.is_still(source):
-                home.start_from(source)
+        """Give the replica the source's buffers where either's have changed since."""
+        with torch.inference_mode(False):  # a buffer made under it could not be written later
+            for home in self._homes:
+                source = home.source
+                if source is not None and not home.seen.is_still(source):
+                    home.start_from(source)
 
     def collect(self, weight: float) -> Statistics:
-        """Return what a microbatch wrote, weighted, and put the starting statistics back."""
+        """Return what a microbatch wrote, weighted; :meth:`refresh` puts the start back."""
         found: Statistics = {}
         for home in self._homes:
             source = home.source
@@ -234,7 +196,7 @@ class StatisticsOfReplica:
                 now = home.owner._buffers[home.key]
                 if now is not None and not home.was_collected(now):
                     found[home.name] = home.statistic(now, weight, source)
-                home.start_from(source)
+                home.seen = Seen()
         return found
 
 
@@ -246,18 +208,13 @@ class _Home:
     ) -> None:
         self.name = name
         self.key = key
-        self._rule = rules.of(name)
-        if self._rule == "sync":  # synchronised batch norm leaves the same in all replicas
-            ours = isinstance(source, _BatchNorm) and not isinstance(source, nn.SyncBatchNorm)
-            self._rule = "first" if ours else "mean"
+        self._rule = _rule_for(name, source, rules)
         self.owner = owner
         self.seen = Seen()  # what it was copied from
         self._source = source
         self._start: Tensor | None = None
         self._version = -1
         self.first: _Home | None = None  # where the same buffer is kept under its first name
-        self.is_shared = False
-        self._collected: Tensor | None = None
 
     @property
     def source(self) -> Tensor | None:
@@ -265,35 +222,31 @@ class _Home:
 
     def start_from(self, source: Tensor) -> None:
         """Give the replica a fresh copy of ``source``, one for all its names."""
-        self._collected = self.owner._buffers[self.key] if self.is_shared else None
         first = self.first
         if first is not None and first.seen.is_still(source) and not first.was_written(source):
             self.owner._buffers[self.key] = self._start = first._start
             self._version, self.seen = first._version, Seen(source)
             return
         before = self.owner._buffers[self.key]
-        with torch.inference_mode(False):  # a buffer made under it could not be written later
-            own = source.detach().clone()
-            own = own if before is None else own.to(before.device)
+        own = source.detach().clone()
+        own = own if before is None else own.to(before.device)
         self.owner._buffers[self.key] = own
         self._start, self._version = own, own._version
         self.seen = Seen(source)
 
     def was_collected(self, now: Tensor) -> bool:
         """Tell whether ``now`` was read just before, under the buffer's first name."""
-        return self.first is not None and now is self.first._collected
+        return self.first is not None and now is self.first.owner._buffers[self.first.key]
 
     def statistic(self, value: Tensor, weight: float, source: Tensor) -> Statistic:
         """Return what a microbatch that left ``value`` brings."""
         value = value.detach().to(source.device)
-        if self._rule == "mean" and (value.is_floating_point() or value.is_complex()):
-            wide = torch.complex128 if value.is_complex() else torch.float64
-            return Statistic(value.to(wide) * weight, weight, "mean")
-        if self._rule == "sum" and value.dtype == torch.bool:
-            return Statistic(value.clone(), weight, "any")
-        if self._rule == "sum" and value.shape == source.shape:
-            return Statistic(value - source.detach(), weight, "sum")
-        return Statistic(value.clone(), weight, "first")
+        rule, dtype = _brought(self._rule, value)
+        if rule == "mean":
+            return Statistic(value.to(dtype) * weight, weight, rule)
+        if rule == "sum" and value.shape == source.shape:
+            return Statistic(value - source.detach(), weight, rule)
+        return Statistic(value.clone(), weight, rule if rule == "any" else "first")
 
     def refuse_new(self) -> None:
         """Refuse a buffer that the forward pass made: the source has no place for it."""

@@ -85,7 +85,11 @@ class PartialSums(TreeSums[Partial]):
 
 
 def _add(left: Partial, right: Partial) -> Partial:
-    taken_over = any(a is None for a in left.gradients)  # some of the right one's stay in use
+    # Some of the right one's memory stays in use where the left one lacks something.
+    taken_over = (
+        any(a is None for a in left.gradients)
+        or not right.statistics.keys() <= left.statistics.keys()
+    )
     return Partial(
         add_gradients(left.gradients, right.gradients),
         merge_statistics(left.statistics, right.statistics),

@@ -204,6 +204,7 @@ def _serve(replica: Replica, job: Job, shapes: Sequence[torch.Size], watch: Stop
         try:
             job.results[index] = job.run(job.turn(replica, index))
             written = replica.statistics.collect(job.weights[index])
+            replica.statistics.refresh()
             gradients = replica.take_gradients()
             if job.feedback is not None:
                 gradients = job.feedback.compress(index, gradients, shapes)
@@ -213,6 +214,7 @@ def _serve(replica: Replica, job: Job, shapes: Sequence[torch.Size], watch: Stop
             job.failed = True
             replica.drop_gradients()
             replica.statistics.collect(0.0)
+            replica.statistics.refresh()
             blame(error, replica, index)
             raise
         job.replica_of[index] = replica.index

@@ -11,15 +11,15 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.clock import now_s
-from phalanx.memory import copy_to, die_with_parent, keep_freed_memory, plant, reach
+from phalanx.memory import die_with_parent, keep_freed_memory, plant, reach
 from phalanx.plan import BufferRules
 from phalanx.replicas.crew import Turn
 from phalanx.replicas.draws import derive_seed
@@ -31,7 +31,7 @@ from phalanx.replicas.parcel import load, pack
 from phalanx.replicas.replica import Replica
 from phalanx.replicas.settings import adopt_settings
 from phalanx.replicas.shelf import Place, Shelf
-from phalanx.replicas.statistics import Bundle, Bundler
+from phalanx.replicas.slots import Filler, Filling, SlotLayout
 from phalanx.replicas.stopwatch import Stopwatch
 from phalanx.types import Nested
 
@@ -50,7 +50,6 @@ __all__ = [
 ]
 
 _CPU = torch.device("cpu")
-_LARGE_BYTES = 64 << 10  # smaller gradients are copied in one call together
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,14 @@ class Birth:
     Attributes:
         blob: The module and what goes with it, packed; parameters are places on the shelf.
         buffers: Where the module's buffers lie.
-        slot: Where the gradients of one microbatch lie, in memory order, by parameter; the region
-            comes with each task.
+        slot: Where in a slot what one microbatch leaves lies; the region comes with each task.
         rules: What becomes of buffers that it writes.
         steps: Whether errands will step an optimizer.
     """
 
     blob: bytes
     buffers: list[Place | None]
-    slot: list[Place | None]
+    slot: SlotLayout
     rules: BufferRules | None = None
     steps: bool = False
 
@@ -118,9 +116,8 @@ class Task:
     Attributes:
         order: An `Order`, packed: most of the time it is that of the run before.
         batch: Its rows.
-        slot: The region that takes the gradients.
+        slot: The region that takes the gradients; -1 for none.
         reply: Bytes that take what is large in the result; None for none.
-        heads: The number of the statistics' heads that the crew knows.
     """
 
     index: int
@@ -131,7 +128,6 @@ class Task:
     slot: int
     changes: Changes
     reply: Place | None
-    heads: int
 
 
 @dataclass(frozen=True)
@@ -149,12 +145,12 @@ class Errand:
 
 @dataclass(frozen=True)
 class Done:
-    """What a microbatch gave, its gradients aside.
+    """What a microbatch gave.
 
     Attributes:
         result: What the run returned, packed.
         result_bytes: How much room it would take where the task said `reply`.
-        present: By parameter, whether it has got a gradient.
+        filling: What is in the slot.
         drew: Whether the model drew random numbers from the microbatch's own generator.
         drew_aside: Whether it drew from the process's.
         busy_s: Seconds of work.
@@ -162,8 +158,7 @@ class Done:
 
     result: bytes
     result_bytes: int
-    statistics: Bundle
-    present: tuple[bool, ...]
+    filling: Filling
     drew: bool
     drew_aside: bool
     start_s: float
@@ -229,13 +224,11 @@ class Worker:
     def __init__(self, index: int, birth: Birth, shelf: Shelf) -> None:
         self.shelf = shelf
         self.kept: dict[str, Any] = {}
-        self._layout = birth.slot
-        self._slots: dict[int, list[Tensor | None]] = {}
+        self._filler = Filler(birth.slot, shelf)
         self._module, self._shared = _born(birth, shelf)
         self._replica = Replica(self._module, _CPU, index, rules=birth.rules)
         self._packed_order = b""
         self._order: Order | None = None
-        self._bundler = Bundler()
         self._buffers_seen = -1
 
     def work(self, message: Any) -> Any:  # Any: the messages above
@@ -269,7 +262,7 @@ class Worker:
                 result = order.run(turn)
                 reach("after backward")
                 written = replica.statistics.collect(task.weight)
-                present = self._write(task.slot, replica.take_gradients())
+                filling = self._filler.fill(task.slot, replica.take_gradients(), written)
         except BaseException:
             replica.drop_gradients()
             replica.statistics.collect(0.0)
@@ -279,14 +272,13 @@ class Worker:
         if drew_aside:
             torch.set_rng_state(before)
         busy_s = watch.lap()
-        outbox = Outbox(self.shelf, None if task.reply is None else self.shelf.at(task.reply))
+        outbox = Outbox(self.shelf, task.reply)
         packed = pack(result, outbox.put)
         reach("before reply")
         return Done(
             result=packed,
             result_bytes=outbox.needed_bytes,
-            statistics=self._bundler.bundle(written, task.weight, task.heads),
-            present=present,
+            filling=filling,
             drew=turn.drew.is_set(),
             drew_aside=drew_aside,
             start_s=start_s,
@@ -307,45 +299,13 @@ class Worker:
         return collect(self.shelf, *rest) if kind == "mail" else self.kept[rest[0]]
 
     def _follow(self, changes: Changes) -> None:
-        take_over(self._module, changes)
+        if changes.trained:  # else all but the buffers is as it was
+            take_over(self._module, changes)
+            self._replica.refresh()
         if changes.buffers != self._buffers_seen:
             self._replica.statistics.outdate()
             self._buffers_seen = changes.buffers
-        self._replica.refresh()
-
-    def _write(self, slot: int, gradients: list[Tensor | None]) -> tuple[bool, ...]:
-        """Write the gradients to where the parent finds them; return which there are."""
-        present = tuple(gradient is not None for gradient in gradients)
-        if slot < 0 or not any(present):  # nobody asked for gradients: an evaluation
-            return present
-        if slot not in self._slots:
-            self._slots[slot] = [
-                None if place is None else self.shelf.at(replace(place, region=slot))
-                for place in self._layout
-            ]
-        pairs = [
-            (own, gradient)
-            for own, gradient in zip(self._slots[slot], gradients, strict=True)
-            if own is not None and gradient is not None
-        ]
-        half, whole_bytes = len(pairs) // 2, sum(own.nbytes for own, _ in pairs)
-        _copy(pairs[:half], whole_bytes)
-        reach("gradients half written")
-        _copy(pairs[half:], whole_bytes)
-        reach("gradients written")
-        return present
-
-
-def _copy(pairs: list[tuple[Tensor, Tensor]], whole_bytes: int) -> None:
-    rest = []
-    for own, gradient in pairs:
-        alike = own.dtype == gradient.dtype and own.stride() == gradient.stride()
-        if alike and own.nbytes >= _LARGE_BYTES:
-            copy_to(gradient, own, whole_bytes=whole_bytes)
-        else:
-            rest.append((own, gradient))
-    if rest:
-        torch._foreach_copy_([own for own, _ in rest], [gradient for _, gradient in rest])
+        self._replica.statistics.refresh()
 
 
 def _born(birth: Birth, shelf: Shelf) -> tuple[nn.Module, list[Any]]:

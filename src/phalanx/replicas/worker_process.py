@@ -18,7 +18,6 @@ from phalanx.replicas.mailbox import Mailbox
 from phalanx.replicas.parcel import load, pack
 from phalanx.replicas.patience import limit_patience
 from phalanx.replicas.shelf import Shelf
-from phalanx.replicas.statistics import Heads
 from phalanx.replicas.worker import BirthPlace, Failed, NewRegions, Start, serve
 
 __all__ = ["START_S", "Lost", "WorkerProcess"]
@@ -70,7 +69,6 @@ class WorkerProcess:
         knows: The version of the module's attributes that it has (see `mirror`); -1 for none.
         ready: Whether it has got the model and has said so.
         kept: What errands and runs have left there, by name; the numbers are theirs.
-        heads: Of the statistics that it sends.
         mailbox: Where rows for it are written.
         answers: Where it writes what is large in its answers.
     """
@@ -87,7 +85,6 @@ class WorkerProcess:
         self.knows = -1
         self.ready = False
         self.kept: dict[str, int] = {}
-        self.heads = Heads()
         self.mailbox, self.answers = mail
         self.parent_pid = os.getpid()
         self._shelf = shelf

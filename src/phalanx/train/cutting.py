@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Layout, cut, equal_sizes, num_rows, workload_sizes
+from phalanx.plan import Layout, Rows, equal_sizes, workload_sizes
 from phalanx.train.sharding import Shard
 from phalanx.types import Nested, WeightFn
 
@@ -64,17 +63,16 @@ class Cutter:
             ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
         """
         rows = self._rows(batch)
-        if rows == 0:
+        count = rows.count()
+        if count == 0:
             raise ConfigError(
                 "`batch` must hold at least 1 row, but is empty. Leave empty batches out."
             )
         if self.microbatches is None:
-            sizes = workload_sizes(rows, workloads)
+            sizes = workload_sizes(count, workloads)
         else:
-            sizes = equal_sizes(rows, self.microbatches)
-        parts = (
-            _shards(batch, sizes) if isinstance(batch, Shard) else cut(batch, sizes, self.layout)
-        )
+            sizes = equal_sizes(count, self.microbatches)
+        parts = rows.cut(sizes)
         return Cut(parts, sizes, self._weights(parts, sizes), pinned=self.microbatches is None)
 
     def check_rows(self, batch: Nested) -> None:
@@ -83,15 +81,17 @@ class Cutter:
         Only the first batch of an epoch is checked: its last one may be smaller, and leaves the
         last microbatches empty.
         """
-        if self.microbatches is not None and 0 < (rows := self._rows(batch)) < self.microbatches:
+        if self.microbatches is None:
+            return
+        if 0 < (count := self._rows(batch).count()) < self.microbatches:
             raise ConfigError(
-                f"`microbatches` must be at most the batch's rows ({rows}), but is "
-                f"{self.microbatches}. Give larger batches, or microbatches={rows} or fewer; in "
+                f"`microbatches` must be at most the batch's rows ({count}), but is "
+                f"{self.microbatches}. Give larger batches, or microbatches={count} or fewer; in "
                 "`fit()`, later batches of an epoch may have fewer rows."
             )
 
-    def _rows(self, batch: Nested) -> int:
-        return len(batch) if isinstance(batch, Shard) else num_rows(batch, self.layout)
+    def _rows(self, batch: Nested) -> Shard | Rows:
+        return batch if isinstance(batch, Shard) else Rows(batch, self.layout)
 
     def _weights(self, parts: Sequence[Nested], sizes: Sequence[int]) -> list[float]:
         if self.weight is None:
@@ -122,8 +122,3 @@ def _read_weight(given: Any, index: int) -> float:
             f"`weight` must return a finite number of at least 0, but returned {given!r:.80} for "
             f"microbatch {index}."
         ) from error
-
-
-def _shards(batch: Shard, sizes: Sequence[int]) -> list[Nested]:
-    stops = list(accumulate(sizes))
-    return [batch.part(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]

@@ -20,7 +20,6 @@ from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import FlatParameters
 from phalanx.replicas import (
     Crew,
-    Partial,
     ProcessCrew,
     Report,
     Span,
@@ -28,8 +27,8 @@ from phalanx.replicas import (
     ThreadCrew,
     Turn,
     check_statistics,
-    merge_statistics,
     refuse_lazy,
+    sum_statistics,
     write_statistics,
 )
 from phalanx.train.crews import CrewMaker
@@ -209,7 +208,9 @@ class Engine:
             for parameter in self._flat.parameters:
                 parameter.grad = None
         report = compute(self.crew, pieces, run, seed, self._feedback)
-        statistics = self._merged_statistics(report.operands)
+        statistics = sum_statistics(operand.statistics for operand in report.operands)
+        buffers = self._buffers() if statistics else {}
+        check_statistics(buffers, statistics)
         if count is not None:
             count(report)
         missing = self._sums.take(report)
@@ -240,19 +241,18 @@ class Engine:
                 spans.append(Span(replica=part, microbatch=None, start_s=start_s, stop_s=now_s()))
                 if len(spans) < len(self.crew):
                     return
-            self._finish(statistics)
+            self._finish(buffers, statistics)
             commit(loss)
 
         self.crew.each(finish)
         self._sums.forget()
         return self._describe(pieces, report, spans, loss)
 
-    def _finish(self, statistics: dict[str, Statistic]) -> None:
+    def _finish(self, buffers: dict[str, Tensor], statistics: dict[str, Statistic]) -> None:
         self._stepper.finish()
         if self._feedback is not None:
             self._feedback.commit()
-        if statistics:
-            write_statistics(self._buffers(), statistics)
+        write_statistics(buffers, statistics)
         self.crew.outdate()
 
     def _clip(self, clip_norm: float) -> None:
@@ -274,14 +274,6 @@ class Engine:
                 each.gradients.mul_(coefficient)
 
         self.crew.each(scale)
-
-    def _merged_statistics(self, operands: Sequence[Partial]) -> dict[str, Statistic]:
-        merged: dict[str, Statistic] = {}
-        for operand in operands:
-            merge_statistics(merged, operand.statistics)
-        if merged:
-            check_statistics(self._buffers(), merged)
-        return merged
 
     def _buffers(self) -> dict[str, Tensor]:
         return dict(self._module.named_buffers(remove_duplicate=False))

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -48,12 +49,17 @@ class Shard:
     places: tuple[int, ...]
     seed: tuple[int, ...]
 
-    def __len__(self) -> int:
+    def count(self) -> int:
+        """Return the number of rows."""
         return len(self.places)
 
-    def part(self, start: int, stop: int) -> Shard:
-        """Return rows ``start`` to ``stop``."""
-        return replace(self, places=self.places[start:stop])
+    def cut(self, sizes: Sequence[int]) -> list[Nested]:
+        """Return consecutive parts of ``sizes`` rows."""
+        stops = accumulate(sizes)
+        return [
+            replace(self, places=self.places[stop - size : stop])
+            for stop, size in zip(stops, sizes, strict=True)
+        ]
 
     def read(self) -> Nested:
         """Read all rows and join them."""

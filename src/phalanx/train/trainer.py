@@ -44,7 +44,7 @@ from phalanx.train.position import Loss, Position
 from phalanx.train.sharding import Loaders
 from phalanx.train.state import TrainerState, capture_state, restore_state, warn_of_changes
 from phalanx.train.trial import Trial
-from phalanx.train.work import Work
+from phalanx.train.work import Work, enter_training
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 
 __all__ = ["Trainer"]
@@ -319,7 +319,7 @@ class Trainer:
         check_moment(closed=self._closed)
         self._cutter.check_rows(batch)
         with caller_intra_op(1):
-            self.module.train()
+            enter_training(self.module)
             return self._step(batch, in_epoch=False)
 
     def resize(self, replicas: int | Sequence[Device]) -> None:

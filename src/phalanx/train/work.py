@@ -16,7 +16,7 @@ from phalanx.replicas import Turn
 from phalanx.train.sharding import Shard
 from phalanx.types import ForwardFn, LossFn, Nested
 
-__all__ = ["Outcome", "Work"]
+__all__ = ["Outcome", "Work", "enter_training"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ class Outcome:
     loss: float
     outputs: Nested
     targets: Nested
+
+
+def enter_training(module: nn.Module) -> None:
+    """Put a model into training mode, if any part of it is not."""
+    if not all(each.training for each in module.modules()):
+        module.train()
 
 
 class Work:
@@ -66,10 +72,12 @@ class Work:
         """Return what runs a microbatch forward only."""
         return _Evaluation(self, keep_outputs)
 
-    def evaluate(self, turn: Turn, keep_outputs: bool) -> tuple[Tensor, Outcome]:
-        """Run one microbatch forward."""
+    def evaluate(
+        self, turn: Turn, keep_outputs: bool, *, trains: bool = False
+    ) -> tuple[Tensor, Outcome]:
+        """Run one microbatch forward; one that ``trains`` must bring no graph."""
         rows = turn.batch.read() if isinstance(turn.batch, Shard) else turn.batch
-        batch = _to_device(rows, turn.replica.device)
+        batch = _to_device(rows, turn.replica.device, trains)
         with turn.drawing():
             loss, outputs = self._call(turn.replica.module, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -113,8 +121,7 @@ class _Training:
     keep_outputs: bool
 
     def __call__(self, turn: Turn) -> Outcome:
-        _refuse_graphs(turn.batch)
-        loss, outcome = self.work.evaluate(turn, self.keep_outputs)
+        loss, outcome = self.work.evaluate(turn, self.keep_outputs, trains=True)
         if not math.isfinite(outcome.loss):
             raise ConfigError(
                 f"`loss` must be finite, but is {outcome.loss!r} in microbatch {turn.index}; "
@@ -143,22 +150,18 @@ class _Evaluation:
         return self.work.evaluate(turn, self.keep_outputs)[1]
 
 
-def _refuse_graphs(batch: Nested) -> None:
-    leaves, _ = flatten(batch)
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-        raise ConfigError(
-            "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
-            "`DataParallel` to train what stands before the module."
-        )
-
-
 def _is_pair(batch: Nested) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
-def _to_device(batch: Nested, device: torch.device) -> Nested:
+def _to_device(batch: Nested, device: torch.device, trains: bool) -> Nested:
     """Move a microbatch; its slices get version counters of their own (hence `data`)."""
     leaves, spec = flatten(batch)
+    if trains and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        raise ConfigError(
+            "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
+            "`DataParallel` to train what stands before the module."
+        )
     return unflatten(
         [
             leaf.data.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf

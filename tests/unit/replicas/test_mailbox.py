@@ -45,8 +45,7 @@ def test_an_outbox_says_how_much_room_would_be_enough(shelf: Shelf) -> None:
     values = [big(seed) for seed in range(3)]
     lengths = []
     for _ in range(2):
-        place = answers.place
-        outbox = Outbox(shelf, None if place is None else shelf.at(place))
+        outbox = Outbox(shelf, answers.place)
         message = pack(values, outbox.put)
         lengths.append(len(message))
         assert outbox.needed_bytes >= 3 * values[0].nbytes
@@ -58,7 +57,7 @@ def test_an_outbox_says_how_much_room_would_be_enough(shelf: Shelf) -> None:
 
 def test_a_room_that_is_too_small_takes_what_fits(shelf: Shelf) -> None:
     room = shelf.allocate(big().nbytes + 64, torch.uint8, torch.device("cpu"))
-    outbox = Outbox(shelf, room)
+    outbox = Outbox(shelf, shelf.place_of(room))
     assert outbox.put(big()) is not None
     assert outbox.put(big()) is None
     assert outbox.needed_bytes == 2 * big().nbytes
@@ -72,6 +71,8 @@ def test_a_room_that_is_too_small_takes_what_fits(shelf: Shelf) -> None:
         lambda x: x[:1].expand(ROWS, 64),
         lambda x: x.to(torch.bfloat16).repeat(2, 1),
         lambda x: x.view(torch.complex64),
+        lambda x: x.flatten()[3:],  # begins where no cache's line does
+        lambda x: x.flatten()[16:],
     ],
 )
 def test_tensors_come_out_as_they_lay(shelf: Shelf, lay_out: Any) -> None:
@@ -81,7 +82,15 @@ def test_tensors_come_out_as_they_lay(shelf: Shelf, lay_out: Any) -> None:
         found = received(shelf, pack(value, Mailbox(shelf).put))
         assert torch.equal(found, value)
         assert (found.dtype, found.stride()) == (value.dtype, value.stride())
+        assert found.data_ptr() % 64 == value.data_ptr() % 64
         assert not found.is_inference()
+
+
+def test_a_tensor_that_comes_twice_is_one_over_there(shelf: Shelf) -> None:
+    """As it is in a thread of the process that sends it."""
+    for value in (big(), torch.ones(3)):
+        first, second = received(shelf, pack([value, value], Mailbox(shelf).put))
+        assert first is second
 
 
 def test_small_tensors_and_those_with_a_graph_travel_with_the_message(shelf: Shelf) -> None:

@@ -18,7 +18,7 @@ from phalanx.replicas import (
     merge_statistics,
     write_statistics,
 )
-from phalanx.replicas.statistics import Bundler, Heads
+from phalanx.replicas.statistics import heads_of
 
 CPU = torch.device("cpu")
 
@@ -194,7 +194,9 @@ def replica_of(source: nn.Module, rules: Any = "mean", prefix: str = "") -> Any:
 
 def brought(replica: Any, x: Tensor, weight: float) -> dict[str, Statistic]:
     replica.module(x)
-    return replica.statistics.collect(weight)
+    found: dict[str, Statistic] = replica.statistics.collect(weight)
+    replica.statistics.refresh()
+    return found
 
 
 def test_only_buffers_that_were_written_are_brought_under_their_names() -> None:
@@ -365,52 +367,28 @@ def test_torchs_own_synchronised_norm_is_averaged_under_sync() -> None:
     torch.testing.assert_close(net.running_mean, plain.running_mean)
 
 
-# -- on their way from a worker process ------------------------------
+@pytest.mark.parametrize("buffers", ["mean", "first", "sync", {"*flags": "sum", "*count": "sum"}])
+def test_heads_foretell_what_microbatches_leave(buffers: Any) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+            self.register_buffer("flags", torch.zeros(2, dtype=torch.bool))
+            self.register_buffer("count", torch.tensor(5))
+            self.register_buffer("wave", torch.zeros(2, dtype=torch.complex64))
+            self.register_buffer("nothing", None)
 
+        def forward(self, x: Tensor) -> Tensor:
+            self.flags |= True
+            self.count += 1
+            self.wave += 1j
+            return self.norm(x)
 
-def statistics_of(**values: Tensor) -> dict[str, Statistic]:
-    return {name: Statistic(value, 3.0, "mean") for name, value in values.items()}
-
-
-def assert_same(found: dict[str, Statistic], expected: dict[str, Statistic]) -> None:
-    assert list(found) == list(expected)
-    for name, statistic in expected.items():
-        assert (found[name].weight, found[name].rule) == (statistic.weight, statistic.rule)
-        assert found[name].value.dtype == statistic.value.dtype
-        assert found[name].value.shape == statistic.value.shape
-        assert torch.equal(found[name].value, statistic.value)
-
-
-def test_a_bundle_brings_every_dtype_and_shape() -> None:
-    statistics = statistics_of(
-        wide=torch.randn(3, 5, dtype=torch.float64),
-        count=torch.tensor(7),
-        half=torch.randn(3).to(torch.bfloat16),
-        flags=torch.tensor([True, False, True]),
-        nothing=torch.empty(0, 4, dtype=torch.float16),
-        pair=torch.randn(2, dtype=torch.complex64),
-        strided=torch.randn(4, 6, dtype=torch.float64).t(),
-    )
-    opened = Heads().open(Bundler().bundle(statistics, 3.0, 0))
-    assert_same(opened, statistics)
-    opened["wide"].value += 1  # it is the reader's own
-
-
-def test_heads_are_told_once_and_again_when_they_or_the_reader_are_new() -> None:
-    bundler, reader = Bundler(), Heads()
-
-    def sent(reader: Heads, statistics: dict[str, Statistic]) -> bool:
-        bundle = bundler.bundle(statistics, 3.0, reader.number)
-        assert_same(reader.open(bundle), statistics)
-        return bundle.heads is not None
-
-    assert not sent(reader, {})  # of nothing there is nothing to tell
-    assert sent(reader, statistics_of(mean=t(1.0), count=torch.tensor(1)))
-    assert not sent(reader, statistics_of(mean=t(2.0), count=torch.tensor(2)))
-    assert sent(reader, statistics_of(mean=t(3.0)))
-    assert sent(reader, statistics_of(mean=t(3.0, 4.0)))
-    assert sent(Heads(), statistics_of(mean=t(3.0, 4.0)))
-    assert sent(reader, {})
-    assert not sent(reader, {})
-    bundler.bundle(statistics_of(mean=t(1.0)), 3.0, reader.number)  # of which nothing was heard
-    assert sent(reader, statistics_of(mean=t(5.0)))
+    net, rules = Writes(), BufferRules(buffers)
+    replica = Replica(net, CPU, 0, rules=rules)
+    replica.refresh()
+    replica.module(torch.randn(7, 3))
+    written = replica.statistics.collect(7.0)
+    heads = {head.name: head for head in heads_of(net, rules)}
+    assert list(heads) == list(written)
+    assert all(heads[name].fits(statistic) for name, statistic in written.items())

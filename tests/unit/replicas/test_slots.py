@@ -1,0 +1,117 @@
+"""What a worker writes to a slot, and what is read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx.replicas.parcel import load, pack
+from phalanx.replicas.shelf import Shelf
+from phalanx.replicas.slots import Filler, Slots
+from phalanx.replicas.statistics import Head, Statistic, Statistics
+
+WEIGHT = 3.0
+SHAPES = [(5, 3), (0,), (7,), (131, 137)]  # the last is large enough to be copied by itself
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    shelf = Shelf()
+    yield shelf
+    shelf.close()
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+
+
+def heads_for(statistics: Statistics) -> list[Head]:
+    return [
+        Head(name, each.value.dtype, tuple(each.value.shape), each.rule)
+        for name, each in statistics.items()
+    ]
+
+
+def statistics_of(**values: Tensor) -> Statistics:
+    return {name: Statistic(value, WEIGHT, "mean") for name, value in values.items()}
+
+
+def passed(
+    slots: Slots, gradients: list[Tensor | None], statistics: Statistics, *, wanted: bool = True
+) -> tuple[list[Tensor | None], Statistics, int]:
+    """Send what a microbatch leaves; return it as it arrives, and the size of the message."""
+    slot = slots.take()
+    filler = Filler(slots.layout, slots.shelf)
+    message = pack(filler.fill(slot.region if wanted else -1, gradients, statistics))
+    slot = slot if wanted else None
+    return *load(message).read(slot, slots.layout.heads, WEIGHT), len(message)
+
+
+def assert_same(found: Statistics, expected: Statistics) -> None:
+    assert found.keys() == expected.keys()
+    for name, statistic in expected.items():
+        assert (found[name].weight, found[name].rule) == (statistic.weight, statistic.rule)
+        assert found[name].value.dtype == statistic.value.dtype
+        assert found[name].value.shape == statistic.value.shape
+        assert torch.equal(found[name].value, statistic.value)
+
+
+def test_gradients_arrive_in_the_order_of_their_memory(shelf: Shelf) -> None:
+    slots = Slots(parameters(), [], shelf)
+    gradients = [torch.randn(shape).flatten() for shape in SHAPES]
+    found, statistics, size = passed(slots, [gradients[0], None, None, gradients[3]], {})
+    assert found[1] is found[2] is None
+    assert torch.equal(found[0], gradients[0])
+    assert torch.equal(found[3], gradients[3])
+    assert (statistics, size < 1000) == ({}, True)
+
+
+def test_statistics_of_every_dtype_and_shape_arrive(shelf: Shelf) -> None:
+    statistics = statistics_of(
+        wide=torch.randn(3, 5, dtype=torch.float64),
+        count=torch.tensor(7),
+        half=torch.randn(3).to(torch.bfloat16),
+        flags=torch.tensor([True, False, True]),
+        nothing=torch.empty(0, 4, dtype=torch.float16),
+        pair=torch.randn(2, dtype=torch.complex64),
+        strided=torch.randn(4, 6, dtype=torch.float64).t(),
+        large=torch.randn(9000, dtype=torch.float64),
+    )
+    slots = Slots(parameters(), heads_for(statistics), shelf)
+    assert [head.name for head in slots.layout.heads] == [*[*statistics][:4], "pair", "strided"]
+    found, size = passed(slots, [None] * len(SHAPES), statistics)[1:]
+    assert_same(found, statistics)
+    assert size > statistics["large"].value.nbytes  # what is large has no place in a slot
+    found["wide"].value += 1  # it is the reader's own
+
+
+def test_what_differs_from_its_head_or_has_none_arrives_too(shelf: Shelf) -> None:
+    slots = Slots(parameters(), heads_for(statistics_of(a=torch.ones(2), b=torch.ones(3))), shelf)
+    for statistics in (
+        statistics_of(a=torch.ones(5)),
+        statistics_of(b=torch.ones(3, dtype=torch.float64), c=torch.ones(1)),
+        {"a": Statistic(torch.ones(2), WEIGHT, "first")},
+        statistics_of(b=torch.full((3,), 4.0)),
+        {},
+    ):
+        assert_same(passed(slots, [None] * len(SHAPES), statistics)[1], statistics)
+
+
+def test_where_no_gradients_are_wanted_statistics_arrive(shelf: Shelf) -> None:
+    statistics = statistics_of(a=torch.ones(2))
+    slots = Slots(parameters(), heads_for(statistics), shelf)
+    gradients, found, _ = passed(slots, [None] * len(SHAPES), statistics, wanted=False)
+    assert gradients == [None] * len(SHAPES)
+    assert_same(found, statistics)
+
+
+def test_a_slot_is_taken_again_when_nobody_holds_it(shelf: Shelf) -> None:
+    slots = Slots(parameters(), [], shelf)
+    first, second = slots.take(), slots.take()
+    regions = {first.region, second.region}
+    assert len(regions) == 2
+    del first, second
+    assert {slots.take().region for _ in range(5)} <= regions
