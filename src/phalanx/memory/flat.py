@@ -242,12 +242,19 @@ class Range:
         self.values = segment.values[start:stop]
         self.gradients = segment.gradients[start:stop]
         self._pieces = segment.pieces(start, stop, self.gradients)
+        size = segment.values.itemsize
+        first_byte = {i: at * size for i, at in zip(segment.members, segment.starts, strict=True)}
+        self._first_bytes = [(index, first_byte[index]) for index, _, _, _ in self._pieces]
 
     def sum_gradients(self, operands: Sequence[Sequence[Tensor | None]]) -> None:
         """Write the sum of one or two sets of gradients to the buffer.
 
         Each set holds the parameters' gradients in memory order; None stands for no gradient.
         """
+        wholes = [self._whole(operand) for operand in operands]
+        if len(wholes) == 2 and wholes[0] is not None and wholes[1] is not None:
+            torch.add(wholes[0], wholes[1], out=self.gradients)
+            return
         for index, start, stop, out in self._pieces:
             present = [g[index] for g in operands if g[index] is not None]
             terms = [gradient[start:stop] for gradient in present if gradient is not None]
@@ -257,6 +264,26 @@ class Range:
                 out.copy_(terms[0])
             else:
                 out.zero_()
+
+    def _whole(self, operand: Sequence[Tensor | None]) -> Tensor | None:
+        """Return the range's gradients in one piece, where they lie as in the buffer."""
+        first: Tensor | None = None
+        base = 0
+        for index, first_byte in self._first_bytes:
+            gradient = operand[index]
+            if gradient is None:
+                return None
+            if first is None:
+                first, base = gradient, gradient.data_ptr() - first_byte
+            elif gradient.data_ptr() - first_byte != base:
+                return None
+        if first is None or len(self._first_bytes) == 1:
+            return None
+        size, storage = first.itemsize, first.untyped_storage()
+        start_byte = base + self.start * size - storage.data_ptr()
+        if start_byte < 0 or start_byte + self.gradients.nbytes > storage.nbytes():
+            return None
+        return first.as_strided((self.stop - self.start,), (1,), start_byte // size)
 
 
 class Part:

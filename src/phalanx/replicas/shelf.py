@@ -90,6 +90,10 @@ class Shelf:
             return None
         return Place(number, address - start, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
+    def size_of(self, region: int) -> int:
+        """Return the bytes of a region."""
+        return self._regions[region].nbytes
+
     def at(self, place: Place) -> Tensor:
         """Return the tensor at ``place``, which begins at a whole number of elements."""
         key = place.region, place.dtype

@@ -51,6 +51,9 @@ class SlotLayout:
 class Slots:
     """Slots, made when there are none free.
 
+    In a slot gradients lie as the parameters lie on the shelf, so whoever adds what is in two slots
+    to the buffer of gradients, which lies like that, too, can add all of it at once.
+
     Args:
         heads: What microbatches may leave in buffers.
     """
@@ -58,12 +61,16 @@ class Slots:
     def __init__(
         self, parameters: Sequence[nn.Parameter], heads: Sequence[Head], shelf: Shelf
     ) -> None:
-        self._flat = [torch.empty(p.numel(), dtype=p.dtype, device="meta") for p in parameters]
+        self.shelf = shelf
+        self._parameters = [(p.numel(), p.dtype, shelf.place_of(p)) for p in parameters]
+        regions = dict.fromkeys(p.region for _, _, p in self._parameters if p is not None)
         buffers = [torch.empty(h.shape, dtype=h.dtype, device="meta") for h in heads]
         told = [0 < buffer.nbytes <= _LARGE_BYTES for buffer in buffers]
-        self._num_gradients = len(self._flat)
-        self._flat += [buffer for buffer, yes in zip(buffers, told, strict=True) if yes]
-        self.shelf = shelf
+        self._regions = list(regions)
+        self._rooms = [
+            *(torch.empty(shelf.size_of(r), dtype=torch.uint8, device="meta") for r in regions),
+            *(buffer for buffer, yes in zip(buffers, told, strict=True) if yes),
+        ]
         self._lock = threading.Lock()
         self._free: list[tuple[int, list[Tensor | None], list[Tensor]]] = []
         region, gradients, statistics = self._make()
@@ -83,11 +90,19 @@ class Slots:
         return slot
 
     def _make(self) -> tuple[int, list[Tensor | None], list[Tensor]]:
-        tensors = self.shelf.allocate_like(self._flat)
-        places = [self.shelf.place_of(tensor) for tensor in tensors]
-        region = next((place.region for place in places if place is not None), -1)
-        gradients = [t if t.numel() else None for t in tensors[: self._num_gradients]]
-        return region, gradients, tensors[self._num_gradients :]
+        rooms = self.shelf.allocate_like(self._rooms)
+        places = [self.shelf.place_of(room) for room in rooms]
+        number = next((place.region for place in places if place is not None), -1)
+        mirrors = dict(zip(self._regions, rooms, strict=False))
+        gradients: list[Tensor | None] = []
+        for count, dtype, place in self._parameters:
+            if place is None:
+                gradients.append(None)
+            else:
+                stop = place.offset_bytes + count * dtype.itemsize
+                own = mirrors[place.region][place.offset_bytes : stop].view(dtype)
+                gradients.append(own)
+        return number, gradients, rooms[len(self._regions) :]
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,39 @@ def test_parts_sum_all_gradients_once(num_parts: int) -> None:
         assert torch.equal(flat.gradient(index), expected)
 
 
+def mirrored(flat: FlatParameters, seed: int) -> list[Tensor]:
+    """Return gradients that lie as in the buffers, in memory of another's, with rubbish around."""
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[int, Tensor] = {}
+    for segment in flat.segments:
+        whole = torch.randn(segment.values.numel() + 64, generator=generator)[16:]
+        members = zip(segment.members, segment.starts, segment.sizes, strict=True)
+        found.update({index: whole[start : start + size] for index, start, size in members})
+    return [found[index] for index in range(len(flat.parameters))]
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("apart", [(), (0,), (3,), (0, 1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("missing", [None, 0, 2])
+def test_gradients_that_lie_as_the_buffers_are_added_in_one_piece_or_not(
+    num_parts: int, apart: tuple[int, ...], missing: int | None
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(97, 131), nn.Linear(131, 61), nn.Linear(61, 3))
+    flat = flatten(net)
+    left, right = mirrored(flat, 1), mirrored(flat, 2)
+    expected = [a + b for a, b in zip(left, right, strict=True)]
+    for index in apart:
+        left[index] = left[index].clone()
+    given: list[Tensor | None] = [*right]
+    if missing is not None:
+        given[missing], expected[missing] = None, left[missing]
+    for part in flat.parts(num_parts):
+        part.sum_gradients([left, given])
+    for index, value in enumerate(expected):
+        assert torch.equal(flat.gradient(index).flatten(), value)
+
+
 @pytest.mark.parametrize("layout", ["sparse", "transposed", "other dtype"])
 def test_gradients_come_in_the_parameters_order(layout: str) -> None:
     like = torch.zeros(3, 4)

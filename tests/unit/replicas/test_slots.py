@@ -24,8 +24,8 @@ def shelf() -> Iterator[Shelf]:
     shelf.close()
 
 
-def parameters() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+def parameters(shelf: Shelf) -> list[nn.Parameter]:
+    return [nn.Parameter(each) for each in shelf.allocate_like([torch.zeros(s) for s in SHAPES])]
 
 
 def heads_for(statistics: Statistics) -> list[Head]:
@@ -60,7 +60,7 @@ def assert_same(found: Statistics, expected: Statistics) -> None:
 
 
 def test_gradients_arrive_in_the_order_of_their_memory(shelf: Shelf) -> None:
-    slots = Slots(parameters(), [], shelf)
+    slots = Slots(parameters(shelf), [], shelf)
     gradients = [torch.randn(shape).flatten() for shape in SHAPES]
     found, statistics, size = passed(slots, [gradients[0], None, None, gradients[3]], {})
     assert found[1] is found[2] is None
@@ -80,7 +80,7 @@ def test_statistics_of_every_dtype_and_shape_arrive(shelf: Shelf) -> None:
         strided=torch.randn(4, 6, dtype=torch.float64).t(),
         large=torch.randn(9000, dtype=torch.float64),
     )
-    slots = Slots(parameters(), heads_for(statistics), shelf)
+    slots = Slots(parameters(shelf), heads_for(statistics), shelf)
     assert [head.name for head in slots.layout.heads] == [*[*statistics][:4], "pair", "strided"]
     found, size = passed(slots, [None] * len(SHAPES), statistics)[1:]
     assert_same(found, statistics)
@@ -89,7 +89,9 @@ def test_statistics_of_every_dtype_and_shape_arrive(shelf: Shelf) -> None:
 
 
 def test_what_differs_from_its_head_or_has_none_arrives_too(shelf: Shelf) -> None:
-    slots = Slots(parameters(), heads_for(statistics_of(a=torch.ones(2), b=torch.ones(3))), shelf)
+    slots = Slots(
+        parameters(shelf), heads_for(statistics_of(a=torch.ones(2), b=torch.ones(3))), shelf
+    )
     for statistics in (
         statistics_of(a=torch.ones(5)),
         statistics_of(b=torch.ones(3, dtype=torch.float64), c=torch.ones(1)),
@@ -102,14 +104,28 @@ def test_what_differs_from_its_head_or_has_none_arrives_too(shelf: Shelf) -> Non
 
 def test_where_no_gradients_are_wanted_statistics_arrive(shelf: Shelf) -> None:
     statistics = statistics_of(a=torch.ones(2))
-    slots = Slots(parameters(), heads_for(statistics), shelf)
+    slots = Slots(parameters(shelf), heads_for(statistics), shelf)
     gradients, found, _ = passed(slots, [None] * len(SHAPES), statistics, wanted=False)
     assert gradients == [None] * len(SHAPES)
     assert_same(found, statistics)
 
 
+def test_gradients_lie_as_the_parameters_do(shelf: Shelf) -> None:
+    first, second = parameters(shelf), parameters(shelf)  # as the groups of an optimizer
+    mixed = [first[2], second[3], first[0], second[1], second[0], first[3]]
+    slot = Slots(mixed, [], shelf).take()
+    for group in (first, second):
+        pairs = [
+            (parameter.data_ptr(), gradient.data_ptr())
+            for parameter, gradient in zip(mixed, slot.gradients, strict=True)
+            if gradient is not None and any(parameter is each for each in group)
+        ]
+        assert len({theirs - ours for theirs, ours in pairs}) == 1
+    assert slot.gradients[3] is None
+
+
 def test_a_slot_is_taken_again_when_nobody_holds_it(shelf: Shelf) -> None:
-    slots = Slots(parameters(), [], shelf)
+    slots = Slots(parameters(shelf), [], shelf)
     first, second = slots.take(), slots.take()
     regions = {first.region, second.region}
     assert len(regions) == 2
