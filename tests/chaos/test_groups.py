@@ -7,6 +7,7 @@ not; everything is compared after each step.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
 import signal
@@ -303,8 +304,9 @@ def test_a_wrong_seed_in_a_repeated_forward_pass_is_caught(
 
     def prepare(crew: Any, index: int, microbatch: int, run: Any) -> Any:
         if microbatch in returned:
-            task = dataclasses.replace(run.task, seed=(*run.task.seed, 1))
-            run = dataclasses.replace(run, task=task)
+            job = copy.copy(run.job)
+            job.seed = (*job.seed, 1)
+            run = dataclasses.replace(run, job=job)
         return real(crew, index, microbatch, run)
 
     monkeypatch.setattr(ProcessCrew, "_prepare", prepare)
