@@ -211,6 +211,39 @@ def test_a_step_is_told_of_though_telling_of_a_loss_in_it_raises() -> None:
         assert steps == [trainer.steps] == [1]
 
 
+@pytest.mark.parametrize("crew", ["inline", "threads", "processes"])
+def test_after_a_step_that_failed_half_way_nothing_is_added_or_saved(
+    crew: str, tmp_path: Path
+) -> None:
+    """Its weights are new and its position is not; a checkpoint is the way back."""
+    replicas = {} if crew == "inline" else {"replicas": 2}
+    with make(crew=crew, **({"replicas": 1} | replicas)) as trainer:
+        trainer.fit(batches(), steps=2)
+        trainer.save(tmp_path / "two steps")
+        before = state_of(trainer)
+
+        def fail(*_: object) -> None:
+            raise MemoryError("just now")
+
+        hook = trainer.optimizer.register_step_post_hook(fail)
+        with pytest.raises(MemoryError, match="just now"):
+            trainer.fit(batches(), steps=1)
+        hook.remove()
+        assert not same(before, state_of(trainer))
+        for call in (
+            lambda: trainer.fit(batches(), steps=1),
+            lambda: trainer.step(batches()[0]),
+            lambda: trainer.save(tmp_path / "another"),
+        ):
+            with pytest.raises(StateError, match=r"must be whole .* `resume"):
+                call()
+        assert not (tmp_path / "another").exists()
+        trainer.resume(tmp_path / "two steps")
+        assert same(before, state_of(trainer))
+        trainer.fit(batches(), steps=2)
+        assert same(state_of(trainer), undisturbed(4))
+
+
 def test_a_state_that_cannot_be_taken_over_leaves_no_replicas_behind() -> None:
     trainer = make()
     for parameter in trainer.module.parameters():

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from phalanx.clock import now_s
 from phalanx.codecs import Feedback
-from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.memory import FlatParameters
 from phalanx.replicas import (
     Crew,
@@ -89,6 +89,7 @@ class Engine:
         self._optimizer = optimizer
         self._cutter = cutter
         self._clip_norm = clip_norm
+        self._torn = False  # whether a step failed when the optimizer had begun
         refuse_lazy(module)
         check_members(module, optimizer)
         self._groups = _trainable(optimizer)
@@ -128,7 +129,12 @@ class Engine:
         self._flat.release()
 
     def complete_state(self) -> None:
-        """Bring the optimizer's whole state into this process, where ranks have a part each."""
+        """Bring the optimizer's whole state into this process, where ranks have a part each.
+
+        Raises:
+            StateError: There is no whole state: a step failed half way.
+        """
+        self._check_whole()
         self._stepper.complete()
 
     @property
@@ -147,7 +153,8 @@ class Engine:
         )
 
     def reload_state(self) -> None:
-        """Take over a state that was loaded into the optimizer."""
+        """Take over a state that was loaded into the optimizer, and into the module."""
+        self._torn = False
         self._stepper = self._open_stepper()
         self.crew.outdate()
 
@@ -163,10 +170,24 @@ class Engine:
         return open_stepper(self._optimizer, self._flat, partial(FlatStepper, num_parts=len(crew)))
 
     def cut(self, batch: Nested, workloads: Sequence[float]) -> Cut:
-        """Cut ``batch`` as this formation computes it, for replicas with ``workloads``."""
+        """Cut ``batch`` as this formation computes it, for replicas with ``workloads``.
+
+        Raises:
+            ConfigError: It cannot be cut.
+            StateError: As :meth:`complete_state`: nothing may be added to it.
+        """
+        self._check_whole()
         crew = self.crew
         everybody = crew.all_workloads if isinstance(crew, RankCrew) else workloads
         return self._cutter.cut(batch, everybody)
+
+    def _check_whole(self) -> None:
+        if self._torn:
+            raise StateError(
+                "The model must be whole to be trained or saved, but the last step failed when its "
+                "optimizer had begun: some weights are new and some are not. Put them back by "
+                "`resume()`, or begin with another trainer."
+            )
 
     def compute(self, pieces: Cut, run: Callable[[Turn], Outcome], seed: tuple[int, ...]) -> Report:
         """Run all microbatches; nothing that the caller can see changes."""
@@ -244,6 +265,7 @@ class Engine:
             self._finish(buffers, statistics)
             commit(loss)
 
+        self._torn = True
         self.crew.each(finish)
         self._sums.forget()
         return self._describe(pieces, report, spans, loss)
@@ -253,6 +275,7 @@ class Engine:
         if self._feedback is not None:
             self._feedback.commit()
         write_statistics(buffers, statistics)
+        self._torn = False
         self.crew.outdate()
 
     def _clip(self, clip_norm: float) -> None:
