@@ -245,15 +245,23 @@ class Range:
         size = segment.values.itemsize
         first_byte = {i: at * size for i, at in zip(segment.members, segment.starts, strict=True)}
         self._first_bytes = [(index, first_byte[index]) for index, _, _, _ in self._pieces]
+        self._used = _covered(segment, start, stop)
 
-    def sum_gradients(self, operands: Sequence[Sequence[Tensor | None]]) -> None:
+    def sum_gradients(
+        self, operands: Sequence[Sequence[Tensor | None]], *, alike: bool = False
+    ) -> None:
         """Write the sum of one or two sets of gradients to the buffer.
 
         Each set holds the parameters' gradients in memory order; None stands for no gradient.
+
+        Args:
+            alike: Sets may lie as the buffer does, with zeros between, and are added at once then.
         """
-        wholes = [self._whole(operand) for operand in operands]
+        wholes = [self._whole(operand) for operand in operands] if alike else []
         if len(wholes) == 2 and wholes[0] is not None and wholes[1] is not None:
-            torch.add(wholes[0], wholes[1], out=self.gradients)
+            low, high = self._used
+            out = self.gradients[low - self.start : high - self.start]
+            torch.add(wholes[0], wholes[1], out=out)
             return
         for index, start, stop, out in self._pieces:
             present = [g[index] for g in operands if g[index] is not None]
@@ -266,7 +274,7 @@ class Range:
                 out.zero_()
 
     def _whole(self, operand: Sequence[Tensor | None]) -> Tensor | None:
-        """Return the range's gradients in one piece, where they lie as in the buffer."""
+        """Return the gradients from the first to the last in one piece, if they lie as there."""
         first: Tensor | None = None
         base = 0
         for index, first_byte in self._first_bytes:
@@ -279,11 +287,11 @@ class Range:
                 return None
         if first is None or len(self._first_bytes) == 1:
             return None
-        size, storage = first.itemsize, first.untyped_storage()
-        start_byte = base + self.start * size - storage.data_ptr()
-        if start_byte < 0 or start_byte + self.gradients.nbytes > storage.nbytes():
+        size, storage, (low, high) = first.itemsize, first.untyped_storage(), self._used
+        start_byte = base + low * size - storage.data_ptr()
+        if start_byte < 0 or start_byte + (high - low) * size > storage.nbytes():
             return None
-        return first.as_strided((self.stop - self.start,), (1,), start_byte // size)
+        return first.as_strided((high - low,), (1,), start_byte // size)
 
 
 class Part:
@@ -292,10 +300,22 @@ class Part:
     def __init__(self, ranges: Sequence[Range]) -> None:
         self.ranges = [each for each in ranges if each.start < each.stop]
 
-    def sum_gradients(self, operands: Sequence[Sequence[Tensor | None]]) -> None:
+    def sum_gradients(
+        self, operands: Sequence[Sequence[Tensor | None]], *, alike: bool = False
+    ) -> None:
         """Write this part of the sum of ``operands`` to the gradient buffers."""
         for each in self.ranges:
-            each.sum_gradients(operands)
+            each.sum_gradients(operands, alike=alike)
+
+
+def _covered(segment: Segment, start: int, stop: int) -> tuple[int, int]:
+    """Return the first and the last element between these two that is a member's."""
+    found = [
+        (first + low, first + high)
+        for place, low, high in overlaps(segment.starts, segment.sizes, start, stop)
+        for first in [segment.starts[place]]
+    ]
+    return (found[0][0], found[-1][1]) if found else (start, start)
 
 
 def _move_gradient(pointer: int, view: Tensor, parameter: Tensor) -> None:

@@ -30,13 +30,14 @@ class Changes:
         buffers: Counts how often the buffers were written.
         version: Counts the changes of the rest.
         attributes: By index of the module, plain values by name.
-        trained: For each parameter, whether it wants a gradient.
+        trained: For each parameter, whether it wants a gradient; None where nothing but buffers is
+            to be taken over.
     """
 
     buffers: int
     version: int
     attributes: tuple[tuple[int, dict[str, Any]], ...] = ()  # Any: attributes of user's modules
-    trained: tuple[bool, ...] = ()
+    trained: tuple[bool, ...] | None = None
 
     def since(self, version: int) -> Changes:
         """Return what is left for a worker that knows ``version``."""
@@ -120,7 +121,7 @@ class Mirrored:
 
 def take_over(module: nn.Module, changes: Changes) -> None:
     """Make ``module``, in a worker, what ``changes`` says."""
-    if not changes.trained:
+    if changes.trained is None:
         return
     modules = list(module.modules())
     for index, values in changes.attributes:

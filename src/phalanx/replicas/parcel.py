@@ -162,6 +162,7 @@ def is_plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
         and not tensor.is_quantized
+        and not tensor.is_nested
         and not tensor.requires_grad
         and not tensor.is_conj()
         and not tensor.is_neg()

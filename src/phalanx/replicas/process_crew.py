@@ -45,7 +45,17 @@ from phalanx.replicas.slots import Slot, Slots
 from phalanx.replicas.statistics import heads_of
 from phalanx.replicas.sums import Partial
 from phalanx.replicas.team import Team
-from phalanx.replicas.worker import Birth, BirthPlace, Done, Errand, Failed, Order, Task, Worker
+from phalanx.replicas.worker import (
+    Birth,
+    BirthPlace,
+    Done,
+    Errand,
+    Failed,
+    Order,
+    Packed,
+    Task,
+    Worker,
+)
 from phalanx.replicas.worker_process import START_S, Lost, WorkerProcess, dismiss_all, rebuilt
 
 __all__ = ["Portion", "ProcessCrew", "check_shareable"]
@@ -408,6 +418,8 @@ class ProcessCrew(Crew):
         worker.mailbox.clear()
 
         def aside(obj: Any) -> Any:
+            if isinstance(obj, Packed):
+                return ("order", obj.order)
             if not isinstance(obj, SentOnce):
                 return worker.mailbox.put(obj)
             once[name := self._once.of(obj)] = obj
@@ -416,7 +428,7 @@ class ProcessCrew(Crew):
         slot = self._slots.take() if run.wants_gradients else None
         task = Task(
             index=microbatch,
-            order=run.order,
+            order=Packed(run.order),
             batch=batch,
             weight=job.weights[microbatch],
             seed=job.seed if job.draws else None,

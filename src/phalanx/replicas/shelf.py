@@ -54,7 +54,8 @@ class Shelf:
         if device.type != "cpu" or num_elements == 0:
             return torch.zeros(num_elements, dtype=dtype, device=device)
         whole = self._add(Region.create(num_elements * dtype.itemsize, memory_dir=self._directory))
-        return whole[: num_elements * dtype.itemsize].view(dtype)
+        with torch.inference_mode(False):  # as in `at`
+            return whole[: num_elements * dtype.itemsize].view(dtype)
 
     def allocate_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return memory in one new region for tensors like these, in the order of theirs."""
@@ -63,12 +64,13 @@ class Shelf:
             offsets.append(total)
             total += -(-tensor.numel() * tensor.itemsize // ALIGN_BYTES) * ALIGN_BYTES
         whole = self.allocate(total, torch.uint8, torch.device("cpu"))
-        return [
-            whole[start : start + tensor.numel() * tensor.itemsize]
-            .view(tensor.dtype)
-            .as_strided(tensor.shape, dense_strides(tensor), start // tensor.itemsize)
-            for tensor, start in zip(tensors, offsets, strict=True)
-        ]
+        with torch.inference_mode(False):  # as in `at`
+            return [
+                whole[start : start + tensor.numel() * tensor.itemsize]
+                .view(tensor.dtype)
+                .as_strided(tensor.shape, dense_strides(tensor), start // tensor.itemsize)
+                for tensor, start in zip(tensors, offsets, strict=True)
+            ]
 
     def share(self, other: Shelf, tensor: Tensor) -> None:
         """Have the region, too, in which ``tensor`` lies on another shelf, if it lies on that."""
@@ -90,16 +92,13 @@ class Shelf:
             return None
         return Place(number, address - start, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
-    def size_of(self, region: int) -> int:
-        """Return the bytes of a region."""
-        return self._regions[region].nbytes
-
     def at(self, place: Place) -> Tensor:
         """Return the tensor at ``place``, which begins at a whole number of elements."""
         key = place.region, place.dtype
         if key not in self._typed:
             whole, size = self._whole[place.region], place.dtype.itemsize
-            self._typed[key] = whole[: len(whole) // size * size].view(place.dtype)
+            with torch.inference_mode(False):  # else nobody could write to it outside of that mode
+                self._typed[key] = whole[: len(whole) // size * size].view(place.dtype)
         start = place.offset_bytes // place.dtype.itemsize
         return self._typed[key].as_strided(place.shape, place.strides, start)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from phalanx.memory import copy_to, reach
+from phalanx.memory import ALIGN_BYTES, copy_to, reach
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.statistics import Head, Statistic, Statistics
 
@@ -63,12 +63,12 @@ class Slots:
     ) -> None:
         self.shelf = shelf
         self._parameters = [(p.numel(), p.dtype, shelf.place_of(p)) for p in parameters]
-        regions = dict.fromkeys(p.region for _, _, p in self._parameters if p is not None)
+        self._spans = _spans(self._parameters)
         buffers = [torch.empty(h.shape, dtype=h.dtype, device="meta") for h in heads]
         told = [0 < buffer.nbytes <= _LARGE_BYTES for buffer in buffers]
-        self._regions = list(regions)
+        sizes = [stop - start for start, stop in self._spans.values()]
         self._rooms = [
-            *(torch.empty(shelf.size_of(r), dtype=torch.uint8, device="meta") for r in regions),
+            *(torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes),
             *(buffer for buffer, yes in zip(buffers, told, strict=True) if yes),
         ]
         self._lock = threading.Lock()
@@ -93,16 +93,32 @@ class Slots:
         rooms = self.shelf.allocate_like(self._rooms)
         places = [self.shelf.place_of(room) for room in rooms]
         number = next((place.region for place in places if place is not None), -1)
-        mirrors = dict(zip(self._regions, rooms, strict=False))
+        mirrors = dict(zip(self._spans, rooms, strict=False))
         gradients: list[Tensor | None] = []
         for count, dtype, place in self._parameters:
             if place is None:
                 gradients.append(None)
-            else:
-                stop = place.offset_bytes + count * dtype.itemsize
-                own = mirrors[place.region][place.offset_bytes : stop].view(dtype)
-                gradients.append(own)
-        return number, gradients, rooms[len(self._regions) :]
+                continue
+            start = place.offset_bytes - self._spans[place.region][0]
+            own = mirrors[place.region][start : start + count * dtype.itemsize]
+            with torch.inference_mode(False):  # a first run may be under it
+                gradients.append(own.view(dtype))
+        return number, gradients, rooms[len(self._spans) :]
+
+
+_Lying = tuple[int, torch.dtype, Place | None]  # a parameter: elements, dtype, and where they lie
+
+
+def _spans(parameters: Sequence[_Lying]) -> dict[int, tuple[int, int]]:
+    """Return from which byte to which parameters lie, by region."""
+    found: dict[int, tuple[int, int]] = {}
+    for count, dtype, place in parameters:
+        if place is not None:
+            start = place.offset_bytes // ALIGN_BYTES * ALIGN_BYTES
+            stop = place.offset_bytes + count * dtype.itemsize
+            low, high = found.get(place.region, (start, stop))
+            found[place.region] = min(low, start), max(high, stop)
+    return found
 
 
 @dataclass(frozen=True)

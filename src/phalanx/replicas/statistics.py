@@ -236,7 +236,10 @@ class _Home:
 
     def was_collected(self, now: Tensor) -> bool:
         """Tell whether ``now`` was read just before, under the buffer's first name."""
-        return self.first is not None and now is self.first.owner._buffers[self.first.key]
+        if self.first is None or now is not self.first.owner._buffers[self.first.key]:
+            return False
+        source = self.source
+        return source is None or not self.first.seen.is_still(source)  # `collect` forgets it
 
     def statistic(self, value: Tensor, weight: float, source: Tensor) -> Statistic:
         """Return what a microbatch that left ``value`` brings."""

@@ -43,6 +43,7 @@ __all__ = [
     "Failed",
     "NewRegions",
     "Order",
+    "Packed",
     "Start",
     "Task",
     "Worker",
@@ -110,18 +111,25 @@ class Order:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """An `Order` on its way: most of the time it is that of the run before."""
+
+    order: bytes
+
+
+@dataclass(frozen=True)
 class Task:
     """One microbatch.
 
     Attributes:
-        order: An `Order`, packed: most of the time it is that of the run before.
+        order: Here a `Packed`. It stands before the rows, which may be made as settings say.
         batch: Its rows.
         slot: The region that takes the gradients; -1 for none.
         reply: Bytes that take what is large in the result; None for none.
     """
 
     index: int
-    order: bytes
+    order: Order | Packed
     batch: Nested
     weight: float
     seed: tuple[int, ...] | None
@@ -229,6 +237,7 @@ class Worker:
         self._replica = Replica(self._module, _CPU, index, rules=birth.rules)
         self._packed_order = b""
         self._order: Order | None = None
+        self._generator = torch.get_rng_state()  # of this process, before the microbatch
         self._buffers_seen = -1
 
     def work(self, message: Any) -> Any:  # Any: the messages above
@@ -243,10 +252,9 @@ class Worker:
 
     def _compute(self, task: Task) -> Done:
         start_s = now_s()
-        order = self._read_order(task.order)
-        adopt_settings(order.settings)
+        order, before = task.order, self._generator
+        assert isinstance(order, Order)
         self._follow(task.changes)
-        before = torch.get_rng_state()
         turn = Turn(
             replica=self._replica,
             index=task.index,
@@ -286,26 +294,29 @@ class Worker:
             busy_s=busy_s,
         )
 
-    def _read_order(self, packed: bytes) -> Order:
+    def _begin(self, packed: bytes) -> Order:
+        """Return the order of a microbatch whose rows come next, and be as it says."""
         if self._order is None or packed != self._packed_order:
             order: Order = load(packed, lambda token: self._shared[token[1]])
             self._order, self._packed_order = order, packed
+        adopt_settings(self._order.settings)
+        self._generator = torch.get_rng_state()
         return self._order
 
     # Any: a token, and what it stands for.
     def find(self, token: Any) -> Any:
         """Return what a message has set aside."""
         kind, *rest = token
+        if kind == "order":
+            return self._begin(*rest)
         return collect(self.shelf, *rest) if kind == "mail" else self.kept[rest[0]]
 
     def _follow(self, changes: Changes) -> None:
-        if changes.trained:  # else all but the buffers is as it was
-            take_over(self._module, changes)
-            self._replica.refresh()
+        take_over(self._module, changes)
         if changes.buffers != self._buffers_seen:
             self._replica.statistics.outdate()
             self._buffers_seen = changes.buffers
-        self._replica.statistics.refresh()
+        self._replica.refresh()
 
 
 def _born(birth: Birth, shelf: Shelf) -> tuple[nn.Module, list[Any]]:

@@ -102,7 +102,8 @@ class WorkerProcess:
                 index,
             ) from error
         self._spoken = select.poll()  # kept: `multiprocessing.connection.wait` makes one each time
-        for source in (self._connection.fileno(), self._process.sentinel):
+        self._ear = self._connection.fileno()
+        for source in (self._ear, self._process.sentinel):
             self._spoken.register(source, select.POLLIN)
         with contextlib.suppress(OSError):  # it may be dead already; `poll_ready` finds out
             self._send(pack(birth))
@@ -209,7 +210,7 @@ class WorkerProcess:
     def _wait(self, timeout_s: float) -> bool:
         """Wait until it has spoken or ended; note which."""
         spoken = self._spoken.poll(timeout_s * 1e3)
-        self._has_answered = any(source == self._connection.fileno() for source, _ in spoken)
+        self._has_answered = any(source == self._ear for source, _ in spoken)
         return bool(spoken)
 
     def _receive(self) -> Any:

@@ -111,7 +111,8 @@ class Engine:
         if isinstance(self.crew, RankCrew):
             self._sums = RankSums(self._flat, self.crew, self._places)
         else:
-            self._sums = LocalSums(self._flat, len(self.crew), self._places)
+            in_slots = isinstance(self.crew, ProcessCrew)
+            self._sums = LocalSums(self._flat, len(self.crew), self._places, alike=in_slots)
         # One replica with one slice, and nothing to clip: there is nothing to add or to share.
         self._alone = (
             isinstance(self.crew, ThreadCrew)

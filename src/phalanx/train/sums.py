@@ -36,9 +36,13 @@ class LocalSums:
         flat: Parameters and gradients.
         num_parts: Number of threads.
         places: Where each of the flat parameters stands among the crew's, or -1.
+        alike: Whether what is to be summed may lie as the buffers do.
     """
 
-    def __init__(self, flat: FlatParameters, num_parts: int, places: Sequence[int]) -> None:
+    def __init__(
+        self, flat: FlatParameters, num_parts: int, places: Sequence[int], *, alike: bool
+    ) -> None:
+        self._alike = alike
         self._parts = flat.parts(num_parts)
         self._places = places
         self.operands: list[list[Tensor | None]] = []
@@ -55,7 +59,7 @@ class LocalSums:
         ]
 
     def sum_part(self, part: int) -> None:
-        self._parts[part].sum_gradients(self.operands)
+        self._parts[part].sum_gradients(self.operands, alike=self._alike)
 
     def share(self) -> None:
         """They are."""

@@ -123,13 +123,17 @@ def test_parts_sum_all_gradients_once(num_parts: int) -> None:
 
 
 def mirrored(flat: FlatParameters, seed: int) -> list[Tensor]:
-    """Return gradients that lie as in the buffers, in memory of another's, with rubbish around."""
+    """Return gradients that lie as in the buffers, with zeros between."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[int, Tensor] = {}
     for segment in flat.segments:
         whole = torch.randn(segment.values.numel() + 64, generator=generator)[16:]
+        rubbish = whole.clone()
+        whole.zero_()
+        whole[segment.starts[-1] + segment.sizes[-1] :] = 1.0  # what comes behind is another's
         members = zip(segment.members, segment.starts, segment.sizes, strict=True)
-        found.update({index: whole[start : start + size] for index, start, size in members})
+        for index, start, size in members:
+            found[index] = whole[start : start + size].copy_(rubbish[start : start + size])
     return [found[index] for index in range(len(flat.parameters))]
 
 
@@ -150,9 +154,22 @@ def test_gradients_that_lie_as_the_buffers_are_added_in_one_piece_or_not(
     if missing is not None:
         given[missing], expected[missing] = None, left[missing]
     for part in flat.parts(num_parts):
-        part.sum_gradients([left, given])
+        part.sum_gradients([left, given], alike=True)
     for index, value in enumerate(expected):
         assert torch.equal(flat.gradient(index).flatten(), value)
+    sizes = [parameter.numel() for parameter in flat.parameters]
+    (segment,) = flat.segments
+    assert segment.gradients.count_nonzero() <= sum(sizes)  # what lies between stays zero
+
+
+def test_gradients_in_one_memory_with_something_else_are_not_taken_for_a_buffer() -> None:
+    """As those of parts of one `torch.cat` may lie."""
+    flat = FlatParameters([[nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))]])
+    sets = [torch.full((4096,), 3.0) for _ in range(2)]
+    for part in flat.parts(1):
+        part.sum_gradients([[whole[:16], whole[16:32]] for whole in sets])
+    assert flat.segments[0].gradients[:32].eq(6.0).all()
+    assert not flat.segments[0].gradients[32:].any()
 
 
 @pytest.mark.parametrize("layout", ["sparse", "transposed", "other dtype"])

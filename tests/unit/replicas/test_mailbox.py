@@ -86,6 +86,23 @@ def test_tensors_come_out_as_they_lay(shelf: Shelf, lay_out: Any) -> None:
         assert not found.is_inference()
 
 
+def test_a_mailbox_that_was_used_in_inference_mode_is_used_outside(shelf: Shelf) -> None:
+    numbers = torch.arange(1024)
+    box = Mailbox(shelf)
+    for mode in (True, False, True, False):
+        with torch.inference_mode(mode):
+            box.clear()
+            for value in (big(), numbers):
+                message = pack(value, box.put)
+        assert torch.equal(received(shelf, message), numbers)
+
+
+def test_nested_tensors_travel_as_torch_pickles_them(shelf: Shelf) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 900), torch.ones(3, 900)])
+    found = received(shelf, pack(nested, Mailbox(shelf).put))
+    assert all(torch.equal(a, b) for a, b in zip(found.unbind(), nested.unbind(), strict=True))
+
+
 def test_a_tensor_that_comes_twice_is_one_over_there(shelf: Shelf) -> None:
     """As it is in a thread of the process that sends it."""
     for value in (big(), torch.ones(3)):

@@ -124,6 +124,20 @@ def test_gradients_lie_as_the_parameters_do(shelf: Shelf) -> None:
     assert slot.gradients[3] is None
 
 
+def test_a_slot_is_no_larger_than_the_parameters(shelf: Shelf) -> None:
+    whole = shelf.allocate(1 << 20, torch.float32, torch.device("cpu"))
+    slot = Slots([nn.Parameter(whole[5000:5003])], [], shelf).take()
+    assert slot.gradients[0] is not None
+    assert slot.gradients[0].untyped_storage().nbytes() < 4096
+
+
+def test_a_slot_that_is_made_in_inference_mode_may_be_written_outside(shelf: Shelf) -> None:
+    with torch.inference_mode():
+        slot = Slots(parameters(shelf), heads_for(statistics_of(a=torch.ones(2))), shelf).take()
+    for each in (*slot.gradients, *slot.statistics):
+        assert each is None or each.fill_(2.0).sum() > 0
+
+
 def test_a_slot_is_taken_again_when_nobody_holds_it(shelf: Shelf) -> None:
     slots = Slots(parameters(shelf), [], shelf)
     first, second = slots.take(), slots.take()

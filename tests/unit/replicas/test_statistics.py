@@ -367,6 +367,19 @@ def test_torchs_own_synchronised_norm_is_averaged_under_sync() -> None:
     torch.testing.assert_close(net.running_mean, plain.running_mean)
 
 
+def test_a_shared_buffer_is_brought_by_whoever_trains() -> None:
+    """Batch norm's kernel tells nobody that it writes, so only a training owner can be asked."""
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    for key in ("running_mean", "running_var"):
+        net[1]._buffers[key] = net[0]._buffers[key]
+    net[0].eval()
+    replica = Replica(net, CPU, 0)
+    replica.refresh()
+    replica.module[1](torch.randn(7, 2))
+    found = replica.statistics.collect(7.0)
+    assert {"1.running_mean", "1.running_var"} <= found.keys()
+
+
 @pytest.mark.parametrize("buffers", ["mean", "first", "sync", {"*flags": "sum", "*count": "sum"}])
 def test_heads_foretell_what_microbatches_leave(buffers: Any) -> None:
     class Writes(nn.Module):
