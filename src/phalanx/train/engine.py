@@ -258,6 +258,7 @@ class Engine:
             start_s = now_s()
             if not summed:
                 self._sums.sum_part(part)
+            self._torn = True  # here, where no Ctrl-C comes between this and the step
             self._stepper.step_part(part)
             with lock:
                 spans.append(Span(replica=part, microbatch=None, start_s=start_s, stop_s=now_s()))
@@ -266,7 +267,6 @@ class Engine:
             self._finish(buffers, statistics)
             commit(loss)
 
-        self._torn = True
         self.crew.each(finish)
         self._sums.forget()
         return self._describe(pieces, report, spans, loss)
