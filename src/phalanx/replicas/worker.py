@@ -122,7 +122,8 @@ class Task:
     """One microbatch.
 
     Attributes:
-        order: Here a `Packed`. It stands before the rows, which may be made as settings say.
+        order: In the crew's process it is packed. It comes before the rows, as settings may say how
+            those are made.
         batch: Its rows.
         slot: The region that takes the gradients; -1 for none.
         reply: Bytes that take what is large in the result; None for none.
