@@ -16,7 +16,13 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path("src/phalanx")
-SOURCES = ("memory/rows.c", "memory/blocks.c", "memory/awake.c", "world/course.c")
+SOURCES = (
+    "memory/rows.c",
+    "memory/blocks.c",
+    "memory/awake.c",
+    "memory/placement.c",
+    "world/course.c",
+)
 LIBRARY = FOLDER / "memory/_compiled.so"
 FLAGS = ["-O3", "-ffp-contract=off", "-fPIC", "-shared"]  # torch adds without contraction, too
 

@@ -49,16 +49,19 @@ class _Passed(torch.autograd.Function):
         return grad
 
 
+WIDTH = 160  # so that a gradient is large enough to be made in its slot
+
+
 class Net(nn.Module):
     """Batch norm, dropout, a counter, a parameter used twice, and two points in the middle."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 40)
-        self.norm = nn.BatchNorm1d(40)
+        self.first = nn.Linear(6, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
         self.drop = nn.Dropout(0.3)
-        self.middle = nn.Linear(40, 40)
-        self.last = nn.Linear(40, 3)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 3)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         # More than the kernel keeps of a message that nobody reads.
         self.register_buffer("table", torch.zeros(1 << 17), persistent=False)

@@ -1,6 +1,6 @@
 """Where parameters and gradients lie, and what processes share."""
 
-from phalanx.memory.allocator import keep_freed_memory
+from phalanx.memory.allocator import give_back_freed_memory, keep_freed_memory
 from phalanx.memory.awake import keep_awake, tie_to_core
 from phalanx.memory.barrier import KEEPS_ORDER, SharedBarrier, fence
 from phalanx.memory.blocks import (
@@ -25,6 +25,7 @@ from phalanx.memory.flat import (
 )
 from phalanx.memory.forks import forget_in_child
 from phalanx.memory.locks import LockFile, RangeLock
+from phalanx.memory.placement import Field, Placement
 from phalanx.memory.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.memory.region import Region
 from phalanx.memory.rows import MatrixRows, all_within, clamp_rows
@@ -37,11 +38,13 @@ __all__ = [
     "PAST_CACHE_BYTES",
     "Allocate",
     "Fault",
+    "Field",
     "FlatParameters",
     "Function",
     "LockFile",
     "MatrixRows",
     "Part",
+    "Placement",
     "ProcessIdentity",
     "Range",
     "RangeLock",
@@ -60,6 +63,7 @@ __all__ = [
     "die_with_parent",
     "fence",
     "forget_in_child",
+    "give_back_freed_memory",
     "has_memory",
     "in_memory_order",
     "is_compiled",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["give_back_freed_memory", "keep_freed_memory"]
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -26,3 +26,12 @@ def keep_freed_memory() -> bool:
         return False
     kept = mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
     return bool(kept and mallopt(_M_TRIM_THRESHOLD, _NEVER))
+
+
+def give_back_freed_memory() -> None:
+    """Hand what is free now back to the kernel, once; where the C library cannot, do nothing."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # as above
+        return
+    trim(0)

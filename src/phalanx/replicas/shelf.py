@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.memory import ALIGN_BYTES, Region, dense_strides
+from phalanx.memory import ALIGN_BYTES, Field, Placement, Region, dense_strides
 
 __all__ = ["Place", "Shelf"]
 
@@ -101,6 +101,11 @@ class Shelf:
                 self._typed[key] = whole[: len(whole) // size * size].view(place.dtype)
         start = place.offset_bytes // place.dtype.itemsize
         return self._typed[key].as_strided(place.shape, place.strides, start)
+
+    def field(self, number: int, placement: Placement) -> Field | None:
+        """Return the places for tensors of torch's own making in the region of this number."""
+        region = self._regions[number]
+        return placement.field(region.fd, region.nbytes)
 
     def send(self, connection: Connection, numbers: range) -> None:
         """Let the other side of ``connection`` see the regions of these numbers."""

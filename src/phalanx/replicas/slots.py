@@ -8,19 +8,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.memory import ALIGN_BYTES, copy_to, reach
+from phalanx.memory import ALIGN_BYTES
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.statistics import Head, Statistic, Statistics
 
-__all__ = ["Filler", "Filling", "Slot", "SlotLayout", "Slots"]
+__all__ = ["LARGE_BYTES", "Filling", "Slot", "SlotLayout", "Slots"]
 
-_LARGE_BYTES = 64 << 10  # smaller tensors are copied in one call together; larger buffers, which
-# are seldom written, have no place in a slot
+LARGE_BYTES = 64 << 10
+"""Gradients that are smaller are copied together; larger buffers, seldom written, have no place."""
 
 
 class Slot:
@@ -65,7 +65,7 @@ class Slots:
         self._parameters = [(p.numel(), p.dtype, shelf.place_of(p)) for p in parameters]
         self._spans = _spans(self._parameters)
         buffers = [torch.empty(h.shape, dtype=h.dtype, device="meta") for h in heads]
-        told = [0 < buffer.nbytes <= _LARGE_BYTES for buffer in buffers]
+        told = [0 < buffer.nbytes <= LARGE_BYTES for buffer in buffers]
         sizes = [stop - start for start, stop in self._spans.values()]
         self._rooms = [
             *(torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes),
@@ -147,62 +147,3 @@ class Filling:
         }
         gradients = zip(slot.gradients, self.gradients, strict=True)
         return [g if there else None for g, there in gradients], {**statistics, **self.others}
-
-
-class Filler:
-    """Write to slots, in a worker process."""
-
-    def __init__(self, layout: SlotLayout, shelf: Shelf) -> None:
-        self._layout = layout
-        self._shelf = shelf
-        self._places = {head.name: place for place, head in enumerate(layout.heads)}
-        self._rooms: dict[int, tuple[list[Tensor | None], list[Tensor]]] = {}
-
-    def fill(
-        self, region: int, gradients: Sequence[Tensor | None], statistics: Statistics
-    ) -> Filling:
-        """Write them to the slot in ``region``; with one below 0 nobody asked for gradients."""
-        present = tuple([gradient is not None for gradient in gradients])
-        if region < 0:
-            return Filling(present, (), statistics)
-        own_gradients, own_statistics = self._room(region)
-        pairs = [
-            (own, gradient)
-            for own, gradient in zip(own_gradients, gradients, strict=True)
-            if own is not None and gradient is not None
-        ]
-        placed, others = [], {}
-        for name, statistic in statistics.items():
-            place = self._places.get(name)
-            if place is not None and self._layout.heads[place].fits(statistic):
-                placed.append(place)
-                pairs.append((own_statistics[place], statistic.value))
-            else:
-                others[name] = statistic
-        half, whole_bytes = len(pairs) // 2, sum([own.nbytes for own, _ in pairs])
-        _copy(pairs[:half], whole_bytes)
-        reach("gradients half written")
-        _copy(pairs[half:], whole_bytes)
-        reach("gradients written")
-        return Filling(present, tuple(placed), others)
-
-    def _room(self, region: int) -> tuple[list[Tensor | None], list[Tensor]]:
-        if region not in self._rooms:
-            at, layout = self._shelf.at, self._layout
-            self._rooms[region] = (
-                [None if p is None else at(replace(p, region=region)) for p in layout.gradients],
-                [at(replace(place, region=region)) for place in layout.statistics],
-            )
-        return self._rooms[region]
-
-
-def _copy(pairs: list[tuple[Tensor, Tensor]], whole_bytes: int) -> None:
-    rest = []
-    for own, value in pairs:
-        alike = own.dtype == value.dtype and own.stride() == value.stride()
-        if alike and own.nbytes >= _LARGE_BYTES:
-            copy_to(value, own, whole_bytes=whole_bytes)
-        else:
-            rest.append((own, value))
-    if rest:
-        torch._foreach_copy_([own for own, _ in rest], [value for _, value in rest])

@@ -23,6 +23,7 @@ from phalanx.memory import die_with_parent, keep_freed_memory, plant, reach
 from phalanx.plan import BufferRules
 from phalanx.replicas.crew import Turn
 from phalanx.replicas.draws import derive_seed
+from phalanx.replicas.filler import Filler
 from phalanx.replicas.intra_op import set_intra_op
 from phalanx.replicas.mailbox import Outbox, collect
 from phalanx.replicas.mirror import Changes, place_buffers, take_over
@@ -31,7 +32,7 @@ from phalanx.replicas.parcel import load, pack
 from phalanx.replicas.replica import Replica
 from phalanx.replicas.settings import adopt_settings
 from phalanx.replicas.shelf import Place, Shelf
-from phalanx.replicas.slots import Filler, Filling, SlotLayout
+from phalanx.replicas.slots import Filling, SlotLayout
 from phalanx.replicas.stopwatch import Stopwatch
 from phalanx.types import Nested
 
@@ -264,17 +265,20 @@ class Worker:
             kept=self.kept,
         )
         watch = Stopwatch(_CPU, waited_s=lambda: 0.0, settles=False)
-        replica = self._replica
+        replica, kind = self._replica, type(order.run).__qualname__
         try:
             with order.modes.entered(_CPU):
-                reach("before forward")
-                result = order.run(turn)
-                reach("after backward")
+                with self._filler.receiving(task.slot, kind):
+                    reach("before forward")
+                    result = order.run(turn)
+                    reach("after backward")
                 written = replica.statistics.collect(task.weight)
-                filling = self._filler.fill(task.slot, replica.take_gradients(), written)
+                filling = self._filler.fill(task.slot, replica.take_gradients(), written, kind)
+            self._filler.settle(task.slot)
         except BaseException:
             replica.drop_gradients()
             replica.statistics.collect(0.0)
+            self._filler.settle(task.slot)
             torch.set_rng_state(before)
             raise
         drew_aside = not torch.equal(before, torch.get_rng_state())

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx.replicas.filler import Filler
 from phalanx.replicas.parcel import load, pack
 from phalanx.replicas.shelf import Shelf
-from phalanx.replicas.slots import Filler, Slots
+from phalanx.replicas.slots import Slots
 from phalanx.replicas.statistics import Head, Statistic, Statistics
 
 WEIGHT = 3.0
@@ -45,7 +46,7 @@ def passed(
     """Send what a microbatch leaves; return it as it arrives, and the size of the message."""
     slot = slots.take()
     filler = Filler(slots.layout, slots.shelf)
-    message = pack(filler.fill(slot.region if wanted else -1, gradients, statistics))
+    message = pack(filler.fill(slot.region if wanted else -1, gradients, statistics, "run"))
     slot = slot if wanted else None
     return *load(message).read(slot, slots.layout.heads, WEIGHT), len(message)
 
