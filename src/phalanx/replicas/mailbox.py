@@ -25,7 +25,7 @@ from phalanx.replicas.shelf import Place, Shelf
 
 __all__ = ["Mailbox", "Outbox", "collect"]
 
-_LEAST_BYTES = 1 << 12  # smaller tensors travel with the message
+_LEAST_BYTES = 1 << 8  # what is smaller travels with the message, which is more work over there
 _FIRST_BYTES = 1 << 16
 _CPU = torch.device("cpu")
 

@@ -32,10 +32,10 @@ from phalanx.replicas.crew import Crew, Job, Span, default_intra_op
 from phalanx.replicas.desk import Desk
 from phalanx.replicas.failures import WorkerFailure
 from phalanx.replicas.intra_op import num_cores
-from phalanx.replicas.mailbox import Mailbox, collect
+from phalanx.replicas.mailbox import Mailbox
 from phalanx.replicas.mirror import Changes, Mirrored
 from phalanx.replicas.modes import CallerModes
-from phalanx.replicas.parcel import load, pack, pack_data, picklable_or_named
+from phalanx.replicas.parcel import pack, pack_data, picklable_or_named
 from phalanx.replicas.patience import LONGEST_S
 from phalanx.replicas.replica import refuse_lazy
 from phalanx.replicas.sent_once import Keep, OnceNames, SentOnce
@@ -470,7 +470,7 @@ class ProcessCrew(Crew):
             job.drew.set()
         if done.drew_aside:
             job.drew_aside.set()
-        job.results[microbatch] = load(done.result, lambda pid: collect(self.shelf, *pid[1:]))
+        job.results[microbatch] = done.result
         job.seconds[microbatch] = done.busy_s
         job.replica_of[microbatch] = index
         job.spans.append(

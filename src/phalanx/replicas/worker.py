@@ -153,21 +153,32 @@ class Errand:
     settings: tuple[Any, ...] | None = None  # Any: see `read_settings`
 
 
+class Needed:
+    """What an outbox comes to need, as a number over there."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (self._outbox.needed_bytes,)
+
+
 @dataclass(frozen=True)
 class Done:
     """What a microbatch gave.
 
     Attributes:
-        result: What the run returned, packed.
-        result_bytes: How much room it would take where the task said `reply`.
+        result: What the run returned.
+        result_bytes: How much room it would take where the task said `reply`; known when `result`,
+            before it, has been packed.
         filling: What is in the slot.
         drew: Whether the model drew random numbers from the microbatch's own generator.
         drew_aside: Whether it drew from the process's.
         busy_s: Seconds of work.
     """
 
-    result: bytes
-    result_bytes: int
+    result: Any  # Any: whatever the caller's `run` returns
+    result_bytes: int | Needed
     filling: Filling
     drew: bool
     drew_aside: bool
@@ -211,14 +222,14 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
                     worker = Worker(start.worker, birth, shelf)
                     _warm_up(steps=birth.steps)
                     reach("born")
-                    answer: Any = None
+                    answer = pack(None)
                 case _:
                     assert worker is not None
                     answer = worker.work(message)
         except BaseException as error:
-            answer = _failed(error)
+            answer = pack(_failed(error))
         try:
-            connection.send_bytes(pack(answer))
+            connection.send_bytes(answer)
         except OSError:  # the parent is gone
             os._exit(0)
 
@@ -242,17 +253,20 @@ class Worker:
         self._generator = torch.get_rng_state()  # of this process, before the microbatch
         self._buffers_seen = -1
 
-    def work(self, message: Any) -> Any:  # Any: the messages above
+    def work(self, message: Any) -> bytes:  # Any: the messages above
         """Answer one message."""
         if isinstance(message, Errand):
             if message.settings is not None:
                 adopt_settings(message.settings)
-            return message.call(self)
+            return pack(message.call(self))
         assert isinstance(message, Task)
         reach("microbatch taken")
-        return self._compute(message)
+        outbox = Outbox(self.shelf, message.reply)
+        done = self._compute(message, outbox)
+        reach("before reply")
+        return pack(done, outbox.put)
 
-    def _compute(self, task: Task) -> Done:
+    def _compute(self, task: Task, outbox: Outbox) -> Done:
         start_s = now_s()
         order, before = task.order, self._generator
         assert isinstance(order, Order)
@@ -285,12 +299,9 @@ class Worker:
         if drew_aside:
             torch.set_rng_state(before)
         busy_s = watch.lap()
-        outbox = Outbox(self.shelf, task.reply)
-        packed = pack(result, outbox.put)
-        reach("before reply")
         return Done(
-            result=packed,
-            result_bytes=outbox.needed_bytes,
+            result=result,
+            result_bytes=Needed(outbox),
             filling=filling,
             drew=turn.drew.is_set(),
             drew_aside=drew_aside,

@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerLost, UnsupportedError
 from phalanx.memory import planted, signal_main_thread
-from phalanx.replicas.mailbox import Mailbox
+from phalanx.replicas.mailbox import Mailbox, collect
 from phalanx.replicas.parcel import load, pack
 from phalanx.replicas.patience import limit_patience
 from phalanx.replicas.shelf import Shelf
@@ -217,11 +217,12 @@ class WorkerProcess:
         try:
             if not self._has_answered:  # only the sentinel has spoken
                 raise EOFError
-            return load(self._connection.recv_bytes())
+            answer = self._connection.recv_bytes()
         except BlockingIOError:  # it has stopped in the middle of its answer
             raise self._hung(self._patience_s) from None
         except (EOFError, OSError):
             raise self._gone() from None
+        return load(answer, lambda token: collect(self._shelf, *token[1:]))
 
     def _gone(self) -> Lost:
         at_s = now_s()

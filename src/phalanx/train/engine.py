@@ -95,6 +95,11 @@ class Engine:
         self._groups = _trainable(optimizer)
         self._flat = FlatParameters(self._groups, allocate=open_crew.allocate)
         place_of = {id(parameter): place for place, parameter in enumerate(module.parameters())}
+        self._homes = [  # of buffers; where there are others, this is opened anew
+            (f"{path}.{key}" if path else key, owner, key)
+            for path, owner in module.named_modules(remove_duplicate=False)
+            for key in owner._buffers
+        ]
         self._places = [place_of.get(id(parameter), -1) for parameter in self._flat.parameters]
         with ExitStack() as failed:
             failed.callback(self._flat.release)
@@ -300,7 +305,8 @@ class Engine:
         self.crew.each(scale)
 
     def _buffers(self) -> dict[str, Tensor]:
-        return dict(self._module.named_buffers(remove_duplicate=False))
+        found = ((name, owner._buffers[key]) for name, owner, key in self._homes)
+        return {name: buffer for name, buffer in found if buffer is not None}
 
     def _show_gradients(self) -> None:
         for index, parameter in enumerate(self._flat.parameters):

@@ -49,12 +49,14 @@ class SharedStepper(FlatStepper):
 
     def prepare(self, missing: Sequence[int]) -> None:
         super().prepare(missing)
+        if not self._is_worth_sending:
+            return
         self._options: Mapping[Key, Options] = {
             key: options for piece in self._pieces for key, options in piece.options()
         }
         if any(piece.lacks_momentum() for piece in self._pieces):
             self._slices = []  # this process makes it: what a worker makes, nobody else sees
-        elif self._has_state and self._is_worth_sending:
+        elif self._has_state:
             for part in range(len(self._slices), len(self._pieces)):
                 self._slices.append(self._plan(part))  # kept, should there be no room for the next
 
