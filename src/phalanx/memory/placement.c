@@ -21,12 +21,17 @@ typedef void (*release_t)(void *);
 
 /* Places in one mapping. Fields live as long as the process: whoever still holds memory of one may
    let it go at any time. */
+struct place {
+    int64_t offset, bytes;
+    int taken;
+};
+
 struct field {
     char *base;
     int64_t bytes, count;
-    const int64_t *offsets, *sizes; /* by place */
-    uint8_t *taken;                 /* by place */
+    int64_t least; /* bytes of a place */
     struct field *next;
+    struct place places[];
 };
 
 static allocate_t allocate;
@@ -42,17 +47,19 @@ static __thread struct {
 } now;
 
 static int is_of_a_place(const struct field *field, int64_t bytes) {
+    if (bytes < field->least) return 0;
     for (int64_t i = 0; i < field->count; i++)
-        if (field->sizes[i] == bytes) return 1;
+        if (field->places[i].bytes == bytes) return 1;
     return 0;
 }
 
-static void *placed(struct field *field, int64_t place, size_t alignment, int64_t bytes) {
+static void *placed(struct field *field, int64_t number, size_t alignment, int64_t bytes) {
+    struct place *place = field->places + number;
     char *address;
-    if (place < 0 || place >= field->count || field->sizes[place] != bytes) return 0;
-    address = field->base + field->offsets[place];
+    if (number < 0 || number >= field->count || place->bytes != bytes) return 0;
+    address = field->base + place->offset;
     if ((uintptr_t)address % alignment) return 0;
-    return __atomic_exchange_n(&field->taken[place], 1, __ATOMIC_ACQ_REL) ? 0 : address;
+    return __atomic_exchange_n(&place->taken, 1, __ATOMIC_ACQ_REL) ? 0 : address;
 }
 
 static int give(void **to, size_t alignment, size_t bytes) {
@@ -77,8 +84,8 @@ static void take_back(void *memory) {
          field = field->next) {
         if (address < field->base || address >= field->base + field->bytes) continue;
         for (int64_t i = 0; i < field->count; i++)
-            if (field->base + field->offsets[i] == address)
-                __atomic_store_n(&field->taken[i], 0, __ATOMIC_RELEASE);
+            if (field->base + field->places[i].offset == address)
+                __atomic_store_n(&field->places[i].taken, 0, __ATOMIC_RELEASE);
         return;
     }
     release(memory);
@@ -177,11 +184,10 @@ int64_t phalanx_place_hook(void) {
     return 0;
 }
 
-/* Map a file of so many bytes; return the field, or 0. What it is told of places stays theirs who
-   told it, for good. */
+/* Map a file of so many bytes; return the field, or 0. */
 int64_t phalanx_place_field(int64_t file, int64_t bytes, const int64_t *offsets,
                             const int64_t *sizes, int64_t count) {
-    struct field *field = calloc(1, sizeof *field + (size_t)count);
+    struct field *field = calloc(1, sizeof *field + (size_t)count * sizeof *field->places);
     void *base;
     if (!field) return 0;
     base = mmap(0, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, (int)file, 0);
@@ -189,7 +195,15 @@ int64_t phalanx_place_field(int64_t file, int64_t bytes, const int64_t *offsets,
         free(field);
         return 0;
     }
-    *field = (struct field){base, bytes, count, offsets, sizes, (uint8_t *)(field + 1), fields};
+    field->base = base;
+    field->bytes = bytes;
+    field->count = count;
+    field->next = fields;
+    field->least = bytes;
+    for (int64_t i = 0; i < count; i++) {
+        field->places[i] = (struct place){offsets[i], sizes[i], 0};
+        if (sizes[i] < field->least) field->least = sizes[i];
+    }
     __atomic_store_n(&fields, field, __ATOMIC_RELEASE);
     return (int64_t)(uintptr_t)field;
 }
@@ -220,7 +234,7 @@ int64_t phalanx_place_taken(int64_t number) {
     const struct field *field = (const struct field *)number;
     int64_t found = 0;
     for (int64_t i = 0; i < field->count; i++)
-        found += __atomic_load_n(&field->taken[i], __ATOMIC_ACQUIRE);
+        found += __atomic_load_n(&field->places[i].taken, __ATOMIC_ACQUIRE);
     return found;
 }
 

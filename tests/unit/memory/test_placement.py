@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -144,6 +145,20 @@ def test_a_body_that_raises_ends(placement: Placement, field: Field) -> None:
         raise ValueError("ended")
     kept = made(SIZES[0])
     assert (field.taken(), kept.data_ptr() in field.addresses) == (0, False)
+
+
+def test_a_field_outlives_its_placement(region: Region) -> None:
+    placement = Placement(OFFSETS, SIZES)
+    field = placement.field(region.fd, region.nbytes)
+    assert field is not None
+    learnt(placement, field)
+    with placement.within(field, "a"):
+        kept = [made(SIZES[0], 3)]
+    del placement
+    _others = [array("q", [-1] * len(SIZES)) for _ in range(1000)]  # where its numbers lay
+    assert field.taken() == 1
+    kept.clear()
+    assert field.taken() == 0
 
 
 def test_fields_are_apart(placement: Placement, field: Field) -> None:
