@@ -170,7 +170,7 @@ class StatisticsOfReplica:
         first: dict[int, _Home] = {}  # of buffers that are one under several names
         for home in self._homes:
             if home.source is not None and first.setdefault(id(home.source), home) is not home:
-                home.first = first[id(home.source)]
+                home.share(first[id(home.source)])
 
     def outdate(self) -> None:
         """Make the next :meth:`refresh` copy all buffers, whatever their versions say."""
@@ -215,10 +215,16 @@ class _Home:
         self._start: Tensor | None = None
         self._version = -1
         self.first: _Home | None = None  # where the same buffer is kept under its first name
+        self._owners = [owner]  # under all its names
 
     @property
     def source(self) -> Tensor | None:
         return self._source._buffers[self.key]
+
+    def share(self, first: _Home) -> None:
+        """Note that this is the same buffer as ``first`` has."""
+        self.first, self._owners = first, first._owners
+        self._owners.append(self.owner)
 
     def start_from(self, source: Tensor) -> None:
         """Give the replica a fresh copy of ``source``, one for all its names."""
@@ -266,5 +272,6 @@ class _Home:
         if now is None or now is not self._start or now._version != self._version:
             return True
         # Batch norm's kernel writes its statistics without telling torch's version counter.
-        untold = self.owner.training and now.layout is torch.strided
+        trains = any(owner.training for owner in self._owners)
+        untold = trains and now.layout is torch.strided
         return untold and not torch.equal(now.to(source.device), source)

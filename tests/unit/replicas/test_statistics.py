@@ -377,7 +377,7 @@ def test_a_shared_buffer_is_brought_by_whoever_trains() -> None:
     replica.refresh()
     replica.module[1](torch.randn(7, 2))
     found = replica.statistics.collect(7.0)
-    assert {"1.running_mean", "1.running_var"} <= found.keys()
+    assert {"0.running_mean", "0.running_var"} <= found.keys()  # by its first name, as ever
 
 
 @pytest.mark.parametrize("buffers", ["mean", "first", "sync", {"*flags": "sum", "*count": "sum"}])
@@ -405,3 +405,21 @@ def test_heads_foretell_what_microbatches_leave(buffers: Any) -> None:
     heads = {head.name: head for head in heads_of(net, rules)}
     assert list(heads) == list(written)
     assert all(heads[name].fits(statistic) for name, statistic in written.items())
+
+
+def test_a_buffer_under_two_names_starts_anew_though_only_its_second_owner_trains() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    first, second = module
+    for key in first._buffers:
+        second._buffers[key] = first._buffers[key]
+    first.eval()
+    replica = Replica(module, CPU, 0)
+    rows, left = torch.randn(5, 3), []
+    for _ in range(3):
+        replica.refresh()
+        replica.module(rows)
+        left.append(replica.statistics.collect(5.0))
+    assert {*left[0]} == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+    for each in left[1:]:
+        assert each.keys() == left[0].keys()
+        assert all(torch.equal(each[name].value, left[0][name].value) for name in each)
