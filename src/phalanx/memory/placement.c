@@ -6,6 +6,7 @@
 
 #define _GNU_SOURCE
 #include <link.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -166,6 +167,29 @@ static int replace(const struct tables *tables, void **slot, void *function) {
     return 1;
 }
 
+static int64_t taken(const struct field *field) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < field->count; i++)
+        found += __atomic_load_n(&field->places[i].taken, __ATOMIC_ACQUIRE);
+    return found;
+}
+
+static int part(struct field *field) {
+    size_t bytes = (size_t)field->bytes;
+    void *copy = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (copy == MAP_FAILED) return 0;
+    memcpy(copy, field->base, bytes);
+    return mremap(copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, field->base) != MAP_FAILED;
+}
+
+/* A forked child is in the middle of what its parent is about. The slot is not the child's: it is
+   given no places, and what it holds in some it holds for itself. */
+static void leave(void) {
+    now.field = 0;
+    for (struct field *field = fields; field; field = field->next)
+        if (taken(field)) part(field);
+}
+
 /* Replace torch's two calls; tell whether that is done. Called once tensors have been made, so that
    their addresses are there. What frees is replaced first: it may see what the other one gave. */
 int64_t phalanx_place_hook(void) {
@@ -173,6 +197,7 @@ int64_t phalanx_place_hook(void) {
     if (allocate) return 1;
     dl_iterate_phdr(look_at, &tables);
     if (!tables.allocate || !tables.releases || tables.lazy) return 0;
+    if (!release && pthread_atfork(0, 0, leave)) return 0;
     for (int i = 0; i < tables.releases; i++)
         if (*tables.release[i] != *tables.release[0]) return 0;
     if (!release) memcpy(&release, tables.release[0], sizeof release);
@@ -230,22 +255,8 @@ int64_t phalanx_place_end(void) {
 }
 
 /* How many places are in use. */
-int64_t phalanx_place_taken(int64_t number) {
-    const struct field *field = (const struct field *)number;
-    int64_t found = 0;
-    for (int64_t i = 0; i < field->count; i++)
-        found += __atomic_load_n(&field->places[i].taken, __ATOMIC_ACQUIRE);
-    return found;
-}
+int64_t phalanx_place_taken(int64_t field) { return taken((const struct field *)field); }
 
 /* Let the field have its bytes for itself; tell whether that could be. Whoever holds memory there
    keeps it, and what is written to the file from now on is not seen there. */
-int64_t phalanx_place_part(int64_t number) {
-    struct field *field = (struct field *)number;
-    void *copy = mmap(0, (size_t)field->bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (copy == MAP_FAILED) return 0;
-    memcpy(copy, field->base, (size_t)field->bytes);
-    return mremap(copy, (size_t)field->bytes, (size_t)field->bytes, MREMAP_MAYMOVE | MREMAP_FIXED,
-                  field->base) != MAP_FAILED;
-}
+int64_t phalanx_place_part(int64_t field) { return part((struct field *)field); }

@@ -184,5 +184,31 @@ def test_a_forked_child_may_free_what_its_parent_keeps(placement: Placement, fie
     assert (field.taken(), bool((kept[0] == 3).all())) == (1, True)
 
 
+def test_a_child_forked_in_a_body_is_given_no_places(placement: Placement, field: Field) -> None:
+    learnt(placement, field)
+    with placement.within(field, "a"):
+        child = os.fork()
+        kept = made(SIZES[0])
+        if child == 0:
+            os._exit(field.taken())
+    assert os.waitpid(child, 0)[1] == 0
+    assert (field.taken(), kept.data_ptr()) == (1, field.addresses[0])
+
+
+def test_what_a_forked_child_does_to_a_tensor_is_not_seen_here(
+    placement: Placement, field: Field
+) -> None:
+    learnt(placement, field)
+    with placement.within(field, "a"):
+        kept = made(SIZES[0], 3)
+    child = os.fork()
+    if child == 0:
+        was = bool((kept == 3).all())
+        kept.fill_(4)
+        os._exit(not was)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (kept == 3).all()
+
+
 def test_a_file_that_cannot_be_mapped_makes_no_field(placement: Placement) -> None:
     assert placement.field(-1, TOTAL) is None
