@@ -176,9 +176,13 @@ static int64_t taken(const struct field *field) {
 
 static int part(struct field *field) {
     size_t bytes = (size_t)field->bytes;
-    void *copy = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (copy == MAP_FAILED) return 0;
-    memcpy(copy, field->base, bytes);
+    char *copy = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if ((void *)copy == MAP_FAILED) return 0;
+    for (int64_t i = 0; i < field->count; i++) { /* what nobody holds takes no memory */
+        const struct place *place = field->places + i;
+        if (__atomic_load_n(&place->taken, __ATOMIC_ACQUIRE))
+            memcpy(copy + place->offset, field->base + place->offset, (size_t)place->bytes);
+    }
     return mremap(copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, field->base) != MAP_FAILED;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from array import array
@@ -126,6 +127,18 @@ def test_who_keeps_a_tensor_keeps_its_numbers(
     assert [(each.min().item(), each.max().item()) for each in kept] == [(5, 5), (0, 0), (6, 6)]
     kept[0].fill_(2)
     assert at(region, 0) == [1]
+
+
+def test_what_nobody_keeps_is_not_copied(
+    placement: Placement, field: Field, region: Region
+) -> None:
+    learnt(placement, field)
+    region.tensor(torch.uint8, region.nbytes).fill_(1)
+    with placement.within(field, "a"):
+        kept = made(SIZES[0], 5)
+    field.part()
+    assert [ctypes.string_at(address, 1)[0] for address in field.addresses] == [5, 0, 0]
+    assert (at(region, 1), at(region, 2), bool((kept == 5).all())) == ([1], [1], True)
 
 
 def test_no_later_turn_than_was_learnt_and_none_after_the_last_one_logged(
