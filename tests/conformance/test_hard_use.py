@@ -320,6 +320,41 @@ def test_parameters_with_gaps_or_repeats_get_the_right_gradient(kind: str) -> No
     torch.testing.assert_close(model.w.grad, expected)
 
 
+class Summed(nn.Module):
+    """Autograd gives both operands of a sum one tensor, or parts of it, for their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square, self.flat = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(64))
+        self.low, self.high = nn.Parameter(torch.randn(50)), nn.Parameter(torch.randn(30))
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = nn.functional.pad(self.low, (0, 14)) + nn.functional.pad(self.high, (34, 0))
+        weight = self.square.view(-1) + self.flat.view(64) + padded
+        return torch.tanh(x @ weight.view(8, 8))
+
+
+@pytest.mark.parametrize("crew", ["inline", "threads", "processes"])
+def test_parameters_that_are_added_up_get_the_right_gradient(crew: str) -> None:
+    torch.manual_seed(0)
+    net = Summed().double()
+    x, y = torch.randn(13, 8, dtype=torch.float64), torch.randn(13, 8, dtype=torch.float64)
+    twin = copy.deepcopy(net)
+    nn.functional.mse_loss(twin(x), y).backward()
+    torch.optim.SGD(twin.parameters(), lr=1.0).step()
+    with phalanx.Trainer(
+        net,
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        crew=crew,
+        replicas=1 if crew == "inline" else 2,
+        microbatches=5,
+    ) as trainer:
+        trainer.step((x, y))
+    for own, value in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(own, value, rtol=0, atol=1e-12)
+
+
 def test_a_buffer_without_a_tensor_is_refused_when_it_gets_one() -> None:
     class Lazy(nn.Module):
         def __init__(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from phalanx.errors import ConfigError, PhalanxError, UnsupportedError
-from phalanx.memory import in_memory_order
+from phalanx.memory import has_memory, in_memory_order
 from phalanx.plan import BufferRules
 from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.hooks import Hooks, shared_hooks
@@ -216,7 +216,28 @@ def add_gradients(
     left: Sequence[Tensor | None], right: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Add ``right`` to ``left``, in place, and return the sum; None stands for no gradient."""
+    left = _apart(left)
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if pairs:
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
+
+
+def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Give gradients memory of their own that share it: parameters that are added up may do so.
+
+    Autograd hands the gradient of a sum to both operands, reshaped where they are.
+    """
+    found = list(gradients)
+    spans = [
+        (gradient.data_ptr(), gradient.nbytes, place)
+        for place, gradient in enumerate(gradients)
+        if gradient is not None and has_memory(gradient)
+    ]
+    reached = 0
+    for start, size, place in sorted(spans):
+        gradient = found[place]
+        if start < reached and size and gradient is not None:
+            found[place] = gradient.clone()
+        reached = max(reached, start + size)
+    return found

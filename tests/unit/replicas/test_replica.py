@@ -210,6 +210,16 @@ def test_gradients_add_up_where_there_are_any(left: Any, right: Any, total: Any)
     assert all(a is b for a, b in zip(found, left, strict=True) if b is not None)  # in place
 
 
+def test_gradients_that_share_memory_are_added_to_once() -> None:
+    whole = torch.arange(12.0)
+    left = [whole[:8], t(5.0), whole[4:10], None, whole[:8], whole[10:]]
+    right: list[Tensor | None] = [torch.ones(8), t(1.0), torch.ones(6), None, None, None]
+    found = add_gradients(left, right)
+    expected = [torch.arange(8.0) + 1, t(6.0), torch.arange(4.0, 10.0) + 1, None]
+    for own, value in zip(found, [*expected, torch.arange(8.0), t(10.0, 11.0)], strict=True):
+        assert own is value is None or torch.equal(own, value)  # type: ignore[arg-type]
+
+
 # --- another device -------------------------------------------------------------------------------
 
 
