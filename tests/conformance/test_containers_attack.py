@@ -444,3 +444,28 @@ def test_a_buffer_under_two_names_is_one(rule: str) -> None:
         net.inner.again = torch.zeros((), dtype=F64)  # no longer one
         model(draw(6, 1))
         assert float(net.seen) > float(net.inner.again)
+
+
+class Summed(nn.Module):
+    """Autograd gives both parameters one tensor for their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Parameter(torch.randn(8, 8, dtype=F64))
+        self.flat = nn.Parameter(torch.randn(64, dtype=F64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(inputs @ (self.square.view(-1) + self.flat.view(64)).view(8, 8))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_gradients_of_a_sum_are_counted_once(replicas: int) -> None:
+    """Plain torch, 2.13, adds each further backward pass to the one tensor twice."""
+    net, inputs = Summed(), draw(13, 8)
+    expected = torch.autograd.grad(net(inputs).sum(), [*net.parameters()])
+    with parallel(net, replicas=replicas) as model:
+        for _ in range(3):
+            model(inputs).sum().backward()
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert_close(parameter.grad, 3 * gradient, F64)

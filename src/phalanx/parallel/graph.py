@@ -23,6 +23,7 @@ from phalanx.replicas import (
     ThreadCrew,
     Turn,
     add_gradients,
+    apart,
     blame,
 )
 from phalanx.types import Nested
@@ -280,9 +281,9 @@ class CrewGraph(Connection):
         """
         if not operands:
             return [None] * len(self._trainable)
-        sums = operands[0].gradients
-        if len(operands) == 2:
-            sums = add_shared(self._crew, sums, operands[1].gradients, fresh=False)
+        sums, *others = [apart(operand.gradients) for operand in operands]  # or `grad` would share
+        if others:
+            sums = add_shared(self._crew, sums, *others, fresh=False)
         for parameter, total in zip(self._crew.parameters, sums, strict=True):
             if settle and total is not None and id(parameter) not in self._trainable:
                 _add_to_grad(parameter, total)

@@ -25,7 +25,7 @@ from phalanx.replicas.memory_format import (
 from phalanx.replicas.mirror import Changes
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.process_crew import Portion, ProcessCrew, check_shareable
-from phalanx.replicas.replica import Replica, add_gradients, refuse_lazy
+from phalanx.replicas.replica import Replica, add_gradients, apart, refuse_lazy
 from phalanx.replicas.sent_once import SentOnce
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.statistics import (
@@ -68,6 +68,7 @@ __all__ = [
     "WorkerLost",
     "add_gradients",
     "advance_process_generator",
+    "apart",
     "batch_norm_names",
     "blame",
     "caller_intra_op",

@@ -17,7 +17,7 @@ from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.hooks import Hooks, shared_hooks
 from phalanx.replicas.statistics import StatisticsOfReplica
 
-__all__ = ["Replica", "add_gradients", "refuse_lazy"]
+__all__ = ["Replica", "add_gradients", "apart", "refuse_lazy"]
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -216,15 +216,15 @@ def add_gradients(
     left: Sequence[Tensor | None], right: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Add ``right`` to ``left``, in place, and return the sum; None stands for no gradient."""
-    left = _apart(left)
+    left = apart(left)
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if pairs:
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
-def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Give gradients memory of their own that share it: parameters that are added up may do so.
+def apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Give those gradients memory of their own that share it, before somebody adds to them.
 
     Autograd hands the gradient of a sum to both operands, reshaped where they are.
     """
