@@ -169,17 +169,17 @@ class Done:
 
     Attributes:
         result: What the run returned.
-        result_bytes: How much room it would take where the task said `reply`; known when `result`,
-            before it, has been packed.
         filling: What is in the slot.
+        result_bytes: How much room those before it would take where the task said `reply`; known
+            when they have been packed.
         drew: Whether the model drew random numbers from the microbatch's own generator.
         drew_aside: Whether it drew from the process's.
         busy_s: Seconds of work.
     """
 
     result: Any  # Any: whatever the caller's `run` returns
-    result_bytes: int | Needed
     filling: Filling
+    result_bytes: int | Needed
     drew: bool
     drew_aside: bool
     start_s: float
@@ -292,8 +292,8 @@ class Worker:
         except BaseException:
             replica.drop_gradients()
             replica.statistics.collect(0.0)
-            self._filler.settle(task.slot)
             torch.set_rng_state(before)
+            self._filler.settle(task.slot)
             raise
         drew_aside = not torch.equal(before, torch.get_rng_state())
         if drew_aside:
@@ -301,8 +301,8 @@ class Worker:
         busy_s = watch.lap()
         return Done(
             result=result,
-            result_bytes=Needed(outbox),
             filling=filling,
+            result_bytes=Needed(outbox),
             drew=turn.drew.is_set(),
             drew_aside=drew_aside,
             start_s=start_s,
