@@ -73,8 +73,8 @@ chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and g
 	@$(BIN)/python -m tests.chaos.ledger --kills $(KILLS)
 	@$(BIN)/python -m tests.chaos.rank_kills --kills $(RANK_KILLS)
 
-night: $(STAMP)  ## every kind of fault at every point in every worker (a quarter of an hour)
-	@$(BIN)/python -m pytest -m "night or not night" tests/chaos $(ARGS)
+night: $(STAMP)  ## every kind of fault at every point in every worker, and torch's own distributed tests (half an hour)
+	@$(BIN)/python -m pytest -m "night or not night" tests/chaos tests/conformance/test_torch_distributed.py $(ARGS)
 
 clean:  ## remove .venv and what tools left behind
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -24,6 +24,7 @@ from phalanx.parallel import (
     unsplit,
 )
 from phalanx.plan import Layout, Merge
+from phalanx.replicas import preserve_rng
 from phalanx.train import (
     EpochDone,
     ExactSampler,
@@ -77,6 +78,7 @@ __all__ = [
     "launch",
     "merge_hook",
     "merge_updates",
+    "preserve_rng",
     "split_batch",
     "split_conv",
     "split_linear",

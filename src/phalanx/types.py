@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 # A batch, a model's inputs or its outputs are whatever the user's code passes around: nested
-# containers of tensors and other values. Only `plan.layout` looks inside, leaf by leaf; hence
+# containers of tensors and other values. Only `plan.leaves` looks inside, leaf by leaf; hence
 # `Any`.
 Nested = Any
 
@@ -19,7 +19,7 @@ Devices = int | str | Sequence[Device]
 LossFn = Callable[[Nested, Nested], torch.Tensor]
 # What a microbatch's mean loss stands for: number of samples, tokens, or a sum of sample weights.
 WeightFn = Callable[[Nested], float]
-# (module, microbatch) -> loss, or (loss, outputs).
+# (module, microbatch) -> loss, (loss, outputs), or (loss, outputs, targets).
 ForwardFn = Callable[[torch.nn.Module, Nested], Any]
 
 __all__ = ["Device", "Devices", "ForwardFn", "LossFn", "Nested", "WeightFn"]

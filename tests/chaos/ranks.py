@@ -78,7 +78,8 @@ CALLS = 4
 def serve(parent: Parent) -> None:
     """Take part in one group after another, until told None."""
     torch.set_num_threads(1)
-    while (order := parent.hear()) is not None:
+    # On a busy machine a troop has nothing to do for minutes, while others go through their cases.
+    while (order := parent.hear(deadline_s=None)) is not None:
         rank, store, case = order
         before = held()
         report = _take_part(parent, rank, store, case)

@@ -52,7 +52,7 @@ class Stable:
             self.crew = self._make(model)
             self.crew.close = lambda: None
         self.crew.workloads, self.crew._on_failure = list(model._workloads), model._on_failure
-        self.crew._draws = None  # as for a new one
+        self.crew._rng_watched = frozenset()  # as for a new one
         return self.crew
 
     def close_crew(self) -> None:

@@ -415,7 +415,7 @@ def test_complex_parameters_are_clipped() -> None:
 
 def test_a_dtype_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     module = nn.Linear(4, 1)
-    module.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
+    module.register_buffer("odd", torch.zeros(2, dtype=torch.complex32))
     with trainer(module) as t, pytest.raises(UnsupportedError, match="must be of a dtype"):
         t.save(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
@@ -452,7 +452,7 @@ def test_a_trial_does_not_change_the_users_batch() -> None:
     x = torch.zeros(4, 4, 1, 1)
     with trainer(Shifts(), replicas="auto") as t:
         t.step((x, torch.zeros(4, 1)))
-    assert x.unique().tolist() == [1.0]
+    assert x.unique().tolist() == [0.0]  # neither the trial nor the step writes to it
 
 
 def test_lazy_parameters_are_named() -> None:

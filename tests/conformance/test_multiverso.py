@@ -33,7 +33,7 @@ from phalanx.compat.multiverso import (
     worker_id,
     workers_num,
 )
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import ConfigError, PeerTimeout, StateError
 from tests.multiprocess.children import Children, Parent
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def array_law(how: str) -> None:
         table.add(given, sync=True)
         barrier()
         value = table.get()
-        assert value.dtype == np.float32
+        assert value.dtype == torch.float32
         assert np.array_equal(value, delta * (i + 1) * 2 * workers_num())
         barrier()
 
@@ -232,8 +232,39 @@ def test_the_order_of_calls_is_said():
 
 def test_the_names_are_those_of_the_bindings():
     torch_names = {"init", "barrier", "shutdown", "num_workers", "worker_id", "server_id"}
+    torch_names |= {"TableHandler"}
     python_names = {"workers_num", "is_master_worker", "ArrayTableHandler", "MatrixTableHandler"}
     assert set(multiverso.__all__) == torch_names | python_names
+
+
+def test_what_is_got_is_a_tensor_that_can_be_copied(alone):
+    params = torch.zeros(3)
+    table = ArrayTableHandler(3, init_value=[1, 2, 3])
+    assert params.copy_(table.get()).tolist() == [1.0, 2.0, 3.0]
+    got = table.get()
+    got.fill_(7)  # the caller's own
+    assert np.array_equal(table.get().numpy(), [1, 2, 3])
+    rows = MatrixTableHandler(2, 2, init_value=[[1, 2], [3, 4]]).get([1])
+    assert torch.zeros(1, 2).copy_(rows).tolist() == [[3.0, 4.0]]
+
+
+def test_both_kinds_of_table_are_table_handlers(alone):
+    assert isinstance(ArrayTableHandler(1), multiverso.TableHandler)
+    assert isinstance(MatrixTableHandler(1, 1), multiverso.TableHandler)
+    with pytest.raises(TypeError, match="abstract"):
+        multiverso.TableHandler()
+
+
+def test_calls_wait_for_as_long_as_init_was_told(run, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+    init(timeout_s=0.2)
+    with pytest.raises(PeerTimeout, match=r"within 0\.2 s") as caught:
+        barrier()
+    assert caught.value.rank == 0
+    with pytest.warns(UserWarning, match=r"Worker 0 .* did not come within 0\.2 s"):
+        shutdown()
 
 
 # --- bugs of the original -------------------------------------------------------------------------
@@ -464,7 +495,7 @@ def test_the_examples_of_the_page_say_what_they_promise(capsys):
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(block, place)
     promised = re.findall(r"print\(.*\)  # (.*)", PAGE)
-    assert capsys.readouterr().out.splitlines() == promised == ["[1. 2. 3.]", "2.0"]
+    assert capsys.readouterr().out.splitlines() == promised == ["[1.0, 2.0, 3.0]", "2.0"]
 
 
 def test_the_names_of_the_page_exist():

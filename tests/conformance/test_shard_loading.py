@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import threading
 import weakref
 from typing import Any
 
@@ -98,6 +99,76 @@ def test_what_samples_draw_is_the_same_whoever_reads_them(
     crew: str, replicas: int, expected: dict[str, Tensor]
 ) -> None:
     assert_same(train(crew, replicas, loader()), expected)
+
+
+def mask(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """Join samples and hide some entries, by all three generators."""
+    inputs, targets = (torch.stack(each) for each in zip(*samples, strict=True))
+    shift = random.random() + float(np.random.rand())
+    return inputs.masked_fill(torch.rand(inputs.shape) < 0.3, shift), targets
+
+
+@pytest.mark.parametrize(
+    ("crew", "replicas"), [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 2)]
+)
+def test_what_collate_draws_is_the_same_whoever_joins(crew: str, replicas: int) -> None:
+    options: dict[str, Any] = {"collate_fn": mask}
+    expected = train("inline", 1, loader(**options))
+    torch.seed(), random.seed(), np.random.seed()
+    assert_same(train(crew, replicas, loader(**options)), expected)
+
+
+class Seeds(Noisy):
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(place)
+        return super().__getitem__(place)
+
+
+class Keeps(Noisy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(3)
+
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+        return torch.rand(4, generator=self.own), torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(Seeds, "calls `manual_seed`"), (Keeps, "`torch.Generator` that was seeded")]
+)
+@pytest.mark.parametrize(("crew", "replicas"), [("inline", 1), ("threads", 2), ("processes", 1)])
+def test_a_data_set_that_seeds_for_all_is_refused(
+    kind: type[Noisy], told: str, crew: str, replicas: int
+) -> None:
+    with pytest.raises(phalanx.UnsupportedError, match=f"A data set must .* {told}"):
+        train(crew, replicas, loader(kind()))
+
+
+def test_another_thread_keeps_torchs_numbers_while_samples_are_read() -> None:
+    torch.manual_seed(1)
+    net = nn.Linear(4, 1)
+    found: list[Tensor] = []
+    done = threading.Event()
+
+    def draw() -> None:
+        while not done.is_set():
+            found.append(torch.rand(()))
+
+    with phalanx.Trainer(
+        net, nn.functional.mse_loss, adam, replicas=2, microbatches=3, shard_loading=True
+    ) as trainer:
+        order = torch.utils.data.SequentialSampler(range(29))  # draws nothing itself
+        data = DataLoader(Noisy(), 6, sampler=order, generator=torch.Generator())
+        torch.manual_seed(7)
+        thread = threading.Thread(target=draw)
+        thread.start()
+        try:
+            trainer.fit(data, epochs=2)
+        finally:
+            done.set()
+            thread.join()
+    own = torch.Generator().manual_seed(7)
+    assert [each.item() for each in found] == [torch.rand((), generator=own).item() for _ in found]
 
 
 def test_a_reader_that_dies_does_not_show(expected: dict[str, Tensor], tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""Faults of fbcunn's and cunn's containers that cannot happen here.
+"""Faults of fbcunn's and cunn's containers, each in the same situation here.
 
 One test for each that `docs/migrating.md` lists and no other file tests already.
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -271,3 +273,145 @@ def test_the_callers_own_thread_is_one_replica_whatever_is_faster(monkeypatch) -
         trainer.fit([(torch.ones(5, 3), torch.ones(5, 1))] * 2, epochs=1)
         assert trainer.steps == 2
     assert not [event for event in seen if isinstance(event, FormationChosen)]
+
+
+# -- one `fit` after another ----------------------------------------------
+
+
+class Ends:
+    """A callback that ends `fit` after a step, by ``how``, once."""
+
+    def __init__(self, how: str, step: int) -> None:
+        self.how = how
+        self.step = step
+        self.trainer: phalanx.Trainer | None = None
+
+    def __call__(self, event: object) -> None:
+        if self.trainer is not None and isinstance(event, StepDone) and event.step == self.step:
+            trainer, self.trainer = self.trainer, None
+            if self.how == "stop":
+                trainer.stop()
+            else:
+                raise {"error": ValueError, "Ctrl-C": KeyboardInterrupt}[self.how]
+
+
+ENDS = pytest.mark.parametrize("how", ["stop", "error", "Ctrl-C"])
+
+
+def ended(how: str, step: int, **options: Any) -> phalanx.Trainer:
+    """Return a trainer whose `fit` of 9 epochs of 5 batches was ended after ``step``."""
+    ends = Ends(how, step)
+    trainer = make(callbacks=[ends], **options)
+    ends.trainer = trainer
+    with contextlib.suppress(ValueError, KeyboardInterrupt):
+        trainer.fit(batches(), epochs=9)
+    assert trainer.steps == step
+    return trainer
+
+
+@ENDS
+@pytest.mark.parametrize("step", [3, 5, 7])
+def test_fit_does_what_it_is_asked_whatever_ended_the_one_before(how: str, step: int) -> None:
+    with ended(how, step) as trainer:
+        before = trainer.epochs
+        assert len(trainer.fit(batches(), epochs=1)) == 1
+        assert trainer.epochs == before + 1
+        assert len(trainer.fit(batches(), epochs=2)) == 2
+        assert trainer.steps == 5 * trainer.epochs
+    with ended(how, step) as trainer:
+        trainer.fit(batches(), steps=4)
+        assert trainer.steps == step + 4
+
+
+@ENDS
+def test_a_resumed_fit_ends_where_the_saved_one_would_have(how: str, tmp_path: Path) -> None:
+    with ended(how, 7) as trainer:
+        trainer.save(tmp_path / "c")
+    with make() as trainer:
+        trainer.resume(tmp_path / "c")
+        with pytest.raises(ValueError, match="broken"):  # which does nothing, and counts as none
+            trainer.fit(Broken(), epochs=1)
+        assert len(trainer.fit(batches(), epochs=1)) == 8
+        assert trainer.epochs == 9
+        assert len(trainer.fit(batches(), epochs=1)) == 1
+
+
+def test_only_the_first_fit_after_a_resume_ends_as_the_saved_one(tmp_path: Path) -> None:
+    with ended("stop", 7) as trainer:
+        trainer.save(tmp_path / "c")
+        trainer.resume(tmp_path / "c")
+        trainer.fit(batches(), steps=1)
+        assert len(trainer.fit(batches(), epochs=1)) == 1
+
+
+class Broken:
+    def __iter__(self) -> Iterator[Any]:
+        raise ValueError("broken")
+
+
+# -- Ctrl-C in the middle of an update ----------------------------------------
+
+
+class Signalled(torch.optim.SGD):
+    """Gets a signal in its step, once, as if it came just then."""
+
+    armed: ClassVar[list[signal.Signals]] = []
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for number in self.armed:
+            signal.raise_signal(number)
+        self.armed.clear()
+
+
+class SignalledScheduler(torch.optim.lr_scheduler.StepLR):
+    def step(self, epoch: int | None = None) -> None:
+        for number in Signalled.armed:
+            signal.raise_signal(number)
+        Signalled.armed.clear()
+        super().step()
+
+
+@pytest.mark.parametrize("how", ["optimizer", "scheduler"])
+@pytest.mark.parametrize(
+    "signals", [[signal.SIGINT], [signal.SIGALRM], [signal.SIGINT] * 2], ids=str
+)
+@pytest.mark.parametrize("crew", ["threads", "inline"])
+def test_ctrl_c_in_the_update_comes_after_it(
+    crew: str, signals: list[signal.Signals], how: str, tmp_path: Path
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def trainer() -> phalanx.Trainer:
+        torch.manual_seed(0)
+        made = Signalled if how == "optimizer" else torch.optim.SGD
+        return phalanx.Trainer(
+            nn.Linear(5, 3),
+            nn.functional.mse_loss,
+            lambda parameters: made(parameters, lr=0.1),
+            replicas=1,
+            microbatches=2,
+            crew=crew,
+            scheduler=lambda optimizer: SignalledScheduler(optimizer, 2),
+        )
+
+    before = [signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGALRM)]
+    try:
+        with trainer() as disturbed, trainer() as undisturbed:
+            for done in (disturbed, undisturbed):
+                done.fit(batches(), steps=3)
+            Signalled.armed.extend(signals)
+            with pytest.raises(KeyboardInterrupt):
+                disturbed.fit(batches(), steps=1)
+            assert disturbed.steps == 4
+            assert signal.getsignal(signal.SIGINT) is interrupt
+            disturbed.save(tmp_path / "c")
+            undisturbed.fit(batches(), steps=1)
+            for done in (disturbed, undisturbed):
+                done.fit(batches(), steps=3)
+            assert same(state_of(disturbed), state_of(undisturbed))
+    finally:
+        Signalled.armed.clear()
+        for number, handler in zip((signal.SIGINT, signal.SIGALRM), before, strict=True):
+            signal.signal(number, handler)

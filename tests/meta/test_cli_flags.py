@@ -36,6 +36,8 @@ FROZEN: dict[str, tuple[str, ...]] = {
         "--crew",
         "--data",
         "--epochs",
+        "--forward",
+        "--loss",
         "--lr",
         "--max-failures",
         "--memory-dir",
@@ -54,6 +56,8 @@ FROZEN: dict[str, tuple[str, ...]] = {
 SHARED_WITH_TRAINER = (
     "codec",
     "crew",
+    "forward",
+    "loss",
     "max_failures",
     "memory_dir",
     "microbatches",

@@ -17,7 +17,7 @@ seen = []
 
 def start(name):
     stop = threading.Event()
-    threading.Thread(target=stop.wait, args=(5.0,), name=name, daemon=True).start()
+    threading.Thread(target=stop.wait, name=name, daemon=True).start()
     return stop
 
 

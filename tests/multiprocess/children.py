@@ -81,8 +81,9 @@ class Parent:
     def tell(self, value: object = None) -> None:
         self.connection.send(("value", value))
 
-    def hear(self) -> Any:
-        if not self.connection.poll(DEADLINE_S):
+    def hear(self, deadline_s: float | None = DEADLINE_S) -> Any:
+        """Return what the parent puts next; without a deadline, whose end ends the wait."""
+        if not self.connection.poll(deadline_s):
             raise AssertionError("the parent said nothing")
         return self.connection.recv()
 

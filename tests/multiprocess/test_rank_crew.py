@@ -232,6 +232,88 @@ def test_ranks_that_differ_are_refused_everywhere(two: Ranks, kind: str, sentenc
         assert same
 
 
+# -- ranks that drift apart ---------------------------------------------------
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to the weights, as Langevin dynamics does."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def drifting(rank: int, how: str, folder: Path) -> tuple[str, str, int]:
+    """Train three epochs of three batches, and save; on rank 1 only something else is done."""
+    torch.manual_seed(0)
+    net = Partly()
+    net.register_parameter("odd", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
+    net.odd.requires_grad_(False)
+    kind = Noisy if "noise" in how else torch.optim.SGD
+    net.body.weight.requires_grad_(not (how == "frozen" and rank == 1))
+    torch.manual_seed(0 if how == "equal noise" else rank)
+
+    def act(event: object) -> None:
+        if not isinstance(event, phalanx.train.StepDone) or event.step != 5:
+            return
+        if rank != 1 and "everywhere" not in how:
+            return
+        with torch.no_grad():
+            if "frozen later" in how:
+                net.body.bias.requires_grad_(False)
+            elif how == "frozen weight":
+                net.odd[1] += 1e-7
+            elif how == "state everywhere":
+                trained.optimizer.state[net.body.bias]["momentum_buffer"] = torch.ones(4)
+            elif how == "callback":
+                net.side.bias[2].add_(1e-6)
+            elif how == "hooked":
+                trained.optimizer.register_step_post_hook(lambda *_: None)
+
+    with phalanx.Trainer(
+        net,
+        nn.functional.cross_entropy,
+        lambda parameters: kind(parameters, lr=0.1, momentum=0.5),
+        crew="ranks",
+        microbatches=4,
+        callbacks=[act],
+    ) as trained:
+        try:
+            trained.fit(rows([8, 8, 8]), epochs=2 if how == "callback" else 1, steps=5)
+            trained.save(folder)
+            trained.fit(rows([8, 8, 8]), epochs=2)
+        except Exception as error:
+            return type(error).__name__, str(error), trained.steps
+    return "", "", trained.steps
+
+
+@pytest.mark.parametrize(
+    ("how", "steps", "names", "sentence"),
+    [
+        ("noise", 1, {"PeerError"}, "rank 1's differ from rank 0's, first in `odd`"),
+        ("callback", 5, {"PeerError"}, "rank 1's differ from rank 0's, first in `side.bias`"),
+        ("frozen weight", 6, {"PeerError"}, "rank 1's differ from rank 0's, first in `odd`"),
+        ("frozen", 0, {"ConfigError"}, "`body.weight` is frozen on rank 1 and not on rank 0"),
+        ("frozen later", 5, {"ConfigError", "PeerError"}, "not on "),
+        ("hooked", 5, {"ConfigError"}, "All ranks must step the optimizer in the same way"),
+        ("nothing", 9, {""}, ""),
+        ("frozen later everywhere", 9, {""}, ""),
+        ("state everywhere", 9, {""}, ""),
+        ("equal noise", 9, {""}, ""),
+    ],
+)
+def test_ranks_that_drift_apart_are_told(
+    two: Ranks, how: str, steps: int, names: set[str], sentence: str, tmp_path: Path
+) -> None:
+    told = two.run(drifting, how, tmp_path / "c")
+    assert {name for name, _, _ in told} == names
+    assert [done for _, _, done in told] == [steps, steps]
+    for _, error, _ in told:
+        assert sentence in error
+
+
 def stepped(rank: int, dies: bool) -> None:
     net = nn.Linear(5, 4)
     with phalanx.Trainer(

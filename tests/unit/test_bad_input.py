@@ -739,3 +739,9 @@ def test_a_twin_of_the_test_models_is_independent() -> None:
     net = GPT.build()
     twin = twin_of(net)
     assert not {p.data_ptr() for p in net.parameters()} & {p.data_ptr() for p in twin.parameters()}
+
+
+@pytest.mark.parametrize("swapped", [nn.functional.cross_entropy, nn.CrossEntropyLoss()])
+def test_a_loss_in_the_place_of_the_optimizer_is_refused(swapped: Any) -> None:
+    with pytest.raises(ConfigError, match=r"`optimizer` must be a function of the parameters"):
+        phalanx.Trainer(mlp(), sgd, swapped)

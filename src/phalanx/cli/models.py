@@ -163,20 +163,6 @@ def build_model(spec: str, data: Data, *, seed: int) -> nn.Module:
     raise ConfigError(f"Model must be `mlp`, `cnn`, `gpt` or `module:attribute`, but is {spec!r}.")
 
 
-def loss_for(data: Data) -> Callable[[Tensor, Tensor], Tensor]:
-    """Choose the loss: cross entropy, in nats, averaged over samples, or over tokens for text."""
-    return token_cross_entropy if data.kind == "tokens" else F.cross_entropy
-
-
-def token_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross entropy over all tokens, in nats.
-
-    Shapes:
-        logits_BTV, targets int64 [B, T] -> scalar.
-    """
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
-
-
 # Note [Same parameters on every machine]
 # torch's `uniform_` and `normal_` give other last bits with AVX2 than without (a fused multiply-add
 # in one, a vectorized logarithm in the other). Whole numbers are drawn alike everywhere, so we draw

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from phalanx.cli.losses import LOSSES
 from phalanx.cli.recipes import default_model, defaults_for
 from phalanx.codecs import resolve_codec
 from phalanx.errors import CheckpointError, ConfigError
@@ -52,6 +53,8 @@ class TrainOptions:
     batch_size: int
     lr: float
     seed: int
+    loss: str | None = None
+    forward: str | None = None
     codec: str | None = None
     crew: str = "threads"
     timeout_s: float = 300.0
@@ -67,6 +70,7 @@ class TrainOptions:
             raise ConfigError(f"`--lr` must be a number above 0, but is {self.lr!r}.")
         if not 0 <= self.seed <= _LARGEST_SEED:
             raise ConfigError(f"`--seed` must be from 0 to 2**63 - 1, but is {self.seed!r}.")
+        _check_loss(self.loss, self.forward)
         if self.codec is not None:
             _check_codec(self.codec)
         if self.crew not in _CREWS:
@@ -87,6 +91,8 @@ class GivenOptions:
 
     data: str | None = None
     model: str | None = None
+    loss: str | None = None
+    forward: str | None = None
     replicas: str | None = None
     workloads: str | None = None
     microbatches: int | None = None
@@ -99,6 +105,19 @@ class GivenOptions:
     timeout_s: float | None = None
     max_failures: int | None = None
     memory_dir: str | None = None
+
+
+def _check_loss(loss: str | None, forward: str | None) -> None:
+    if loss is not None and loss not in LOSSES and ":" not in loss:
+        raise ConfigError(
+            f"`--loss` must be {', '.join(LOSSES)} or module:attribute, but is {loss!r}."
+        )
+    if forward is not None and ":" not in forward:
+        raise ConfigError(f"`--forward` must be module:attribute, but is {forward!r}.")
+    if loss is not None and forward is not None:
+        raise ConfigError(
+            f"`--loss` must be left out with `--forward`, which returns the loss, but is {loss!r}."
+        )
 
 
 def _check_codec(name: str) -> None:
@@ -270,21 +289,26 @@ def read_options(stored: Mapping[str, Any], *, source: str) -> TrainOptions:
         "batch_size": (int,),
         "lr": (float, int),
         "seed": (int,),
+        "loss": (str, type(None)),
+        "forward": (str, type(None)),
         "codec": (str, type(None)),
         "crew": (str,),
         "timeout_s": (float, int),
         "max_failures": (int,),
         "memory_dir": (str, type(None)),
     }
-    stored = {"codec": None, **_OF_WORKERS, **stored}  # runs of the first weeks had none
+    # Earlier runs had none of these.
+    stored = {"loss": None, "forward": None, "codec": None, **_OF_WORKERS, **stored}
     if stored.keys() != types.keys():
         raise CheckpointError(
             f"`options` in {source} must be {', '.join(types)}, but are {', '.join(stored)}."
         )
     for name, value in stored.items():
-        if not isinstance(value, types[name]) or isinstance(value, bool):
+        is_huge = isinstance(value, int) and abs(value) > _LARGEST_SEED
+        if not isinstance(value, types[name]) or isinstance(value, bool) or is_huge:
             raise CheckpointError(
-                f"`{name}` in {source} must be of type {types[name][0].__name__}, but is {value!r}."
+                f"`{name}` in {source} must be of type {types[name][0].__name__}, but is "
+                f"{value!r:.80}."
             )
     return TrainOptions(**stored)
 

@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from phalanx.cli.history import Record
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.files import open_regular, read_text, save_tensors
 
 _MAX_NAME_LENGTH = 60
+_MOST_CONFIG_BYTES = 1 << 20
+_NO_RECORD = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class RunFolder:
@@ -164,8 +166,8 @@ class RunFolder:
             CheckpointError: It is unreadable or no JSON object.
         """
         try:
-            config = json.loads(self.config_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as exc:
+            config = json.loads(read_text(self.config_path, max_bytes=_MOST_CONFIG_BYTES))
+        except (OSError, ValueError, RecursionError) as exc:
             raise CheckpointError(
                 f"{self.config_path} must be readable JSON, but is not: {exc}."
             ) from exc
@@ -230,18 +232,24 @@ class RunFolder:
         }
         beside = self.model_path.with_suffix(".safetensors.new")
         with _trouble_named(self.model_path):
-            save_file(tensors, beside, metadata={"format": "pt"})
+            save_tensors(tensors, beside, metadata={"format": "pt"})
             os.replace(beside, self.model_path)
 
     def _read_metrics(self) -> list[Record]:
         if not self.metrics_path.exists():
             return []
-        lines = self.metrics_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        try:
+            with open_regular(self.metrics_path) as file:
+                lines = file.read().decode("utf-8", errors="replace").splitlines()
+        except OSError as exc:
+            raise CheckpointError(
+                f"{self.metrics_path} must be a readable file, but is not: {exc}."
+            ) from exc
         records = []
         for number, line in enumerate(lines, 1):
             try:
                 records.append(_from_json(line))
-            except (ValueError, KeyError, TypeError) as exc:
+            except _NO_RECORD as exc:
                 if number < len(lines):
                     raise CheckpointError(
                         f"Line {number} of {self.metrics_path} must be a step or an epoch, but is "
@@ -323,17 +331,37 @@ def _finite(value: Any) -> Any:
     """Replace numbers that JSON has no word for by null."""
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _from_json(line: str) -> Record:
     record: Record = json.loads(line)
     if record["kind"] == "step":
-        record["step"] + 0, record["loss"]
+        _check_whole(record["step"])
+        _check_number(record["loss"])
     elif record["kind"] == "epoch":
-        record["epoch"] + 0, record["last_step"], record["train"], record["validation"]
+        _check_whole(record["epoch"])
+        _check_whole(record["last_step"])
+        validation = {} if record["validation"] is None else record["validation"]
+        for mean in [*record["train"].values(), *validation.values()]:
+            _check_number(mean)
     elif record["kind"] == "failure":
-        record["step"] + 0
+        _check_whole(record["step"])
     else:
         raise ValueError(record["kind"])
     return record
+
+
+# Any: JSON.
+def _check_whole(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r:.80} is no whole number")
+
+
+def _check_number(value: Any) -> None:
+    """Refuse what is neither a number nor null, which stands for one that is not finite."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise TypeError(f"{value!r:.80} is no number")
+    math.isfinite(value or 0)  # an OverflowError where it is too large for a float

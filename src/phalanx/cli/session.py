@@ -23,7 +23,8 @@ from phalanx.cli.control import Control
 from phalanx.cli.data import Data, open_data
 from phalanx.cli.figure import draw_training
 from phalanx.cli.history import History
-from phalanx.cli.models import build_model, loss_for
+from phalanx.cli.losses import build_loss, import_forward
+from phalanx.cli.models import build_model
 from phalanx.cli.options import (
     GivenOptions,
     Replicas,
@@ -130,7 +131,7 @@ def read_config(config: Mapping[str, Any], *, source: str) -> tuple[TrainOptions
         options, formation = dict(config["options"]), config["formation"]
         devices = None if formation is None else tuple(str(name) for name in formation["devices"])
         intra_op = None if formation is None else int(formation["intra_op"])
-    except (KeyError, TypeError, ValueError) as exc:
+    except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise CheckpointError(
             f"{source} must hold `format`, `options` and `formation`, but does not: {exc!r}."
         ) from exc
@@ -291,9 +292,10 @@ class Session:
 
     def _open_trainer(self) -> Trainer:
         options, kept = self.options, self.job.formation
+        own = None if options.forward is None else import_forward(options.forward)
         return Trainer(
             self.module,
-            loss_for(self.data),
+            build_loss(options.loss, self.data) if own is None else None,
             partial(torch.optim.AdamW, lr=options.lr),
             replicas=parse_replicas(options.replicas) if kept is None else kept.devices,
             workloads=parse_workloads(options.workloads),
@@ -301,7 +303,8 @@ class Session:
             intra_op=None if kept is None else kept.intra_op,
             seed=options.seed,
             scheduler=_schedule_for(self.data, options.epochs),
-            metrics=_metrics_for(self.data),
+            forward=own,
+            metrics=_metrics_for(self.data) if self._counts_classes() else None,
             codec=options.codec,
             crew=options.crew,
             timeout_s=options.timeout_s,
@@ -309,6 +312,10 @@ class Session:
             memory_dir=options.memory_dir,
             callbacks=(self.history, self.stragglers, self.progress, self._listen, self.control),
         )
+
+    def _counts_classes(self) -> bool:
+        """Tell whether the loss is cross entropy, as accuracy and perplexity take for granted."""
+        return self.options.forward is None and self.options.loss in (None, "cross_entropy")
 
     def _listen(self, event: object) -> None:
         if isinstance(event, FormationChosen):
@@ -399,7 +406,7 @@ class Session:
             self.history.totals,
             seconds=seconds,
             devices=[str(device) for device in self.trainer.devices],
-            is_text=self.data.kind == "tokens",
+            is_text=self.data.kind == "tokens" and self._counts_classes(),
         )
 
 

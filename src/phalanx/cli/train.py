@@ -37,6 +37,24 @@ def train(
             show_default="cnn; gpt for text",
         ),
     ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOSS",
+            help="cross_entropy (of logits and classes), mse, l1, bce (of logits and numbers from "
+            "0 to 1), or module:attribute (your own, of outputs and targets).",
+            show_default="cross_entropy",
+        ),
+    ] = None,
+    forward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:ATTRIBUTE",
+            help="Your own function of the model and a microbatch that returns the loss, in the "
+            "place of --loss, for batches of any form.",
+            show_default="the loss of model(inputs)",
+        ),
+    ] = None,
     replicas: Annotated[
         str | None,
         typer.Option(
@@ -164,6 +182,8 @@ def train(
     given = GivenOptions(
         data=data,
         model=model,
+        loss=loss,
+        forward=forward,
         replicas=replicas,
         workloads=workloads,
         microbatches=microbatches,

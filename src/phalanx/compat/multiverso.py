@@ -1,10 +1,10 @@
 """The names of Multiverso's Torch and Python bindings, over ``phalanx.tables``.
 
     init()
-    table = ArrayTableHandler(size, init_value=weights)
+    table = ArrayTableHandler(size, init_value=params)
     barrier()
-    weights = table.get()            # numpy, float32
-    table.add(new - weights)
+    params.copy_(table.get())        # a tensor, float32; np.asarray(…) for the Python binding
+    table.add(new - old)
     shutdown()
 
 docs/migrating_multiverso.md has the names, and what is different.
@@ -12,6 +12,7 @@ docs/migrating_multiverso.md has the names, and what is different.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from phalanx.errors import ConfigError
 __all__ = [
     "ArrayTableHandler",
     "MatrixTableHandler",
+    "TableHandler",
     "barrier",
     "init",
     "is_master_worker",
@@ -35,21 +37,21 @@ __all__ = [
     "workers_num",
 ]
 
-Array = np.ndarray[Any, np.dtype[np.float32]]  # of one or two dimensions
 Data = Tensor | np.ndarray[Any, Any] | Sequence[Any] | float  # whatever numpy makes floats of
 _TIMEOUT_S = 600.0  # Multiverso waits for ever; workers may be an epoch's end apart
 
 
-def init(sync: bool = False) -> None:
-    """Join the workers that `phalanx launch` or torchrun has started, or be the only one; once.
+def init(sync: bool = False, *, timeout_s: float = _TIMEOUT_S) -> None:
+    """Join the workers that `phalanx launch`, torchrun or mpirun has started, or be the only one.
 
     Args:
         sync: Whether the i-th get of a table is the same for all workers (see docs/tables.md).
+        timeout_s: How long a call waits for other workers, in seconds.
 
     Raises:
         StateError: It was called before.
     """
-    tables.init(sync=sync, timeout_s=_TIMEOUT_S)
+    tables.init(sync=sync, timeout_s=timeout_s)
 
 
 def shutdown() -> None:
@@ -61,7 +63,7 @@ def barrier() -> None:
     """Wait until all workers have come, left or died.
 
     Raises:
-        PeerTimeout: A worker did not come within ten minutes; ``.rank`` is it.
+        PeerTimeout: A worker did not come within the ``timeout_s`` of `init`; ``.rank`` is it.
     """
     tables.current().barrier("multiverso")
 
@@ -94,7 +96,21 @@ def is_master_worker() -> bool:
     return tables.current().is_master
 
 
-class ArrayTableHandler:
+class TableHandler(ABC):
+    """A table that workers add to and read: an :class:`ArrayTableHandler` or a
+    :class:`MatrixTableHandler`.
+    """
+
+    @abstractmethod
+    def get(self) -> Tensor:
+        """Return the value, float32, the caller's own."""
+
+    @abstractmethod
+    def add(self, data: Data) -> None:
+        """Add ``data`` to the table."""
+
+
+class ArrayTableHandler(TableHandler):
     """A table of one dimension, of float32.
 
     All workers make the same tables in the same order.
@@ -112,7 +128,7 @@ class ArrayTableHandler:
         >>> table = ArrayTableHandler(3, init_value=[1, 2, 3])
         >>> table.add([10, 20, 30])
         >>> table.get()
-        array([11., 22., 33.], dtype=float32)
+        tensor([11., 22., 33.])
         >>> shutdown()
     """
 
@@ -120,9 +136,9 @@ class ArrayTableHandler:
         value = None if init_value is None else _floats(init_value, (size,), "init_value")
         self._table = tables.current().array(size, init=value)
 
-    def get(self) -> Array:
-        """Return the value, float32, the caller's own."""
-        return _to_numpy(self._table.get())
+    def get(self) -> Tensor:
+        """Return the value, float32, the caller's own: ``params.copy_(table.get())``."""
+        return self._table.get()
 
     def add(self, data: Data, sync: bool = False) -> None:
         """Add ``data`` to the table.
@@ -138,7 +154,7 @@ class ArrayTableHandler:
         self._table.add(_floats(data, self._table.shape, "data"))
 
 
-class MatrixTableHandler:
+class MatrixTableHandler(TableHandler):
     """A table of rows, of float32.
 
     All workers make the same tables in the same order.
@@ -157,8 +173,8 @@ class MatrixTableHandler:
         >>> table = MatrixTableHandler(3, 2)
         >>> table.add([[1, 2], [3, 4]], row_ids=[2, 0])
         >>> table.get([2, 1])
-        array([[1., 2.],
-               [0., 0.]], dtype=float32)
+        tensor([[1., 2.],
+                [0., 0.]])
         >>> shutdown()
     """
 
@@ -168,7 +184,7 @@ class MatrixTableHandler:
         )
         self._table = tables.current().matrix(num_row, num_col, init=value)
 
-    def get(self, row_ids: Sequence[int] | Tensor | None = None) -> Array:
+    def get(self, row_ids: Sequence[int] | Tensor | None = None) -> Tensor:
         """Return the rows in the order asked, or all of them; (K, num_col), float32.
 
         Args:
@@ -177,7 +193,7 @@ class MatrixTableHandler:
         Raises:
             ConfigError: A row is outside the table.
         """
-        return _to_numpy(self._table.get(row_ids))
+        return self._table.get(row_ids)
 
     def add(
         self, data: Data, row_ids: Sequence[int] | Tensor | None = None, sync: bool = False
@@ -212,8 +228,3 @@ def _floats(given: Data, shape: tuple[int, ...], name: str) -> Tensor:
             f"`{name}` must hold {wanted} numbers, for shape {shape}, but holds {array.size}."
         )
     return torch.tensor(array).view(shape)
-
-
-def _to_numpy(value: Tensor) -> Array:
-    array: Array = value.numpy()
-    return array

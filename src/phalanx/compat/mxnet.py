@@ -7,14 +7,27 @@ import inspect
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar, cast
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from phalanx import executor
-from phalanx.errors import ConfigError
-from phalanx.executor import DataDesc, Monitor
+from phalanx.compat.mxnet_metrics import Accuracy, CustomMetric, EvalMetric
+from phalanx.compat.mxnet_monitor import Monitor
+from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.executor import DataDesc
 from phalanx.plan import workload_sizes
 
-__all__ = ["DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor", "_split_input_slice"]
+__all__ = [
+    "Accuracy",
+    "CustomMetric",
+    "DataBatch",
+    "DataDesc",
+    "DataParallelExecutorGroup",
+    "EvalMetric",
+    "Monitor",
+    "_split_input_slice",
+]
 
 C = TypeVar("C", bound=Callable[..., Any])  # Any: each method's own arguments
 _Group = executor.DataParallelExecutorGroup
@@ -155,8 +168,39 @@ def _with_names(construct: C) -> C:
     return cast(C, call)
 
 
+# Any: a batch in any of its forms.
+def _without_labels(batch: Any) -> Any:
+    """Leave out the labels of a batch, as MXNet did where no labels were bound."""
+    if isinstance(batch, list):
+        return [_without_labels(each) for each in batch]
+    if isinstance(batch, (Tensor, np.ndarray, Mapping)) or not hasattr(batch, "data"):
+        return batch
+    pad, weights = getattr(batch, "pad", None) or 0, getattr(batch, "weights", None)
+    return executor.DataBatch(batch.data, None, pad, weights)
+
+
+def _known(
+    into: MutableMapping[str, Any], names: Sequence[str]
+) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """Return what ``into`` holds of ``names``, arrays as tensors, and what writes the rest back."""
+    own: dict[str, Any] = {name: into[name] for name in names if name in into}
+    for name, value in own.items():
+        if isinstance(value, np.ndarray):
+            if not value.flags.writeable:
+                raise ConfigError(
+                    f"`{name}` must be an array that can be written to, but is read-only. Give "
+                    f"{name}.copy()."
+                )
+            own[name] = torch.from_numpy(value)
+
+    def write_back() -> None:
+        into.update({name: value for name, value in own.items() if name not in into})
+
+    return own, write_back
+
+
 class DataBatch(executor.DataBatch):
-    """A batch by MXNet's positions and names: data, label, pad, index.
+    """A batch by MXNet's positions and names: data, label, pad, index; or Scala's, index and pad.
 
     ``index`` and what follows it in MXNet are taken and not used: other shapes are bound by
     themselves. ``weights``, which MXNet had not, go by keyword.
@@ -173,7 +217,7 @@ class DataBatch(executor.DataBatch):
         self,
         data: Any,
         label: Any = None,
-        pad: int | None = None,
+        pad: Any = None,
         index: Any = None,
         bucket_key: Any = None,
         provide_data: Any = None,
@@ -182,6 +226,8 @@ class DataBatch(executor.DataBatch):
         labels: Any = None,
         weights: Any = None,
     ) -> None:
+        if isinstance(pad, (list, tuple, np.ndarray)):  # Scala's positions: index, pad
+            pad, index = index, pad
         del index, bucket_key, provide_data, provide_label
         if label is not None and labels is not None:
             raise ConfigError(
@@ -220,7 +266,7 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
     __init__ = _with_names(_construct)
 
     # What the group has under the same name, with other names of arguments.
-    forward = _also(_Group.forward, data_batch="batch", dataBatch="batch", isTrain="is_train")
+    _forward = _also(_Group.forward, data_batch="batch", dataBatch="batch", isTrain="is_train")
     backward = _also(_Group.backward, outGrads="out_grads")
     bind = _also(
         _Group.bind,
@@ -237,8 +283,16 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
         dataShapes="data",
         labelShapes="labels",
     )
-    set_params = _also(_Group.set_params, arg_params="params", aux_params="buffers")
-    update_metric = _also(_Group.update_metric, eval_metric="metric")
+    _set_params = _also(
+        _Group.set_params,
+        arg_params="params",
+        aux_params="buffers",
+        argParams="params",
+        auxParams="buffers",
+        allowExtra="allow_extra",
+        allowMissing="allow_missing",
+    )
+    _update_metric = _also(_Group.update_metric, eval_metric="metric", evalMetric="metric")
     install_monitor = _also(_Group.install_monitor, mon="monitor")
     fit = _also(
         _Group.fit,
@@ -259,6 +313,15 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
         evalMetric="metrics",
     )
     predict = _also(_Group.predict, eval_data="loader", evalData="loader")
+
+    # Any: a batch in any of its forms.
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Run the module; labels are left out where none are bound, as in MXNet."""
+        if not self.label_shapes:
+            args = tuple(map(_without_labels, args[:1])) + args[1:]
+            named = ("batch", "data_batch", "dataBatch")
+            kwargs |= {key: _without_labels(kwargs[key]) for key in named if key in kwargs}
+        self._forward(*args, **kwargs)
 
     # Any, here and below: tensors, or lists of them by device; descriptions in any of their forms.
     def get_outputs(
@@ -369,7 +432,15 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
                 )
             into = arg_params
         if aux_params is not None:
-            return super().get_params(({} if into is None else into, aux_params))
+            into = {} if into is None else into
+            names = [name for name, _ in self.module.named_parameters()]
+            params, write_params = _known(into, names)
+            names = [name for name, _ in self.module.named_buffers()]
+            buffers, write_buffers = _known(aux_params, names)
+            super().get_params((params, buffers))
+            write_params()
+            write_buffers()
+            return into, aux_params
         if isinstance(into, Mapping):
             raise ConfigError("`aux_params` must be a mapping, but is None. Give {} for buffers.")
         return super().get_params(into)
@@ -382,18 +453,58 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
         """Copy parameters and buffers into the mappings; see ``get_params``."""
         self.get_params(argParams, auxParams)
 
+    def set_params(self, *args: Any, **kwargs: Any) -> None:
+        """Copy parameters and buffers, tensors or arrays, into the module.
+
+        By position or keyword: arg_params, aux_params, allow_extra, and allow_missing, which is
+        True unless it is given, as MXNet's groups had it: what is not named stays as it is.
+
+        Raises:
+            ConfigError: Names are extra, or missing, and that is not allowed; a shape differs.
+        """
+        if len(args) < 4 and not {"allow_missing", "allowMissing"} & kwargs.keys():
+            kwargs["allow_missing"] = True
+        self._set_params(*args, **kwargs)
+
     def setParams(
         self,
-        argParams: Mapping[str, Tensor],
-        auxParams: Mapping[str, Tensor] | None = None,
+        argParams: Mapping[str, Any],
+        auxParams: Mapping[str, Any] | None = None,
         allowExtra: bool = False,
+        allowMissing: bool = True,
     ) -> None:
         """Copy parameters and buffers into the module; see ``set_params``."""
-        self.set_params(argParams, auxParams, allow_extra=allowExtra)
+        self.set_params(argParams, auxParams, allow_extra=allowExtra, allow_missing=allowMissing)
 
     def installMonitor(self, monitor: Monitor) -> None:
         """Let ``monitor`` watch; see ``install_monitor``."""
         self.install_monitor(monitor)
+
+    def update_metric(self, *args: Any, **kwargs: Any) -> bool:
+        """Count the last batch; see the group's, whose arguments this takes.
+
+        An :class:`EvalMetric` is called as ``update(labels, preds)``, once per batch, with lists.
+        Of others the names of the arguments say the order: ``update(labels, preds)`` or
+        torchmetrics' ``update(preds, target)``.
+
+        Raises:
+            UnsupportedError: The metric chooses among several outputs, or among labels.
+        """
+        metric = next(
+            (kwargs[key] for key in ("metric", "eval_metric", "evalMetric") if key in kwargs),
+            args[0] if args else None,
+        )
+        if isinstance(metric, EvalMetric) and "output" not in kwargs:
+            chosen = metric.output_names
+            if metric.label_names is not None or (chosen is not None and len(chosen) != 1):
+                raise UnsupportedError(
+                    f"Metric {metric.name!r} must name one output at most and no labels to be "
+                    f"counted by a group, but names {chosen} and {metric.label_names}. Call its "
+                    "`update_dict()` with `get_outputs()`."
+                )
+            if chosen is not None:
+                kwargs["output"] = chosen[0]
+        return self._update_metric(*args, **kwargs)
 
     def updateMetric(self, evalMetric: Any, labels: Any) -> None:
         """Count the last batch; see ``update_metric``."""

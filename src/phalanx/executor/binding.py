@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.executor.data import DataBatch, DataDesc, read_descs
+from phalanx.executor.parts import Columns
 from phalanx.executor.tensors import as_bound, read_tensor
 from phalanx.plan import read_whole
 from phalanx.types import Nested
@@ -192,7 +193,7 @@ class Binding:
     def joined(self, labels: Mapping[str, Tensor]) -> Nested:
         """Return labels as metrics take them: None, one tensor, or a list."""
         values = [labels[each.name] for each in self.labels if each.name in labels]
-        return values[0] if len(values) == 1 else values or None
+        return values[0] if len(values) == 1 else Columns(values) or None
 
     def call(
         self, share: Share, data: Mapping[str, Tensor], states: Mapping[str, Tensor]
@@ -402,8 +403,11 @@ def _tensor(value: Any, desc: DataDesc) -> Tensor:
 
 def _read_pad(given: Any, rows: int) -> int:  # Any: whatever the user wrote
     pad = read_whole("pad", given)
-    if not 0 <= pad <= rows:
-        raise ConfigError(f"`pad` must be a number of rows from 0 to {rows}, but is {pad!r}.")
+    if not 0 <= pad <= rows or 0 < pad == rows:
+        most = max(0, rows - 1)
+        raise ConfigError(
+            f"`pad` must be a number of rows from 0 to {most}, which leaves one, but is {pad!r}."
+        )
     return pad
 
 

@@ -54,7 +54,9 @@ class CrewChoice:
     ) -> DataParallel:
         """Return what runs ``module``."""
         if self.crew == "threads":
-            return DataParallel(module, devices, workloads=workloads, buffers=buffers)
+            model = DataParallel(module, devices, workloads=workloads, buffers=buffers)
+            model.keep_inputs()  # as worker processes do
+            return model
         folder = None if self.memory_dir is None else Path(self.memory_dir)
         return RemoteParallel(
             module,

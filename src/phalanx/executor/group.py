@@ -25,7 +25,7 @@ from phalanx.executor.arguments import (
     read_flag,
     read_pair,
 )
-from phalanx.executor.binding import Binding, resized
+from phalanx.executor.binding import Binding
 from phalanx.executor.crews import CrewChoice, share_shelf
 from phalanx.executor.data import DataDesc, read_descs
 from phalanx.executor.feeding import feed, read_shares
@@ -34,7 +34,8 @@ from phalanx.executor.loop import Epoch, fit, predict, score
 from phalanx.executor.monitor import Monitor, check_monitor
 from phalanx.executor.outputs import Output, measured, pick_gradients, read_outputs
 from phalanx.executor.parameters import read_tensors, share_tensors, write_params
-from phalanx.executor.passes import Pass, check_graph, mode_of
+from phalanx.executor.passes import Pass, check_graph, mode_of, telling_shapes
+from phalanx.executor.shapes import infer_shapes
 from phalanx.executor.states import States
 from phalanx.parallel import RemoteParallel
 from phalanx.plan import Decision, read_whole, workload_sizes
@@ -228,12 +229,12 @@ class DataParallelExecutorGroup:
         """Names and shapes of the outputs for ``batch_size`` rows.
 
         Raises:
-            StateError: They are not declared, and there was no forward pass yet.
+            StateError: They are not declared, there was no forward pass yet, and the module does
+                not run without values.
         """
-        if self._pass is None and self._declared:
-            known = [resized(each, self.batch_size) for each in self._declared]
-            return [(each.name, each.shape) for each in known]
-        return [(each.name, each.shape(self.batch_size)) for each in self._last().outputs]
+        if self._pass is None:
+            return infer_shapes(self.module, self._binding, self._declared, self.for_training)
+        return [(each.name, each.shape(self.batch_size)) for each in self._pass.outputs]
 
     @property
     def output_axes(self) -> list[int | None]:
@@ -315,7 +316,7 @@ class DataParallelExecutorGroup:
         def read(found: Sequence[Nested]) -> list[Output]:
             return read_outputs(found, fed.sizes, fed.stands_for, self._declared, fed.axis)
 
-        with mode_of(self.module, trains), torch.set_grad_enabled(graph):
+        with telling_shapes(self._binding, binding), mode_of(self.module, trains, graph):
             outputs = read(self._model.forward_parts(fed.parts, fed.sizes, check=read))
         self._binding = binding
         self._pass = Pass(
@@ -462,7 +463,8 @@ class DataParallelExecutorGroup:
         """Count the last batch: exactly as one device would have, padded rows left out.
 
         Args:
-            metric: A `torchmetrics.Metric`, a collection, or what has ``update(outputs, labels)``.
+            metric: A `torchmetrics.Metric`, a collection, or what has ``update(outputs, labels)``
+                or, by these names, ``update(labels, preds)``.
             labels: Of the whole batch, or one per device if ``pre_sliced``; default: the batch's.
             output: Which output is measured; default: all that are no losses; else the losses.
 

@@ -293,5 +293,27 @@ def _fill(metric: Metric, states: Mapping[str, Tensor]) -> None:
             places = [f"{key}.{place}" for place in range(len(states))]
             setattr(metric, key, [states[place] for place in places if place in states])
         else:
+            _check_state(f"{type(metric).__name__}.{key}", states[key], value)
             setattr(metric, key, states[key])
     metric._update_count = 1
+
+
+def _check_state(name: str, stored: Tensor, first: Tensor) -> None:
+    """Refuse what adding to the ``first`` value of a state cannot have led to."""
+    try:  # an empty one stands for any
+        fits = not first.numel() or first.expand_as(stored).shape == stored.shape
+    except RuntimeError:
+        fits = False
+    fits = fits and _kind(first) == _kind(stored)
+    if not fits:
+        raise CheckpointError(
+            f"The checkpoint must hold {name} as {first.dtype} of shape {tuple(first.shape)} or "
+            f"what adding makes of it, but holds {stored.dtype} of shape {tuple(stored.shape)}. "
+            "Give `metrics=` as they were."
+        )
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool, bool]:
+    """Return what adding does not change; floats of 8 bits cannot be added at all."""
+    is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
+    return tensor.is_complex(), tensor.dtype == torch.bool, is_float8

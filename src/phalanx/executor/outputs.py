@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.executor.data import DataDesc
+from phalanx.executor.parts import Columns
 from phalanx.executor.tensors import check_dense
 from phalanx.plan import flatten, leaf_paths
 from phalanx.types import Nested
@@ -219,13 +220,13 @@ def measured(outputs: Sequence[Output], name: str | None) -> list[Output]:
 def values_of(outputs: Sequence[Output], place: int) -> Any:
     """Return one device's outputs as metrics take them: one, or a list of several."""
     values = [contiguous(each.per_device()[place]) for each in outputs]
-    return values[0] if len(values) == 1 else values
+    return values[0] if len(values) == 1 else Columns(values)
 
 
 def contiguous(value: Nested) -> Nested:
     """Lay tensors out for metrics, many of which call `view`."""
     if isinstance(value, list):
-        return [contiguous(each) for each in value]
+        return type(value)(contiguous(each) for each in value)
     return value.contiguous() if isinstance(value, Tensor) else value
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.executor.arguments import check_mapping
-from phalanx.executor.tensors import check_dense
+from phalanx.executor.tensors import check_dense, read_tensor
 
 __all__ = ["read_tensors", "share_tensors", "write_params"]
 
@@ -36,15 +37,16 @@ def read_tensors(*pairs: tuple[Iterable[tuple[str, Tensor]], MutableMapping[str,
                     into[name] = tensor.detach().clone()
 
 
+# Any: tensors or arrays, or what is refused.
 def write_params(
     module: nn.Module,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor] | None,
+    params: Mapping[str, Any],
+    buffers: Mapping[str, Any] | None,
     *,
     allow_extra: bool,
     allow_missing: bool,
 ) -> None:
-    """Copy parameters, and buffers if given, into those of ``module``.
+    """Copy parameters, and buffers if given, tensors or arrays, into those of ``module``.
 
     Raises:
         ConfigError: As for :func:`_checked`; nothing is written then.
@@ -56,6 +58,10 @@ def write_params(
         check_mapping("buffers", buffers, "tensors")
         known.update(module.named_buffers())
         given.update(buffers)
+    given = {
+        name: read_tensor(name, value) if isinstance(value, np.ndarray) else value
+        for name, value in given.items()
+    }
     targets = _checked(known.items(), given, allow_extra=allow_extra, allow_missing=allow_missing)
     _copy(given, targets)
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from phalanx.plan import flatten, unflatten
 from phalanx.types import Nested
 
-__all__ = ["Part", "device_of", "gather", "has_rows", "is_scalar", "num_rows"]
+__all__ = ["Columns", "Part", "device_of", "gather", "has_rows", "is_scalar", "num_rows"]
 
 # Outputs, labels or None, and one weight per row or None.
 Part = tuple[Nested, Nested, Tensor | None]
+
+
+class Columns(list[Any]):  # Any: tensors, or whatever else a module returns
+    """Several outputs, or labels: a list with an entry for each, not for each row."""
 
 
 def has_rows(part: Part | None) -> bool:
@@ -36,15 +42,21 @@ def gather(parts: Sequence[Part], dims: tuple[int, int], device: torch.device) -
 
 
 def _gather(values: Sequence[Nested], dim: int, device: torch.device) -> Nested:
-    """Join tensors along ``dim``, and lists, which hold one entry per row."""
+    """Join tensors and arrays along ``dim``, and lists, which hold one entry per row."""
     first = values[0]
     if isinstance(first, Tensor):
         moved = [value.to(device) for value in values]
         return torch.cat(moved, dim) if first.dim() else torch.stack(moved)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values, dim) if first.ndim else np.stack(values)
+    if isinstance(first, Columns):
+        return Columns(_gather(each, dim, device) for each in zip(*values, strict=True))
     if isinstance(first, list):
         return [_moved(each, device) for value in values for each in value]
-    if isinstance(first, dict):
+    if isinstance(first, Mapping):
         return {key: _gather([value[key] for value in values], dim, device) for key in first}
+    if isinstance(first, tuple) and all(isinstance(each, str) for each in first):
+        return tuple(each for value in values for each in value)  # as `default_collate` joins texts
     if isinstance(first, tuple):
         return tuple(_gather(each, dim, device) for each in zip(*values, strict=True))
     return first

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import StateError
-from phalanx.executor.binding import Binding, Share
+from phalanx.executor.binding import Binding, Share, resized
 from phalanx.executor.data import DataDesc
 from phalanx.executor.outputs import Output, contiguous, values_of
 from phalanx.executor.parts import Part
 from phalanx.executor.tensors import savable
 from phalanx.types import Nested
 
-__all__ = ["Pass", "apart", "check_graph", "leaves_of", "mode_of", "normal_share"]
+__all__ = ["Pass", "apart", "check_graph", "leaves_of", "mode_of", "normal_share", "telling_shapes"]
 
 
 @dataclass
@@ -202,15 +202,35 @@ def apart(
 
 
 @contextlib.contextmanager
-def mode_of(module: nn.Module, trains: bool) -> Iterator[None]:
-    """Train or evaluate in the body; a part that evaluates in a module that trains goes on so."""
-    if module.training == trains:
+def telling_shapes(before: Binding, now: Binding) -> Iterator[None]:
+    """Add to what the module raises which shapes are not those that were bound."""
+    try:
         yield
+    except Exception as error:
+        for then, own in zip(before.data, now.data, strict=True):
+            if resized(own, 1).shape != resized(then, 1).shape:
+                error.add_note(
+                    f"`{own.name}` has shape {own.shape}, and the group was bound to {then.shape}."
+                )
+        raise
+
+
+@contextlib.contextmanager
+def mode_of(module: nn.Module, trains: bool, graph: bool) -> Iterator[None]:
+    """Train or evaluate in the body; a part that evaluates in a module that trains goes on so.
+
+    Args:
+        graph: Whether what is needed to go back is kept.
+    """
+    if module.training == trains:
+        with torch.set_grad_enabled(graph):
+            yield
         return
     before = [(each, each.training) for each in module.modules()]
     module.train(trains)
     try:
-        yield
+        with torch.set_grad_enabled(graph):
+            yield
     finally:
         for each, training in before:
             each.training = training

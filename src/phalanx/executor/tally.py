@@ -44,6 +44,7 @@ __all__ = ["Arguments", "Tally", "fresh", "move", "obstacle_to_merging"]
 
 _ANYTHING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _BOUND = ("update", "compute", "_update_signature")  # what torchmetrics itself does not copy
+_LABEL_NAMES = ("label", "labels", "target", "targets", "y_true")
 _WEIGHT_NAMES = ("weight", "weights", "sample_weight", "sample_weights")
 
 
@@ -100,12 +101,17 @@ class Arguments:
         takes_labels: Whether there is a second position that is no weight.
         weight: The name of its weights, or None.
         broadcasts: Whether weights must have a shape that broadcasts to the values'.
+        labels_first: Whether labels stand before outputs: by their names, or by an attribute
+            ``labels_first`` of the metric.
+        takes_lists: Whether it wants lists, of one as well, by an attribute ``takes_lists``.
     """
 
     metric: str
     takes_labels: bool
     weight: str | None
     broadcasts: bool
+    labels_first: bool = False
+    takes_lists: bool = False
 
     @staticmethod
     def of(metric: Any) -> Arguments:  # Any: a metric, or what has an `update` like one
@@ -130,6 +136,8 @@ class Arguments:
             takes_labels=len(positions) > 1 or unlimited,
             weight=weights[0] if weights else None,
             broadcasts=isinstance(metric, MeanMetric),
+            labels_first=bool(getattr(metric, "labels_first", _begins_with_labels(positions))),
+            takes_lists=bool(getattr(metric, "takes_lists", False)),
         )
 
     def check(self, parts: Sequence[Part]) -> None:
@@ -172,7 +180,12 @@ class Arguments:
     def call(self, update: Callable[..., Any], part: Part) -> None:
         """Call ``update`` with what it takes of ``part``."""
         outputs, labels, weights = self.weighted(part)
+        if self.takes_lists:
+            outputs = outputs if isinstance(outputs, list) else [outputs]
+            labels = labels if isinstance(labels, list) else [] if labels is None else [labels]
         given = (outputs, labels) if self.takes_labels and labels is not None else (outputs,)
+        if self.labels_first:
+            given = given[::-1]
         if self.weight is None or weights is None:
             update(*given)
         else:
@@ -188,6 +201,11 @@ class Arguments:
 # Any: a metric, or what has an `update` like one.
 def _parameters(metric: Any) -> list[inspect.Parameter]:
     return list(inspect.signature(metric.update).parameters.values())
+
+
+def _begins_with_labels(positions: Sequence[inspect.Parameter]) -> bool:
+    names = [each.name in _LABEL_NAMES for each in positions[:2]]
+    return names == [True, False]
 
 
 class Tally:

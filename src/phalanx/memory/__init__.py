@@ -28,6 +28,7 @@ from phalanx.memory.locks import LockFile, RangeLock
 from phalanx.memory.placement import Field, Placement
 from phalanx.memory.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.memory.region import Region
+from phalanx.memory.room import available_memory_bytes
 from phalanx.memory.rows import MatrixRows, all_within, clamp_rows
 from phalanx.memory.run_directory import RunDirectory
 from phalanx.memory.waiting import Waiting
@@ -55,6 +56,7 @@ __all__ = [
     "Waiting",
     "all_finite",
     "all_within",
+    "available_memory_bytes",
     "clamp_rows",
     "compiled_for",
     "compiled_function",

@@ -155,6 +155,7 @@ class LockFile:
             for lock in locks:
                 lock.forget()
             os.close(fd)
+            self.rank_of = lambda _: None  # whoever tells ranks may have this file
 
     def forget(self) -> None:
         """Let go in a forked child: closing its copy leaves the parent's locks alone."""

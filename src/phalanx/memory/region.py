@@ -36,12 +36,14 @@ from phalanx.errors import ConfigError, OutOfSpace, PeerLost, PeerTimeout, State
 from phalanx.memory.flat import ALIGN_BYTES
 from phalanx.memory.room import available_memory_bytes
 
-__all__ = ["NO_DESCRIPTOR", "Region", "reserve", "telling_of_descriptors"]
+__all__ = ["NO_DESCRIPTOR", "Region", "check_room", "reserve", "telling_of_descriptors"]
 
 # What precedes a descriptor on a connection: a word that multiprocessing never sends (it would be
 # the prefix of a message of negative length, at which its `recv` gives up), and the size.
 _PARCEL = struct.Struct("<8sQ")
 _PARCEL_MAGIC = b"\xffphlxRgn"
+_MEMFD_NAME = "phalanx"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SMALL_BYTES = 1 << 20  # not worth the half millisecond of asking how much memory is left
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
@@ -76,7 +78,12 @@ class Region:
 
     @classmethod
     def create(
-        cls, nbytes: int, *, label: str = "region", memory_dir: Path | str | None = None
+        cls,
+        nbytes: int,
+        *,
+        label: str = "region",
+        memory_dir: Path | str | None = None,
+        reserved: bool = True,
     ) -> Region:
         """Make a region of ``nbytes`` zeros and reserve its memory now.
 
@@ -88,6 +95,8 @@ class Region:
             label: What it is called in messages.
             memory_dir: None for anonymous memory, which the size of ``/dev/shm`` does not limit. A
                 folder for a nameless file in it: paged to that disk where memory is short.
+            reserved: False to reserve nothing yet; then :meth:`reserve_part` comes before a part
+                is touched.
 
         Raises:
             ConfigError: The size is no positive integer, or the folder cannot hold a file.
@@ -96,12 +105,17 @@ class Region:
         if type(nbytes) is not int or nbytes < 1:
             raise ConfigError(f"`nbytes` must be a positive integer, but is {nbytes!r}.")
         with telling_of_descriptors(f"region {label!r}"):
-            fd = _anonymous(nbytes, label) if memory_dir is None else _nameless(Path(memory_dir))
+            if memory_dir is None:
+                fd = _anonymous(nbytes if reserved else 0, label)
+            else:
+                fd = _nameless(Path(memory_dir))
             try:
-                reserve(fd, nbytes, label, memory_dir)
+                if reserved:
+                    reserve(fd, nbytes, label, memory_dir)
+                else:
+                    os.ftruncate(fd, nbytes)
                 if memory_dir is None:  # from now on nobody can pull the memory away from a reader
-                    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             except BaseException:
                 os.close(fd)
                 raise
@@ -133,17 +147,33 @@ class Region:
     ) -> Region:
         """Map the region that another process of this user holds as its descriptor ``fd``.
 
+        Both numbers are the other's claim. Nothing is mapped but what :meth:`create` has made
+        without a folder.
+
         Raises:
-            PeerLost: There is no such process or descriptor, or the kernel does not show it.
-            ConfigError: It is no file of ours, or smaller than ``nbytes``.
+            PeerLost: There is no such process or descriptor, it is something else by now, or the
+                kernel does not show it.
+            ConfigError: ``pid`` or ``fd`` is no such number, or the region is smaller than
+                ``nbytes``.
         """
+        for name, number in (("pid", pid), ("fd", fd)):
+            if type(number) is not int or number < 0:
+                raise ConfigError(
+                    f"`{name}` must be a number, 0 or more, for region {label!r}, "
+                    f"but is {number!r}."
+                )
         try:
-            ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            ours = _open_anonymous_of(pid, fd)
         except OSError as exc:
             raise PeerLost(
                 f"Process {pid} must hold region {label!r}, but its descriptor cannot be opened "
                 f"({exc.strerror}). Both must be processes of one user that see each other."
             ) from exc
+        if ours is None:
+            raise PeerLost(
+                f"Process {pid} must hold region {label!r} as descriptor {fd}, but that is "
+                "something else."
+            )
         return cls.attach(ours, nbytes, label=label)
 
     @property
@@ -190,6 +220,14 @@ class Region:
             return torch.empty(0, dtype=dtype, device="cpu")
         with torch.inference_mode(False):  # else nobody could write to it outside of that mode
             return torch.frombuffer(mapping, dtype=dtype, count=num_elements, offset=offset_bytes)
+
+    def reserve_part(self, start: int, nbytes: int) -> None:
+        """Reserve the memory of a part of a region that was made without a reservation.
+
+        Raises:
+            OutOfSpace: There is not so much.
+        """
+        reserve(self.fd, nbytes, self.label, None, start=start)
 
     def close(self) -> None:
         """Close the descriptor and forget the mapping; tensors handed out stay valid."""
@@ -307,16 +345,38 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(fd, nbytes)
 
 
-def _anonymous(nbytes: int, label: str) -> int:
-    """Return a descriptor of an anonymous file, once there seems to be memory for it.
+def check_room(nbytes: int, label: str) -> None:
+    """Compare what is to be taken with the memory that is left.
 
-    The kernel grants a reservation page by page and would rather kill a process than refuse one,
-    so the size is compared with what is left first.
+    The kernel grants a reservation page by page and would rather kill a process than refuse one.
+
+    Raises:
+        OutOfSpace: There is not so much.
     """
     available = available_memory_bytes() if nbytes > _SMALL_BYTES else None
     if available is not None and nbytes > available:
         raise _out_of_space(nbytes, available, label, None)
-    return os.memfd_create("phalanx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def _anonymous(nbytes: int, label: str) -> int:
+    """Return a descriptor of an anonymous file, once there seems to be memory for it."""
+    check_room(nbytes, label)
+    return os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def _open_anonymous_of(pid: int, fd: int) -> int | None:
+    """Open a region of another process; None if it is none, which is seen before it is opened."""
+    found = os.open(f"/proc/{pid}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)
+    try:
+        path = f"/proc/self/fd/{found}"
+        if os.readlink(path) == f"/memfd:{_MEMFD_NAME} (deleted)":
+            ours = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if fcntl.fcntl(ours, fcntl.F_GET_SEALS) == _SEALS:  # no file with a path has them
+                return ours
+            os.close(ours)
+    finally:
+        os.close(found)
+    return None
 
 
 @contextlib.contextmanager
@@ -348,20 +408,23 @@ def _nameless(memory_dir: Path) -> int:
         ) from exc
 
 
-def reserve(fd: int, nbytes: int, label: str, directory: Path | str | None) -> None:
-    """Give a file the size ``nbytes``, all of it backed by memory or disk from now on.
+def reserve(
+    fd: int, nbytes: int, label: str, directory: Path | str | None, *, start: int = 0
+) -> None:
+    """Have ``nbytes`` of a file backed by memory or disk from now on; it grows where it is shorter.
 
     Args:
         fd: The file.
-        nbytes: Its size.
+        nbytes: How many.
         label: What is in it, for the error.
         directory: Where it lies, for the error; None for memory.
+        start: Where in the file they begin.
 
     Raises:
         OutOfSpace: There is not so much.
     """
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        os.posix_fallocate(fd, start, nbytes)
     except OSError as exc:
         if exc.errno not in _NO_SPACE:
             raise

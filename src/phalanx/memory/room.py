@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-__all__ = ["available_memory_bytes"]
+__all__ = ["available_memory_bytes", "lies_in_memory"]
 
 _CGROUPS = Path("sys/fs/cgroup")
 # Version 2 of the hierarchy names no controller, version 1 does: files with the limit, with what is
@@ -30,6 +31,27 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
     """
     bounds = [_machine_bytes(root), *_control_group_bytes(root)]
     return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def lies_in_memory(folder: Path, root: Path = Path("/")) -> bool:
+    """Tell whether files in ``folder`` take memory, as those in `/dev/shm` do, and not a disk.
+
+    Args:
+        folder: Which is there.
+        root: Where `proc` lies.
+
+    Example:
+        >>> lies_in_memory(Path("/proc"))
+        False
+    """
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        # 36 35 0:24 / /dev/shm rw,nosuid shared:2 - tmpfs tmpfs rw
+        place, _, kind = line.partition(" - ")
+        if place.split()[2] == number:
+            return kind.split()[0] in ("tmpfs", "ramfs")
+    return False
 
 
 def _machine_bytes(root: Path) -> int | None:

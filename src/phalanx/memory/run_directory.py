@@ -31,7 +31,14 @@ from typing import NoReturn
 from phalanx.errors import ConfigError, OutOfSpace, PeerTimeout, StateError
 from phalanx.memory.flat import ALIGN_BYTES
 from phalanx.memory.forks import forget_in_child
-from phalanx.memory.region import NO_DESCRIPTOR, Region, reserve, telling_of_descriptors
+from phalanx.memory.region import (
+    NO_DESCRIPTOR,
+    Region,
+    check_room,
+    reserve,
+    telling_of_descriptors,
+)
+from phalanx.memory.room import lies_in_memory
 from phalanx.memory.waiting import Waiting
 
 __all__ = ["RunDirectory"]
@@ -71,6 +78,7 @@ class RunDirectory:
         self.path = path
         self._directory_fd = directory_fd
         self._members_fd = members_fd
+        self._takes_memory = lies_in_memory(path.parent)
         forget_in_child(self)
 
     @classmethod
@@ -203,6 +211,8 @@ class RunDirectory:
 
     def _new(self, name: str, nbytes: int) -> Region | None:
         """Make a region without a name and name it when it is whole; None if another was first."""
+        if self._takes_memory:
+            check_room(nbytes, name)
         flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
         try:
             fd = os.open(".", flags, 0o600, dir_fd=self._directory_fd)
@@ -402,10 +412,16 @@ def _is_current(path: Path, directory_fd: int, members_fd: int) -> bool:
 
 
 def _remove_if_abandoned(path: Path, directory_fd: int) -> bool:
+    found = os.listdir(directory_fd)
+    if found and _MEMBERS not in found:  # somebody else's, of such a name: ours have it until last
+        return False
     fd = _open_members(path, directory_fd)
     if fd is None:
         return False
     try:
+        members = os.fstat(fd)
+        if not stat.S_ISREG(members.st_mode) or members.st_size:  # ours is only locked
+            return False
         alone = _try_lock(fd, fcntl.LOCK_EX) and _is_current(path, directory_fd, fd)
         return alone and _remove(path, directory_fd)
     finally:

@@ -1,9 +1,10 @@
 """What users wrap a model with."""
 
-from phalanx.parallel.abstract_parallel import AbstractParallel
+from phalanx.parallel.abstract_parallel import AbstractParallel, join_columns
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.model_parallel import ModelParallel
 from phalanx.parallel.on_device import OnDevice
+from phalanx.parallel.redrawing import redraw_of, refuse_unreached
 from phalanx.parallel.remote_parallel import RemoteParallel, SharedShelf
 from phalanx.parallel.split_layers import split_conv, split_linear, unsplit
 from phalanx.parallel.unwrapped import Unwrapped
@@ -16,6 +17,9 @@ __all__ = [
     "RemoteParallel",
     "SharedShelf",
     "Unwrapped",
+    "join_columns",
+    "redraw_of",
+    "refuse_unreached",
     "split_conv",
     "split_linear",
     "unsplit",

@@ -32,9 +32,19 @@ from phalanx.replicas import (
 )
 from phalanx.types import Device, Nested
 
-__all__ = ["AbstractParallel"]
+__all__ = ["AbstractParallel", "join_columns"]
 
 _CPU = torch.device("cpu")
+
+
+def join_columns(outputs: Sequence[Nested], dim: int, home: torch.device) -> Nested:
+    """Concatenate columns' outputs along ``dim`` on ``home``; of what is no tensor, the first's."""
+    leaves = zip(*(flatten(output)[0] for output in outputs), strict=False)  # refused below
+    rules: dict[str | int, Merge | str] = {
+        path: Merge.cat(dim) if any(isinstance(leaf, Tensor) for leaf in each) else "first"
+        for path, each in zip(leaf_paths(outputs[0]), leaves, strict=False)
+    }
+    return Merging(rules, noun="column").merge(outputs, [0] * len(outputs), home)
 
 
 class AbstractParallel(Container):
@@ -103,13 +113,7 @@ class AbstractParallel(Container):
         Args:
             outputs: What the columns returned, in order, each on its column's device.
         """
-        leaves = zip(*(flatten(output)[0] for output in outputs), strict=False)  # refused below
-        rules: dict[str | int, Merge | str] = {
-            path: Merge.cat(self.dim) if any(isinstance(leaf, Tensor) for leaf in each) else "first"
-            for path, each in zip(leaf_paths(outputs[0]), leaves, strict=False)
-        }
-        merging = Merging(rules, noun="column")
-        return merging.merge(outputs, [0] * len(outputs), self.devices[0])
+        return join_columns(outputs, self.dim, self.devices[0])
 
     def add(self, module: nn.Module, device: Device | None = None) -> Self:
         """Append ``module`` as the next column, move it to ``device``, and return the container.

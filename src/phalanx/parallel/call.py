@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from phalanx.errors import ConfigError
 from phalanx.types import Nested
 
 __all__ = ["Call", "CallPart"]
@@ -24,9 +25,38 @@ class Call:
     @staticmethod
     def with_inputs(inputs: Nested) -> Call:
         """Read a tuple as positions, a dict as keywords, anything else as the one argument."""
-        if isinstance(inputs, dict):
+        if isinstance(inputs, Mapping):
             return Call((), inputs)
         return Call(inputs if type(inputs) is tuple else (inputs,), {})
+
+    def inputs(self) -> Nested:
+        """Return what :meth:`with_inputs` makes this call of.
+
+        Raises:
+            ConfigError: There are positions and keywords.
+        """
+        args, kwargs = self.split(self.leaves)
+        if args and kwargs:
+            raise ConfigError(
+                "A call whose batch is split by `Layout(split=...)` must have positions or "
+                f"keywords, but has {len(args)} of the former and {', '.join(kwargs)}. Give all "
+                "by name."
+            )
+        return kwargs if kwargs else args[0] if len(args) == 1 else tuple(args)
+
+    def like(self, inputs: Nested) -> Call:
+        """Read ``inputs`` as :meth:`with_inputs`, for a call of the same form.
+
+        Raises:
+            ConfigError: It has another number of positions.
+        """
+        found = Call.with_inputs(inputs)
+        if found.num_args != self.num_args:
+            raise ConfigError(
+                "`collate` must return what `split` was given (one argument, a tuple of "
+                f"{self.num_args}, or a dict of keywords), but makes {found.num_args} positions."
+            )
+        return found
 
     def split(self, leaves: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return positional and keyword arguments again."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
@@ -15,9 +17,11 @@ from phalanx.memory import FlatParameters
 from phalanx.parallel.balancing import Balancing
 from phalanx.parallel.connection import Connection, RunPart, refuse_transforms
 from phalanx.parallel.graph import CrewGraph, HeldGradients
+from phalanx.parallel.redrawing import redraw_of, refuse_unreached
 from phalanx.plan import check_argument, check_function, read_intra_op
 from phalanx.replicas import (
     Crew,
+    Inputs,
     Report,
     Statistic,
     ThreadCrew,
@@ -46,19 +50,37 @@ class _Running:
         self.crew: Crew | None = None
         self.restore_caller: Callable[[], object] | None = None
         self.flat: FlatParameters | None = None
-        self.flat_version = -1
         self.held = HeldGradients()
         self.hold = False
         self.balancing: Balancing | None = None
 
 
+class _Initialisers(list[Callable[[], object]]):
+    """Functions for workers' threads; lambdas and functions in functions are not saved."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Initialisers:
+        return _Initialisers(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # Any: what `pickle` makes an object of
+        kept = [init for init in self if _has_a_name(init)]
+        if len(kept) < len(self):
+            warnings.warn(
+                f"{len(self) - len(kept)} of {len(self)} functions given to `threads()` have no "
+                "name in their module and are not saved. Call `threads()` again after loading.",
+                stacklevel=3,
+            )
+        return _Initialisers, (kept,)
+
+
 class Container(nn.Module):
     """A module that runs others on worker threads; what it trains are their own parameters."""
+
+    _inputs: Inputs | None = None
 
     def __init__(self, intra_op: int | None) -> None:
         super().__init__()
         self._intra_op = read_intra_op(intra_op)
-        self._initialisers: list[Callable[[], object]] = []
+        self._initialisers = _Initialisers()
         self._feedback: Feedback | None = None
         self._running = _Running()
 
@@ -116,9 +138,8 @@ class Container(nn.Module):
     def sync_parameters(self) -> None:
         """Make all workers equal to the module now.
 
-        What optimizers and in-place operations change is noticed without it. It is needed only
-        after a write through ``.data``, or into the memory, of a buffer, or of a parameter that
-        workers on another device have copies of.
+        Whatever changes parameters, and in-place operations on buffers, are noticed without it. It
+        is needed only after a write through ``.data``, or into the memory, of a buffer.
         """
         if self._running.crew is not None:
             self._open_crew().refresh()
@@ -211,11 +232,26 @@ class Container(nn.Module):
         return self
 
     def reset_parameters(self) -> Self:
-        """Let every module inside draw its parameters anew, once; replicas stay equal."""
-        for module in dict.fromkeys(_children_first(self)):
-            reset = getattr(module, "reset_parameters", None)
-            if callable(reset) and not isinstance(module, Container):
-                reset()
+        """Let every module inside draw its parameters anew, once; replicas stay equal.
+
+        Raises:
+            ConfigError: A module with parameters does not say how; nothing has changed then.
+        """
+        modules = [
+            each for each in dict.fromkeys(_children_first(self)) if not isinstance(each, Container)
+        ]
+        drawn = [  # by containers of the user's, which call this one from a method of their own
+            parameter
+            for each in self.modules()
+            if isinstance(each, Container)
+            and type(each).reset_parameters is not Container.reset_parameters
+            for parameter in each.parameters(recurse=False)
+        ]
+        refuse_unreached(self, modules, drawn)
+        for module in modules:
+            redraw = redraw_of(module)
+            if redraw is not None:
+                redraw()
         return self
 
     @contextlib.contextmanager
@@ -274,15 +310,7 @@ class Container(nn.Module):
                 raise
             self._running.crew = crew
             self._quiet_caller(crew)
-        self._notice_flat_writes(self._running.crew)
         return self._running.crew
-
-    def _notice_flat_writes(self, crew: Crew) -> None:
-        """Outdate copies after a write into the flat tensor, which no parameter's version tells."""
-        flat = self._running.flat
-        if flat is not None and flat.segments[0].values._version != self._running.flat_version:
-            self._running.flat_version = flat.segments[0].values._version
-            crew.outdate()
 
     def _quiet_caller(self, crew: Crew) -> None:
         """Let the caller's operators run on one thread while workers share its CPU.
@@ -316,12 +344,12 @@ class Container(nn.Module):
         crew = self._open_crew()
         if self._feedback is not None:
             self._feedback.bind(crew.parameters)
-        seed = (seed_of_process(),) if crew.draws is not False else (0,)
+        seed = (seed_of_process(),)
         graph = self._open_graph(crew, parts, seed)
         report = crew.run(graph.batches(), graph.work(run), weights=weights, seed=seed, pinned=True)
         statistics = self._merged_statistics(report)
         merged = merge(graph.outputs(report))
-        if crew.draws:
+        if report.drew:
             advance_process_generator()
         if statistics:
             write_statistics(self._buffers_by_name(), statistics)
@@ -337,7 +365,21 @@ class Container(nn.Module):
     ) -> Connection:
         assert isinstance(crew, ThreadCrew)
         running = self._running
-        return CrewGraph(crew, parts, held=running.held, hold=running.hold, feedback=self._feedback)
+        return CrewGraph(
+            crew,
+            parts,
+            held=running.held,
+            hold=running.hold,
+            feedback=self._feedback,
+            inputs=self._inputs,
+        )
+
+    def keep_inputs(self) -> None:
+        """Let what the module writes to its inputs stay in the replicas from now on.
+
+        By default it reaches the caller's tensors, as with the unwrapped module.
+        """
+        self._inputs = Inputs()
 
     def _merged_statistics(self, report: Report) -> dict[str, Statistic]:
         merged = sum_statistics(operand.statistics for operand in report.operands)
@@ -347,6 +389,13 @@ class Container(nn.Module):
 
     def _buffers_by_name(self) -> dict[str, Tensor]:
         return dict(self._trained().named_buffers(remove_duplicate=False))
+
+
+def _has_a_name(function: Callable[[], object]) -> bool:
+    """Tell whether ``function`` can be found again by its name, as `pickle` looks for it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return "<" not in getattr(function, "__qualname__", "")
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

@@ -27,10 +27,8 @@ from phalanx.plan import (
     check_choice,
     check_function,
     check_workloads,
-    cut,
     fixed_workloads,
-    flatten,
-    num_rows,
+    open_rows,
     read_sizes,
     workload_sizes,
 )
@@ -71,7 +69,9 @@ class DataParallel(Container, Unwrapped):
             when its backward pass is done.
         layout: Which dim of which input leaf is split; default dim 0 of all tensors with dims.
             Leaves are named by position, by the name of the module's argument, or by path
-            (``0``, ``"mask"``, ``"0.items"``); None gives a leaf whole to all.
+            (``0``, ``"mask"``, ``"0.items"``); None gives a leaf whole to all. A layout's ``split``
+            gets the one argument, a tuple of several, or a dict of keywords, and ``collate``
+            returns such.
         output: How output leaves are merged: a :class:`Merge` or its text, or these by leaf path.
             Default: concatenated along the layout's dim, scalars stacked to one value per replica
             in use, other values from the first replica.
@@ -82,7 +82,7 @@ class DataParallel(Container, Unwrapped):
             ``"fp16"``, ``"bf16"``, ``"one_bit"``, ``"top_k"``, or a codec. Default: none.
         intra_op: Threads inside operators per replica; default: cores divided by replicas.
         channels_last: Lay convolution weights out channels_last, which CPUs run faster; default:
-            where the model has convolutions and runs so.
+            on the CPU, where all the model's layers are known to compute the same so.
 
     Shapes:
         B: rows of the batch, 0 or more. Every split leaf is [B, …]; every merged output is [B, …].
@@ -338,11 +338,15 @@ class DataParallel(Container, Unwrapped):
 
     def _cut(self, call: Call, sizes: Sequence[int] | None) -> tuple[list[Nested], list[int]]:
         layout = self._layout_of(call)
-        rows = num_rows(call.leaves, layout)
+        batch = open_rows(call.leaves if layout.split is None else call.inputs(), layout)
+        rows = batch.count()
         if sizes is None:
             sizes = workload_sizes(rows, self.workloads)
         sizes = read_sizes(sizes, rows, len(self._devices))
-        return cut(call.leaves, sizes, layout), sizes
+        parts = batch.cut(sizes)
+        if layout.split is not None:
+            parts = [None if part is None else call.like(part).leaves for part in parts]
+        return parts, sizes
 
     def _layout_of(self, call: Call) -> Layout:
         """Return the layout with the paths of this call: arguments by position, if given so.
@@ -440,10 +444,8 @@ def _used_of(values: Sequence[T], used: Sequence[int]) -> list[T]:
 
 def _rows_of(call: Call, layout: Layout) -> int:
     """Return the rows of a part's first leaf that would be split, or 1 where none would be."""
-    leaves, _ = flatten(call.leaves)
-    dims = layout.dims_of(call.leaves)
-    split = [leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
-    return next(iter(split), 1)
+    first = open_rows(call.leaves if layout.split is None else call.inputs(), layout).first
+    return 1 if first is None else first
 
 
 def _buffer_names(module: nn.Module) -> list[str]:

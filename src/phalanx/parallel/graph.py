@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,19 +18,26 @@ from phalanx.parallel.connection import Connection, Gradients, RunPart, add_shar
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas import (
     CallerModes,
+    Inputs,
     Partial,
     PartialSums,
     Report,
     ThreadCrew,
     Turn,
     add_gradients,
+    advance_process_generator,
     apart,
     blame,
+    derive_seed,
+    placed,
+    run_backward,
+    seed_of_process,
 )
 from phalanx.types import Nested
 
 __all__ = ["CrewGraph", "HeldGradients"]
 
+_BACKWARD = 1  # what sets the seeds of backward passes apart from those of forward passes
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 
@@ -91,6 +99,8 @@ class CrewGraph(Connection):
         held: Gradients kept by workers; they are added to those that are merged next.
         hold: Keep this pass's gradients there, instead of merging them.
         feedback: Every worker's gradient passes through its codec before it is added.
+        inputs: Gives workers copies of inputs that the module writes to; None lets it write to the
+            caller's, as plain PyTorch does.
 
     Raises:
         UnsupportedError: In forward-mode differentiation.
@@ -104,8 +114,10 @@ class CrewGraph(Connection):
         held: HeldGradients,
         hold: bool = False,
         feedback: Feedback | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         super().__init__(crew, parts)
+        self._inputs = inputs
         self._crew = crew
         self._batches = parts
         self._held = held
@@ -121,19 +133,25 @@ class CrewGraph(Connection):
         """Return what runs the module and keeps its graph here."""
 
         def work(turn: Turn) -> None:
-            inputs = self._inputs_of(turn)
-            with turn.drawing():
+            trains = turn.replica.module.training
+            copies = self._inputs is not None and self._inputs.copies(trains)
+            inputs = self._inputs_of(turn, copies)
+            watched: AbstractContextManager[None] = nullcontext()
+            if self._inputs is not None:
+                own = [e for e in self._parts[turn.index].inputs if isinstance(e, Tensor)]
+                watched = self._inputs.watched(own, copies, trains=trains)
+            with watched, turn.drawing():
                 outputs = run(turn.index, turn.replica.module, inputs)
             self._keep_outputs(turn, outputs)
 
         return work
 
-    def _inputs_of(self, turn: Turn) -> Nested:
+    def _inputs_of(self, turn: Turn, copies: bool) -> Nested:
         """Return the worker's inputs: on its device, cut off from the caller's graph."""
         part, given = self._parts[turn.index], self._given[turn.index]
         part.turn = turn
         part.inputs = [
-            _own_leaf(leaf, turn.replica.device, wanted)
+            _own_leaf(leaf, turn.replica.device, wanted, copies)
             for leaf, wanted in zip(given.leaves, given.wanted, strict=True)
         ]
         return unflatten(part.inputs, given.spec)
@@ -169,11 +187,17 @@ class CrewGraph(Connection):
         whole = self._reaches_all_parameters()
         hold, settle = self._hold and whole, whole and not self._hold
         seconds = [0.0] * len(self._crew)
+        seed = seed_of_process()
+        turns = [part.turn for part in self._parts.values() if part.turn is not None]
+        for turn in turns:
+            turn.rng_use.drew.clear()
 
         def work(worker: int) -> Gradients | None:
             with modes.entered(self._crew.devices[worker]), self._crew.attending(worker):
                 watch = self._crew.stopwatch(worker)
-                own = self._backward_of(worker, grads, keep_graph) if worker in members else None
+                own = None
+                if worker in members:
+                    own = self._backward_of(worker, grads, keep_graph, seed)
                 seconds[worker] = watch.lap()
                 if settle:
                     own = self._with_held(worker, own)
@@ -188,6 +212,8 @@ class CrewGraph(Connection):
             if self._feedback is not None:
                 self._feedback.rollback()
             raise
+        if any(turn.rng_use.drew.is_set() for turn in turns):
+            advance_process_generator()
         if hold:
             self._keep(results)
         if settle:
@@ -222,9 +248,10 @@ class CrewGraph(Connection):
         return self._reached(grads)
 
     def _backward_of(
-        self, worker: int, grads: Sequence[Tensor | None], keep_graph: bool
+        self, worker: int, grads: Sequence[Tensor | None], keep_graph: bool, seed: int
     ) -> Gradients:
         part = self._parts[worker]
+        assert part.turn is not None
         replica = self._crew.replicas[worker]
         pairs = []
         for (owner, place), grad in zip(self._connected, grads, strict=True):
@@ -237,7 +264,10 @@ class CrewGraph(Connection):
         try:
             if pairs:
                 outputs, output_grads = zip(*pairs, strict=True)
-                torch.autograd.backward(outputs, output_grads, retain_graph=keep_graph)
+                once = self._crew.compile_once.running("backward", replica.device, output_grads)
+                seeded = derive_seed(seed, _BACKWARD, worker)
+                with once, replica.going_back(), part.turn.drawing(seeded):
+                    run_backward(outputs, output_grads, keep_graph=keep_graph)
             return replica.take_gradients()
         except BaseException as error:
             replica.drop_gradients()
@@ -310,11 +340,10 @@ def _is_reached(parameter: Tensor) -> bool:
 
 
 # Any: a leaf of the user's own inputs.
-def _own_leaf(leaf: Any, device: torch.device, wanted: bool) -> Any:
+def _own_leaf(leaf: Any, device: torch.device, wanted: bool, copies: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    # `data`, not `detach()`: slices of one tensor must not share a version counter over threads.
-    own = leaf.data.to(device, non_blocking=True)
+    own = placed(leaf, device, copies)
     return own.requires_grad_() if wanted else own
 
 

@@ -33,12 +33,25 @@ from phalanx.parallel.connection import (
     versions_of,
 )
 from phalanx.plan import flatten, unflatten
-from phalanx.replicas import CallerModes, Changes, Partial, Portion, ProcessCrew, Report, Turn
+from phalanx.replicas import (
+    CallerModes,
+    Changes,
+    Partial,
+    Portion,
+    ProcessCrew,
+    Report,
+    Turn,
+    advance_process_generator,
+    derive_seed,
+    run_backward,
+    seed_of_process,
+)
 from phalanx.types import Nested
 
 __all__ = ["RemoteGraph"]
 
 _numbers = itertools.count()
+_BACKWARD = 1  # what sets the seeds of backward passes apart from those of forward passes
 _PREFIX = "graph"
 _CPU = torch.device("cpu")
 
@@ -130,10 +143,18 @@ class RemoteGraph(Connection):
             else None
             for worker in range(self._num_workers)
         ]
-        task = _Backward(run, f"{_PREFIX} {self.number}", self._modes, keep_graph=keep_graph)
+        task = _Backward(
+            run,
+            f"{_PREFIX} {self.number}",
+            self._modes,
+            keep_graph=keep_graph,
+            seed=seed_of_process(),
+        )
         weights = [float(worker in own) for worker in range(self._num_workers)]
         with crew.as_of(moment), torch.enable_grad():  # gradients are asked for
             report = crew.run(batches, task, weights=weights, seed=self._seed, pinned=True)
+        if report.drew:
+            advance_process_generator()
         if set(members) == set(self._given):
             self._tell_seconds(report.seconds)
         gradients = self._input_gradients(report) + self._merged(crew, report.operands)
@@ -300,12 +321,14 @@ class _Backward:
 
     Attributes:
         modes: Those of the forward pass.
+        seed: Where the random numbers of this pass start; the turn's is the forward pass's.
     """
 
     run: RunPart
     name: str
     modes: CallerModes
     keep_graph: bool
+    seed: int
 
     def __call__(self, turn: Turn) -> Gradients:
         pairs, inputs = turn.batch
@@ -318,11 +341,13 @@ class _Backward:
                 graph = inputs.evaluate(self.run, turn)
         if self.keep_graph:
             turn.kept[name] = graph
-        torch.autograd.backward(
-            [graph.leaves[place] for place, _ in pairs],
-            [grad for _, grad in pairs],
-            retain_graph=self.keep_graph,
-        )
+        turn.rng_use.drew.clear()  # a forward pass that was repeated has been told of before
+        with turn.drawing(derive_seed(self.seed, _BACKWARD, turn.index)):
+            run_backward(
+                [graph.leaves[place] for place, _ in pairs],
+                [grad for _, grad in pairs],
+                keep_graph=self.keep_graph,
+            )
         gradients = [leaf.grad for leaf in graph.wanted]
         for leaf in graph.wanted:
             leaf.grad = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Layout, check_function, cut, flatten, num_rows
+from phalanx.plan import Layout, Rows, check_function, flatten
 from phalanx.types import LossFn, Nested, WeightFn
 
 __all__ = ["ReplicaLosses", "loss_of_nothing"]
@@ -47,19 +47,19 @@ class ReplicaLosses:
         Raises:
             ConfigError: They have other rows.
         """
-        layout = Layout(dim)
-        if all(place is None for place in layout.dims_of(targets)):
+        cutter = Rows(targets, Layout(dim))
+        if cutter.first is None:
             raise ConfigError(
                 "`targets` must hold at least one tensor that is split over replicas, but holds "
                 "none. Give a tensor with a batch dim."
             )
-        rows = num_rows(targets, layout)
+        rows = cutter.count()
         if rows != sum(sizes):
             raise ConfigError(
                 f"`targets` must have {sum(sizes)} rows along dim {dim} like `inputs`, but has "
                 f"{rows}."
             )
-        return cut(targets, sizes, layout)
+        return cutter.cut(sizes)
 
     def weights(
         self, slices: Sequence[Nested | None], sizes: Sequence[int], weight_fn: WeightFn | None

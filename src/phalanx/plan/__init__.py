@@ -12,7 +12,8 @@ from phalanx.plan.arguments import (
 )
 from phalanx.plan.balance import Balancer, Decision, fixed_workloads
 from phalanx.plan.buffer_rules import BufferRules
-from phalanx.plan.layout import Layout, Rows, cut, flatten, leaf_paths, num_rows, unflatten
+from phalanx.plan.layout import Layout, Rows, Samples, cut, num_rows, open_rows
+from phalanx.plan.leaves import flatten, leaf_paths, unflatten
 from phalanx.plan.merging import Merge, Merging, join
 from phalanx.plan.parts import Overlap, overlaps, part_bounds
 from phalanx.plan.placement import least_loaded
@@ -38,6 +39,7 @@ __all__ = [
     "Node",
     "Overlap",
     "Rows",
+    "Samples",
     "Shares",
     "Staleness",
     "SummationTree",
@@ -55,6 +57,7 @@ __all__ = [
     "leaf_paths",
     "least_loaded",
     "num_rows",
+    "open_rows",
     "overlaps",
     "part_bounds",
     "read_count",

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.plan.layout import covering, covers, flatten, leaf_paths, named, unflatten
+from phalanx.plan.leaves import covering, covers, flatten, leaf_paths, named, unflatten
 from phalanx.types import Nested
 
 __all__ = ["Merge", "Merging", "join"]
@@ -117,8 +118,8 @@ class Merging:
     Args:
         output: A rule for all leaves, or rules by leaf path (``"loss"``, ``"0"``, ``"aux.1"``; a
             path covers what lies below it too, and one that ends with "?" may be missing). Leaves
-            without one: tensors with dims are concatenated along ``dim``, scalars stacked to a
-            vector of the parts, other values taken from the first part.
+            without one: tensors and arrays with dims are concatenated along ``dim``, scalars
+            stacked to a vector of the parts, other values taken from the first part.
         noun: What errors call a part.
 
     Example:
@@ -201,6 +202,8 @@ class Merging:
         leaves = [part.leaf for part in parts]
         if rule is not None and rule.kind == "per_replica":
             return leaves
+        if rule is None and all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves):
+            return np.concatenate(leaves, self._default(path, parts).dim)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             self._refuse_values(path, rule, leaves)
             return leaves[0]
@@ -222,7 +225,7 @@ class Merging:
 
     def _default(self, path: str, parts: list[_Part]) -> Merge:
         """Concatenate what has its slice's rows, stack scalars, refuse the rest."""
-        if all(part.leaf.dim() == 0 for part in parts):
+        if all(part.leaf.ndim == 0 for part in parts):
             return Merge.stack()
         dim = self._dim
         for part in parts:

@@ -11,11 +11,12 @@ from phalanx.replicas.devices import (
 )
 from phalanx.replicas.draws import (
     Draws,
-    advance_process_generator,
     derive_seed,
+    preserve_rng,
     seed_of_process,
 )
 from phalanx.replicas.failures import FailureLog, WorkerFailure, WorkerLost, check_patience
+from phalanx.replicas.inputs import Inputs, placed
 from phalanx.replicas.intra_op import caller_intra_op, hold_caller_at_one_thread, num_cores
 from phalanx.replicas.memory_format import (
     restore_memory_format,
@@ -25,7 +26,15 @@ from phalanx.replicas.memory_format import (
 from phalanx.replicas.mirror import Changes
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.process_crew import Portion, ProcessCrew, check_shareable
-from phalanx.replicas.replica import Replica, add_gradients, apart, refuse_lazy
+from phalanx.replicas.replica import Replica, add_gradients, apart, refuse_lazy, refuse_scripts
+from phalanx.replicas.rng import (
+    RngPlan,
+    RngUse,
+    advance_process_generator,
+    microbatch_rng,
+    run_backward,
+)
+from phalanx.replicas.rng_watch import RngWatch, numpy_swap
 from phalanx.replicas.sent_once import SentOnce
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.statistics import (
@@ -47,6 +56,7 @@ __all__ = [
     "Crew",
     "Draws",
     "FailureLog",
+    "Inputs",
     "Job",
     "Partial",
     "PartialSums",
@@ -55,6 +65,9 @@ __all__ = [
     "ProcessCrew",
     "Replica",
     "Report",
+    "RngPlan",
+    "RngUse",
+    "RngWatch",
     "SentOnce",
     "Shelf",
     "Span",
@@ -80,13 +93,19 @@ __all__ = [
     "hold_caller_at_one_thread",
     "known_devices",
     "merge_statistics",
+    "microbatch_rng",
     "num_cores",
     "num_devices",
+    "numpy_swap",
+    "placed",
     "present_devices",
+    "preserve_rng",
     "refuse_lazy",
+    "refuse_scripts",
     "resolve_device",
     "resolve_devices",
     "restore_memory_format",
+    "run_backward",
     "seed_of_process",
     "sum_statistics",
     "uncompiled",

@@ -53,6 +53,7 @@ class _Member:
         self._children = list(source._modules.values())
         self._parameters = _present(source._parameters)
         self._buffers = _present(source._buffers)
+        self._places = [*source._parameters, *source._buffers]  # those that hold None, too
 
     def has_changed(self) -> bool:
         """Tell by identity: 1 and 1.0 are equal, and a model may tell them apart."""
@@ -73,6 +74,7 @@ class _Member:
             list(source._modules.values()) != self._children
             or _present(source._parameters) != self._parameters
             or _present(source._buffers) != self._buffers
+            or not all(n in source._parameters or n in source._buffers for n in self._places)
         ):
             return False
         return not self.has_changed() or all(_is_plain(value) for value in self._changes().values())

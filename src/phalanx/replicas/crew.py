@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.codecs import Feedback
 from phalanx.plan import Node, Shares, workload_sizes
-from phalanx.replicas.draws import Draws, derive_seed
+from phalanx.replicas.compiling import has_compiled
+from phalanx.replicas.draws import derive_seed
 from phalanx.replicas.intra_op import num_cores
 from phalanx.replicas.replica import Replica
+from phalanx.replicas.rng import RngPlan, RngUse, has_fused_evaluation, microbatch_rng
 from phalanx.replicas.sums import Partial, PartialSums
 from phalanx.replicas.team import Inline, Team
+from phalanx.replicas.unchanged import same_afterwards
 from phalanx.types import Nested
 
 __all__ = ["Crew", "Job", "Report", "Span", "Turn", "blame", "default_intra_op"]
@@ -44,28 +47,29 @@ class Turn:
         replica: Who computes it.
         index: Which microbatch it is.
         batch: Its rows.
-        seed: Where its random numbers start, or None when the model draws none.
+        seed: Where its random numbers start.
+        rng: How it gets them.
+        rng_use: Told whether it drew any.
         kept: In a worker process, what it keeps from run to run, by name.
+        in_worker: Whether this is a worker process.
     """
 
     replica: Replica
     index: int
     batch: Nested
-    seed: int | None
+    seed: int
+    rng: RngPlan = RngPlan()  # noqa: RUF009  # frozen
+    rng_use: RngUse = field(default_factory=RngUse)
     kept: dict[str, Any] = field(default_factory=dict)  # Any: whatever runs leave there
+    in_worker: bool = False
 
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[Draws | None]:
-        """Give the model its random numbers; to be entered around the forward pass alone."""
-        if self.seed is None:
-            yield None
-        else:
-            with Draws(self.seed) as draws:
-                yield draws
-                if draws.used:
-                    self.drew.set()
+    def drawing(self, seed: int | None = None) -> contextlib.AbstractContextManager[None]:
+        """Give the model its random numbers; to be entered around all that runs the user's code.
 
-    drew: threading.Event = field(default_factory=threading.Event)
+        Args:
+            seed: For a backward pass on its own, where its numbers start; default: the forward's.
+        """
+        return microbatch_rng(self.seed if seed is None else seed, self.rng, self.rng_use)
 
 
 @dataclass(kw_only=True)
@@ -78,6 +82,7 @@ class Report:
         sums: Where only some microbatches were run: what their sums have come to, by node of the
             tree.
         replica_of: Who computed each microbatch; -1 for those left out.
+        drew: Whether the model drew random numbers from the microbatches' own generators.
         seconds: What each pinned microbatch took until its gradients were there: without waiting
             for other replicas, and before any merging; 0 for those left out.
     """
@@ -88,6 +93,7 @@ class Report:
     replica_of: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    drew: bool = False
 
 
 class Crew(ABC):
@@ -98,6 +104,7 @@ class Crew(ABC):
         devices: Each replica's.
         sources: Each replica's module, or the one that all are replicas of.
         parameters: All parameters, each once, in whose order gradients are summed.
+        one_source: Whether all are replicas of one module.
     """
 
     workloads: list[float]
@@ -105,18 +112,23 @@ class Crew(ABC):
     sources: tuple[nn.Module, ...]
     parameters: list[nn.Parameter]
     _team: Team | Inline
-    _draws: bool | None = None  # None: not known yet whether the model draws random numbers
+    one_source: bool = True
+    _compared: frozenset[bool] = frozenset()  # modes, training or not, whose first run is done
+    _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
+    _rng_hidden: threading.Event | None = None  # see `RngUse`; None before the first run
+    _fused: bool | None = None  # see `has_fused_evaluation`; None: not known yet
+    _compiled = False  # see `has_compiled`
 
-    @property
-    def draws(self) -> bool | None:
-        """Whether the model has drawn random numbers so far; None before the first run."""
-        return self._draws
-
-    def each(self, task: Callable[[int], T]) -> list[T]:
+    def each(self, task: Callable[[int], T], *, whole: bool = False) -> list[T]:
         """Run ``task(replica index)`` in every replica's thread at once.
 
         After :meth:`close`, for a backward pass that is still to come, on threads of its own.
+
+        Args:
+            whole: A Ctrl-C arrives after it, also where the one replica is the caller's thread.
         """
+        if whole and isinstance(self._team, Inline):
+            return self._team.each_whole(task)
         if not self._team.closed:
             return self._team.each(task)
         with contextlib.closing(Team(len(self), intra_op=self.intra_op)) as team:
@@ -152,25 +164,39 @@ class Crew(ABC):
             Exception: What ``run`` raised, with a note that names replica and microbatch. Nothing
                 that the caller can see has changed then.
         """
-        draws = self._draws is not False
-        job = Job(
-            microbatches, run, weights, seed, pinned, draws=draws, feedback=feedback, only=only
+        trains = tuple(source.training for source in self.sources)
+        kind = getattr(run, "__qualname__", type(run).__qualname__), trains, torch.is_grad_enabled()
+        self._rng_hidden = self._rng_hidden or threading.Event()
+        plan = RngPlan(
+            watched=kind not in self._rng_watched,
+            throughout=self._rng_hidden.is_set() or self._sees_operators(all(trains)),
+            alone=self.is_alone(),
         )
-        before = torch.get_rng_state()
+        job = Job(
+            microbatches,
+            run,
+            weights,
+            seed,
+            pinned,
+            rng=plan,
+            rng_use=RngUse(hidden=self._rng_hidden),
+            feedback=feedback,
+            only=only,
+        )
         self._start(job)
-        if not job.draws and self._drew_aside(job, before):
-            # Somebody drew from the process's own generator, though this model had drawn nothing
-            # before: forget this run, and do it again with a generator for each microbatch.
-            if feedback is not None:
-                feedback.rollback()
-            job = Job(
-                microbatches, run, weights, seed, pinned, draws=True, feedback=feedback, only=only
-            )
-            self._start(job)
-            self._draws = True
-        elif self._draws is None:
-            self._draws = job.drew.is_set()
+        self._rng_watched |= {kind}
         return job.report()
+
+    def is_alone(self) -> bool:
+        """Tell whether the program has no threads of Python's but these and the calling one."""
+        return self._team.is_alone()
+
+    def _sees_operators(self, trains: bool) -> bool:
+        """Tell whether a mode that sees calls would keep torch from a faster way."""
+        if self._fused is None:
+            self._fused = any(map(has_fused_evaluation, self.sources))
+            self._compiled = any(map(has_compiled, self.sources))
+        return self._compiled or (self._fused and not trains)
 
     def _start(self, job: Job) -> None:
         if job.pinned:
@@ -178,7 +204,13 @@ class Crew(ABC):
             job.shares = Shares(own, stealing=False)
         else:
             job.shares = Shares(workload_sizes(len(job.queue), self.workloads))
-        self._work_on(job)
+        trains = self.sources[0].training
+        if trains in self._compared or not self.one_source:
+            self._work_on(job)
+            return
+        with same_afterwards(self.sources[0]):
+            self._work_on(job)
+        self._compared |= {trains}
 
     @property
     @abstractmethod
@@ -209,10 +241,6 @@ class Crew(ABC):
     def _work_on(self, job: Job) -> None:
         """Run all microbatches of ``job`` that weigh something."""
 
-    @abstractmethod
-    def _drew_aside(self, job: Job, before: Tensor) -> bool:
-        """Tell whether a replica drew from its process's own generator, and put that back."""
-
 
 class Job:
     """The state of one run, shared by the threads of the crew.
@@ -228,7 +256,8 @@ class Job:
         weights: Sequence[float],
         seed: tuple[int, ...],
         pinned: bool,
-        draws: bool,
+        rng: RngPlan,
+        rng_use: RngUse,
         feedback: Feedback | None,
         only: range | None,
     ) -> None:
@@ -237,10 +266,9 @@ class Job:
         self.weights = weights
         self.seed = seed
         self.pinned = pinned
-        self.draws = draws
+        self.rng = rng
         self.feedback = feedback
-        self.drew = threading.Event()
-        self.drew_aside = threading.Event()  # from the own generator of a worker's process
+        self.rng_use = rng_use
         self.sums = PartialSums(len(microbatches))
         self.leaves = range(len(microbatches)) if only is None else only
         self.queue = [index for index in self.leaves if weights[index] > 0]
@@ -263,9 +291,13 @@ class Job:
 
     def turn(self, replica: Replica, index: int) -> Turn:
         """Put microbatch ``index`` into the hands of ``replica``."""
-        seed = derive_seed(*self.seed, index) if self.draws else None
         return Turn(
-            replica=replica, index=index, batch=self.microbatches[index], seed=seed, drew=self.drew
+            replica=replica,
+            index=index,
+            batch=self.microbatches[index],
+            seed=derive_seed(*self.seed, index),
+            rng=self.rng,
+            rng_use=self.rng_use,
         )
 
     def report(self) -> Report:
@@ -277,6 +309,7 @@ class Job:
             replica_of=self.replica_of,
             spans=sorted(self.spans, key=lambda span: span.start_s),
             seconds=self.seconds,
+            drew=self.rng_use.drew.is_set(),
         )
 
 

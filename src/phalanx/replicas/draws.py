@@ -2,28 +2,29 @@
 
 The CPU's default generator is one for all threads, so what a replica draws from it depends on what
 the others draw meanwhile. Inside `Draws` every operator that draws is given a generator that was
-seeded for this very microbatch. The mode sees every operator and costs about 10 % of a small
-transformer's step, so it is entered only for models that draw (see `Crew.run`).
+seeded for this very microbatch. The mode sees every operator, which is slow; `phalanx.replicas.rng`
+says where it is entered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.errors import UnsupportedError
+from phalanx.replicas.rng_watch import WRAPPERS
 from phalanx.replicas.uncompiled import uncompiled
 
-__all__ = ["Draws", "advance_process_generator", "derive_seed", "seed_of_process"]
+__all__ = ["Draws", "current_draws", "derive_seed", "preserve_rng", "seed_of_process"]
 
 aten = torch.ops.aten
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
@@ -40,15 +41,74 @@ def seed_of_process() -> int:
 
     Inside `Draws` (a container in a replica of another), of the microbatch's own.
     """
-    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Draws)]
-    state = modes[-1].state() if modes else torch.get_rng_state()
+    state = _stack.draws[-1].state() if _stack.draws else torch.get_rng_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def advance_process_generator() -> None:
-    """Move the generator of :func:`seed_of_process` on, as a model that draws would have done."""
-    torch.rand(())
+class _Stack(threading.local):
+    """The microbatches' generators that are in use in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.draws: list[Draws] = []
+
+
+_stack = _Stack()
+
+
+@contextlib.contextmanager
+def current_draws(draws: Draws) -> Iterator[None]:
+    """Let ``draws`` be those of the body, for containers inside the model and `preserve_rng`."""
+    _stack.draws.append(draws)
+    try:
+        yield
+    finally:
+        _stack.draws.pop()
+
+
+def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Let a checkpointed part draw the same numbers again when it is computed again.
+
+    Give it as `torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=preserve_rng)`.
+    Outside of replicas it does nothing: there torch's own ``preserve_rng_state`` does it.
+
+    Example:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> block = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
+        >>> x = torch.ones(2, 3)
+        >>> y = checkpoint(block, x, use_reentrant=False, context_fn=preserve_rng)
+    """
+    draws = _stack.draws[-1] if _stack.draws else None
+    if draws is None:
+        return contextlib.nullcontext(), contextlib.nullcontext()
+    kept: list[_State] = []
+    return _keep(draws, kept), _repeat(kept)
+
+
+_State = tuple[int, dict[torch.device, Tensor]]
+
+
+@contextlib.contextmanager
+def _keep(draws: Draws, kept: list[_State]) -> Iterator[None]:
+    kept.append(draws.states())
+    draws.num_preserved += 1
+    try:
+        yield
+    finally:
+        draws.num_preserved -= 1
+
+
+@contextlib.contextmanager
+def _repeat(kept: list[_State]) -> Iterator[None]:
+    draws = _stack.draws[-1]
+    before = draws.states()
+    draws.set_states(kept[0])
+    draws.num_preserved += 1
+    try:
+        yield
+    finally:
+        draws.num_preserved -= 1
+        draws.set_states(before)
 
 
 class Draws(TorchDispatchMode):
@@ -59,10 +119,13 @@ class Draws(TorchDispatchMode):
 
     Attributes:
         used: Whether anything was drawn.
+        hidden: Whether anything was drawn outside of :meth:`foreseen`.
+        num_preserved: How many checkpointed parts the thread is in that `preserve_rng` serves.
 
     Raises:
         UnsupportedError: From the operator, when it draws but takes no generator, or when it draws
-            under `torch.utils.checkpoint`, whose second forward would draw other numbers.
+            under `torch.utils.checkpoint` without :func:`preserve_rng`: the second forward would
+            draw other numbers.
 
     Example:
         >>> with Draws(1):
@@ -77,13 +140,36 @@ class Draws(TorchDispatchMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.used = False
+        self.used = self.hidden = False
+        self.num_preserved = 0
+        self._num_foreseen = 0
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._goes_back = torch.is_grad_enabled()  # reentrant checkpointing turns it off inside
 
     def state(self) -> Tensor:
         """Return the state of this microbatch's generator on the CPU."""
         return self._generator(torch.device("cpu")).get_state()
+
+    def states(self) -> _State:
+        """Return where all generators stand."""
+        return self._seed, {device: g.get_state() for device, g in self._generators.items()}
+
+    def set_states(self, states: _State) -> None:
+        """Go on from what :meth:`states` returned, of these or of others."""
+        self._seed, by_device = states
+        self._generators = {device: torch.Generator(device) for device in by_device}
+        for device, state in by_device.items():
+            self._generators[device].set_state(state)
+
+    @contextlib.contextmanager
+    def foreseen(self) -> Iterator[None]:
+        """Say that the body may draw."""
+        self._num_foreseen += 1
+        try:
+            yield
+        finally:
+            self._num_foreseen -= 1
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -92,6 +178,15 @@ class Draws(TorchDispatchMode):
         Torch asks as it makes the class (those before 2.9 or so do not, nor import it).
         """
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile what runs in the mode; it comes here from the compiled code, too.
+
+        Otherwise its compiler would leave such functions alone, and remember that of their code:
+        they would run uncompiled ever after, also elsewhere.
+        """
+        return True
 
     # Any: this is torch's own signature for modes.
     @uncompiled
@@ -116,7 +211,9 @@ class Draws(TorchDispatchMode):
         if func in _DRAWS_ONLY_WITH and not _argument(func, args, kwargs, _DRAWS_ONLY_WITH[func]):
             return func(*args, **kwargs)
         self.used = True
-        _refuse_checkpointing()
+        self.hidden = self.hidden or not self._num_foreseen
+        if self._goes_back or torch.is_grad_enabled():  # else no part is computed again
+            _refuse_checkpointing(self.num_preserved)
         if func in _WRITTEN_OUT:
             return _WRITTEN_OUT[func](self._generator(args[0].device), *args, **kwargs)
         overload = _with_generator(func)
@@ -126,7 +223,10 @@ class Draws(TorchDispatchMode):
                 "takes none. Draw with another operator, such as `tensor.uniform_()` or "
                 "`tensor.normal_()`."
             )
-        device = args[0].device if args and isinstance(args[0], Tensor) else kwargs.get("device")
+        known = next(
+            (each for each in (*args[:1], kwargs.get("out")) if isinstance(each, Tensor)), None
+        )
+        device = kwargs.get("device") if known is None else known.device
         return overload(
             *args, **{**kwargs, "generator": self._generator(torch.device(device or "cpu"))}
         )
@@ -199,6 +299,8 @@ def _with_generator(func: Any) -> Any:
         base = func._overloadname
         names = [base, f"{base}_generator", f"generator_with_{base}"]
         names += ["generator"] if base == "default" else []
+        if base.endswith("out"):  # as torch's own compiler draws: `low_out`, `low_generator_out`
+            names.append(f"{base.removesuffix('out')}generator_out")
         packet = func.overloadpacket
         candidates = [getattr(packet, name) for name in names if name in packet.overloads()]
         matching = [each for each in candidates if _takes_generator(each)]
@@ -217,14 +319,19 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
     return args[position] if position < len(args) else 0.0
 
 
-def _refuse_checkpointing() -> None:
-    frame = sys._getframe(1)
+def _refuse_checkpointing(num_preserved: int) -> None:
+    """Refuse to draw inside more checkpointed parts than are preserved."""
+    frame, inside = sys._getframe(1), False
     while frame is not None:
-        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+        if frame.f_code.co_filename not in WRAPPERS:
+            before, inside = inside, frame.f_code.co_filename == _CHECKPOINT_FILE
+            num_preserved -= inside and not before
+        if num_preserved < 0:
             raise UnsupportedError(
                 "A model must not draw random numbers (dropout) inside `torch.utils.checkpoint` "
-                "in a thread crew, but does: the second forward would draw other numbers and the "
-                "gradient would be wrong. Move the dropout out of the checkpointed part, or use "
-                "no activation checkpointing."
+                "in a replica, but does: the second forward would draw other numbers and the "
+                "gradient would be wrong. Call checkpoint(…, use_reentrant=False, "
+                "context_fn=phalanx.preserve_rng), or move the dropout out of the checkpointed "
+                "part."
             )
         frame = frame.f_back  # type: ignore[assignment]

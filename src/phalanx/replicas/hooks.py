@@ -16,7 +16,22 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Hooks", "Registered", "shared_hooks"]
+from phalanx.errors import UnsupportedError
+
+__all__ = [
+    "HOOKS_OF_STATE",
+    "Hooks",
+    "Registered",
+    "kept_outside",
+    "shared_hooks",
+    "went_back_outside",
+]
+
+_WENT_BACK_TWICE = "backward through the graph a second time"  # torch's own words
+_WAY_OUT = (
+    "Let `forward()` return what the loss needs, or compute the loss in `forward=`, from the "
+    "module that it is given."
+)
 
 _KINDS = (
     "_backward_pre_hooks",
@@ -27,7 +42,7 @@ _KINDS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-_OF_STATE = (  # never run in a replica, and may hold what cannot be copied
+HOOKS_OF_STATE = (  # never run in a replica, and may hold what cannot be copied
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
@@ -37,7 +52,9 @@ _OF_STATE = (  # never run in a replica, and may hold what cannot be copied
 
 def shared_hooks(source: nn.Module) -> dict[int, object]:
     """Return a memo for `copy.deepcopy` by which the copy shares the hooks of ``source``."""
-    stored = [module.__dict__.get(kind, {}) for module in source.modules() for kind in _OF_STATE]
+    stored = [
+        module.__dict__.get(kind, {}) for module in source.modules() for kind in HOOKS_OF_STATE
+    ]
     return {id(hooks): hooks for hooks in [*_dicts(source), *stored]}
 
 
@@ -130,3 +147,24 @@ def _modules_of(hook: Any) -> list[object]:
     if isinstance(hook, functools.partial):
         return [*_modules_of(hook.func), *hook.args, *hook.keywords.values()]
     return [hook.__self__] if isinstance(hook, MethodType) else []
+
+
+def kept_outside(error: Exception, module: nn.Module) -> UnsupportedError | None:
+    """Return the error for features that a hook keeps outside of the replica, if it may be that."""
+    told = isinstance(error, KeyError) or _WENT_BACK_TWICE in str(error)
+    if not told or not any(each._forward_hooks for each in module.modules()):
+        return None
+    return UnsupportedError(
+        f"{type(error).__name__} was raised in a replica of a module that has forward hooks: "
+        f"{error}. If a hook keeps features in a dict or a list, that is one for all replicas, and "
+        f"the module that it is called with is the replica. {_WAY_OUT}"
+    )
+
+
+def went_back_outside() -> UnsupportedError:
+    """Return the error for gradients that a replica has got outside of its own backward pass."""
+    return UnsupportedError(
+        "A backward pass from outside of a replica has reached its parameters: a tensor of its "
+        "graph was kept, by a hook or in an attribute, and used in another loss. Its gradients "
+        f"are dropped. {_WAY_OUT}"
+    )

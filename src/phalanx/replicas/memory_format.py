@@ -3,6 +3,10 @@
 With channels_last weights torch's convolutions, and what follows them, run without reordering their
 data; a small CNN's step took two thirds of the time. Values are the same, rounding is the same for
 every formation. It is a rule, not a trial, because a trial's timing must not decide over bits.
+
+The rule names every kind of module that a model may hold. Others keep their layout: torch 2.13
+returns wrong gradients for `InstanceNorm2d` on one row in channels_last memory, and what the
+`forward()` of a user's class does with a layout cannot be known.
 """
 
 from __future__ import annotations
@@ -10,14 +14,52 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["restore_memory_format", "use_channels_last", "wants_channels_last"]
+__all__ = ["KNOWN_KINDS", "restore_memory_format", "use_channels_last", "wants_channels_last"]
+
+# Each gives the same outputs and gradients in both layouts: a test compares them.
+KNOWN_KINDS = frozenset(
+    {
+        nn.AdaptiveAvgPool2d,
+        nn.AvgPool2d,
+        nn.BatchNorm1d,
+        nn.BatchNorm2d,
+        nn.Conv2d,
+        nn.Dropout,
+        nn.ELU,
+        nn.Flatten,
+        nn.GELU,
+        nn.Identity,
+        nn.LeakyReLU,
+        nn.Linear,
+        nn.LogSoftmax,
+        nn.MaxPool2d,
+        nn.ReLU,
+        nn.ReLU6,
+        nn.Sequential,
+        nn.SiLU,
+        nn.Sigmoid,
+        nn.Softmax,
+        nn.Tanh,
+    }
+)
 
 
 def wants_channels_last(module: nn.Module) -> bool:
-    """Tell whether ``module`` holds 2-D convolutions that see channels together."""
+    """Tell whether ``module`` runs faster in channels_last, and is known to compute the same so.
+
+    That is: it lies on the CPU, all its parts are of `KNOWN_KINDS`, it has 2-D convolutions that
+    see channels together, and what leaves it is flat, because others may depend on the layout.
+    """
+    parts = list(module.modules())
+    if any(type(part) not in KNOWN_KINDS for part in parts):
+        return False
+    if any(parameter.device.type != "cpu" for parameter in module.parameters()):
+        return False
+    kinds = [type(part) for part in reversed(parts)]
+    if nn.Flatten not in kinds or nn.Conv2d in kinds[: kinds.index(nn.Flatten)]:
+        return False
     return any(
-        isinstance(child, nn.Conv2d) and child.groups < max(2, child.in_channels)
-        for child in module.modules()
+        isinstance(part, nn.Conv2d) and part.groups < max(2, part.in_channels) for part in parts
     )
 
 

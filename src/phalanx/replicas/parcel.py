@@ -7,6 +7,7 @@ memory that both sides see; never through torch's own sharing, which would move 
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
 import sys
@@ -18,13 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.replicas.hooks import HOOKS_OF_STATE
 
 __all__ = [
     "Form",
     "alignment_of",
     "bytes_of",
+    "copied",
     "copy_of",
     "is_plain",
     "load",
@@ -53,12 +57,14 @@ class _Packer(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
             _refuse_interactive(obj)
-            return NotImplemented
+            return NotImplemented if isinstance(obj, type) else _reduced_inner(obj)
         token = self._aside(obj)
         if token is not None:
             return _found, token
         if isinstance(obj, Tensor) and is_plain(obj):
             return _restored, _taken_apart(obj)
+        if isinstance(obj, nn.Module):
+            return _reduced_module(obj)
         return NotImplemented
 
 
@@ -131,8 +137,9 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def alignment_of(tensor: Tensor) -> int:
-    """Return where its first byte lies, modulo 64."""
-    return tensor.data_ptr() % _ALIGN_BYTES if tensor.numel() else 0
+    """Return where its first byte lies, modulo 64; of one between two elements' places, before."""
+    offset = tensor.data_ptr() % _ALIGN_BYTES if tensor.numel() else 0
+    return offset - offset % tensor.itemsize
 
 
 def copy_of(content: Tensor, form: Form) -> Tensor:
@@ -141,6 +148,14 @@ def copy_of(content: Tensor, form: Form) -> Tensor:
     start = (form.alignment - room.data_ptr()) % _ALIGN_BYTES
     own = room[start : start + content.numel()].copy_(content).view(form.dtype)
     return own.as_strided(form.shape, form.strides, own.storage_offset())
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy that lies as ``tensor`` does, where that is plain; else any copy."""
+    if not is_plain(tensor) or not tensor.numel():
+        return tensor.clone()
+    form = Form(tensor.dtype, tuple(tensor.shape), tensor.stride(), alignment_of(tensor))
+    return copy_of(bytes_of(tensor), form)
 
 
 def _taken_apart(tensor: Tensor) -> tuple[bytes, Form]:
@@ -167,6 +182,110 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+# -- inner functions -------------------------------------------------
+
+
+# Any: what `__reduce_ex__` returns.
+def _reduced_inner(function: types.FunctionType) -> Any:
+    """Return how a function is pickled that another one has made, and that captures nothing.
+
+    By the other one's name, and its place among what that one makes: no code is sent. A function
+    that captures variables would have its own ones over there, so pickle refuses it, and lambdas,
+    which have no name.
+    """
+    outer_name, inner, name = function.__qualname__.rpartition(".<locals>.")
+    if not inner or function.__closure__ or name == "<lambda>":
+        return NotImplemented
+    outer: Any = sys.modules.get(function.__module__)
+    for each in outer_name.partition(".<locals>.")[0].split("."):
+        outer = getattr(outer, each, None)
+    codes = _inner_codes(outer, function.__code__.co_qualname)
+    if function.__code__ not in codes or function.__globals__ is not _globals_of(outer):
+        return NotImplemented
+    place, defaults = codes.index(function.__code__), function.__defaults__
+    told = outer, function.__code__.co_qualname, place, defaults, function.__kwdefaults__
+    return _made_again, told, dict(function.__dict__) or None
+
+
+def _inner_codes(outer: Any, qualified: str) -> list[types.CodeType]:
+    """Return the code of all inner functions of this name, in their order."""
+    if not isinstance(outer, types.FunctionType):
+        return []
+    found: list[types.CodeType] = []
+    waiting = [inspect.unwrap(outer).__code__]
+    while waiting:
+        inner = [each for each in waiting.pop().co_consts if isinstance(each, types.CodeType)]
+        found += [each for each in inner if each.co_qualname == qualified]
+        waiting += inner
+    return found
+
+
+def _globals_of(outer: types.FunctionType) -> dict[str, Any]:
+    unwrapped: types.FunctionType = inspect.unwrap(outer)  # past a decorator of another module
+    return unwrapped.__globals__
+
+
+# Any: values of the user's functions.
+def _made_again(
+    outer: types.FunctionType,
+    qualified: str,
+    place: int,
+    defaults: tuple[Any, ...] | None,
+    keywords: dict[str, Any] | None,
+) -> types.FunctionType:
+    code = _inner_codes(outer, qualified)[place]
+    function = types.FunctionType(code, _globals_of(outer), code.co_name, defaults)
+    function.__qualname__, function.__kwdefaults__ = qualified, keywords
+    return function
+
+
+# -- modules ---------------------------------------------------------
+
+
+# Any: what `__reduce_ex__` returns.
+def _reduced_module(module: nn.Module) -> Any:
+    """Return how a module is pickled: without hooks on its state dict, which no worker runs.
+
+    They may be inner functions, as those of `weight_norm` are.
+    """
+    if parametrize.is_parametrized(module):
+        return _reduced_parametrized(module)
+    if not any(module.__dict__.get(kind) for kind in HOOKS_OF_STATE):
+        return NotImplemented
+    reduced: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if not isinstance(reduced, tuple) or len(reduced) < 3:
+        return reduced
+    return (*reduced[:2], _without_hooks(reduced[2]), *reduced[3:])
+
+
+def _reduced_parametrized(module: nn.Module) -> Any:
+    """Return how one with parametrizations is pickled: torch makes it a class that it cannot send.
+
+    Over there another such class is made, by a parametrization that does nothing; the state, in
+    which the real ones are, takes its place.
+    """
+    kind: Any = parametrize.type_before_parametrizations(module)
+    parametrizations = module.parametrizations
+    assert isinstance(parametrizations, nn.ModuleDict)
+    names = tuple(parametrizations)
+    return _parametrized, (kind, names), _without_hooks(kind.__getstate__(module))
+
+
+def _parametrized(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    for name in names:
+        module.register_parameter(name, nn.Parameter(torch.empty(1)))
+        parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
+    return module
+
+
+def _without_hooks(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {key: type(value)() if key in HOOKS_OF_STATE else value for key, value in state.items()}
 
 
 # -- what cannot be sent ---------------------------------------------
@@ -228,6 +347,6 @@ def picklable_or_named(module: nn.Module, error: Exception) -> ConfigError:
                 )
     return ConfigError(
         f"`module`, `loss` and `forward` must be picklable to be sent to worker processes, but are "
-        f"not: {error}. Define functions at the top of a module (no lambda, no inner function), or "
-        "use crew='threads'."
+        f"not: {error}. Define functions at the top of a module (no lambda, no inner function that "
+        "captures variables), or use crew='threads'."
     )

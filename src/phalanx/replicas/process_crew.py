@@ -14,6 +14,7 @@ here, so a death costs the microbatch in the worker's hands and nothing else.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import warnings
 import weakref
@@ -24,20 +25,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.errors import PeerLost, StateError, UnsupportedError
 from phalanx.plan import BufferRules, check_workloads
+from phalanx.replicas.compiling import refuse_compiled_in_place
 from phalanx.replicas.crew import Crew, Job, Span, default_intra_op
 from phalanx.replicas.desk import Desk
 from phalanx.replicas.failures import WorkerFailure
+from phalanx.replicas.global_values import GlobalValues
 from phalanx.replicas.intra_op import num_cores
 from phalanx.replicas.mailbox import Mailbox
 from phalanx.replicas.mirror import Changes, Mirrored
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.parcel import pack, pack_data, picklable_or_named
 from phalanx.replicas.patience import LONGEST_S
-from phalanx.replicas.replica import refuse_lazy
+from phalanx.replicas.replica import refuse_lazy, refuse_scripts
 from phalanx.replicas.sent_once import Keep, OnceNames, SentOnce
 from phalanx.replicas.settings import read_settings
 from phalanx.replicas.shelf import Shelf
@@ -156,7 +159,9 @@ class ProcessCrew(Crew):
             heads = heads_of(source, rules if rules is not None else BufferRules())
             self._slots = Slots(self.parameters, heads, shelf)
             places, layout = self._mirrored.places, self._slots.layout
-            self._birth = self._shelved(Birth(self._packed_module(), places, layout, rules, steps))
+            self._globals = GlobalValues([source, *self._shared])
+            blob, values = self._packed_module(), self._globals.at_first
+            self._birth = self._shelved(Birth(blob, places, layout, rules, steps, values))
             # Noted one by one: where another does not start, these are dismissed.
             self._team.each(lambda index: self._workers.append(self._launch(index)))
             self._workers.sort(key=lambda worker: worker.index)
@@ -329,9 +334,6 @@ class ProcessCrew(Crew):
         worker.kept = notes
         return True
 
-    def _drew_aside(self, job: Job, before: Tensor) -> bool:  # noqa: ARG002
-        return job.drew_aside.is_set()
-
     # -- a run -------------------------------------------------------
 
     def _work_on(self, job: Job) -> None:
@@ -360,7 +362,13 @@ class ProcessCrew(Crew):
     def _packed_order(self, job: Job, modes: CallerModes) -> bytes:
         numbers = {id(each): index for index, each in enumerate(self._shared)}
         return pack(
-            Order(job.run, modes, self._settings),
+            Order(
+                job.run,
+                modes,
+                self._settings,
+                dataclasses.replace(job.rng, alone=True),
+                self._globals.changes(),
+            ),
             lambda obj: ("shared", numbers[id(obj)]) if id(obj) in numbers else None,
         )
 
@@ -431,7 +439,7 @@ class ProcessCrew(Crew):
             order=Packed(run.order),
             batch=batch,
             weight=job.weights[microbatch],
-            seed=job.seed if job.draws else None,
+            seed=job.seed,
             slot=-1 if slot is None else slot.region,
             changes=run.moment.since(worker.knows),
             reply=worker.answers.place,
@@ -467,9 +475,9 @@ class ProcessCrew(Crew):
         if job.feedback is not None:
             gradients = job.feedback.compress(microbatch, gradients, run.shapes)
         if done.drew:
-            job.drew.set()
-        if done.drew_aside:
-            job.drew_aside.set()
+            job.rng_use.drew.set()
+        if done.drew_hidden:
+            job.rng_use.hidden.set()
         job.results[microbatch] = done.result
         job.seconds[microbatch] = done.busy_s
         job.replica_of[microbatch] = index
@@ -529,9 +537,12 @@ def check_shareable(source: nn.Module) -> None:
 
     Raises:
         ConfigError: A parameter has no shape yet.
-        UnsupportedError: A tensor lies on another device, or is not dense.
+        UnsupportedError: A tensor lies on another device, or is not dense; or copies of the module
+            would not be compiled as it is.
     """
     refuse_lazy(source)
+    refuse_scripts(source)
+    refuse_compiled_in_place(source)
     tensors = {"Parameter": source.named_parameters(), "Buffer": source.named_buffers()}
     for kind, named in tensors.items():
         for name, tensor in named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,10 +15,14 @@ from phalanx.errors import ConfigError, PhalanxError, UnsupportedError
 from phalanx.memory import has_memory, in_memory_order
 from phalanx.plan import BufferRules
 from phalanx.replicas.attributes import Attributes
-from phalanx.replicas.hooks import Hooks, shared_hooks
+from phalanx.replicas.compiling import refuse_compiled_in_place, shared_compilers
+from phalanx.replicas.hooks import Hooks, kept_outside, shared_hooks, went_back_outside
+from phalanx.replicas.seen import Seen
+from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.statistics import StatisticsOfReplica
+from phalanx.replicas.unchanged import SameParameters
 
-__all__ = ["Replica", "add_gradients", "apart", "refuse_lazy"]
+__all__ = ["Replica", "add_gradients", "apart", "refuse_lazy", "refuse_scripts"]
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -37,6 +42,8 @@ class Replica:
         all_parameters: Those of the whole crew, in whose order gradients are returned.
         prefix: What stands before the names of the source's buffers.
         rules: What becomes of buffers that the replica writes.
+        reaching: Catches gradients that reach the source itself; one for the whole crew.
+        only_one: Whether there is no other replica of ``source``.
 
     Attributes:
         module: The copy.
@@ -52,6 +59,8 @@ class Replica:
         all_parameters: Sequence[nn.Parameter] | None = None,
         prefix: str = "",
         rules: BufferRules | None = None,
+        reaching: SourceGradients | None = None,
+        only_one: bool = False,
     ) -> None:
         self.index = index
         self.device = device
@@ -67,9 +76,12 @@ class Replica:
         everything = self._originals if all_parameters is None else all_parameters
         place_of = {id(parameter): place for place, parameter in enumerate(everything)}
         self._places = [place_of[id(original)] for original in self._originals]
-        self._num_gradients = len(everything)
+        self._everything = everything
+        self._reaching = SourceGradients(everything) if reaching is None else reaching
+        self._caught: dict[int, Tensor] = {}
         self._shared = [original.device == device for original in self._originals]
-        self._versions = [-1] * len(self._originals)
+        self._seen = [Seen()] * len(self._originals)
+        self._same = SameParameters(source, self.parameters, self._shared, only_one=only_one)
 
     def matches_source(self) -> bool:
         """Tell whether all that has changed in the source is what :meth:`refresh` takes over."""
@@ -84,33 +96,84 @@ class Replica:
         for place, (original, own) in enumerate(zip(self._originals, self.parameters, strict=True)):
             if own.requires_grad != original.requires_grad:
                 own.requires_grad_(original.requires_grad)
-            if not self._shared[place] and self._versions[place] != original._version:
-                with torch.no_grad():  # in place, so that a graph still to run backward notices
-                    own.copy_(original, non_blocking=True)
-                self._versions[place] = original._version
+                self._reaching.watch(original)
+            if not self._shared[place]:
+                self._copy_value(place, original, own)
         self.statistics.refresh()
 
+    def _copy_value(self, place: int, original: Tensor, own: Tensor) -> None:
+        """Copy a parameter from another device, in every run.
+
+        Its version does not say whether it has changed: fused optimizers, and writes through
+        `.data` or into a flat tensor, do not raise it. Where it was raised, that of the replica is
+        raised too, so that a graph still to run backward notices, as in plain PyTorch.
+        """
+        is_still = self._seen[place].is_still(original)
+        with torch.no_grad():
+            (own.data if is_still else own).copy_(original, non_blocking=True)
+        if not is_still:
+            self._seen[place] = Seen(original)
+
+    def leaves(self) -> frozenset[int]:
+        """Return the ids of its parameters and of the source's."""
+        return frozenset(map(id, [*self.parameters, *self._originals]))
+
     def outdate(self) -> None:
-        """Make the next :meth:`refresh` copy all remote values, whatever their versions say."""
-        self._versions = [-1] * len(self._originals)
+        """Make the next :meth:`refresh` copy all buffers, whatever their versions say."""
         self.statistics.outdate()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the model in the body, and its backward pass where that comes at once.
+
+        Raises:
+            UnsupportedError: The body has changed parameters, or buffers of the source itself.
+        """
+        before = self._same.note()
+        with self.going_back():
+            yield
+        self._same.check(before)
+        self.statistics.check_source()
+
+    @contextlib.contextmanager
+    def going_back(self) -> Iterator[None]:
+        """Take for this replica's what backward passes of the body bring to the source itself.
+
+        Raises:
+            UnsupportedError: A graph of the replica was gone back through from outside.
+        """
+        if any(parameter.grad is not None for parameter in self.parameters):
+            self.drop_gradients()
+            raise went_back_outside()
+        try:
+            with self._reaching.catching() as self._caught:
+                yield
+        except Exception as error:
+            if (explained := kept_outside(error, self.module)) is not None:
+                raise explained from error
+            raise
 
     def take_gradients(self) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
 
         They stand in the order of the crew's parameters, with None for those of others.
         """
-        gradients: list[Tensor | None] = [None] * self._num_gradients
+        gradients: list[Tensor | None] = [None] * len(self._everything)
         for place, parameter, original in zip(
             self._places, self.parameters, self._originals, strict=True
         ):
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 gradients[place] = in_memory_order(gradient, parameter).to(original.device)
+        caught, self._caught = self._caught, {}
+        for place, other in caught.items():
+            more, own = in_memory_order(other, self._everything[place]), gradients[place]
+            gradients[place] = more if own is None else own + more  # `own` may be another's, too
         return gradients
 
     def drop_gradients(self) -> None:
         """Forget what a failed microbatch left behind."""
+        self._caught = {}
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -118,11 +181,13 @@ class Replica:
 def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
     """Deep-copy ``source`` with parameters in the same memory where ``device`` is the same."""
     refuse_lazy(source)
-    _refuse_scripts(source)
+    refuse_scripts(source)
     _refuse_graphs(source)
+    refuse_compiled_in_place(source)
     memo: dict[int, object] = {id(p): _alias(p) for p in source.parameters()}
     memo.update(shared_hooks(source))
     memo.update(_compressed(source))
+    memo.update(shared_compilers(source))
     try:
         module = copy.deepcopy(source, memo)
     except Exception as error:
@@ -145,7 +210,7 @@ def refuse_lazy(source: nn.Module) -> None:
             )
 
 
-def _refuse_scripts(source: nn.Module) -> None:
+def refuse_scripts(source: nn.Module) -> None:
     """Refuse what TorchScript has made: its copies do not share memory with their source."""
     for name, module in source.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

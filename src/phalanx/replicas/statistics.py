@@ -8,6 +8,7 @@ microbatch left it; of a sum, each microbatch brings what it has added.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -140,11 +141,25 @@ def check_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
             )
 
 
+class _Merging:
+    """How often merged statistics were written in this process: begun, and done."""
+
+    lock = threading.Lock()
+    begun = 0
+    done = 0
+
+
 def write_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
     """Write the merged statistics into ``buffers``, in place."""
-    with torch.no_grad():
-        for name, statistic in merged.items():
-            statistic.write_to(buffers[name])
+    with _Merging.lock:
+        _Merging.begun += 1
+    try:
+        with torch.no_grad():
+            for name, statistic in merged.items():
+                statistic.write_to(buffers[name])
+    finally:
+        with _Merging.lock:
+            _Merging.done += 1
 
 
 class StatisticsOfReplica:
@@ -171,6 +186,7 @@ class StatisticsOfReplica:
         for home in self._homes:
             if home.source is not None and first.setdefault(id(home.source), home) is not home:
                 home.share(first[id(home.source)])
+        self._done = -1  # of `_Merging`, at the last refresh
 
     def outdate(self) -> None:
         """Make the next :meth:`refresh` copy all buffers, whatever their versions say."""
@@ -179,11 +195,33 @@ class StatisticsOfReplica:
 
     def refresh(self) -> None:
         """Give the replica the source's buffers where either's have changed since."""
+        self._done = _Merging.done
         with torch.inference_mode(False):  # a buffer made under it could not be written later
             for home in self._homes:
                 source = home.source
                 if source is not None and not home.seen.is_still(source):
                     home.start_from(source)
+
+    def check_source(self) -> None:
+        """Refuse writes to the source's own buffers since the last :meth:`refresh`.
+
+        Where another thread's run of the same container has merged statistics meanwhile, nothing
+        can be told.
+
+        Raises:
+            UnsupportedError: Somebody wrote there; the buffer is called by its name.
+        """
+        for home in self._homes:
+            source = home.source
+            if source is None or home.seen.is_still(source) or source.is_inference():
+                continue
+            if self._done == _Merging.begun:  # looked at last: a merge may begin at any moment
+                raise UnsupportedError(
+                    f"Buffer `{home.name}` of the module itself must stay as it is while replicas "
+                    "run, but was changed: a function that holds the module (a lambda with `self`, "
+                    "a wrapped method, a loss that is its method) wrote to it past the replica. "
+                    "Write to buffers in `forward()`, or compute the loss there with `forward=`."
+                )
 
     def collect(self, weight: float) -> Statistics:
         """Return what a microbatch wrote, weighted; :meth:`refresh` puts the start back."""

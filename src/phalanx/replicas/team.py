@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, TypeVar
 
 from phalanx.errors import GroupAborted, OutOfSpace, StateError
@@ -18,6 +20,10 @@ __all__ = ["Inline", "Team"]
 
 T = TypeVar("T")
 _SIGNALS_HEARD_S = 1.0  # Python runs signal handlers between waits, not inside them
+_SIGNALS = (  # those that programs answer; to look at all takes 0.1 ms
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2),
+)
 
 
 class _Seat:
@@ -181,6 +187,10 @@ class Team:
             del failures  # its traceback holds this frame: a cycle would keep the caller's objects
         return results
 
+    def is_alone(self) -> bool:
+        """Tell whether the program has no threads of Python's but these and the calling one."""
+        return {*threading.enumerate()} <= {*self._threads, threading.current_thread()}
+
     @property
     def closed(self) -> bool:
         """Whether the threads were dismissed."""
@@ -214,6 +224,15 @@ class Inline:
         self._intra_op = intra_op
         self.closed = False
 
+    def each_whole(self, task: Callable[[int], T]) -> list[T]:
+        """As :meth:`each`, but a Ctrl-C arrives after it, as it does where threads do the work."""
+        with contextlib.ExitStack() as held:
+            if threading.current_thread() is threading.main_thread():  # handlers run nowhere else
+                for number in _SIGNALS:
+                    if callable(signal.getsignal(number)):
+                        held.enter_context(_held(number))
+            return self.each(task)
+
     def each(self, task: Callable[[int], T]) -> list[T]:
         """Run ``task(0)`` here and now; a Ctrl-C arrives inside of it."""
         before = num_threads()
@@ -223,9 +242,26 @@ class Inline:
         finally:
             set_intra_op(before)
 
+    def is_alone(self) -> bool:
+        """Tell whether the program has no thread of Python's but the calling one."""
+        return threading.enumerate() == [threading.current_thread()]
+
     def close(self) -> None:
         """Do nothing more; closing twice does nothing."""
         self.closed = True
+
+
+@contextlib.contextmanager
+def _held(number: int) -> Iterator[None]:
+    """Call the handler of signal ``number`` only after the body, if the signal came."""
+    came: list[FrameType | None] = []
+    handler = signal.signal(number, lambda _, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
+        if came and callable(handler):
+            handler(number, came[0])
 
 
 def _bind(task: Callable[[int], T], index: int) -> Callable[[], T]:

@@ -6,16 +6,19 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.clock import now_s
+from phalanx.errors import UnsupportedError
 from phalanx.memory import keep_freed_memory
 from phalanx.plan import BufferRules, check_workloads, read_intra_op
 from phalanx.replicas.batch_norm import batch_norm_names, synchronise_batch_norm
+from phalanx.replicas.compiling import CompileOnce
 from phalanx.replicas.crew import Crew, Job, Span, blame, default_intra_op
 from phalanx.replicas.meeting import Meeting
 from phalanx.replicas.modes import CallerModes
-from phalanx.replicas.replica import Replica
+from phalanx.replicas.replica import Replica, refuse_lazy
+from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.stopwatch import Stopwatch
 from phalanx.replicas.sums import Partial
 from phalanx.replicas.team import Inline, Team
@@ -67,11 +70,15 @@ class ThreadCrew(Crew):
         alone = isinstance(source, nn.Module)
         sources = [source] * len(devices) if isinstance(source, nn.Module) else list(source)
         self.sources = tuple(sources)
+        self.one_source = alone
         self.parameters = _all_parameters(sources)
         self.devices = tuple(devices)
         self._intra_op = read_intra_op(intra_op) or default_intra_op(devices)
         self._timed = timed
         keep_freed_memory()
+        for own in self.sources:
+            refuse_lazy(own)
+        reaching = SourceGradients(self.parameters)
         self.replicas = [
             Replica(
                 own,
@@ -80,6 +87,8 @@ class ThreadCrew(Crew):
                 all_parameters=self.parameters,
                 prefix="" if alone else f"{index}.",
                 rules=rules,
+                reaching=reaching,
+                only_one=not alone and sources.count(own) == 1,
             )
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
@@ -92,6 +101,7 @@ class ThreadCrew(Crew):
             for key, parameter in owner._parameters.items()
             if parameter is not None
         ]
+        self.compile_once = CompileOnce(sources)
         self._meeting = self._synchronise(sources[0], rules) if alone and rules else None
         if inline:
             self._team = Inline(intra_op=self.intra_op)
@@ -107,6 +117,11 @@ class ThreadCrew(Crew):
         ]
         if not names or len(self.replicas) == 1:
             return None
+        if self.compile_once:
+            raise UnsupportedError(
+                "`module` must not be compiled where batch norms wait for each other "
+                "(buffers='sync'), but is. Do not compile it, or give its buffers another rule."
+            )
         meeting = Meeting()
         synchronise_batch_norm([replica.module for replica in self.replicas], names, meeting)
         return meeting
@@ -173,12 +188,6 @@ class ThreadCrew(Crew):
         """Dismiss the threads; closing twice does nothing."""
         self._team.close()
 
-    def _drew_aside(self, job: Job, before: Tensor) -> bool:  # noqa: ARG002
-        if torch.equal(before, torch.get_rng_state()):
-            return False
-        torch.set_rng_state(before)
-        return True
-
     def _work_on(self, job: Job) -> None:
         modes = CallerModes.capture(self.devices)
         shapes = [parameter.shape for parameter in self.parameters] if job.feedback else []
@@ -186,7 +195,7 @@ class ThreadCrew(Crew):
 
         def serve(index: int) -> None:
             with modes.entered(self.devices[index]), self.attending(index):
-                _serve(self.replicas[index], job, shapes, self.stopwatch(index))
+                _serve(self.replicas[index], job, shapes, self.stopwatch(index), self.compile_once)
 
         with self.open_meeting(members):
             self._team.each(serve)
@@ -197,12 +206,20 @@ def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def _serve(replica: Replica, job: Job, shapes: Sequence[torch.Size], watch: Stopwatch) -> None:
+def _serve(
+    replica: Replica,
+    job: Job,
+    shapes: Sequence[torch.Size],
+    watch: Stopwatch,
+    compile_once: CompileOnce,
+) -> None:
     replica.refresh()
     while (index := job.take(replica.index)) is not None:
         start_s = now_s()
         try:
-            job.results[index] = job.run(job.turn(replica, index))
+            batch = job.microbatches[index]
+            with compile_once.running("run", replica.device, batch), replica.running():
+                job.results[index] = job.run(job.turn(replica, index))
             written = replica.statistics.collect(job.weights[index])
             replica.statistics.refresh()
             gradients = replica.take_gradients()

@@ -22,13 +22,14 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """
     left_alone: list[Callable[P, T]] = []
 
-    @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         compiler = sys.modules.get("torch._dynamo")
         if compiler is None:
             return function(*args, **kwargs)
         if not left_alone:
             left_alone.append(compiler.disable(function))
+            # Or it would compile this very function, once for each operator that is called by it.
+            compiler.eval_frame.skip_code(run.__code__)
         return left_alone[0](*args, **kwargs)
 
-    return run
+    return functools.wraps(function)(run)

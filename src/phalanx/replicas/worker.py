@@ -11,7 +11,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,12 +24,14 @@ from phalanx.plan import BufferRules
 from phalanx.replicas.crew import Turn
 from phalanx.replicas.draws import derive_seed
 from phalanx.replicas.filler import Filler
+from phalanx.replicas.global_values import PackedGlobals, adopt_globals
 from phalanx.replicas.intra_op import set_intra_op
 from phalanx.replicas.mailbox import Outbox, collect
 from phalanx.replicas.mirror import Changes, place_buffers, take_over
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.parcel import load, pack
 from phalanx.replicas.replica import Replica
+from phalanx.replicas.rng import RngPlan
 from phalanx.replicas.settings import adopt_settings
 from phalanx.replicas.shelf import Place, Shelf
 from phalanx.replicas.slots import Filling, SlotLayout
@@ -81,6 +83,7 @@ class Birth:
         slot: Where in a slot what one microbatch leaves lies; the region comes with each task.
         rules: What becomes of buffers that it writes.
         steps: Whether errands will step an optimizer.
+        values: Those of global variables that the code in ``blob`` reads.
     """
 
     blob: bytes
@@ -88,6 +91,7 @@ class Birth:
     slot: SlotLayout
     rules: BufferRules | None = None
     steps: bool = False
+    values: PackedGlobals = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,15 @@ class Order:
     Attributes:
         run: What is to be called with the `Turn`.
         settings: Those of the crew's process.
+        rng: How microbatches get their random numbers.
+        values: Of global variables that have changed since the worker's birth.
     """
 
     run: Callable[[Turn], Any]  # Any: the result, whatever the caller's
     modes: CallerModes
     settings: tuple[Any, ...]  # Any: see `read_settings`
+    rng: RngPlan
+    values: PackedGlobals = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,7 @@ class Task:
     order: Order | Packed
     batch: Nested
     weight: float
-    seed: tuple[int, ...] | None
+    seed: tuple[int, ...]
     slot: int
     changes: Changes
     reply: Place | None
@@ -172,8 +180,8 @@ class Done:
         filling: What is in the slot.
         result_bytes: How much room those before it would take where the task said `reply`; known
             when they have been packed.
-        drew: Whether the model drew random numbers from the microbatch's own generator.
-        drew_aside: Whether it drew from the process's.
+        drew: Whether the model drew random numbers.
+        drew_hidden: Whether it drew any where calls from Python do not show it.
         busy_s: Seconds of work.
     """
 
@@ -181,7 +189,7 @@ class Done:
     filling: Filling
     result_bytes: int | Needed
     drew: bool
-    drew_aside: bool
+    drew_hidden: bool
     start_s: float
     stop_s: float
     busy_s: float
@@ -247,10 +255,10 @@ class Worker:
         self.kept: dict[str, Any] = {}
         self._filler = Filler(birth.slot, shelf)
         self._module, self._shared = _born(birth, shelf)
+        adopt_globals(birth.values, [self._module, *self._shared])
         self._replica = Replica(self._module, _CPU, index, rules=birth.rules)
         self._packed_order = b""
         self._order: Order | None = None
-        self._generator = torch.get_rng_state()  # of this process, before the microbatch
         self._buffers_seen = -1
 
     def work(self, message: Any) -> bytes:  # Any: the messages above
@@ -268,21 +276,23 @@ class Worker:
 
     def _compute(self, task: Task, outbox: Outbox) -> Done:
         start_s = now_s()
-        order, before = task.order, self._generator
+        order = task.order
         assert isinstance(order, Order)
         self._follow(task.changes)
         turn = Turn(
             replica=self._replica,
             index=task.index,
             batch=task.batch,
-            seed=None if task.seed is None else derive_seed(*task.seed, task.index),
+            seed=derive_seed(*task.seed, task.index),
+            rng=order.rng,
             kept=self.kept,
+            in_worker=True,
         )
         watch = Stopwatch(_CPU, waited_s=lambda: 0.0, settles=False)
         replica, kind = self._replica, type(order.run).__qualname__
         try:
             with order.modes.entered(_CPU):
-                with self._filler.receiving(task.slot, kind):
+                with self._filler.receiving(task.slot, kind), replica.running():
                     reach("before forward")
                     result = order.run(turn)
                     reach("after backward")
@@ -292,19 +302,15 @@ class Worker:
         except BaseException:
             replica.drop_gradients()
             replica.statistics.collect(0.0)
-            torch.set_rng_state(before)
             self._filler.settle(task.slot)
             raise
-        drew_aside = not torch.equal(before, torch.get_rng_state())
-        if drew_aside:
-            torch.set_rng_state(before)
         busy_s = watch.lap()
         return Done(
             result=result,
             filling=filling,
             result_bytes=Needed(outbox),
-            drew=turn.drew.is_set(),
-            drew_aside=drew_aside,
+            drew=turn.rng_use.drew.is_set(),
+            drew_hidden=turn.rng_use.hidden.is_set(),
             start_s=start_s,
             stop_s=now_s(),
             busy_s=busy_s,
@@ -315,8 +321,8 @@ class Worker:
         if self._order is None or packed != self._packed_order:
             order: Order = load(packed, lambda token: self._shared[token[1]])
             self._order, self._packed_order = order, packed
+            adopt_globals(order.values, [self._module, *self._shared])
         adopt_settings(self._order.settings)
-        self._generator = torch.get_rng_state()
         return self._order
 
     # Any: a token, and what it stands for.
@@ -342,7 +348,8 @@ def _born(birth: Birth, shelf: Shelf) -> tuple[nn.Module, list[Any]]:
     def find(pid: Any) -> nn.Parameter:
         _, index, kind, place, value, trained, attributes = pid
         if index not in made:
-            tensor = shelf.at(place) if value is None else load(value)
+            # `data`: a region's tensors have one version, which must tell of this one's writes.
+            tensor = shelf.at(place).data if value is None else load(value)
             made[index] = torch.Tensor._make_subclass(kind, tensor, trained)
             made[index].__dict__.update(attributes)
         return made[index]

@@ -1,4 +1,13 @@
-"""Which run to join, and as whom: told by the caller, or by torchrun's variables."""
+"""Which run to join, and as whom: told by the caller, or by the variables of what started us.
+
+    phalanx launch, torchrun    RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, TORCHELASTIC_RUN_ID
+    Open MPI's mpirun           OMPI_COMM_WORLD_RANK, …
+    MPICH's mpiexec             PMI_RANK, …
+    Slurm's srun                SLURM_PROCID, …
+
+A process that one of these has started is never a worker of its own: what the variables leave open
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +17,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.memory import ProcessIdentity
 
 __all__ = ["Ticket", "read_ticket"]
 
@@ -26,18 +36,53 @@ class Ticket(NamedTuple):
     num_workers: int | None
 
 
+class _Starter(NamedTuple):
+    """How a starter of processes tells them who they are.
+
+    Attributes:
+        name: As messages call it, and as runs are called.
+        rank: The variable with a process's number.
+        size: That with the number of processes.
+        here: That with the number of those on this host.
+        job: Those that tell one start from another; none for the process that started us.
+    """
+
+    name: str
+    rank: str
+    size: str
+    here: str
+    job: tuple[str, ...]
+
+
+_STARTERS = (
+    _Starter(
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
+    ),
+    _Starter("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ()),
+    _Starter("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", ()),
+)
+_WAY_OUT = "Start them with `phalanx launch`, or give `join` a `run`, which names what they share."
+_TORCH = ("RANK", "WORLD_SIZE")
+_LONGEST_NAME = 100
+_LARGEST_STEP = 4_000_000_000  # Slurm numbers what is no step of srun, a batch script say, beyond
+
+
 def read_ticket(
     run: str | None, num_workers: int | None, environment: Mapping[str, str] | None = None
 ) -> Ticket:
     """Decide which run to join.
 
     Args:
-        run: The name, if the caller gave one. It comes before torchrun's variables.
+        run: The name, if the caller gave one. It comes before all variables.
         num_workers: How many are expected, if the caller said.
         environment: The variables; None for this process's.
 
     Raises:
-        ConfigError: The variables contradict each other or the caller.
+        ConfigError: The variables contradict each other or the caller, or do not say enough.
         UnsupportedError: The run is spread over several hosts.
 
     Example:
@@ -49,21 +94,95 @@ def read_ticket(
     if run is not None:
         return Ticket(run, None, num_workers)
     found = os.environ if environment is None else environment
-    if "RANK" not in found or "WORLD_SIZE" not in found:
-        return Ticket(None, None, num_workers)
-    rank, size = _number(found, "RANK"), _number(found, "WORLD_SIZE")
-    if not rank < size:
-        raise ConfigError(f"`RANK` must be below `WORLD_SIZE` ({size}), but is {rank}.")
-    if num_workers not in (None, size):
+    ticket = _torchs(found, num_workers) or _others(found, num_workers)
+    return ticket or Ticket(None, None, num_workers)
+
+
+def _torchs(found: Mapping[str, str], num_workers: int | None) -> Ticket | None:
+    """Read torchrun's variables; None where they are not there, or set by hand for torch alone."""
+    numbers = _rank_and_size(found, *_TORCH)
+    if numbers is None:
+        return None
+    rank, size = numbers
+    _check_expected(num_workers, size, "torchrun's `WORLD_SIZE`")
+    here = _number(found, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in found else None
+    if here is None and "TORCHELASTIC_RUN_ID" not in found:
+        other = _others(found, num_workers)  # whose numbers a script has copied, say
+        if other is not None and other[1:] == (rank, size):
+            return other
         raise ConfigError(
-            f"`num_workers` must be torchrun's `WORLD_SIZE` ({size}), but is {num_workers}."
+            f"`LOCAL_WORLD_SIZE` must say how many of the {size} workers are on this host where "
+            f"`RANK` and `WORLD_SIZE` are set, but is not set. Set it to {size} if all are. "
+            + _WAY_OUT
         )
-    if "LOCAL_WORLD_SIZE" in found and _number(found, "LOCAL_WORLD_SIZE") != size:
+    _check_here(size, here, "LOCAL_WORLD_SIZE", str(here))
+    return Ticket(_torchs_run(found), rank, size)
+
+
+def _others(found: Mapping[str, str], num_workers: int | None) -> Ticket | None:
+    for starter in _STARTERS:
+        if starter.name == "slurm" and not _is_step(found):
+            continue
+        numbers = _rank_and_size(found, starter.rank, starter.size)
+        if numbers is None:
+            continue
+        rank, size = numbers
+        _check_expected(num_workers, size, f"`{starter.size}`")
+        if size == 1:
+            return Ticket(None, None, num_workers)
+        if starter.here not in found:
+            raise ConfigError(
+                f"`{starter.here}` must say how many of the {size} workers are on this host where "
+                f"`{starter.rank}` is set, but is not set. {_WAY_OUT}"
+            )
+        text = found[starter.here]
+        here = int(text) if text.isdecimal() else None  # Slurm says 2(x3) of three hosts
+        _check_here(size, here or 0, starter.here, text)
+        return Ticket(_clean(f"{starter.name}-{_job(found, starter)}"), rank, size)
+    return None
+
+
+def _is_step(found: Mapping[str, str]) -> bool:
+    step = found.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < _LARGEST_STEP
+
+
+def _job(found: Mapping[str, str], starter: _Starter) -> str:
+    if starter.name == "slurm":
+        return f"{found.get('SLURM_JOB_ID', '')}-{found['SLURM_STEP_ID']}"
+    for name in starter.job:
+        if name in found:
+            return found[name]
+    parent = ProcessIdentity.of(os.getppid())  # on one host one process has started them all
+    return f"{parent.pid}-{parent.start_ticks}"
+
+
+def _rank_and_size(found: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
+    there = [name for name in (rank, size) if name in found]
+    if not there:
+        return None
+    for name in (rank, size):
+        if name not in found:
+            raise ConfigError(
+                f"`{name}` must be set where `{there[0]}` is, but is not. Set both or neither. "
+                + _WAY_OUT
+            )
+    numbers = _number(found, rank), _number(found, size)
+    if not numbers[0] < numbers[1]:
+        raise ConfigError(f"`{rank}` must be below `{size}` ({numbers[1]}), but is {numbers[0]}.")
+    return numbers
+
+
+def _check_expected(num_workers: int | None, size: int, what: str) -> None:
+    if num_workers not in (None, size):
+        raise ConfigError(f"`num_workers` must be {what} ({size}), but is {num_workers}.")
+
+
+def _check_here(size: int, here: int | None, name: str, text: str) -> None:
+    if here not in (None, size):
         raise UnsupportedError(
-            f"All {size} workers of a table must be on one host, but `LOCAL_WORLD_SIZE` is "
-            f"{found['LOCAL_WORLD_SIZE']}."
+            f"All {size} workers of a table must be on one host, but `{name}` is {text}."
         )
-    return Ticket(_run_name(found), rank, size)
 
 
 def _number(found: Mapping[str, str], name: str) -> int:
@@ -72,10 +191,14 @@ def _number(found: Mapping[str, str], name: str) -> int:
     return int(found[name])
 
 
-def _run_name(found: Mapping[str, str]) -> str:
+def _torchs_run(found: Mapping[str, str]) -> str:
     """Name this start of the run: the same in all its workers, another after a restart."""
     run = found.get("TORCHELASTIC_RUN_ID", "none")
     if run == "none":  # what torchrun says where it was given no id: then the port is what differs
         run = "port-" + found.get("MASTER_PORT", "0")
     restart = found.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return re.sub(r"[^A-Za-z0-9._-]", "-", f"torchrun-{run}-{restart}")
+    return _clean(f"torchrun-{run}-{restart}")
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name)[:_LONGEST_NAME]

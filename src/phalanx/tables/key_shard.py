@@ -103,6 +103,10 @@ class KeyShard:
         self._line[_NEWEST] = _first_exponent(self._spec)
         self.newest().begin()
 
+    def close(self) -> None:
+        """Let go of the generation, which knows this shard, so that both go at once."""
+        self._known = None
+
     @property
     def num_rows(self) -> int:
         """How many keys are there."""

@@ -64,6 +64,8 @@ class KeyStorage(Sharded[KeyShard]):
     @property
     def nbytes(self) -> int:
         """How much memory the table takes now, logs apart."""
+        if self._closed:
+            return 0
         return self.region.nbytes + sum(shard.nbytes for shard in self.shards)
 
     def _seed(self) -> int:

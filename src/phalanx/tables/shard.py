@@ -151,6 +151,9 @@ class Shard:
         """How many interrupted adds were undone."""
         return self._header[_UNDONE]
 
+    def close(self) -> None:
+        """Let go of nothing by itself: the memory goes with the last reference to the shard."""
+
     def current(self) -> Tensor:
         """Return the values as they are now; for who holds the lock."""
         return self.values[self._header[_WORD] & _CURRENT]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.errors import ConfigError, PeerTimeout
+from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.memory import LockFile, MatrixRows, RangeLock, Region, Waiting, reach
 from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.rounds import READY, OpenRegion, Rounds
@@ -18,6 +18,9 @@ from phalanx.tables.shard import Entry, refuse_nonfinite
 from phalanx.tables.spec import Layout, TableSpec
 
 __all__ = ["READ_POINTS", "Sharded"]
+
+_KEPT = {"spec", "_closed", "_last_undone"}
+"""What a table still has when it is closed."""
 
 READ_POINTS = ("before read", "reader's lock held", "rows read")
 """Where the chaos tests stop a get, in its order; it takes a lock only where adds overtake it."""
@@ -40,9 +43,24 @@ class Part(Protocol):
     def add(self, entry: Entry, timeout_s: float) -> None: ...
     def apply_round(self, number: int, entries: Sequence[Entry], timeout_s: float) -> None: ...
     def begin_backup(self, worker: int, timeout_s: float) -> None: ...
+    def close(self) -> None: ...
 
 
 P = TypeVar("P", bound=Part)
+
+
+class _Closed:
+    """Stands in the place of what a closed table had; whoever still uses it is told so."""
+
+    def __init__(self, table: str) -> None:
+        self._table = table
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise StateError(
+            f"Table {self._table!r} must belong to a world that is open, but its world is closed."
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = _refuse
 
 
 class Sharded(Generic[P]):
@@ -60,6 +78,8 @@ class Sharded(Generic[P]):
     def __init__(
         self, spec: TableSpec, region: Region, open_region: OpenRegion, membership: Membership
     ) -> None:
+        self._closed = False
+        self._last_undone = 0
         self.spec = spec
         self.region = region
         self._membership = membership
@@ -251,11 +271,26 @@ class Sharded(Generic[P]):
     @property
     def num_undone(self) -> int:
         """How many interrupted adds were undone, by anybody."""
-        return sum(shard.num_undone for shard in self.shards)
+        return self._last_undone if self._closed else sum(s.num_undone for s in self.shards)
 
     def close(self, timeout_s: float) -> None:
-        """Let go of the locks; the memory goes with the last tensor over it."""
+        """Let go of the locks and the memory, also where somebody keeps a handle of the table.
+
+        A call that another thread is in keeps what it uses until it returns.
+
+        Raises:
+            StateError: As :meth:`LockFile.close`; the table is still open.
+        """
+        if self._closed:
+            return
         self._file.close(timeout_s)
+        self._last_undone = self.num_undone
+        self._closed = True
+        for shard in self.shards:
+            shard.close()
+        closed = _Closed(self.spec.name)
+        for name in set(vars(self)) - _KEPT:
+            setattr(self, name, closed)
 
 
 def _first_free(left: Sequence[tuple[P, Entry]]) -> int:

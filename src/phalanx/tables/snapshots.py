@@ -29,14 +29,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
+from phalanx.files import open_regular, read_text
 from phalanx.plan import check_argument
 from phalanx.tables.spec import TableSpec
+from phalanx.tables.updaters import state_dtype
 
 __all__ = ["load_parts", "read_directory", "save_parts"]
 
 Bytes = NDArray[np.uint8]
 
 _VERSION = 1
+_MOST_MANIFEST_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 23  # given to the disk at a time
 _ALIGN_BYTES = 4096  # of memory, places and lengths that can go to a disk past the cache
 _NUM_BUFFERS = 3  # one is filled or hashed, one is written, one waits
@@ -253,15 +256,15 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
     """
     manifest = directory / f"{spec.name}.json"
     try:
-        found = json.loads(manifest.read_text())
-        data = directory / Path(found["file"]).name
+        found = json.loads(read_text(manifest, max_bytes=_MOST_MANIFEST_BYTES))
+        data = directory / Path(found["file"]).name  # never elsewhere
         theirs, digest, version = found["table"], found["sha256"], found["version"]
     except FileNotFoundError:
         raise CheckpointError(
             f"`directory` must hold a snapshot of table {spec.name!r}, but {str(manifest)!r} is "
             f"not there. The table must have the name that it had then."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise CheckpointError(
             f"{str(manifest)!r} must describe a snapshot of table {spec.name!r}, but does not "
             f"({exc})."
@@ -299,27 +302,40 @@ def _refuse_other(spec: TableSpec, theirs: object, manifest: Path) -> None:
 
 def _read_parts(spec: TableSpec, data: Path, digest: str) -> list[Tensor]:
     try:
-        if _digest(data) != digest:
-            raise CheckpointError(f"{str(data)!r} must be as it was written, but is damaged.")
-        tensors = load_file(data)
+        with open_regular(data) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                raise CheckpointError(f"{str(data)!r} must be as it was written, but is damaged.")
+            # The open file, and not whatever has its name by now.
+            tensors = load_file(f"/proc/self/fd/{file.fileno()}")
         parts = [tensors[name] for name in _part_names(spec)]
-    except (OSError, SafetensorError, KeyError) as exc:
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as exc:
         raise CheckpointError(
             f"{str(data)!r} must hold the tensors of table {spec.name!r}, but does not ({exc})."
         ) from exc
-    values = parts[int(spec.has_keys)]
-    shape = (len(parts[0]) if spec.has_keys else spec.rows, spec.cols)
-    if values.shape != shape or values.dtype != spec.dtype:
-        raise CheckpointError(
-            f"{str(data)!r} must hold {spec.dtype}, {shape}, but holds "
-            f"{values.dtype}, {tuple(values.shape)}."
-        )
+    _check_parts(spec, parts, data)
     return parts
 
 
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _check_parts(spec: TableSpec, parts: list[Tensor], data: Path) -> None:
+    """Refuse tensors of another shape or dtype than the table's, and keys that stand twice."""
+    rows = parts[0].numel() if spec.has_keys else spec.rows
+    wanted: list[tuple[tuple[int, ...], torch.dtype]] = []
+    if spec.has_keys:
+        wanted.append(((rows,), torch.int64))
+    wanted.append(((rows, spec.cols), spec.dtype))
+    for kind in spec.updater.states:
+        wanted.append(((rows, spec.cols if kind == "element" else 1), state_dtype(spec.dtype)))
+    for name, part, (shape, dtype) in zip(_part_names(spec), parts, wanted, strict=True):
+        if tuple(part.shape) != shape or part.dtype != dtype:
+            raise CheckpointError(
+                f"{str(data)!r} must hold {name} as {dtype}, {shape}, but holds {part.dtype}, "
+                f"{tuple(part.shape)}."
+            )
+    if spec.has_keys and len(parts[0].unique()) != rows:
+        raise CheckpointError(
+            f"{str(data)!r} must hold each key once, but holds {rows - len(parts[0].unique())} "
+            "more."
+        )
 
 
 def _sync(path: Path) -> None:

@@ -118,7 +118,7 @@ class _House:
             self.membership.close(timeout_s)
         if self._directory is not None:
             self._directory.close()
-        self._regions.clear()
+        self._storages, self._key_storages, self._regions = {}, {}, {}
 
 
 class World:
@@ -510,11 +510,11 @@ def join(
     create: bool = True,
     timeout_s: float = 30.0,
 ) -> World:
-    """Become a worker: of this process alone, of the run torchrun started, or of run ``run``.
+    """Become a worker: of this process alone, of the run that was started, or of run ``run``.
 
     Args:
-        run: A name that the processes of one run on this host agree on. None for torchrun's run if
-            its variables are there, else for this process and its threads alone.
+        run: A name that the processes of one run on this host agree on. None for the run of what
+            started us (torchrun, mpirun, srun), else for this process and its threads alone.
         sync: Whether tables are bulk-synchronous unless they say otherwise.
         staleness: k for bounded staleness, unless tables say otherwise; 0 is bulk-synchronous.
         num_workers: How many will come. Then barriers and rounds wait for those too who have not
@@ -523,10 +523,10 @@ def join(
         timeout_s: How long calls wait for others.
 
     Raises:
-        ConfigError: The name is none, or others said another ``num_workers``.
+        ConfigError: The name is none, others said another ``num_workers``, or variables lack.
         StateError: There is no such run, and ``create`` is False.
         OutOfSpace: There is no room in ``/dev/shm``.
-        UnsupportedError: torchrun's workers are on several hosts.
+        UnsupportedError: The workers are on several hosts.
 
     Example:
         >>> with join() as world:

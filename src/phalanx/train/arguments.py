@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -24,7 +25,7 @@ from phalanx.plan import (
     read_number,
     read_whole,
 )
-from phalanx.replicas import check_patience
+from phalanx.replicas import check_patience, refuse_scripts
 from phalanx.train.crews import CREWS
 from phalanx.types import Device, WeightFn
 
@@ -59,6 +60,7 @@ def check_options(
     """Refuse options that cannot work."""
     if not isinstance(module, nn.Module):
         raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
+    refuse_scripts(module)
     if microbatches is not None:
         read_count("microbatches", microbatches, 1, way_out="Give None for one slice per replica.")
     read_intra_op(intra_op)
@@ -187,18 +189,25 @@ def check_fit(loader: Any, validate: Any, epochs: int | None, steps: int | None)
 
 
 def make_optimizer(
-    make: Callable[[list[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]
+    make: Callable[[list[nn.Parameter]], Optimizer] | None, parameters: list[nn.Parameter]
 ) -> Optimizer:
     """Make the optimizer, and refuse one that a trainer cannot step."""
-    if not callable(make):
+    told = "not given" if make is None else repr(type(make).__name__)
+    if make is None or not callable(make):
         raise ConfigError(
-            "`optimizer` must be a function that makes one from parameters, but is "
-            f"{type(make).__name__!r}. Give lambda params: torch.optim.AdamW(params, lr=1e-3)."
+            f"`optimizer` must be a function that makes one from parameters, but is {told}. Give "
+            "lambda params: torch.optim.AdamW(params, lr=1e-3)."
         )
     if not parameters:
         raise ConfigError(
             "`module` must have at least one parameter to be trained, but has none. Run it as it "
             "is, or in a `DataParallel`."
+        )
+    if isinstance(make, nn.Module) or not _takes_one(make):
+        raise ConfigError(
+            "`optimizer` must be a function of the parameters alone, but is "
+            f"{getattr(make, '__name__', type(make).__name__)!r}. Give Trainer(module, loss, "
+            "optimizer), in this order."
         )
     optimizer = make(parameters)
     if not isinstance(optimizer, Optimizer):
@@ -212,6 +221,17 @@ def make_optimizer(
             f"{type(optimizer).__name__!r} needs a closure or sparse gradients. Choose another."
         )
     return optimizer
+
+
+def _takes_one(function: Callable[..., object]) -> bool:
+    """Tell whether ``function`` can be called with one argument, as far as it says."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # some built-in functions do not say
+        return True
+    return True
 
 
 def make_scheduler(

@@ -1,10 +1,14 @@
 """A trainer's state on disk: safetensors for tensors, JSON for the rest, no code.
 
-    DIR/checkpoint.json         position, options, optimizer's groups, scheduler, a digest of each
-    file below DIR/model.safetensors       the module's state dict, under the unwrapped module's
-    keys DIR/optimizer.safetensors   the optimizer's state tensors
+    DIR/checkpoint.json         position, options, optimizer's groups, scheduler, all files' digests
+    DIR/model.safetensors       the module's state dict, under the unwrapped module's keys
+    DIR/buffers.safetensors     buffers that training writes and no state dict has
+    DIR/optimizer.safetensors   the optimizer's state tensors
     DIR/order.safetensors       the generators that decide the data's order
     DIR/metrics.safetensors     what the running epoch's metrics have counted
+    DIR/codec.safetensors       what the codec has left over
+
+safetensors has no complex128: such tensors are stored as pairs of float64, and listed in the JSON.
 
 A checkpoint is written into a folder beside DIR, synced, and renamed; DIR is the old one or the new
 one, never half of each. A crash between the two renames leaves the old one as DIR.previous, which
@@ -17,7 +21,9 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -26,15 +32,27 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError, UnsupportedError
+from phalanx.files import open_regular, read_text, save_tensors
 
-__all__ = ["Stored", "load_stored", "pack_state", "save_stored", "unpack_like"]
+__all__ = ["Stored", "check_packed", "load_stored", "pack_state", "save_stored", "unpack_like"]
 
 _FORMAT = 1
 _DOCUMENT = "checkpoint.json"
+_MOST_DOCUMENT_BYTES = 1 << 28  # ten bytes for each parameter of twenty million
+_MOST_PACKED = 1 << 12  # elements of a tensor that goes into the JSON
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.bool, torch.uint8, torch.int32, torch.int64),
+    )
+}
+_FILE_NAME = re.compile(r"[a-z_]{1,100}\.safetensors")
 _DAMAGES = (
     OSError,
     ValueError,
@@ -96,10 +114,15 @@ def _check_place(folder: Path, names: Collection[str]) -> None:
 def _write(stored: Stored, fresh: Path) -> None:
     """Write all files to the empty folder ``fresh``; they are on the disk afterwards."""
     digests = {}
+    complex128 = {
+        name: names
+        for name, tensors in stored.tensors.items()
+        if (names := sorted(k for k, v in tensors.items() if v.dtype == torch.complex128))
+    }
     for name, tensors in stored.tensors.items():
         file = fresh / f"{name}.safetensors"
         try:
-            safetensors.torch.save_file({k: _own(v) for k, v in tensors.items()}, file)
+            save_tensors({k: _own(v) for k, v in tensors.items()}, file)
         except (KeyError, ValueError) as error:
             raise UnsupportedError(
                 f"Tensors of `{name}` must be of a dtype that safetensors can store, but one is "
@@ -107,7 +130,7 @@ def _write(stored: Stored, fresh: Path) -> None:
             ) from error
         digests[file.name] = _digest(file)
         _sync(file)
-    document = {"format": _FORMAT, "files": digests, **stored.values}
+    document = {"format": _FORMAT, "files": digests, "complex128": complex128, **stored.values}
     text = json.dumps({"digest": _digest_of(document), "content": document}, indent=1)
     (fresh / _DOCUMENT).write_text(text, encoding="utf-8")
     _sync(fresh / _DOCUMENT)
@@ -186,33 +209,54 @@ def load_stored(folder: Path) -> Stored:
         if not (folder / _DOCUMENT).exists() and (previous / _DOCUMENT).exists():
             folder = previous
     with _damage_named(folder / _DOCUMENT):
-        sealed = json.loads((folder / _DOCUMENT).read_text(encoding="utf-8"))
+        sealed = json.loads(read_text(folder / _DOCUMENT, max_bytes=_MOST_DOCUMENT_BYTES))
         document = sealed["content"]
         if sealed["digest"] != _digest_of(document):
             raise ValueError("its digest differs from the one that was written")
-        files = dict(document.pop("files"))
-        version = document.pop("format")
+        version, files = document.pop("format"), document.pop("files")
+        complex128 = document.pop("complex128", {})  # none in older ones
+        if version == _FORMAT:
+            _check_files(files)
     if version != _FORMAT:
         raise CheckpointError(
-            f"Checkpoint `{folder}` must be of format {_FORMAT}, but is of format {version!r}. "
+            f"Checkpoint `{folder}` must be of format {_FORMAT}, but is of format {version!r:.80}. "
             "Read it with the version of Phalanx that wrote it."
         )
     stored = Stored(values=document)
     for name, digest in files.items():
-        with _damage_named(folder / name):
-            if _digest(folder / name) != digest:
+        with _damage_named(folder / name), open_regular(folder / name) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise ValueError("its digest differs from the one that was written")
-            mapped = safetensors.torch.load_file(folder / name)
+            # The open file, and not whatever has its name by now.
+            mapped = safetensors.torch.load_file(f"/proc/self/fd/{file.fileno()}")
             # Copied: who writes to the file later, or unplugs its disk, must not change our state.
-            stored.tensors[Path(name).stem] = {k: v.clone() for k, v in mapped.items()}
+            tensors = {k: v.clone() for k, v in mapped.items()}
+            for each in complex128.get(Path(name).stem, ()):
+                tensors[each] = _complex_of(tensors[each])
+            stored.tensors[Path(name).stem] = tensors
     return stored
+
+
+# Any: JSON.
+def _check_files(files: Any) -> None:
+    """Refuse names that lead out of the folder, or are none that we write."""
+    for name, digest in files.items():
+        if not _FILE_NAME.fullmatch(name) or not isinstance(digest, str):
+            raise ValueError(f"it names {name!r:.80} as one of its files")
 
 
 def pack_state(state: object) -> Any:
     """Return a scheduler's or optimizer's plain state as JSON can hold it.
 
-    Mappings become lists of pairs, so that keys keep their type.
+    Mappings become lists of pairs, so that keys keep their type; small tensors of real numbers,
+    such as a learning rate, keep their dtype.
     """
+    if (
+        isinstance(state, Tensor)
+        and state.numel() <= _MOST_PACKED
+        and _dtype_name(state) in _DTYPES
+    ):
+        return {"tensor": [_dtype_name(state), list(state.shape), state.flatten().tolist()]}
     if isinstance(state, Mapping):
         return {"pairs": [[pack_state(k), pack_state(v)] for k, v in state.items()]}
     if isinstance(state, (list, tuple)):
@@ -221,12 +265,36 @@ def pack_state(state: object) -> Any:
         return state
     raise CheckpointError(
         f"A checkpoint must hold plain values, but {type(state).__name__} {state!r} is none. Use a "
-        "scheduler or an optimizer whose state is numbers, strings, lists and dicts."
+        "scheduler or an optimizer whose state is numbers, strings, lists, dicts and small tensors."
     )
+
+
+# Any: JSON.
+def check_packed(packed: Any) -> None:
+    """Check that ``packed`` is what :func:`pack_state` makes.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if isinstance(packed, dict) and "tensor" in packed:
+        _read_tensor(packed)
+    elif isinstance(packed, dict):
+        pairs = packed.get("pairs")
+        if len(packed) != 1 or not isinstance(pairs, list):
+            raise ValueError(f"{packed!r:.80} is no mapping of `save()`")
+        for pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2 or isinstance(pair[0], (dict, list)):
+                raise ValueError(f"{pair!r:.80} is no key with its value")
+            check_packed(pair[1])
+    elif isinstance(packed, list):
+        for value in packed:
+            check_packed(value)
 
 
 def unpack_like(packed: Any, like: object) -> Any:
     """Undo :func:`pack_state`; tuples and counters come back where ``like`` has them."""
+    if isinstance(packed, dict) and "tensor" in packed:
+        return _read_tensor(packed).to(like.device if isinstance(like, Tensor) else "cpu")
     if isinstance(packed, dict):
         source = like if isinstance(like, Mapping) else {}
         pairs = {k: unpack_like(v, source.get(k)) for k, v in packed["pairs"]}
@@ -242,6 +310,23 @@ def unpack_like(packed: Any, like: object) -> Any:
     return packed
 
 
+# Any: JSON.
+def _read_tensor(packed: Any) -> Tensor:
+    """Return a tensor as :func:`pack_state` packs it."""
+    try:
+        dtype, shape, values = packed["tensor"]
+        tensor = torch.tensor(values, dtype=_DTYPES[dtype])
+        if len(packed) == 1 and tensor.dim() == 1 and tensor.numel() == math.prod(shape):
+            return tensor.reshape(shape)
+    except (KeyError, ValueError, TypeError, OverflowError, RuntimeError):
+        pass
+    raise ValueError(f"{packed!r:.80} is no tensor of `save()`")
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 @contextlib.contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
     try:
@@ -255,7 +340,18 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 def _own(tensor: Tensor) -> Tensor:
     """Return ``tensor`` in plain memory of its own, as safetensors wants it."""
+    if tensor.dtype == torch.complex128:
+        tensor = torch.view_as_real(tensor.detach().resolve_conj())
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _complex_of(pairs: Tensor) -> Tensor:
+    """Undo what :func:`_own` does to a complex tensor."""
+    if pairs.dtype != torch.float64 or pairs.shape[-1:] != (2,):
+        raise ValueError(
+            f"{pairs.dtype} of shape {tuple(pairs.shape)} is no complex128 of `save()`"
+        )
+    return torch.view_as_complex(pairs)
 
 
 def _digest_of(document: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Layout, Rows, equal_sizes, workload_sizes
+from phalanx.plan import Layout, Rows, Samples, equal_sizes, open_rows, workload_sizes
 from phalanx.train.sharding import Shard
 from phalanx.types import Nested, WeightFn
 
@@ -90,8 +90,8 @@ class Cutter:
                 "`fit()`, later batches of an epoch may have fewer rows."
             )
 
-    def _rows(self, batch: Nested) -> Shard | Rows:
-        return batch if isinstance(batch, Shard) else Rows(batch, self.layout)
+    def _rows(self, batch: Nested) -> Shard | Rows | Samples:
+        return batch if isinstance(batch, Shard) else open_rows(batch, self.layout)
 
     def _weights(self, parts: Sequence[Nested], sizes: Sequence[int]) -> list[float]:
         if self.weight is None:

@@ -28,13 +28,15 @@ from phalanx.replicas import (
     Turn,
     check_statistics,
     refuse_lazy,
+    refuse_scripts,
     sum_statistics,
     write_statistics,
 )
 from phalanx.train.crews import CrewMaker
 from phalanx.train.cutting import Cut, Cutter
+from phalanx.train.events import StepDone
 from phalanx.train.formation import Formation
-from phalanx.train.position import Loss
+from phalanx.train.position import History, Loss, Position
 from phalanx.train.rank_stepping import RankStepper
 from phalanx.train.ranks import RankCrew, RankSums
 from phalanx.train.shared_stepping import SharedStepper
@@ -46,6 +48,7 @@ from phalanx.train.stepping import (
     open_stepper,
 )
 from phalanx.train.sums import LocalSums
+from phalanx.train.untrained import Untrained
 from phalanx.train.work import Outcome
 from phalanx.types import Nested
 
@@ -63,6 +66,21 @@ class Updated:
     work_s: tuple[float, ...]
     slice_s: tuple[float, ...]
     """Seconds that each slice took before merging, where there is one slice per replica."""
+
+    def told(self, before: Position, seconds: float) -> StepDone:
+        """Return what callbacks are told of it."""
+        return StepDone(
+            step=before.steps + 1,
+            epoch=before.epochs,
+            batch=before.batch,
+            loss=self.loss.value,
+            samples=self.loss.samples,
+            seconds=seconds,
+            shares=self.shares,
+            busy_s=self.busy_s,
+            spans=self.spans,
+            work_s=self.work_s,
+        )
 
 
 class Engine:
@@ -82,15 +100,21 @@ class Engine:
         workloads: Sequence[float] | None,
         clip_norm: float | None,
         feedback: Feedback | None,
+        history: History,
+        untrained: Untrained,
         open_crew: CrewMaker,
     ) -> None:
+        self._history = history
+        self._untrained = untrained
         self._feedback = feedback
         self._module = module
         self._optimizer = optimizer
         self._cutter = cutter
         self._clip_norm = clip_norm
         self._torn = False  # whether a step failed when the optimizer had begun
+        self._num_steps = 0
         refuse_lazy(module)
+        refuse_scripts(module)
         check_members(module, optimizer)
         self._groups = _trainable(optimizer)
         self._flat = FlatParameters(self._groups, allocate=open_crew.allocate)
@@ -133,15 +157,32 @@ class Engine:
         if isinstance(self._stepper, FlatStepper):
             self._stepper.dissolve()
         self._flat.release()
+        self._untrained.tell()
 
-    def complete_state(self) -> None:
+    def complete_state(self, *, changed: bool = False) -> None:
         """Bring the optimizer's whole state into this process, where ranks have a part each.
+
+        Args:
+            changed: What is trained is not what it was; all ranks must find that.
 
         Raises:
             StateError: There is no whole state: a step failed half way.
+            PeerError: Ranks' weights differ.
         """
+        if changed and isinstance(self.crew, RankCrew):
+            self.crew.agree_to_open_anew()
         self._check_whole()
         self._stepper.complete()
+        self.check_alike()
+
+    def check_alike(self) -> None:
+        """Compare the ranks' weights, where there are ranks.
+
+        Raises:
+            PeerError: They differ.
+        """
+        if isinstance(self.crew, RankCrew):
+            self.crew.check_alike(self._module)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -165,15 +206,27 @@ class Engine:
         self.crew.outdate()
 
     def _open_stepper(self) -> Stepper:
-        if self._alone:
+        if self._alone or self._history.plain_steps:
             return WholeStepper(self._optimizer, self._flat)
         crew = self.crew
+        sharing: Callable[[Optimizer, FlatParameters], FlatStepper]
         if isinstance(crew, RankCrew) and isinstance(self._sums, RankSums):
-            own = partial(RankStepper, crew=crew, sums=self._sums)
-            return open_stepper(self._optimizer, self._flat, own)
-        if isinstance(crew, ProcessCrew):
-            return open_stepper(self._optimizer, self._flat, partial(SharedStepper, crew=crew))
-        return open_stepper(self._optimizer, self._flat, partial(FlatStepper, num_parts=len(crew)))
+            sharing = partial(RankStepper, crew=crew, sums=self._sums)
+        elif isinstance(crew, ProcessCrew):
+            sharing = partial(SharedStepper, crew=crew)
+        else:
+            sharing = partial(FlatStepper, num_parts=len(crew))
+        stepper = open_stepper(self._optimizer, self._flat, sharing)
+        self._history.plain_steps = isinstance(stepper, WholeStepper)
+        return stepper
+
+    def _step_plainly(self) -> None:
+        """Leave all further steps to the user's optimizer as it is."""
+        if isinstance(self._stepper, FlatStepper):
+            self._stepper.complete()
+            self._stepper.dissolve()
+            self._stepper = WholeStepper(self._optimizer, self._flat)
+            self._history.plain_steps = True
 
     def cut(self, batch: Nested, workloads: Sequence[float]) -> Cut:
         """Cut ``batch`` as this formation computes it, for replicas with ``workloads``.
@@ -234,6 +287,9 @@ class Engine:
         if self._alone:  # as `zero_grad()` does: the new gradients find the old ones' memory
             for parameter in self._flat.parameters:
                 parameter.grad = None
+        plain = isinstance(self._stepper, FlatStepper) and not self._stepper.is_untouched()
+        if isinstance(self.crew, RankCrew):
+            self.crew.steps_plainly = plain or isinstance(self._stepper, WholeStepper)
         report = compute(self.crew, pieces, run, seed, self._feedback)
         statistics = sum_statistics(operand.statistics for operand in report.operands)
         buffers = self._buffers() if statistics else {}
@@ -241,10 +297,8 @@ class Engine:
         if count is not None:
             count(report)
         missing = self._sums.take(report)
-        if missing and isinstance(self._stepper, FlatStepper):
-            self._stepper.complete()
-            self._stepper.dissolve()
-            self._stepper = WholeStepper(self._optimizer, self._flat)
+        if missing or plain:
+            self._step_plainly()
         summed = self._clip_norm is not None or isinstance(self._stepper, WholeStepper)
         if self._alone and isinstance(self._stepper, WholeStepper):
             assert isinstance(self._sums, LocalSums)
@@ -272,8 +326,12 @@ class Engine:
             self._finish(buffers, statistics)
             commit(loss)
 
-        self.crew.each(finish)
+        self.crew.each(finish, whole=True)
         self._sums.forget()
+        self._untrained.note([self._flat.parameters[index] for index in missing])
+        self._num_steps += 1
+        if self._num_steps.bit_count() == 1:  # 1, 2, 4, 8, …: it costs a pass over all weights
+            self.check_alike()
         return self._describe(pieces, report, spans, loss)
 
     def _finish(self, buffers: dict[str, Tensor], statistics: dict[str, Statistic]) -> None:
@@ -281,6 +339,7 @@ class Engine:
         if self._feedback is not None:
             self._feedback.commit()
         write_statistics(buffers, statistics)
+        self._history.buffers.update(statistics)
         self._torn = False
         self.crew.outdate()
 

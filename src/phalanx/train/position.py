@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["Loss", "Position"]
+__all__ = ["History", "Loss", "Position"]
 
 
 @dataclass(frozen=True)
@@ -80,3 +80,17 @@ class Position:
     def to_values(self) -> dict[str, Any]:
         """Return what JSON can hold."""
         return asdict(self)
+
+
+@dataclass
+class History:
+    """What a run has met that decides how it goes on, in this process or in another.
+
+    Attributes:
+        plain_steps: The user's optimizer is stepped as it is from now on, not in parts: a parameter
+            got no gradient, say, or somebody changed its state. Parts would round otherwise.
+        buffers: Names of the buffers that training has written.
+    """
+
+    plain_steps: bool = False
+    buffers: set[str] = field(default_factory=set)

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from phalanx.memory import FlatParameters, Segment
+from phalanx.train.elementwise import STEP
 from phalanx.train.ranks import RankCrew, RankSums
-from phalanx.train.stepping import STEP, FlatStepper
+from phalanx.train.stepping import FlatStepper
 
 __all__ = ["RankStepper"]
 

@@ -45,6 +45,8 @@ __all__ = ["RankCrew", "RankReport", "RankSums", "open_ranks", "write_once"]
 
 T = TypeVar("T")
 _TRACED = 64  # elements of each microbatch that tell one batch from another
+_ANEW = "opened anew"  # what an account says in the place of a step
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -69,6 +71,7 @@ class RankCrew(Crew):
     Attributes:
         counts: Replicas by rank.
         all_workloads: Their relative shares, rank after rank.
+        steps_plainly: Whether the optimizer of this rank is stepped as it is, and not in parts.
 
     Raises:
         ConfigError: Ranks differ in their model; it says which.
@@ -77,15 +80,26 @@ class RankCrew(Crew):
     def __init__(self, local: ThreadCrew, module: nn.Module, exchange: Exchange) -> None:
         self.local = local
         self.exchange = exchange
+        self.steps_plainly = False
         self.workloads = local.workloads
+        self.sources = local.sources
         self.parameters = local.parameters
-        own = json.dumps({"workloads": local.workloads, "model": _digest_of(module)})
-        told = [json.loads(each) for each in exchange.gather(own.encode())]
+        self.sources = local.sources
+        frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
+        own = {"workloads": local.workloads, "model": _digest_of(module), "frozen": frozen}
+        told = [json.loads(each) for each in exchange.gather(json.dumps(own).encode())]
         for rank, each in enumerate(told):
             if each["model"] != told[0]["model"]:
                 raise ConfigError(
                     f"All ranks must train the same model, but rank {rank}'s has other parameters "
                     "than rank 0's. Build it from the same arguments in every process."
+                )
+            differing = sorted({*each["frozen"]} ^ {*told[0]["frozen"]})
+            if differing:
+                here = 0 if differing[0] in told[0]["frozen"] else rank
+                raise ConfigError(
+                    f"All ranks must train the same parameters, but `{differing[0]}` is frozen on "
+                    f"rank {here} and not on rank {rank - here}. Freeze it in every process."
                 )
         self.counts = [len(each["workloads"]) for each in told]
         self.all_workloads = [share for each in told for share in each["workloads"]]
@@ -115,7 +129,11 @@ class RankCrew(Crew):
         """
         assert only is None
         assert feedback is None  # refused by `check_ranks`
-        told = {"seed": seed, "weights": [each.hex() for each in weights]}
+        told = {
+            "seed": seed,
+            "weights": [each.hex() for each in weights],
+            "plain": self.steps_plainly,
+        }
         moment = json.dumps({**told, "rows": _trace_of(microbatches)})
         try:
             report = super().run(
@@ -147,6 +165,43 @@ class RankCrew(Crew):
         stop = list(accumulate(sizes))[self.exchange.rank]
         return range(stop - sizes[self.exchange.rank], stop)
 
+    def agree_to_open_anew(self) -> None:
+        """Tell all ranks that what is trained here is not what it was; all must tell the same.
+
+        Raises:
+            ConfigError: Other ranks are at a step of what was trained so far; they hear of it.
+        """
+        account = Account(_ANEW, "ConfigError: what it trains was changed, and not on all ranks")
+        told = [Account.read(each) for each in self.exchange.gather(account.pack())]
+        others = [rank for rank, each in enumerate(told) if each.moment != _ANEW]
+        if others:
+            raise ConfigError(
+                "All ranks must train the same parameters, but those that are frozen, the "
+                f"optimizer's groups, or the module were changed on rank {self.exchange.rank} and "
+                f"not on rank {others[0]}. Change them in every process, before the same step."
+            )
+
+    def check_alike(self, module: nn.Module) -> None:
+        """Compare the parameters of all ranks by a checksum.
+
+        Raises:
+            PeerError: They differ; on every rank, naming the same one.
+        """
+        own = [_checksum_of(each) for each in module.parameters()]
+        told = [json.loads(each) for each in self.exchange.gather(json.dumps(own).encode())]
+        for rank, each in enumerate(told):
+            for (name, _), ours, theirs in zip(
+                module.named_parameters(), told[0], each, strict=True
+            ):
+                if ours != theirs:
+                    raise PeerError(
+                        f"All ranks must hold the same weights, but rank {rank}'s differ from "
+                        f"rank 0's, first in `{name}`. Let whatever writes them (an optimizer that "
+                        "draws noise, a callback) do the same in every process, from generators "
+                        "with the same seed, and start again from a checkpoint before this.",
+                        rank,
+                    )
+
     def align(self, module: nn.Module) -> None:
         """Give all ranks the parameters and buffers of rank 0."""
         tensors = [*module.parameters(), *module.buffers()]
@@ -159,14 +214,18 @@ class RankCrew(Crew):
 
     # -- what the replicas here do -----------------------------------
 
-    def each(self, task: Callable[[int], T]) -> list[T]:
+    def each(self, task: Callable[[int], T], *, whole: bool = False) -> list[T]:
         """Run ``task(replica index)`` in every local replica's thread at once."""
-        return self.local.each(task)
+        return self.local.each(task, whole=whole)
 
     @property
     def intra_op(self) -> int:
         """Threads inside operators, per replica."""
         return self.local.intra_op
+
+    def is_alone(self) -> bool:
+        """Tell whether the program has no threads of Python's but these and the calling one."""
+        return self.local.is_alone()
 
     def __len__(self) -> int:
         return len(self.local)
@@ -189,9 +248,6 @@ class RankCrew(Crew):
 
     def _work_on(self, job: Job) -> None:
         self.local._work_on(job)
-
-    def _drew_aside(self, job: Job, before: Tensor) -> bool:
-        return self.local._drew_aside(job, before)
 
 
 def open_ranks(local: ThreadCrew, module: nn.Module) -> RankCrew:
@@ -239,12 +295,22 @@ def _check(accounts: Sequence[Account]) -> None:
                 f"{account.error}. The step was refused everywhere and nothing has changed.",
                 rank,
             )
+        if _steps_plainly(account) != _steps_plainly(accounts[0]):
+            raise ConfigError(
+                f"All ranks must step the optimizer in the same way, but rank {rank}'s was changed "
+                "or left alone unlike rank 0's. Replace `step`, register hooks and write to the "
+                "optimizer's state in every process."
+            )
         if account.moment != accounts[0].moment:
             raise ConfigError(
                 f"All ranks must be at the same step of the same batches, but rank {rank} is not "
                 "where rank 0 is. Give every rank the whole batch, from loaders with the same "
                 "seed (no `DistributedSampler`), and the same `seed` and `microbatches`."
             )
+
+
+def _steps_plainly(account: Account) -> bool:
+    return bool(json.loads(account.moment)["plain"])
 
 
 def _trace_of(microbatches: Sequence[Nested]) -> int:
@@ -265,6 +331,14 @@ def _statistics_of(accounts: Sequence[Account], num_leaves: int) -> list[Partial
         sums, num_leaves, {node: s for each in accounts for node, s in each.statistics.items()}
     )
     return [Partial([], operand) for operand in sums.operands()]
+
+
+def _checksum_of(parameter: Tensor) -> int:
+    """Return the sum of all bits' words: one pass over memory, on the parameter's own device."""
+    values = parameter.detach().contiguous()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return int(values.view(_WORDS[values.itemsize]).sum(dtype=torch.int64))
 
 
 def _digest_of(module: nn.Module) -> str:

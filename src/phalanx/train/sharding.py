@@ -1,11 +1,13 @@
 """Let the replicas read the data: a batch is then a list of places in a data set.
 
 Each sample is read with generators seeded by (seed, epoch, its place), so whatever a data set draws
-(crops, flips, noise) is the same whoever reads it, in which batch, on which formation.
+(crops, flips, noise) is the same whoever reads it, in which batch, on which formation. They are
+joined with generators seeded by the places of all, for what `collate_fn` draws (masking, mixup).
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import weakref
@@ -19,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from phalanx.errors import ConfigError
-from phalanx.replicas import SentOnce, derive_seed
+from phalanx.replicas import RngPlan, RngUse, SentOnce, derive_seed, microbatch_rng, numpy_swap
 from phalanx.train.order import begin_epoch
 from phalanx.types import Nested
 
@@ -27,6 +29,7 @@ __all__ = ["Loaders", "Shard"]
 
 _generators = threading.Lock()  # the process's own generators serve one sample at a time
 _NUMPY_SEEDS = 1 << 32
+_JOINED = -1  # in the place of a sample's
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +38,10 @@ class Source(SentOnce):
 
     dataset: Any  # Any: the user's, anything with `__getitem__`
     collate: Callable[[list[Any]], Nested]
+
+
+# What has been read from in this process without anything to refuse.
+_watched: weakref.WeakSet[Source] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -62,22 +69,35 @@ class Shard:
         ]
 
     def read(self) -> Nested:
-        """Read all rows and join them."""
-        return self.source.collate([self._sample(place) for place in self.places])
+        """Read all rows and join them.
 
-    def _sample(self, place: int) -> Any:
-        seed = derive_seed(*self.seed, place)
-        with _generators:
-            before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-            try:
-                random.seed(seed)
-                np.random.seed(seed % _NUMPY_SEEDS)
-                torch.default_generator.manual_seed(seed)
-                return self.source.dataset[place]
-            finally:
-                random.setstate(before[0])
-                np.random.set_state(before[1])
-                torch.set_rng_state(before[2])
+        Raises:
+            UnsupportedError: The data set draws what no formation can repeat.
+        """
+        watched = self.source not in _watched
+        rows = []
+        for place in self.places:
+            with _seeded(derive_seed(*self.seed, place), watched):
+                rows.append(self.source.dataset[place])
+        with _seeded(derive_seed(*self.seed, _JOINED, *self.places), watched):
+            joined = self.source.collate(rows)
+        _watched.add(self.source)
+        return joined
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, watched: bool) -> Iterator[None]:
+    """Seed what the body draws: torch's numbers in this thread, Python's and NumPy's in all."""
+    with _generators, numpy_swap():
+        before = random.getstate(), np.random.get_state()
+        try:
+            random.seed(seed)
+            np.random.seed(seed % _NUMPY_SEEDS)
+            with microbatch_rng(seed, RngPlan(watched, throughout=True), RngUse(), reads=True):
+                yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
 
 
 class ShardedLoader:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,30 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.codecs import Feedback
-from phalanx.errors import CheckpointError, UnsupportedError
-from phalanx.train.checkpoint import Stored, load_stored, pack_state, save_stored, unpack_like
+from phalanx.errors import CheckpointError, PhalanxError, UnsupportedError
+from phalanx.train.checkpoint import (
+    Stored,
+    check_packed,
+    load_stored,
+    pack_state,
+    save_stored,
+    unpack_like,
+)
+from phalanx.train.elementwise import ELEMENTWISE, MOMENTS
 from phalanx.train.order import Order
-from phalanx.train.position import Position
-from phalanx.train.stepping import ELEMENTWISE, STEP
+from phalanx.train.position import History, Position
+from phalanx.train.stored_state import (
+    check_errors,
+    check_groups,
+    check_optimizer_entries,
+    check_scheduler_state,
+    read_formation,
+    read_name,
+    read_optional_whole,
+    read_position,
+    read_whole,
+    read_workloads,
+)
 
 __all__ = ["TrainerState", "capture_state", "restore_state", "warn_of_changes"]
 
@@ -45,6 +65,7 @@ class TrainerState:
     formation: tuple[int, int] | None
     workloads: Sequence[float] | None
     feedback: Feedback | None
+    history: History
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +94,7 @@ def capture_state(state: TrainerState, folder: Path) -> None:
         Stored(
             tensors={
                 "model": _module_state(state.module),
+                "buffers": _buffers_aside(state.module, state.history.buffers),
                 "optimizer": tensors,
                 "order": order.tensors if order is not None else {},
                 "metrics": dict(state.counted),
@@ -80,6 +102,7 @@ def capture_state(state: TrainerState, folder: Path) -> None:
             },
             values={
                 "position": state.position.to_values(),
+                "plain_steps": state.history.plain_steps,
                 "order": order.values if order is not None else None,
                 "seed": state.seed,
                 "microbatches": state.microbatches,
@@ -115,36 +138,92 @@ def restore_state(
     stored = load_stored(folder)
     values = stored.values
     try:
-        restored = Restored(
-            position=Position(**values["position"]),
-            order=None
-            if values["order"] is None
-            else Order(stored.tensors["order"], values["order"]),
-            counted=stored.tensors["metrics"],
-            seed=values["seed"],
-            microbatches=values["microbatches"],
-            formation=None if values["formation"] is None else tuple(values["formation"]),
-            workloads=_workloads_of(values.get("workloads")),  # none in older ones
-        )
+        restored = _read(stored)
+        _check_model(state.module, stored.tensors["model"], folder)  # first: it says most
         optimizer = _loadable_optimizer_state(stored, state.optimizer)
-        packed_scheduler = values["scheduler"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"Checkpoint `{folder}` must hold what `save()` writes, but does not: {error!r}."
-        ) from error
-    _check_model(state.module, stored.tensors["model"], folder)
+        scheduler = _loadable_scheduler_state(values["scheduler"], state.scheduler)
+        check_errors(stored.tensors.get("codec", {}), list(state.module.parameters()))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise _not_ours(folder, error) from error
+    buffers = stored.tensors.get("buffers", {})  # none in older ones
+    _check_buffers(state.module, buffers, folder)
     _check_optimizer(state.optimizer, stored, folder)
     _check_scheduler(state.scheduler, values.get("scheduler_type"), folder)
     _check_codec(state.feedback, values.get("codec"), folder)
+    try:
+        check_groups(optimizer["param_groups"], state.optimizer)
+        if state.scheduler is not None:
+            check_scheduler_state(scheduler, state.scheduler)
+    except (KeyError, ValueError) as error:
+        raise _not_ours(folder, error) from error
     accept(restored)
-    if state.feedback is not None:
-        slots = state.microbatches or (state.formation or restored.formation or (1,))[0]
-        state.feedback.load_state_dict(stored.tensors["codec"], num_slots=slots)
-    state.module.load_state_dict(stored.tensors["model"])
-    state.optimizer.load_state_dict(optimizer)
-    if state.scheduler is not None:
-        state.scheduler.load_state_dict(unpack_like(packed_scheduler, state.scheduler.state_dict()))
+    slots = state.microbatches or (state.formation or restored.formation or (1,))[0]
+    with _all_or_nothing(state, folder):
+        if state.scheduler is not None:
+            state.scheduler.load_state_dict(scheduler)
+        state.optimizer.load_state_dict(optimizer)
+        _keep_dtypes(state.optimizer, stored.tensors["optimizer"])
+        state.module.load_state_dict(stored.tensors["model"])
+        with torch.no_grad():
+            for name, value in buffers.items():
+                state.module.get_buffer(name).copy_(value)
+        if state.feedback is not None:  # last: it changes as a whole or not at all
+            state.feedback.load_state_dict(stored.tensors["codec"], num_slots=slots)
+    state.history.buffers = set(buffers)
+    state.history.plain_steps = values.get("plain_steps", False)  # none in older ones
     return restored
+
+
+def _read(stored: Stored) -> Restored:
+    """Read what a checkpoint says beside module, optimizer and scheduler.
+
+    Raises:
+        KeyError, TypeError, ValueError: Something is missing, or not of its kind.
+    """
+    values = stored.values
+    order = None if values["order"] is None else Order(stored.tensors["order"], values["order"])
+    if order is not None:
+        order.check()
+    for name in ("model", "optimizer", "metrics"):
+        if name not in stored.tensors:
+            raise ValueError(f"`{name}.safetensors` is none of its files")
+    read_name("optimizer", values["optimizer"])
+    for name in ("scheduler_type", "codec"):
+        read_name(name, values.get(name))
+    if not isinstance(values.get("plain_steps", False), bool):
+        raise ValueError(f"`plain_steps` is {values['plain_steps']!r:.80}, neither true nor false")
+    return Restored(
+        position=read_position(values["position"]),
+        order=order,
+        counted=stored.tensors["metrics"],
+        seed=read_whole("seed", values["seed"], -(2**63), 2**64),
+        microbatches=read_optional_whole("microbatches", values["microbatches"], 1),
+        formation=read_formation(values["formation"]),
+        workloads=read_workloads(values.get("workloads")),  # none in older ones
+    )
+
+
+@contextmanager
+def _all_or_nothing(state: TrainerState, folder: Path) -> Iterator[None]:
+    """Put module, optimizer and scheduler back if the body fails, as code of the user's may."""
+    module = {k: v.detach().cpu().clone() for k, v in _all_tensors(state.module).items()}
+    options = {"state": state.optimizer.state, "param_groups": state.optimizer.param_groups}
+    scheduler = None if state.scheduler is None else deepcopy(state.scheduler.state_dict())
+    try:
+        yield
+    except BaseException as error:
+        with torch.no_grad():
+            for name, value in _all_tensors(state.module).items():
+                value.copy_(module[name])
+        state.optimizer.__setstate__(options)  # its `load_state_dict` makes new ones of both
+        if state.scheduler is not None and scheduler is not None:
+            state.scheduler.load_state_dict(scheduler)
+        if isinstance(error, Exception) and not isinstance(error, PhalanxError):
+            raise CheckpointError(
+                f"Checkpoint `{folder}` must hold what the module, the optimizer and the scheduler "
+                f"take, but one of them raised {error!r}. Nothing has changed."
+            ) from error
+        raise
 
 
 def warn_of_changes(restored: Restored, now: TrainerState) -> None:
@@ -159,14 +238,9 @@ def warn_of_changes(restored: Restored, now: TrainerState) -> None:
             )
 
 
-# Any: JSON.
-def _workloads_of(values: Any) -> tuple[float, ...] | None:
-    if values is None:
-        return None
-    workloads = tuple(map(float, values))
-    if not all(math.isfinite(workload) and workload > 0 for workload in workloads):
-        raise ValueError(f"workloads {values!r}")
-    return workloads
+def _all_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return what a state dict holds, and the buffers that stand in none."""
+    return {**dict(module.named_buffers(remove_duplicate=False)), **_module_state(module)}
 
 
 def _module_state(module: nn.Module) -> dict[str, Tensor]:
@@ -178,6 +252,13 @@ def _module_state(module: nn.Module) -> dict[str, Tensor]:
                 f"is {type(value).__name__!r}. Keep extra state in a buffer."
             )
     return dict(state)
+
+
+def _buffers_aside(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """Return those of ``names`` that stand in no state dict, as `persistent=False` has it."""
+    ours = module.state_dict()
+    everything = module.named_buffers(remove_duplicate=False)
+    return {k: v for k, v in everything if k in names and k not in ours}
 
 
 def _optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -192,11 +273,30 @@ def _optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str,
     return tensors, scalars
 
 
+def _not_ours(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"Checkpoint `{folder}` must hold what `save()` writes, but does not: {error!r}. Give a "
+        "folder that `save()` has written."
+    )
+
+
+# Any: JSON, and what is made of it.
+def _loadable_scheduler_state(packed: Any, scheduler: LRScheduler | None) -> Any:
+    check_packed(packed)
+    return unpack_like(packed, None if scheduler is None else scheduler.state_dict())
+
+
 def _loadable_optimizer_state(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
+    for each in (*stored.values["optimizer_scalars"].values(), *stored.values["groups"]):
+        check_packed(each)
+    for group in stored.values["groups"]:
+        if not isinstance(dict(unpack_like(group, None))["params"], list):
+            raise ValueError("`groups` holds one without a list of parameters")
     packed = {
         name: unpack_like(value, None) for name, value in stored.values["optimizer_scalars"].items()
     }
+    check_optimizer_entries(stored.tensors["optimizer"], packed, optimizer)
     everything: Mapping[str, Any] = {**stored.tensors["optimizer"], **packed}
     for name, value in everything.items():
         index, key = name.split(".", 1)
@@ -229,6 +329,28 @@ def _check_model(module: nn.Module, stored: Mapping[str, Tensor], folder: Path) 
             )
 
 
+def _check_buffers(module: nn.Module, stored: Mapping[str, Tensor], folder: Path) -> None:
+    """Refuse what training wrote into buffers outside of the state dict that are not here."""
+    ours = dict(module.named_buffers(remove_duplicate=False))
+    for name, tensor in stored.items():
+        here = _kind(ours[name]) if name in ours else "no such buffer"
+        if here != _kind(tensor):
+            raise CheckpointError(
+                f"Checkpoint `{folder}` holds buffer `{name}`, which training writes, as "
+                f"{_kind(tensor)}, but the model has {here}. Build the model that was saved."
+            )
+
+
+def _keep_dtypes(optimizer: Optimizer, stored: Mapping[str, Tensor]) -> None:
+    """Give state its stored dtype back: torch casts what it loads to the parameter's."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, tensor in stored.items():
+        index, key = name.split(".", 1)
+        entry = optimizer.state[parameters[int(index)]]
+        if entry[key].dtype != tensor.dtype:
+            entry[key] = tensor.to(entry[key].device)
+
+
 def _check_optimizer(optimizer: Optimizer, stored: Stored, folder: Path) -> None:
     ours, theirs = type(optimizer).__name__, stored.values["optimizer"]
     if ours != theirs:
@@ -255,7 +377,7 @@ def _check_moments(optimizer: Optimizer, stored: Mapping[str, Tensor], folder: P
     for name, tensor in stored.items():
         index, key = name.split(".", 1)
         shape = tuple(parameters[int(index)].shape)
-        if key != STEP and tuple(tensor.shape) != shape:
+        if key in MOMENTS and tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"Checkpoint `{folder}` must hold `{key}` of the optimizer's parameter {index} in "
                 f"its shape {shape}, but holds it in {tuple(tensor.shape)}. Give the optimizer its "

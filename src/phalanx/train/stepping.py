@@ -14,12 +14,13 @@ what plain torch would have. Parts end at whole blocks: bits do not depend on th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from phalanx.memory import (
     Allocate,
@@ -30,10 +31,9 @@ from phalanx.memory import (
     dense_strides,
     zeros,
 )
+from phalanx.train.elementwise import STEP, is_elementwise, state_is_uniform
 
 __all__ = [
-    "ELEMENTWISE",
-    "STEP",
     "FlatStepper",
     "Stepper",
     "WholeStepper",
@@ -41,17 +41,15 @@ __all__ = [
     "open_stepper",
 ]
 
-ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad)
 _FUSED_ON_CPU = (SGD, Adam, AdamW, Adagrad)
 _EachThread = Callable[[Callable[[int, int], None]], object]
-STEP = "step"  # the one state entry of these optimizers that has not the parameter's shape
 
 
 class Stepper(Protocol):
     """How the step is shared among threads."""
 
     def fits(self) -> bool:
-        """Tell whether the optimizer's state is still what this was made for."""
+        """Tell whether the optimizer still has the state and the groups that this was made for."""
 
     def prepare(self, missing: Sequence[int]) -> None:
         """Get ready in the caller's thread; ``missing`` parameters got no gradient."""
@@ -72,7 +70,7 @@ def open_stepper(
     sharing: Callable[[Optimizer, FlatParameters], FlatStepper],
 ) -> Stepper:
     """Return the stepper that shares the work, or else the one that leaves it whole."""
-    if _is_elementwise(optimizer) and _state_is_uniform(optimizer, flat):
+    if is_elementwise(optimizer) and state_is_uniform(optimizer, flat):
         return sharing(optimizer, flat)
     return WholeStepper(optimizer, flat)
 
@@ -143,17 +141,23 @@ class FlatStepper:
         self._optimizer = optimizer
         self._flat = flat
         self._pieces = [_PieceOptimizer(optimizer, part) for part in flat.parts(num_parts)]
+        self._gradients = [flat.gradient(index) for index in range(len(flat.parameters))]
         self._bound: tuple[Any, ...] = ()
-        self._counters: dict[int, Tensor] = {}  # by segment: every member's own count of steps
+        # By segment: every member's own count of steps, which users see, and what it should be.
+        self._counters: dict[int, Tensor] = {}
+        self._counted: dict[int, Tensor] = {}
         # For state that a step is about to make, by segment, name and dtype.
         self._rooms: dict[tuple[int, str, torch.dtype], Tensor] = {}
         if optimizer.state:
             self._scatter_state()
         self._remember()
 
-    def prepare(self, missing: Sequence[int]) -> None:  # noqa: ARG002 - `open_stepper` sees to it
+    def prepare(self, missing: Sequence[int]) -> None:  # noqa: ARG002 - the engine sees to it
         for piece in self._pieces:
             piece.copy_options(self._optimizer)
+        for parameter, gradient in zip(self._flat.parameters, self._gradients, strict=True):
+            if parameter.grad is not gradient:  # after the user's `zero_grad()`
+                parameter.grad = gradient
         self._reserve_state()
 
     def _reserve_state(self) -> None:
@@ -183,6 +187,7 @@ class FlatStepper:
         if self._signature() != self._bound:
             self._gather_state()
             self._bound = self._signature()
+            self._remember()
         self._count()
 
     def _signature(self) -> tuple[Any, ...]:
@@ -196,34 +201,48 @@ class FlatStepper:
                 counters.copy_(owned[0][1][STEP])
             else:  # the segment is another process's
                 counters.add_(1)
+            self._counted[place] = counters.clone()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-
-        self._remember()
 
     def complete(self) -> None:
         """It is."""
 
     def fits(self) -> bool:
-        """Tell whether nobody has put another state, other groups or hooks into the optimizer."""
-        state, groups, size = self._known
-        optimizer = self._optimizer
-        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        return (
-            optimizer.state is state
-            and optimizer.param_groups is groups
-            and len(state) == size
-            and not hooks
-        )
+        return self._optimizer.state is self._state and self._optimizer.param_groups is self._groups
+
+    def is_untouched(self) -> bool:
+        """Tell whether nobody has replaced `step` or what the state holds, or added hooks.
+
+        Moments that are written in place are the parts' own, and need no telling.
+        """
+        entries = _filled(self._optimizer.state)
+        values = list(_values(entries))
+        if len(entries) != len(self._entries) or len(values) != len(self._values):
+            return False
+        if not all(map(operator.is_, entries, self._entries)):
+            return False
+        if not all(map(operator.is_, values, self._values)):
+            return False
+        if _addresses(values) != self._addresses:  # after `exp_avg.data = ...`
+            return False
+        if not all(torch.equal(self._counters[at], each) for at, each in self._counted.items()):
+            return False
+        return is_elementwise(self._optimizer)
 
     def _remember(self) -> None:
-        state = self._optimizer.state
-        self._known = (state, self._optimizer.param_groups, len(state))
+        """Note what the user's optimizer holds now, to see later whether it was changed."""
+        self._state, self._groups = self._optimizer.state, self._optimizer.param_groups
+        self._entries = _filled(self._state)
+        self._values = list(_values(self._entries))
+        self._addresses = _addresses(self._values)
 
     def dissolve(self) -> None:
         """Leave the user's optimizer with state of its own for every parameter."""
-        for state in self._optimizer.state.values():
-            for key, value in state.items():
-                state[key] = value.clone() if isinstance(value, Tensor) else value
+        ours = {_memory_of(value) for value in self._values if isinstance(value, Tensor)}
+        for entry in _filled(self._optimizer.state):
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and _memory_of(value) in ours:
+                    entry[key] = value.clone()
 
     def _scatter_state(self) -> None:
         """Cut the user's optimizer's state into the parts."""
@@ -279,7 +298,8 @@ class FlatStepper:
             views = [segment.view(value, place, p) for place, p in enumerate(parameters)]
         elif isinstance(value, Tensor):
             counters = value.detach().reshape(1).repeat(len(segment.members))
-            self._counters[self._flat.segments.index(segment)] = counters
+            place = self._flat.segments.index(segment)
+            self._counters[place], self._counted[place] = counters, counters.clone()
             views = counters.unbind()
         for index, view in zip(segment.members, views, strict=True):
             self._optimizer.state[self._flat.parameters[index]][key] = view
@@ -396,41 +416,29 @@ class _PieceOptimizer:
         ]
 
 
+def _filled(state: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """Return the entries of parameters that have some; to ask for one's makes an empty one."""
+    return [entry for entry in state.values() if isinstance(entry, dict) and entry]
+
+
+def _values(entries: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(dict.values, entries))
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -1
+
+
+def _addresses(values: Sequence[Any]) -> list[int]:
+    return [value.data_ptr() for value in values if isinstance(value, Tensor)]
+
+
 def _options(optimizer: Optimizer, group: int) -> dict[str, Any]:
     return {
         key: value
         for key, value in optimizer.param_groups[group].items()
         if key not in ("params", "param_names")
     }
-
-
-def _is_elementwise(optimizer: Optimizer) -> bool:
-    if type(optimizer) not in ELEMENTWISE:
-        return False
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return False
-    return not any(
-        isinstance(value, Tensor) or (key in ("capturable", "differentiable") and value)
-        for group in optimizer.param_groups
-        for key, value in group.items()
-        if key != "params"
-    )
-
-
-def _state_is_uniform(optimizer: Optimizer, flat: FlatParameters) -> bool:
-    """Tell whether all parameters of a segment have the same kind of history."""
-    for segment in flat.segments:
-        states = [optimizer.state.get(flat.parameters[index], {}) for index in segment.members]
-        kinds = [{key for key, value in state.items() if value is not None} for state in states]
-        if any(kind != kinds[0] for kind in kinds):
-            return False
-        moments = [v for state in states for k, v in state.items() if k != STEP]
-        if any(isinstance(v, Tensor) and v.dtype != segment.values.dtype for v in moments):
-            return False
-        steps = [float(state[STEP]) for state in states if STEP in state]
-        if len(set(steps)) > 1:
-            return False
-    return True
 
 
 def norm_of_gradients(flat: FlatParameters, each: _EachThread) -> Tensor:

@@ -40,11 +40,12 @@ from phalanx.train.evaluation import evaluate
 from phalanx.train.events import Callback, EpochDone, FormationChosen, StepDone, Teller, WorkerLost
 from phalanx.train.formation import Formation, given
 from phalanx.train.order import Reader, is_complete
-from phalanx.train.position import Loss, Position
+from phalanx.train.position import History, Loss, Position
 from phalanx.train.sharding import Loaders
 from phalanx.train.state import TrainerState, capture_state, restore_state, warn_of_changes
 from phalanx.train.trial import Trial
-from phalanx.train.work import Work, enter_training
+from phalanx.train.untrained import Untrained
+from phalanx.train.work import Work, enter_training, leave_evaluation
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 
 __all__ = ["Trainer"]
@@ -63,7 +64,7 @@ class Trainer:
     Args:
         module: Trained in place; ``trainer.module`` is it, always current. Between construction and
             :meth:`close` its parameters lie in flat buffers.
-        loss: (outputs, targets) -> a mean over what it counts.
+        loss: (outputs, targets) -> a mean over what it counts; not with ``forward``.
         optimizer: Makes a torch optimizer from the list of the module's parameters.
         replicas: How many, or a device for each, or "auto": a short measured trial before the first
             step decides how many replicas with how many threads each.
@@ -89,16 +90,16 @@ class Trainer:
             over data sets with `__getitem__`. What these draw is the same in every formation.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
             default its rows.
-        forward: (module, microbatch) -> loss or (loss, outputs), for batches or models of another
-            form.
+        forward: (module, microbatch) -> loss, (loss, outputs) or (loss, outputs, targets), for
+            batches or models of another form; the latter two are for metrics.
         layout: Which dim of which leaf of (inputs, targets) is split; default dim 0 of all.
         clip_norm: Largest 2-norm of all gradients together.
         scheduler: Makes a learning-rate scheduler from the optimizer; stepped after every update.
         metrics: torchmetrics or functions by name, counted in :meth:`fit` and :meth:`evaluate`.
         codec: Each microbatch's gradient passes through it before they are added, with error
             feedback: "fp16", "bf16", "one_bit", "top_k", or a codec; default: none.
-        channels_last: Lay convolution weights out channels_last; default: where the model has
-            convolutions and runs so.
+        channels_last: Lay convolution weights out channels_last; default: on the CPU, where all the
+            model's layers are known to compute the same so.
         callbacks: Called with every `StepDone`, `EpochDone` and `FormationChosen`.
 
     Raises:
@@ -111,8 +112,7 @@ class Trainer:
 
     Example:
         >>> data = [(torch.ones(6, 3), torch.zeros(6, 1))]
-        >>> def sgd(params):
-        ...     return torch.optim.SGD(params, lr=0.1)
+        >>> sgd = lambda params: torch.optim.SGD(params, lr=0.1)
         >>> with Trainer(nn.Linear(3, 1), nn.functional.mse_loss, sgd, replicas=2) as trainer:
         ...     epochs = trainer.fit(data, epochs=2)
         >>> [each.steps for each in epochs]
@@ -122,8 +122,8 @@ class Trainer:
     def __init__(
         self,
         module: nn.Module,
-        loss: LossFn | None,
-        optimizer: Callable[[list[nn.Parameter]], Optimizer],
+        loss: LossFn | None = None,
+        optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
         *,
         replicas: int | str | Sequence[Device] = "auto",
         workloads: Sequence[float] | str | None = None,
@@ -161,7 +161,7 @@ class Trainer:
             check_workloads(self._workloads, len(self.devices) or None)
         self._balances = isinstance(workloads, str) and microbatches is None
         self._balancer: Balancer | None = None
-        self._work = Work(loss, forward)
+        self._work = Work(loss, forward, module)
         self._cutter = Cutter(layout if layout is not None else Layout(), microbatches, weight)
         self._metrics = ReplicaMetrics(metrics or {})
         self.optimizer = make_optimizer(optimizer, parameters)
@@ -187,6 +187,7 @@ class Trainer:
             memory_dir=None if memory_dir is None else read_folder("memory_dir", memory_dir),
             failures=self._failures,
         )
+        self._history = History()
         self._make_engine = partial(
             Engine,
             module,
@@ -195,11 +196,13 @@ class Trainer:
             workloads=self._workloads,
             clip_norm=clip_norm,
             feedback=self._feedback,
+            history=self._history,
+            untrained=Untrained(module),
         )
         self._engine: Engine | None = None
-        self._in_step = False
-        self._closed = False
+        self._in_step = self._closed = False
         self._position = Position()
+        self._resumed = False  # and no `fit` since
         self._reader = Reader()
         self._stopped = False
 
@@ -266,12 +269,13 @@ class Trainer:
     ) -> list[EpochDone]:
         """Train for ``epochs`` passes over ``loader``, or ``steps`` updates, whichever ends first.
 
-        A call that was stopped in mid-epoch is finished by the next one, in this process or after
-        :meth:`resume` in another: it goes on behind the last batch that was done.
+        An epoch that was left in the middle goes on behind the last batch that was done, and is the
+        first of this call's. The first call after :meth:`resume` ends where the one that was saved
+        in the middle would have ended, whatever ``epochs`` says.
 
         Args:
             loader: Any iterable of batches that can be iterated once per epoch.
-            epochs: Of this call; default 1, or as many as ``steps`` needs.
+            epochs: To finish; default 1, or as many as ``steps`` needs.
             validate: Evaluated after each epoch.
 
         Returns:
@@ -285,8 +289,8 @@ class Trainer:
         check_moment(closed=self._closed)
         if epochs is None and steps is None:
             epochs = 1
-        begin = self._position
-        last_epoch = begin.target
+        begin, resumed, self._resumed = self._position, self._resumed, False
+        last_epoch = begin.target if resumed else None
         if last_epoch is None and epochs is not None:
             last_epoch = self.epochs + epochs
         self._position = replace(self._position, target=last_epoch)
@@ -302,8 +306,11 @@ class Trainer:
                     finished.append(done)
         except BaseException:
             if self.steps == begin.steps:  # a call that did nothing leaves nothing to be finished
-                self._position = begin
+                self._position, self._resumed = begin, resumed
             raise
+        finally:
+            if self._position.batch == 0:  # as if the epoch had not been opened
+                self._reader.rewind(self.epochs)
         if not self._stopped:
             self._position = replace(self._position, target=None)
         return finished
@@ -319,7 +326,7 @@ class Trainer:
         check_moment(closed=self._closed)
         self._cutter.check_rows(batch)
         with caller_intra_op(1):
-            enter_training(self.module)
+            leave_evaluation(self.module)
             return self._step(batch, in_epoch=False)
 
     def resize(self, replicas: int | Sequence[Device]) -> None:
@@ -373,7 +380,7 @@ class Trainer:
     ) -> EpochDone | None:
         """Run what is left of the current epoch; None when it was left in the middle."""
         begin_s = now_s()
-        self.module.train()
+        enter_training(self.module)
         loader = self._loaders.open(loader)
         batches = self._reader.batches(loader, self._position.batch, self.epochs)
         while not is_complete(loader, self._position.batch):
@@ -381,7 +388,7 @@ class Trainer:
                 return None
             if not self._reader.reads(batches):  # a callback has called `resume()`
                 batches = self._reader.batches(loader, self._position.batch, self.epochs)
-            batch = next(batches, _END)
+            batch = self._reader.take(batches, self._position.batch, _END)
             if batch is _END:
                 break
             if self._position.batch == 0:
@@ -401,6 +408,8 @@ class Trainer:
         return self._stopped or (last_step is not None and self.steps >= last_step)
 
     def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
+        if self._engine is not None:
+            self._engine.check_alike()
         done = EpochDone(
             epoch=self.epochs,
             steps=self.steps,
@@ -451,18 +460,7 @@ class Trainer:
                 self._close_engine()
         if self._balancer is not None:
             self._balancer.observe(update.shares, update.slice_s)
-        done = StepDone(
-            step=before.steps + 1,
-            epoch=before.epochs,
-            batch=before.batch,
-            loss=update.loss.value,
-            samples=update.loss.samples,
-            seconds=now_s() - start_s,
-            shares=update.shares,
-            busy_s=update.busy_s,
-            spans=update.spans,
-            work_s=update.work_s,
-        )
+        done = update.told(before, now_s() - start_s)
         self._teller.tell_of_step(done)
         return done
 
@@ -500,6 +498,7 @@ class Trainer:
         path = read_folder("folder", folder)
         restored = restore_state(state, path, lambda rest: metrics.restore(rest.counted))
         self._position = restored.position
+        self._resumed = True
         self._reader.put_back(restored.order)
         self._metrics = metrics
         if self._formation is None and restored.formation is not None:
@@ -536,6 +535,7 @@ class Trainer:
             seed=self._seed,
             microbatches=self._microbatches,
             feedback=self._feedback,
+            history=self._history,
             formation=None
             if self._formation is None
             else (len(self._formation.devices), self._formation.intra_op),
@@ -551,7 +551,7 @@ class Trainer:
             self._exchange(resized)
         engine = self._engine
         if engine is not None and not engine.fits():
-            engine.complete_state()
+            engine.complete_state(changed=True)
             self._close_engine()
             engine = None
         if engine is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -38,13 +39,18 @@ class Trial:
         self._cutter = cutter
         self._work = work
         leaves, spec = flatten(batch)  # copied, because models may change their inputs
-        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        copies = [
+            leaf.clone()
+            if isinstance(leaf, torch.Tensor)
+            else (leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
+            for leaf in leaves
+        ]
         self._batch = unflatten(copies, spec)
 
     def settle_memory_format(self, home: torch.device, wanted: bool | None) -> None:
-        """Use channels_last weights where wanted, or (None) where the model has convolutions.
+        """Use channels_last weights where wanted, or (None) where `wants_channels_last` says so.
 
-        A model that cannot run with them, because it calls `view`, keeps its own layout.
+        Where a first batch cannot run with them, the model keeps its own layout.
         """
         if wanted is False or (wanted is None and not wants_channels_last(self._module)):
             return

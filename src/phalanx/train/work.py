@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.plan import check_function, flatten, unflatten
-from phalanx.replicas import Turn
+from phalanx.replicas import Inputs, Turn, run_backward
+from phalanx.train.foreign_leaves import find_foreign_leaves, refuse_foreign_leaves
+from phalanx.train.loss_buffers import LossBuffers
 from phalanx.train.sharding import Shard
 from phalanx.types import ForwardFn, LossFn, Nested
 
-__all__ = ["Outcome", "Work", "enter_training"]
+__all__ = ["Outcome", "Work", "enter_training", "leave_evaluation"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,21 @@ class Outcome:
 
 
 def enter_training(module: nn.Module) -> None:
-    """Put a model into training mode, if any part of it is not."""
-    if not all(each.training for each in module.modules()):
+    """Put a model into training mode, but leave parts in eval mode that are so among others.
+
+    Such parts are frozen, as batch norm often is; a model that is in eval mode as a whole has been
+    evaluated. A model may freeze its parts in `train()`, too.
+    """
+    modes = [(each, each.training) for each in module.modules()]
+    module.train()
+    if any(training for _, training in modes):
+        for each, training in modes:
+            each.training = training and each.training
+
+
+def leave_evaluation(module: nn.Module) -> None:
+    """Put a model that is in eval mode as a whole into training mode."""
+    if not any(each.training for each in module.modules()):
         module.train()
 
 
@@ -45,11 +61,12 @@ class Work:
 
     Args:
         loss: (outputs, targets) -> mean loss; needed without ``forward``.
-        forward: (module, microbatch) -> loss, or (loss, outputs); takes the place of calling the
-            module and the loss.
+        forward: (module, microbatch) -> loss, (loss, outputs) or (loss, outputs, targets); takes
+            the place of calling the module and the loss.
+        trained: The module that replicas are made of.
     """
 
-    def __init__(self, loss: LossFn | None, forward: ForwardFn | None) -> None:
+    def __init__(self, loss: LossFn | None, forward: ForwardFn | None, trained: nn.Module) -> None:
         if (loss is None) == (forward is None):
             given = "none is given" if loss is None else "both are given"
             raise ConfigError(
@@ -58,6 +75,11 @@ class Work:
         check_function("loss" if forward is None else "forward", forward if loss is None else loss)
         self._loss = loss
         self._forward = forward
+        self._loss_buffers = LossBuffers(
+            "forward" if loss is None else "loss", forward if loss is None else loss, trained
+        )
+        self._leaves_checked = False
+        self._inputs = Inputs()
 
     def training(self, scales: Sequence[float], keep_outputs: bool) -> Callable[[Turn], Outcome]:
         """Return what runs a microbatch forward and backward.
@@ -73,13 +95,15 @@ class Work:
         return _Evaluation(self, keep_outputs)
 
     def evaluate(
-        self, turn: Turn, keep_outputs: bool, *, trains: bool = False
+        self, turn: Turn, rows: Nested, keep_outputs: bool, *, trains: bool = False
     ) -> tuple[Tensor, Outcome]:
         """Run one microbatch forward; one that ``trains`` must bring no graph."""
-        rows = turn.batch.read() if isinstance(turn.batch, Shard) else turn.batch
-        batch = _to_device(rows, turn.replica.device, trains)
-        with turn.drawing():
-            loss, outputs = self._call(turn.replica.module, batch)
+        if trains:
+            _refuse_graphs(rows)
+        with self._inputs.lent(rows, turn.replica.device, trains=trains) as batch:
+            before = self._loss_buffers.note()
+            loss, outputs, targets = self._call(turn.replica.module, batch)
+            self._loss_buffers.check(before)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(
@@ -87,15 +111,30 @@ class Work:
                 "mean."
             )
         kept = _detached(outputs) if keep_outputs else None
-        targets = batch[1] if keep_outputs and _is_pair(batch) else None
-        return loss, Outcome(loss.item(), kept, targets)
+        own = _detached(targets) if keep_outputs else None
+        return loss, Outcome(loss.item(), kept, own)
+
+    def foreign_leaves(self, turn: Turn, loss: Tensor) -> list[weakref.ref[Tensor]]:
+        """Return what else a loss may train in a worker process; the first one tells."""
+        if not turn.in_worker or self._leaves_checked:
+            return []
+        return find_foreign_leaves(loss, turn.replica.leaves() | self._loss_buffers.leaves())
+
+    def check_leaves(self, found: Sequence[weakref.ref[Tensor]]) -> None:
+        """Refuse those that are still there when the microbatch is done."""
+        refuse_foreign_leaves(found)
+        self._leaves_checked = True
 
     def _call(
         self, module: nn.Module, batch: Nested
-    ) -> tuple[Any, Nested]:  # Any: the user's loss, unchecked
+    ) -> tuple[Any, Nested, Nested]:  # Any: the user's loss, unchecked
+        """Return the loss, the outputs, and the targets that metrics shall see."""
         if self._forward is not None:
             result = self._forward(module, batch)
-            return result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+            given = (result, None)
+            if isinstance(result, tuple) and len(result) in (2, 3):
+                given = result
+            return (*given, batch[1] if _is_pair(batch) else None)[:3]
         if not _is_pair(batch):
             raise ConfigError(
                 f"A batch must be a pair (inputs, targets), but is {type(batch).__name__!r}. Give "
@@ -103,13 +142,13 @@ class Work:
             )
         assert self._loss is not None
         inputs, targets = batch
-        if isinstance(inputs, dict):
+        if isinstance(inputs, Mapping):
             outputs = module(**inputs)
         elif isinstance(inputs, (tuple, list)):
             outputs = module(*inputs)
         else:
             outputs = module(inputs)
-        return self._loss(outputs, targets), outputs
+        return self._loss(outputs, targets), outputs, targets
 
 
 @dataclass(frozen=True)
@@ -121,7 +160,14 @@ class _Training:
     keep_outputs: bool
 
     def __call__(self, turn: Turn) -> Outcome:
-        loss, outcome = self.work.evaluate(turn, self.keep_outputs, trains=True)
+        rows = _rows(turn)
+        with turn.drawing():
+            outcome, foreign = self._train(turn, rows)
+        self.work.check_leaves(foreign)
+        return outcome
+
+    def _train(self, turn: Turn, rows: Nested) -> tuple[Outcome, list[weakref.ref[Tensor]]]:
+        loss, outcome = self.work.evaluate(turn, rows, self.keep_outputs, trains=True)
         if not math.isfinite(outcome.loss):
             raise ConfigError(
                 f"`loss` must be finite, but is {outcome.loss!r} in microbatch {turn.index}; "
@@ -133,10 +179,10 @@ class _Training:
                 "`loss` must depend on a parameter that requires a gradient, but does not. "
                 "Unfreeze parameters, and compute the loss from the module's outputs."
             )
-        loss.reshape(()).backward(
-            torch.as_tensor(self.scales[turn.index], dtype=loss.dtype, device=loss.device)
-        )
-        return outcome
+        foreign = self.work.foreign_leaves(turn, loss)
+        scale = torch.as_tensor(self.scales[turn.index], dtype=loss.dtype, device=loss.device)
+        run_backward([loss.reshape(())], [scale])
+        return outcome, foreign
 
 
 @dataclass(frozen=True)
@@ -147,28 +193,26 @@ class _Evaluation:
     keep_outputs: bool
 
     def __call__(self, turn: Turn) -> Outcome:
-        return self.work.evaluate(turn, self.keep_outputs)[1]
+        rows = _rows(turn)
+        with turn.drawing():
+            return self.work.evaluate(turn, rows, self.keep_outputs)[1]
+
+
+def _rows(turn: Turn) -> Nested:
+    return turn.batch.read() if isinstance(turn.batch, Shard) else turn.batch
 
 
 def _is_pair(batch: Nested) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
-def _to_device(batch: Nested, device: torch.device, trains: bool) -> Nested:
-    """Move a microbatch; its slices get version counters of their own (hence `data`)."""
-    leaves, spec = flatten(batch)
-    if trains and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+def _refuse_graphs(batch: Nested) -> None:
+    leaves, _ = flatten(batch)
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         raise ConfigError(
             "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
             "`DataParallel` to train what stands before the module."
         )
-    return unflatten(
-        [
-            leaf.data.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ],
-        spec,
-    )
 
 
 def _detached(outputs: Nested) -> Nested:

@@ -15,15 +15,17 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.world.across import Across
 from phalanx.world.arena import Arena
-from phalanx.world.call_forms import only
+from phalanx.world.call_forms import check_rank, only
 from phalanx.world.group import GroupMaker, SharedGroup
 from phalanx.world.tensors import Flat, flat_of, output_of
+from phalanx.world.uncompiled import uncompiled
 from phalanx.world.wire import Gloo
 
 __all__ = ["AcrossGroup"]
 
 
 # Any, below: as in group.py.
+@uncompiled
 class AcrossGroup(SharedGroup):
     """Ranks of several hosts: through memory within each, over gloo between.
 
@@ -55,17 +57,21 @@ class AcrossGroup(SharedGroup):
             self._post = connect("post", self.rank(), self.size(), self._timeout_s, lazy=True)
         return self._post
 
-    def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> dist.Work:
+    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> dist.Work:
         """Send to one rank."""
+        check_rank(self.size(), dstRank, "dstRank")
+        self._num_operations += 1
         flat = flat_of(only(tensors), "tensor")
-        work = self._opened_post().send([flat.data], receiver, tag)
-        return _Message(self._across, work, flat, receiver, self._timeout_s)
+        work = self._opened_post().send([flat.data], dstRank, tag)
+        return _Message(self._across, work, flat, dstRank, self._timeout_s)
 
-    def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> dist.Work:
+    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> dist.Work:
         """Receive from one rank."""
+        check_rank(self.size(), srcRank, "srcRank")
+        self._num_operations += 1
         flat = output_of(only(tensors), "tensor")
-        work = self._opened_post().recv([flat.data], sender, tag)
-        return _Message(self._across, work, flat, sender, self._timeout_s, received=True)
+        work = self._opened_post().recv([flat.data], srcRank, tag)
+        return _Message(self._across, work, flat, srcRank, self._timeout_s, received=True)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """Receive from whoever sends first."""
@@ -86,6 +92,7 @@ class AcrossGroup(SharedGroup):
         return f"AcrossGroup({self._group_name!r}, rank {self.rank()} of {self.size()})"
 
 
+@uncompiled
 class _Message(dist.Work):
     """A message under way over gloo."""
 

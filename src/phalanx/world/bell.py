@@ -14,6 +14,7 @@ import os
 import select
 from contextlib import suppress
 
+from phalanx.errors import PeerLost
 from phalanx.memory import fence
 from phalanx.world.board import Board
 
@@ -61,10 +62,24 @@ class Bells:
         self._fd_by_rank: dict[int, int] = {}
         board.wake = self.ring
 
-    def reach(self, rank: int, pid: int, fd: int) -> None:
-        """Open the bell of another process, which is there."""
-        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        self._fd_by_rank[rank] = os.open(f"/proc/{pid}/fd/{fd}", flags)
+    def reach(self, rank: int) -> None:
+        """Open the bell of another rank, which has offered it on its page.
+
+        Raises:
+            PeerLost: It is gone.
+        """
+        identity = self._board.identity_of(rank)
+        assert identity is not None
+        path = f"/proc/{identity.pid}/fd/{self._board.bell_of(rank)}"
+        try:
+            self._fd_by_rank[rank] = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except (FileNotFoundError, ProcessLookupError) as exc:
+            name = self._board.names[rank]
+            raise PeerLost(
+                f"Rank {name} of {self._board.group_size} must be alive, but its process is gone "
+                f"while the group is made. Make a new one.",
+                name,
+            ) from exc
 
     def ring_here(self) -> None:
         """Wake this rank."""

@@ -46,14 +46,14 @@ class Blame:
 
         def get() -> None:
             if self._store.check(["blame"]):
-                found.append(json.loads(self._store.get("blame")))
+                told = json.loads(self._store.get("blame"))
+                found.append(told if isinstance(told, dict) else {})
 
         _within(_STORE_S, get)
         if not found:
             return None
-        told = found[0]
-        kind = _KINDS.get(str(told["kind"]), GroupAborted)
-        return kind(str(told["text"]), int(str(told["rank"])))
+        kind, rank, text = (found[0].get(name) for name in ("kind", "rank", "text"))
+        return _KINDS.get(str(kind), GroupAborted)(str(text), rank if type(rank) is int else None)
 
     @contextmanager
     def naming(self, rank: int | None, timeout_s: float) -> Iterator[None]:
@@ -87,7 +87,7 @@ def _within(seconds: float, call: Callable[[], None]) -> None:
     """Call for as long as that: a store on a host that has vanished never answers."""
 
     def try_it() -> None:
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, ValueError):
             call()
 
     thread = threading.Thread(target=try_it, name="phalanx blame", daemon=True)

@@ -2,9 +2,8 @@
 
     page of rank r │ mark │ state │ cause │ ...      how far it is, and whether it still takes part
                    │ awaited │ wanted                for whom it sleeps, and until which mark
-                   │ pid │ start │ ...               who it is
+                   │ pid │ start │ bell │ inbox      who it is, how to wake and to write to it
                    │ signatures of its last operations, a ring of four
-                   │ descriptors of its channels, one per receiver
 
 A *mark* is a number that only grows. Whoever needs something of another waits until the other's
 mark has reached the number at which that thing is there. Python stores eight aligned bytes at once
@@ -23,9 +22,9 @@ __all__ = ["GAVE_UP", "HERE", "LEFT", "LOST", "Board", "Signature"]
 HERE, LEFT, LOST, GAVE_UP = range(4)
 """States of a rank: taking part; gone in good order; stopped because a rank was lost, or not."""
 
-_MARK, _STATE, _CAUSE, _AWAITED, _WANTED, _PID, _START = 0, 1, 2, 3, 4, 8, 9
-_SIGNATURES, _RING, _CHANNELS = 16, 4, 32
-_PAGE_ALIGN = 8
+_MARK, _STATE, _CAUSE, _AWAITED, _WANTED = range(5)
+_PID, _START, _BELL, _INBOX = range(8, 12)
+_SIGNATURES, _RING, _WORDS_PER_PAGE = 16, 4, 32
 
 
 class Signature(NamedTuple):
@@ -60,7 +59,7 @@ class Board:
         self.size = size = len(names)
         self.names = names
         self.group_size = group_size
-        self._step = self.words_per_page(size)
+        self._step = _WORDS_PER_PAGE
         self._words = region.buffer[: self.needed_bytes(size)].cast("q")
         self._mine = rank * self._step
         self.others = [other for other in range(size) if other != rank]
@@ -71,15 +70,22 @@ class Board:
         self._words[self._mine + _START] = me.start_ticks
         self._words[self._mine + _PID] = me.pid
 
+    @property
+    def words_per_page(self) -> int:
+        """How many words of eight bytes a rank has."""
+        return self._step
+
     @staticmethod
-    def words_per_page(size: int) -> int:
-        """Return how many words of eight bytes a rank has."""
-        return _CHANNELS + -(-size // _PAGE_ALIGN) * _PAGE_ALIGN
+    def needed_bytes(size: int) -> int:
+        """Return how many bytes of a region the pages take, a multiple of 64."""
+        return 8 * size * _WORDS_PER_PAGE
 
     @classmethod
-    def needed_bytes(cls, size: int) -> int:
-        """Return how many bytes of a region the pages take, a multiple of 64."""
-        return 8 * size * cls.words_per_page(size)
+    def is_in(cls, region: Region, rank: int, size: int, owner: ProcessIdentity) -> bool:
+        """Tell whether the region holds the pages of ``size`` ranks, the one of ``rank`` owned."""
+        words = region.buffer[: cls.needed_bytes(size)].cast("q")
+        at = rank * _WORDS_PER_PAGE
+        return (words[at + _PID], words[at + _START]) == owner
 
     def post(self, mark: int) -> None:
         """Say that what belongs to ``mark`` is there; all that was written before is seen then."""
@@ -162,15 +168,23 @@ class Board:
         identity = self.identity_of(rank)
         return identity is None or identity.alive()
 
-    # --- channels ---------------------------------------------------------------------------------
+    def offer_bell(self, fd: int) -> None:
+        """Let the others know the descriptor of this rank's bell."""
+        self._words[self._mine + _BELL] = fd
 
-    def offer_channel(self, receiver: int, fd: int) -> None:
-        """Let ``receiver`` know the descriptor of the channel from this rank to it."""
-        self._words[self._mine + _CHANNELS + receiver] = fd + 1
+    def bell_of(self, rank: int) -> int:
+        """Return the descriptor, in its own process, of the bell of ``rank``, which has come."""
+        return self._words[rank * self._step + _BELL]
 
-    def channel_of(self, sender: int) -> int | None:
-        """Return the descriptor, in the sender's process, of its channel to this rank."""
-        fd = self._words[sender * self._step + _CHANNELS + self.rank]
+    # --- messages ---------------------------------------------------------------------------------
+
+    def offer_inbox(self, fd: int) -> None:
+        """Let the others know the descriptor of the region that takes this rank's messages."""
+        self._words[self._mine + _INBOX] = fd + 1
+
+    def inbox_of(self, receiver: int) -> int | None:
+        """Return that region's descriptor in the receiver's process; None before it has one."""
+        fd = self._words[receiver * self._step + _INBOX]
         return fd - 1 if fd else None
 
     def close(self) -> None:

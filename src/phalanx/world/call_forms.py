@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -14,12 +15,14 @@ from phalanx.errors import ConfigError, UnsupportedError
 __all__ = [
     "check_count",
     "check_fit",
+    "check_rank",
     "cut_input",
     "cut_output",
     "cut_rows",
     "listed",
     "only",
     "options",
+    "share_memory",
 ]
 
 
@@ -66,6 +69,26 @@ def check_count(size: int, tensors: Sequence[Tensor], name: str) -> None:
         raise ConfigError(
             f"`{name}` must hold one tensor per rank ({size}), but holds {len(tensors)}."
         )
+
+
+def check_rank(size: int, rank: int, name: str) -> None:
+    """See that there is a rank of that number, before anything is sent.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if not 0 <= rank < size:
+        raise ConfigError(f"`{name}` must be a rank of the group (0 to {size - 1}), but is {rank}.")
+
+
+def share_memory(flats: Sequence[Tensor]) -> bool:
+    """Tell whether two of ``flats`` have memory in common."""
+    spans = sorted(
+        (flat.data_ptr(), flat.data_ptr() + flat.numel() * flat.itemsize)
+        for flat in flats
+        if flat.numel()
+    )
+    return any(one[1] > other[0] for one, other in pairwise(spans))
 
 
 def cut_input(size: int, whole: Tensor, part: Tensor) -> list[Tensor]:
@@ -130,13 +153,21 @@ def cut_rows(
 
 
 def options(
-    kind: Callable[[], Any], given: Any, timeout: datetime.timedelta | None = None, op: Any = None
+    kind: Callable[[], Any],
+    given: Any,
+    timeout: datetime.timedelta | None = None,
+    op: Any = None,
+    root: int | None = None,
 ) -> Any:
     """Return torch's options, made of what the shorter forms of a call give in their place."""
     if isinstance(given, kind):  # type: ignore[arg-type]
         return given
     options = kind()
-    if isinstance(given, int):
+    if root is not None:
+        options.rootRank = root
+    if isinstance(given, datetime.timedelta):
+        options.timeout = given
+    elif isinstance(given, int):
         options.rootRank = given
     elif given is not None:
         options.reduceOp = _as_op(given)

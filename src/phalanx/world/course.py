@@ -18,6 +18,7 @@ from torch import Tensor
 
 from phalanx.memory import Function, planted, reach
 from phalanx.world.board import Board, Signature
+from phalanx.world.turns import Turns
 
 __all__ = ["PIECE_POINTS", "Course", "State"]
 
@@ -26,9 +27,11 @@ PIECE_POINTS = ("piece written", "piece published", "result given", "piece ended
 
 # As in course.c.
 _NUM_WORDS = 18
-_STOPS, _NUMBER, _PIECE, _PHASE, _WANTED, _AGREED = 8, 9, 13, 15, 16, 17
+_SPIN, _STOPS, _NUMBER, _PIECE, _PHASE, _WANTED, _AGREED = 6, 8, 9, 13, 15, 16, 17
 _SPIN_NS = 150_000  # some times what the other takes for its part of a piece
 _CROWDED_SPIN_NS = 50_000
+_BUSY_SPIN_NS = 3_000  # where other work wants the core
+_SMALL_ELEMENTS = 16 << 10  # fewer are not worth the microsecond of asking
 
 
 class State(IntEnum):
@@ -55,6 +58,7 @@ class Course:
 
     def __init__(self, board: Board, whole: Tensor, slots: Tensor, slot_bytes: int) -> None:
         crowded = board.size > len(os.sched_getaffinity(0))
+        self._turns = None if crowded else Turns()
         self._memory: Tensor | None = whole
         self._words = array("q", [0] * _NUM_WORDS)
         self._at, _ = self._words.buffer_info()
@@ -66,13 +70,14 @@ class Course:
             _CROWDED_SPIN_NS if crowded else _SPIN_NS,
             crowded,
         ]
-        self._words[:_STOPS] = array(
-            "q", [whole.data_ptr(), board.words_per_page(board.size), *own]
-        )
+        self._words[:_STOPS] = array("q", [whole.data_ptr(), board.words_per_page, *own])
 
     def begin(self, operation: Signature, piece: int, flat: Tensor) -> None:
         """Begin with an operation, over ``flat``, whose first piece has that number."""
         stops = planted() is not None
+        if self._turns is not None and flat.numel() > _SMALL_ELEMENTS:
+            busy = self._turns.lost_lately()
+            self._words[_SPIN] = _BUSY_SPIN_NS if busy else _SPIN_NS
         number, what, num_elements = operation
         self._words[_STOPS:] = array(
             "q", [stops, number, what, flat.data_ptr(), num_elements, piece, 0, 0, 0, 0]

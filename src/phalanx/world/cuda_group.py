@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from phalanx.errors import UnsupportedError
 from phalanx.world.across_group import AcrossGroup
 from phalanx.world.group import SharedGroup
+from phalanx.world.uncompiled import uncompiled
 
 __all__ = ["CudaAcrossGroup", "CudaGroup", "nccl_is_here"]
 
@@ -78,6 +79,10 @@ class CudaGroup(SharedGroup):
         device = getattr(opts, "device", None)
         inner = self._inner_for({device.type} if device is not None else set())
         return super().barrier(opts, timeout) if inner is None else inner.barrier(opts)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [*super()._device_types, torch.device(self._device_type)]
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend for a device, as torch asks where a ``device_id`` is given."""
@@ -161,3 +166,4 @@ CALLS = (
 
 for _name in CALLS:
     setattr(CudaGroup, _name, _by_device(_name))
+uncompiled(CudaGroup)

@@ -16,6 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 
 import torch
 
@@ -27,6 +28,7 @@ from phalanx.world.bell import Bells
 from phalanx.world.board import LEFT, Board
 from phalanx.world.mourning import cause_state, is_missing, look, out_of_time
 from phalanx.world.pump import pump
+from phalanx.world.turns import Turns
 from phalanx.world.work import Task
 
 __all__ = ["COLLECTIVES", "Engine"]
@@ -68,6 +70,8 @@ class Engine:
         self._name = name
         self._lock = threading.RLock()  # a step may run a signal's handler, which may wait again
         self._lanes: dict[Hashable, deque[Task]] = {}
+        self._ended: deque[Task] = deque()  # whose futures have not been told yet
+        self._advancing = False
         self._broken: BaseException | None = None
         self._next_look_s = 0.0
         # One caller moves the operations at a time: two would take each other's wake-ups.
@@ -79,6 +83,7 @@ class Engine:
         self._roomy = board.size <= num_cores
         self._busy = num_cores < 2 * board.size  # no core is left for a second thread per rank
         self._spin_s = _LONGEST_SPIN_S if self._roomy else _CROWDED_SPIN_S
+        self._turns = Turns()
         self._stay_awake = keep_awake(board.size, place=board.rank, sharers=board.size)
         self.forked = False
         forget_in_child(self)
@@ -91,6 +96,8 @@ class Engine:
             "of that. Make a group of its own here."
         )
         self.forked = True
+        self._ended.clear()
+        self._advancing = False
         lanes, self._lanes = self._lanes, {}
         for task in (task for tasks in lanes.values() for task in tasks):
             task.error, task.done = self._broken, True  # who waits on a future is the parent
@@ -108,10 +115,13 @@ class Engine:
             PhalanxError: The group has failed before, or somebody needed is gone.
         """
         self._stay_awake()
-        with self._lock:
-            self._refuse_if_broken(task, needs)
-            self._lanes.setdefault(lane, deque()).append(task)
-            self._advance()
+        try:
+            with self._lock:
+                self._refuse_if_broken(task, needs)
+                self._lanes.setdefault(lane, deque()).append(task)
+                self._advance()
+        finally:
+            self._settle()
         if task.done:
             return
         if wait:
@@ -151,6 +161,7 @@ class Engine:
         """Look until ``task`` has ended."""
         if timeout_s is not None:
             task.deadline_s = min(task.deadline_s, now_s() + timeout_s)
+        pump.hand_over()
         waiting, rests = Waiting(task.timeout_s), 0
         try:
             while not task.done:
@@ -164,6 +175,7 @@ class Engine:
         except BaseException as exc:
             with self._lock:
                 self._break(self._interrupted(task, exc), task)
+            self._settle()
             raise
 
     def _first_need(self) -> Need | None:
@@ -186,7 +198,8 @@ class Engine:
 
     def _spin(self, need: Need, since_s: float) -> bool:
         ranks, mark = need
-        until_s = since_s + self._spin_s
+        busy = self._roomy and self._turns.lost_lately()
+        until_s = since_s + (_CROWDED_SPIN_S if busy else self._spin_s)
         while now_s() < until_s:
             for _ in range(_LOOKS_PER_CLOCK):
                 if self._board.reached(ranks, mark) if mark > 0 else self.advance():
@@ -222,6 +235,18 @@ class Engine:
             return self._advance()
         finally:
             self._lock.release()
+            if self._ended:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Tell the futures of what has ended, whose callbacks may begin other operations.
+
+        So it is called without the lock, and does nothing inside of a step, where a signal's
+        handler may call: whoever advances settles afterwards.
+        """
+        while self._ended and not self._advancing:
+            with suppress(IndexError):  # another thread has taken the last one
+                self._ended.popleft().settle()
 
     @property
     def broken(self) -> bool:
@@ -234,14 +259,21 @@ class Engine:
         return not self._lanes
 
     def _advance(self) -> bool:
+        outer, self._advancing = self._advancing, True
+        try:
+            return self._advance_lanes()
+        finally:
+            self._advancing = outer
+
+    def _advance_lanes(self) -> bool:
         moved = False
         for lane, tasks in list(self._lanes.items()):
             step = _ENDED
             while tasks and step == _ENDED:
                 step = self._step(tasks[0])
                 moved |= step != _STUCK
-                if step == _ENDED and tasks:
-                    tasks.popleft()
+                if step == _ENDED and tasks:  # none where the group has failed
+                    self._ended.append(tasks.popleft())
             if not tasks:
                 self._lanes.pop(lane, None)
         return moved
@@ -292,6 +324,7 @@ class Engine:
                     self._examine(tasks[0], look_closely, now)
         finally:
             self._lock.release()
+            self._settle()
 
     def _examine(self, task: Task, look_closely: bool, now: float) -> None:
         if task.need is None or task.done:
@@ -315,8 +348,10 @@ class Engine:
             self._tell(error)
         lanes, self._lanes = self._lanes, {}
         task.end(error)
+        self._ended.append(task)
         for other in (other for tasks in lanes.values() for other in tasks if not other.done):
             other.end(error)
+            self._ended.append(other)
 
     def close(self) -> list[str]:
         """Leave the group; what is under way fails, and is returned by its title."""
@@ -329,6 +364,8 @@ class Engine:
             left = [task for tasks in lanes.values() for task in tasks if not task.done]
             for task in left:
                 task.end(self._broken)
+            self._ended.extend(left)
+        self._settle()
         return [task.title for task in left]
 
 

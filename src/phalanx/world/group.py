@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import datetime
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
+from torch.autograd import profiler
 
 from phalanx.errors import ConfigError, StateError
 from phalanx.world.across import Across
@@ -25,33 +27,37 @@ from phalanx.world.arena import Arena, Need, Steps
 from phalanx.world.call_forms import (
     check_count,
     check_fit,
+    check_rank,
     cut_input,
     cut_output,
     cut_rows,
     listed,
     only,
     options,
+    share_memory,
 )
 from phalanx.world.collectives import as_bytes
+from phalanx.world.described import NAME, DescribedGroup
 from phalanx.world.engine import COLLECTIVES, Engine
 from phalanx.world.mail import Mail
 from phalanx.world.ops import reduction_of
-from phalanx.world.tensors import Flat, flat_of, output_of
+from phalanx.world.sparse import all_reduce_sparse, is_sparse
+from phalanx.world.tensors import Flat, count_as_changed, flat_of, output_of
+from phalanx.world.uncompiled import uncompiled
 from phalanx.world.within import Within
 from phalanx.world.work import SharedWork, Task
 
 __all__ = ["NAME", "SharedGroup"]
 
-NAME = "phalanx"
-
 GroupMaker = Callable[[Store, int, int, datetime.timedelta], dist.ProcessGroup]
 
 _NOBODY: Need = ((), 0)
-_LINGER_S = 10.0
+_MOST_KEPT, _LARGEST_KEPT_BYTES = 1024, 1024
 
 
 # Any, below: options are torch's own classes, which have no common base and no types.
-class SharedGroup(dist.ProcessGroup):
+@uncompiled
+class SharedGroup(DescribedGroup):
     """Ranks of one host that talk through memory; made by ``init_process_group("phalanx")``.
 
     Args:
@@ -70,15 +76,16 @@ class SharedGroup(dist.ProcessGroup):
         timeout_s: float,
         make_part: GroupMaker,
     ) -> None:
-        super().__init__(ways.rank, ways.size)
+        super().__init__(ways.rank, ways.size, store, timeout_s)
         self._make_part = make_part
         self._arena = arena
         self._ways = ways
-        self._store = store
-        self._timeout_s = timeout_s
         self._mail = Mail(arena.board)
-        self._group_name = "default"
-        self._group_desc = "undefined"
+        if isinstance(ways, Within):  # across hosts, messages go over gloo
+            self._mail.open()
+        # C++ that is given a work from Python, as DDP's `join` gives its reducer one, holds no
+        # more than its C++ half, which waits for ever once the Python half is gone.
+        self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
         self._engine = Engine(arena.board, arena.bells, self.getGroupName, ways.tell)
         self._closed = False
 
@@ -96,26 +103,41 @@ class SharedGroup(dist.ProcessGroup):
                 f"Group {self._group_name!r} must be used before it is destroyed, but {kind} comes "
                 "after. Make a new group."
             )
+        self._num_operations += 1
         timeout_s = self._seconds(opts) + self._ways.patience_s
         task = Task(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
         if needs is None:  # everybody who has not begun it yet
             board = self._arena.board
             needs = board.others, board.mark_of(board.rank) + 1
-        self._engine.start(task, lane, needs, wait=not getattr(opts, "asyncOp", True))
-        return SharedWork(task, self._engine.drive)
+        wait = not getattr(opts, "asyncOp", True)
+        if profiler._is_profiler_enabled:  # torch has no public way to ask; 1 µs where it is off
+            with profiler.record_function(f"{NAME}:{kind.partition(' ')[0]}"):
+                self._engine.start(task, lane, needs, wait=wait)
+        else:
+            self._engine.start(task, lane, needs, wait=wait)
+        work = SharedWork(task, self._engine.drive)
+        if not wait and _is_small(result):
+            self._kept.append(work)
+        return work
 
     def _seconds(self, opts: Any) -> float:
         """Return how long a call with these options may take."""
         timeout = getattr(opts, "timeout", None)
-        if timeout is not None and timeout > datetime.timedelta(0):
+        if timeout is not None and timeout >= datetime.timedelta(0):  # unset, it is negative
             return float(timeout.total_seconds())
         return self._timeout_s
 
+    def _root(self, opts: Any) -> int:
+        check_rank(self._ways.size, opts.rootRank, "root")
+        return int(opts.rootRank)
+
     # --- reducing ---------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SharedWork:
+    def allreduce(
+        self, tensors: Any, opts: Any = None, timeout: Any = None, op: Any = None
+    ) -> SharedWork:
         """Reduce over all ranks, in place."""
-        opts = options(dist.AllreduceOptions, opts, timeout)
+        opts = options(dist.AllreduceOptions, opts, timeout, op)
         return self._all_reduce(listed(tensors), opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
@@ -123,6 +145,8 @@ class SharedGroup(dist.ProcessGroup):
         return self._all_reduce(tensors, options(dist.AllreduceCoalescedOptions, opts))
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:
+        if any(is_sparse(tensor) for tensor in tensors):
+            return self._all_reduce_sparse(only(tensors), opts)
         if len(tensors) == 1:
             flat = output_of(tensors[0], "tensor")
             if not flat.copied:  # by far the most frequent call
@@ -131,6 +155,8 @@ class SharedGroup(dist.ProcessGroup):
                     one = self._ways.all_reduce(flat.data, reduction)
                     return self._run("all_reduce", one, tensors, opts)
         flats = [output_of(tensor, "tensor") for tensor in tensors]
+        if share_memory([flat.data for flat in flats]):  # each is reduced as it is now
+            flats = [Flat(flat.tensor, flat.data.clone(), True) for flat in flats]
         reductions = [reduction_of(opts.reduceOp, flat.data.dtype) for flat in flats]
 
         def steps() -> Steps:
@@ -142,29 +168,42 @@ class SharedGroup(dist.ProcessGroup):
 
         return self._run("all_reduce", steps(), list(tensors), opts)
 
+    def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> SharedWork:
+        reduction = reduction_of(opts.reduceOp, tensor.dtype)
+        steps = all_reduce_sparse(self._ways, tensor, reduction)
+        return self._run("all_reduce", steps, [tensor], opts)
+
     def reduce(
-        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
+        self,
+        tensors: Any,
+        opts: Any = None,
+        op: Any = None,
+        timeout: Any = None,
+        root: int | None = None,
     ) -> SharedWork:
         """Reduce over all ranks into the root's tensor."""
-        opts = options(dist.ReduceOptions, opts, timeout, op)
-        taken = output_of if self._ways.rank == opts.rootRank else flat_of
+        opts = options(dist.ReduceOptions, opts, timeout, op, root)
+        root = self._root(opts)
+        taken = output_of if self._ways.rank == root else flat_of
         flat = taken(only(listed(tensors)), "tensor")
         reduction = reduction_of(opts.reduceOp, flat.data.dtype)
 
         def steps() -> Steps:
             given = reduction.scaled(flat.data)
-            yield from self._ways.reduce(given, reduction, opts.rootRank)
-            if self._ways.rank == opts.rootRank:
+            yield from self._ways.reduce(given, reduction, root)
+            if self._ways.rank == root:
                 flat.data.copy_(given)
                 flat.write_back()
 
         return self._run("reduce", steps(), [flat.tensor], opts)
 
     def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, op: Any = None
     ) -> SharedWork:
         """Reduce over all ranks what each holds for this one."""
-        opts = options(dist.ReduceScatterOptions, opts)
+        opts = options(dist.ReduceScatterOptions, opts, timeout, op)
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
         output, parts = only(outputs), only(inputs)
         check_count(self._ways.size, parts, "input_list")
         return self._reduce_scatter([(output, list(parts))], opts)
@@ -195,6 +234,7 @@ class SharedGroup(dist.ProcessGroup):
             )
             for output, parts in pairs
         ]
+        count_as_changed(output for output, _ in pairs)
         for output, parts, _ in jobs:
             check_fit(output.data, parts[self._ways.rank], "output", "this rank's input")
 
@@ -208,25 +248,32 @@ class SharedGroup(dist.ProcessGroup):
 
     # --- moving -----------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> SharedWork:
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: Any = None, root: int | None = None
+    ) -> SharedWork:
         """Give every rank the root's tensor."""
-        opts = options(dist.BroadcastOptions, opts, timeout)
-        taken = flat_of if self._ways.rank == opts.rootRank else output_of
+        opts = options(dist.BroadcastOptions, opts, timeout, root=root)
+        root = self._root(opts)
+        taken = flat_of if self._ways.rank == root else output_of
         flat = taken(only(listed(tensors)), "tensor")
 
         def steps() -> Steps:
-            yield from self._ways.broadcast(flat.data, opts.rootRank)
-            if self._ways.rank != opts.rootRank:
+            yield from self._ways.broadcast(flat.data, root)
+            if self._ways.rank != root:
                 flat.write_back()
 
         return self._run("broadcast", steps(), [flat.tensor], opts)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> SharedWork:
         """Give every rank the tensors of all, as a list."""
+        opts = options(AllgatherOptions, opts, timeout)
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        check_count(self._ways.size, only(outputs), "tensor_list")
-        return self._all_gather([(list(only(outputs)), only(inputs))], outputs, opts)
+        parts = list(only(outputs))
+        check_count(self._ways.size, parts, "tensor_list")
+        return self._all_gather([(parts, only(inputs))], parts, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """Give every rank the tensors of all, one after the other in one."""
@@ -264,6 +311,7 @@ class SharedGroup(dist.ProcessGroup):
             flats = [output_of(output, "output") for output in outputs]
             flat = flat_of(given, "input")
             check_fit(flats[self._ways.rank].data, flat.data, "output", "this rank's input")
+            count_as_changed(outputs)
             jobs.append((flats, flat))
 
         def steps() -> Steps:
@@ -274,30 +322,51 @@ class SharedGroup(dist.ProcessGroup):
 
         return self._run("all_gather", steps(), result, opts)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
+    def gather(
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: Any = None,
+        root: int | None = None,
+    ) -> SharedWork:
         """Give the root the tensors of all, as a list."""
-        opts = options(dist.GatherOptions, opts)
+        opts = options(dist.GatherOptions, opts, timeout, root=root)
+        root = self._root(opts)
+        if isinstance(inputs, Tensor):
+            outputs = [outputs]
         flat = flat_of(only(listed(inputs)), "tensor")
-        wanted = list(only(outputs)) if self._ways.rank == opts.rootRank else []
+        wanted = list(only(outputs)) if self._ways.rank == root else []
         flats = [output_of(output, "gather_list") for output in wanted]
         if wanted:
             check_count(self._ways.size, wanted, "gather_list")
+            count_as_changed(wanted)
         for one in flats:
             check_fit(one.data, flat.data, "gather_list", "`tensor`")
 
         def steps() -> Steps:
             data = [one.data for one in flats]
-            yield from self._ways.gather(data, flat.data, opts.rootRank)
+            yield from self._ways.gather(data, flat.data, root)
             for one in flats:
                 one.write_back()
 
-        return self._run("gather", steps(), outputs, opts)
+        return self._run("gather", steps(), wanted, opts)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SharedWork:
+    def scatter(
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: Any = None,
+        root: int | None = None,
+    ) -> SharedWork:
         """Give each rank its tensor of the root's list."""
-        opts = options(dist.ScatterOptions, opts)
+        opts = options(dist.ScatterOptions, opts, timeout, root=root)
+        root = self._root(opts)
+        if isinstance(outputs, Tensor):
+            inputs = [inputs]
         flat = output_of(only(listed(outputs)), "tensor")
-        given = list(only(inputs)) if self._ways.rank == opts.rootRank else []
+        given = list(only(inputs)) if self._ways.rank == root else []
         parts = [flat_of(part, "scatter_list").data for part in given]
         if given:
             check_count(self._ways.size, given, "scatter_list")
@@ -305,7 +374,7 @@ class SharedGroup(dist.ProcessGroup):
             check_fit(part, flat.data, "scatter_list", "`tensor`")
 
         def steps() -> Steps:
-            yield from self._ways.scatter(flat.data, parts, opts.rootRank)
+            yield from self._ways.scatter(flat.data, parts, root)
             flat.write_back()
 
         return self._run("scatter", steps(), [flat.tensor], opts)
@@ -318,6 +387,7 @@ class SharedGroup(dist.ProcessGroup):
         check_count(self._ways.size, inputs, "input_tensor_list")
         taken = [output_of(output, "output_tensor_list") for output in outputs]
         given = [flat_of(part, "input_tensor_list").data for part in inputs]
+        count_as_changed(outputs)
         return self._all_to_all(taken, [one.data for one in taken], given, list(outputs), opts)
 
     def all_to_all_single(
@@ -369,34 +439,36 @@ class SharedGroup(dist.ProcessGroup):
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> SharedWork:
+    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> SharedWork:
         """Send to one rank."""
+        check_rank(self._ways.size, dstRank, "dstRank")
         data = as_bytes(flat_of(only(tensors), "tensor").data)
-        steps = self._mail.send(data, receiver, tag)
+        steps = self._mail.send(data, dstRank, tag)
         return self._run(
-            f"send to rank {receiver}",
+            f"send to rank {dstRank}",
             steps,
             tensors,
-            lane=("to", receiver),
-            needs=((receiver,), 0),
+            lane=("to", dstRank),
+            needs=((dstRank,), 0),
         )
 
-    def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> SharedWork:
+    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> SharedWork:
         """Receive from one rank."""
+        check_rank(self._ways.size, srcRank, "srcRank")
         flat = output_of(only(tensors), "tensor")
 
         def steps() -> Steps:
-            yield from self._mail.receive(as_bytes(flat.data), sender, tag)
+            yield from self._mail.receive(as_bytes(flat.data), srcRank, tag)
             flat.write_back()
 
         work = self._run(
-            f"recv from rank {sender}",
+            f"recv from rank {srcRank}",
             steps(),
             tensors,
-            lane=("from", sender, tag),
+            lane=("from", srcRank, tag),
             needs=_NOBODY,  # the message may be there already, and its sender gone
         )
-        work.sources.append(sender)
+        work.sources.append(srcRank)
         return work
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> SharedWork:
@@ -464,57 +536,14 @@ class SharedGroup(dist.ProcessGroup):
 
     splitGroup = split_group
 
-    # --- what torch asks --------------------------------------------------------------------------
-
-    def size(self) -> int:
-        """Return how many ranks there are."""
-        return self._ways.size
-
-    def rank(self) -> int:
-        """Return which of them this is."""
-        return self._ways.rank
-
-    def get_group_store(self) -> Store:
-        """Return where the ranks have met."""
-        return self._store
-
-    def getBackendName(self) -> str:
-        """Return ``phalanx``."""
-        return NAME
-
-    def getGroupName(self) -> str:
-        """Return the group's name."""
-        return self._group_name
-
-    def setGroupName(self, name: str) -> None:
-        """Take a name."""
-        self._group_name = name
-
-    def getGroupDesc(self) -> str:
-        """Return what the group is for."""
-        return self._group_desc
-
-    def setGroupDesc(self, description: str) -> None:
-        """Take a description."""
-        self._group_desc = description
-
-    def setTimeout(self, timeout: datetime.timedelta) -> None:
-        """Let operations take so long from now on."""
-        self._timeout_s = timeout.total_seconds()
-
-    set_timeout = setTimeout
+    # --- leaving ----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Leave the group, once what was sent is received; what is under way then fails.
-
-        Blocks: For 10 s at most, while a living rank has not received all; what it then has not
-        received is lost, which a warning tells.
-        """
+        """Leave the group; what is under way then fails. What was sent whole can be received."""
         if not self._closed and not self._engine.forked:
             self._closed = True
-            if not self._engine.broken:
-                self._linger(min(_LINGER_S, self._timeout_s))
             self._warn_of(self._engine.close())
+            self._kept.clear()
             self._mail.close()
             self._ways.close()
             self._arena.close()
@@ -530,15 +559,16 @@ class SharedGroup(dist.ProcessGroup):
                 stacklevel=4,  # where `destroy_process_group` is called
             )
 
-    def _linger(self, timeout_s: float) -> None:
-        for receiver, unread in self._mail.linger(timeout_s).items():
-            warnings.warn(
-                f"Rank {receiver} of {self.size()} must receive what rank {self.rank()} has sent "
-                f"before group {self._group_name!r} is destroyed, but has left {unread} "
-                f"message{'s' * (unread > 1)} for {timeout_s:g} s: lost. Let it receive them, or "
-                "call `barrier()` first.",
-                stacklevel=4,  # where `destroy_process_group` is called
-            )
-
     def __repr__(self) -> str:
         return f"SharedGroup({self._group_name!r}, rank {self.rank()} of {self.size()})"
+
+
+def _is_small(result: Any) -> bool:
+    """Tell whether the tensors of a call are worth no thought when they are kept."""
+    return (
+        sum(
+            one.numel() * one.itemsize if isinstance(one, Tensor) else _LARGEST_KEPT_BYTES + 1
+            for one in result
+        )
+        <= _LARGEST_KEPT_BYTES
+    )

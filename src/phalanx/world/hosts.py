@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Hosts", "hosts_of", "network_interfaces", "this_place"]
+__all__ = ["INTERFACES", "Hosts", "hosts_of", "loopback", "network_interfaces", "this_place"]
+
+INTERFACES = "GLOO_SOCKET_IFNAME"
+"""The variable that names the network interfaces of gloo, with commas between."""
+
+_IS_UP = 1
 
 
 @dataclass(frozen=True)
@@ -66,4 +71,13 @@ def this_place() -> str:
 
 def network_interfaces() -> list[str]:
     """Return the interfaces that gloo is told to use, by the variable that tells torch's."""
-    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [name for name in os.environ.get(INTERFACES, "").split(",") if name]
+
+
+def loopback() -> str | None:
+    """Return the network interface that no other host reaches; None where there is none in use."""
+    try:
+        flags = Path("/sys/class/net/lo/flags").read_text()
+    except OSError:
+        return None
+    return "lo" if int(flags, 16) & _IS_UP else None

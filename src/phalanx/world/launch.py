@@ -1,10 +1,15 @@
 """Start the ranks of a job: torch's own launcher, with defaults for training on CPUs.
 
     phalanx launch / launch(fn, n)
-        │  torch.distributed.launcher: agent, rendezvous, restarts, logs
+        │  torch.distributed.launcher: agent, restarts, logs
         ├─ rank 0 ─┐
         ├─ rank 1 ─┤ env: RANK, WORLD_SIZE, MASTER_ADDR, …; OMP_NUM_THREADS = cores // ranks
         └─ rank 2 ─┘
+
+    /tmp/phalanx-<uid>-launch-<id>/    the job's folder, mode 0700: logs, and on one host the store
+
+The kernel ends the ranks with the launcher. What a launcher that was killed has left (its folder,
+and the ranks' in /dev/shm) is removed by the next one.
 
 Every attempt gets a store of its own. torch's agent would lend its store to all of them, and then a
 restarted rank finds the addresses of its predecessor's peers there and knocks at closed doors.
@@ -15,7 +20,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
@@ -26,13 +30,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from phalanx.errors import ConfigError, PeerError
+from phalanx.memory import RunDirectory
 from phalanx.plan import check_function, read_count
-from phalanx.world.rank_start import prefer_phalanx, record_failures
+from phalanx.world.rank_start import prepare, record_failures
+from phalanx.world.rendezvous import ONE_HOST, SEVERAL_HOSTS
 
 __all__ = [
     "Job",
@@ -84,6 +90,11 @@ class Job:
     max_restarts: int = 0
     log_dir: Path | None = None
     colour: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other host takes part."""
+        return self.nodes == (1, 1) and not self.endpoint
 
     def __post_init__(self) -> None:
         read_count("ranks", self.ranks, 1, "rank")
@@ -145,17 +156,15 @@ def launch(
             f"`function` must be importable from a module, but is {name!r}. Define it with `def`, "
             "outside of any function."
         )
-    with _logs(job) as logs, _environment(job):
-        config = _config(job, logs, start_method="fork" if typed else "spawn")
-        try:
-            values = elastic_launch(config, _run_function)(function, tuple(args))
-        except ChildFailedError as exc:
-            raise describe_failures(exc.failures) from None
+    how = {"start_method": "fork" if typed else "spawn"}
+    values = _run(job, how, _run_function, (function, tuple(args)))
     return [values[rank] for rank in range(job.ranks)]
 
 
-def _run_function(function: Callable[..., Any], args: tuple[object, ...]) -> Any:
-    prefer_phalanx()
+def _run_function(
+    launcher: str, folder: str, function: Callable[..., Any], args: tuple[object, ...]
+) -> Any:
+    prepare(int(launcher), folder)
     values: list[Any] = []
     record_failures(lambda: values.append(function(*args)))
     return values[0]
@@ -172,25 +181,54 @@ def launch_script(script: Path, args: Sequence[str], job: Job) -> None:
     """
     if not script.is_file():
         raise ConfigError(f"`script` must be a Python file, but there is no file {str(script)!r}.")
-    command = ["-u", "-c", "from phalanx.world.rank_start import main; main()", str(script), *args]
-    with _logs(job) as logs, _environment(job):
-        prefix = "\x1b[9${local_rank}m[rank ${rank}]\x1b[0m " if job.colour else "[rank ${rank}] "
-        config = _config(job, logs, tee=Std.ALL, log_line_prefix_template=prefix)
-        try:
-            elastic_launch(config, sys.executable)(*command)
-        except ChildFailedError as exc:
-            raise describe_failures(exc.failures) from None
+    prefix = "\x1b[9${local_rank}m[rank ${rank}]\x1b[0m " if job.colour else "[rank ${rank}] "
+    how = {"tee": Std.ALL, "log_line_prefix_template": prefix}
+    words = ("-u", "-c", "from phalanx.world.rank_start import main; main()")
+    _run(job, how, sys.executable, (str(script), *args), words)
+
+
+# Any: what functions return.
+def _run(
+    job: Job,
+    how: Mapping[str, Any],
+    entrypoint: Callable[..., Any] | str,
+    args: Sequence[object],
+    words: Sequence[str] = (),
+) -> dict[int, Any]:
+    """Run ``entrypoint(*words, launcher, folder, *args)`` in every rank.
+
+    Blocks: Until all ranks have ended. A signal that ends the job is then raised again, for
+    whoever answers it outside of `launch`.
+    """
+    try:
+        with _folder() as folder, _environment(job):
+            config = _config(job, job.log_dir or folder / "logs", **how)
+            store = str(folder) if job.is_alone else ""
+            launcher = str(os.getpid())
+            values: dict[int, Any] = elastic_launch(config, entrypoint)(
+                *words, launcher, store, *args
+            )
+            return values
+    except ChildFailedError as exc:
+        raise describe_failures(exc.failures) from None
+    except SignalException as exc:
+        ended_by = exc.sigval
+    signal.raise_signal(ended_by)
+    raise RankFailed(
+        f"The ranks were ended by {ended_by.name}, which the launcher has received.",
+        exit_code=128 + ended_by,
+    )
 
 
 def _config(job: Job, logs: Path, *, tee: Std = Std.NONE, **more: Any) -> LaunchConfig:
-    alone = job.nodes == (1, 1) and not job.endpoint
+    alone = job.is_alone
     return LaunchConfig(
         min_nodes=job.nodes[0],
         max_nodes=job.nodes[1],
         nproc_per_node=job.ranks,
         run_id=f"{job.run_id}-{secrets.token_hex(4)}" if alone else job.run_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0" if alone else job.endpoint,
+        rdzv_backend=ONE_HOST if alone else SEVERAL_HOSTS,
+        rdzv_endpoint=job.endpoint,
         local_addr="localhost" if alone else None,
         max_restarts=job.max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), tee=tee),
@@ -199,15 +237,14 @@ def _config(job: Job, logs: Path, *, tee: Std = Std.NONE, **more: Any) -> Launch
 
 
 @contextmanager
-def _logs(job: Job) -> Iterator[Path]:
-    if job.log_dir is not None:
-        yield job.log_dir
-        return
-    folder = Path(tempfile.mkdtemp(prefix="phalanx-launch-"))
+def _folder() -> Iterator[Path]:
+    """Make the job's folder; remove it, and what killed ranks and launchers have left."""
+    name = f"launch-{secrets.token_hex(4)}"
     try:
-        yield folder
+        with RunDirectory.join(name, base=tempfile.gettempdir()) as folder:
+            yield folder.path
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        RunDirectory.sweep()
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""Messages from one rank to another: a ring of bytes per direction, made when it is first used.
+"""Messages from one rank to another: a ring of bytes per direction, in the receiver's inbox.
 
     sender   ──written──> │ ... head 64 │ payload, padded to 64 │ head │ ... │ ──read──> receiver
 
 The sender puts a message into the ring as far as there is room, and needs nobody for a small one.
+The inbox is the receiver's own, so that a message which was sent whole is there even when its
+sender is not. It has a ring per sender, whose memory is reserved when the sender first writes.
 The receiver takes what comes in order. A message that nobody has asked for yet, because its tag is
 another, is put aside in the receiver's own memory; so the order in which tags are sent and asked
 for does not matter. Of messages with one tag the first sent is the first received.
@@ -17,9 +19,9 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerLost
-from phalanx.memory import Region, Waiting, copy_to, fence
+from phalanx.memory import Region, copy_to, fence
 from phalanx.world.arena import Need, Steps
-from phalanx.world.board import HERE, LEFT, Board
+from phalanx.world.board import LEFT, Board
 
 __all__ = ["Mail"]
 
@@ -27,18 +29,18 @@ _RING_BYTES = 1 << 20
 _HEAD_BYTES = 64
 _LARGEST_COPY_BYTES = 256 << 10
 _WRITTEN, _READ, _DATA_BYTES = 0, 8, 128
+_CHANNEL_BYTES = _DATA_BYTES + _RING_BYTES
 
 
 class _Channel:
     """One ring, from either end."""
 
-    def __init__(self, region: Region) -> None:
-        self.region = region
-        self.words = region.buffer[:_DATA_BYTES].cast("q")
-        self.data = region.tensor(torch.uint8, _RING_BYTES, _DATA_BYTES)
+    def __init__(self, region: Region, sender: int) -> None:
+        start = sender * _CHANNEL_BYTES
+        self.words = region.buffer[start : start + _DATA_BYTES].cast("q")
+        self.data = region.tensor(torch.uint8, _RING_BYTES, start + _DATA_BYTES)
         self.reading: object = None  # who is in the middle of a message
         self.aside: deque[tuple[int, Tensor]] = deque()  # tag and bytes of what nobody asked for
-        self._ends: deque[int] = deque()  # of messages sent: at which byte ever written each ends
 
     @property
     def filled(self) -> int:
@@ -68,20 +70,8 @@ class _Channel:
             self.words[_READ] = read + there
         return there
 
-    def mark_end(self) -> None:
-        """Note that a message ends with what was written last."""
-        self.num_unread()  # so that those that were read are forgotten
-        self._ends.append(self.words[_WRITTEN])
-
-    def num_unread(self) -> int:
-        """Return how many messages have not been taken out of the ring, or not all of them."""
-        while self._ends and self._ends[0] <= self.words[_READ]:
-            self._ends.popleft()
-        return len(self._ends)
-
     def close(self) -> None:
         self.words.release()
-        self.region.close()
 
 
 class Mail:
@@ -89,14 +79,23 @@ class Mail:
 
     def __init__(self, board: Board) -> None:
         self._board = board
+        self._inbox: Region | None = None
+        self._borrowed: list[Region] = []
         self._out: dict[int, _Channel] = {}
         self._in: dict[int, _Channel] = {}
+
+    def open(self) -> None:
+        """Make the inbox, and let the others know of it."""
+        nbytes = self._board.size * _CHANNEL_BYTES
+        self._inbox = Region.create(nbytes, label="inbox", reserved=False)
+        self._board.offer_inbox(self._inbox.fd)
 
     # --- sending ----------------------------------------------------------------------------------
 
     def send(self, data: Tensor, receiver: int, tag: int) -> Steps:
         """Put ``data``, flat bytes, on the way to ``receiver``."""
-        channel = self._channel_to(receiver)
+        while (channel := self._channel_to(receiver)) is None:
+            yield (receiver,), 0
         head = torch.zeros(_HEAD_BYTES // 8, dtype=torch.int64)
         head[0], head[1] = tag, len(data)
         padding = torch.zeros(-len(data) % _HEAD_BYTES, dtype=torch.uint8)
@@ -108,13 +107,20 @@ class Mail:
                 self._board.nudge(receiver)
                 if not moved:
                     yield (receiver,), -channel.words[_WRITTEN]
-        channel.mark_end()
 
-    def _channel_to(self, receiver: int) -> _Channel:
+    def _channel_to(self, receiver: int) -> _Channel | None:
         if receiver not in self._out:
-            region = Region.create(_DATA_BYTES + _RING_BYTES, label=f"channel to rank {receiver}")
-            self._out[receiver] = _Channel(region)
-            self._board.offer_channel(receiver, region.fd)
+            fd = self._board.inbox_of(receiver)
+            identity = self._board.identity_of(receiver)
+            if fd is None or identity is None:
+                return None
+            try:
+                region = Region.borrow(identity.pid, fd, label=f"inbox of rank {receiver}")
+            except PeerLost:  # the inbox went with its owner, of whom the wait will tell
+                return None
+            self._borrowed.append(region)
+            region.reserve_part(self._board.rank * _CHANNEL_BYTES, _CHANNEL_BYTES)
+            self._out[receiver] = _Channel(region, self._board.rank)
         return self._out[receiver]
 
     # --- receiving --------------------------------------------------------------------------------
@@ -127,8 +133,7 @@ class Mail:
         """
         claim = object()
         while not (yield from self._try(into, sender, tag, claim)):
-            channel = self._in.get(sender)
-            yield (sender,), -channel.words[_READ] if channel else 0
+            yield (sender,), -self._channel_from(sender).words[_READ]
 
     def receive_any(self, into: Tensor, tag: int, found: list[int]) -> Steps:
         """Fill ``into`` with a message of ``tag`` from anybody; put the sender into ``found``."""
@@ -149,8 +154,6 @@ class Mail:
     ) -> Generator[Need | None, None, bool]:
         """Take a message of ``tag`` if one is there; of others, put aside what is there."""
         channel = self._channel_from(sender)
-        if channel is None:
-            return False
         for place, (other_tag, data) in enumerate(channel.aside):
             if other_tag == tag:
                 del channel.aside[place]
@@ -184,17 +187,10 @@ class Mail:
             if not moved:
                 yield (sender,), -channel.words[_READ]
 
-    def _channel_from(self, sender: int) -> _Channel | None:
+    def _channel_from(self, sender: int) -> _Channel:
         if sender not in self._in:
-            fd = self._board.channel_of(sender)
-            identity = self._board.identity_of(sender)
-            if fd is None or identity is None:
-                return None
-            try:
-                region = Region.borrow(identity.pid, fd, label=f"channel from rank {sender}")
-            except PeerLost:  # the channel went with its sender, of whom the wait will tell
-                return None
-            self._in[sender] = _Channel(region)
+            assert self._inbox is not None
+            self._in[sender] = _Channel(self._inbox, sender)
         return self._in[sender]
 
     def _check(self, into: Tensor, num_bytes: int, sender: int) -> None:
@@ -204,28 +200,14 @@ class Mail:
                 f"{len(into)}."
             )
 
-    def linger(self, timeout_s: float) -> dict[int, int]:
-        """Wait until the others have taken out of the channels what this rank has put in.
-
-        Returns:
-            How many messages each living receiver has left, by rank, where it has left any.
-        """
-        waiting = Waiting(timeout_s)
-        left: dict[int, int] = {}
-        for receiver, channel in self._out.items():
-            while (unread := channel.num_unread()) and self._is_here(receiver):
-                if waiting.over():
-                    left[receiver] = unread
-                    break
-                waiting.rest()
-        return left
-
-    def _is_here(self, rank: int) -> bool:
-        return self._board.state_of(rank)[0] == HERE and self._board.alive(rank)
-
     def close(self) -> None:
         """Let go of all channels; messages under way are lost."""
         for channel in (*self._out.values(), *self._in.values()):
             channel.close()
+        for region in (self._inbox, *self._borrowed):
+            if region is not None:
+                region.close()
+        self._inbox = None
+        self._borrowed.clear()
         self._out.clear()
         self._in.clear()

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.clock import now_s, pause
 from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
-from phalanx.memory import ProcessIdentity, Region
+from phalanx.memory import ProcessIdentity, Region, fence
 from phalanx.world.arena import Arena
 from phalanx.world.bell import Bell, Bells
 from phalanx.world.blame import Blame
@@ -40,6 +41,7 @@ __all__ = ["Meeting"]
 
 _FIRST_PAUSE_S = 1e-4
 _LONGEST_PAUSE_S = 10e-3
+_SHOWN_BYTES = 60
 
 
 class _Hello(NamedTuple):
@@ -51,6 +53,41 @@ class _Hello(NamedTuple):
     @classmethod
     def of_this_process(cls) -> _Hello:
         return cls(secrets.token_hex(8), this_place(), *ProcessIdentity.current())
+
+
+# What the store holds is a claim: whoever reaches it can write there. So its shape is looked at,
+# and a region is used only where it turns out to be one.
+
+
+def _read(key: str, text: bytes, is_right: Callable[[object], bool]) -> Any:  # Any: JSON
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not is_right(found):
+        raise _not_ours(key, repr(text[:_SHOWN_BYTES]))
+    return found
+
+
+def _not_ours(key: str, text: str) -> PeerError:
+    return PeerError(
+        f"The store where the ranks meet holds {text} as `{key}`, which no rank of the group has "
+        "written. Use a store that nothing else writes to, and one version of Phalanx."
+    )
+
+
+def _is_number(found: object) -> bool:
+    return type(found) is int and found >= 0
+
+
+def _is_word(found: object) -> bool:
+    return isinstance(found, str) and re.fullmatch("[0-9a-f]{16}", found) is not None
+
+
+def _is_hello(found: object) -> bool:
+    hello = found if isinstance(found, list) and len(found) == len(_Hello._fields) else [None] * 4
+    word, place, pid, ticks = hello
+    return _is_word(word) and isinstance(place, str) and _is_number(pid) and _is_number(ticks)
 
 
 class Meeting:
@@ -159,7 +196,7 @@ class Meeting:
         key = f"hello/{rank}"
         if not self._lobby.check([key]):
             return None
-        hello = _Hello(*json.loads(self._lobby.get(key)))
+        hello = _Hello(*_read(key, self._lobby.get(key), _is_hello))
         is_old = self._is_dead(hello) and hello.word not in self._met
         return None if is_old else hello
 
@@ -167,11 +204,21 @@ class Meeting:
         """Return the room to which we were called; a call from before does not have our word."""
         if not self._lobby.check(["called"]):
             return None
-        words: list[str] = json.loads(self._lobby.get("called"))
+        words: list[str] = _read("called", self._lobby.get("called"), self._are_words)
         return words[0] if words[self.rank] == self._me.word else None
 
+    def _are_words(self, found: object) -> bool:
+        words = found if isinstance(found, list) else []
+        return len(words) == self.size and all(word is None or _is_word(word) for word in words)
+
+    def _are_hellos(self, found: object) -> bool:
+        hellos = found if isinstance(found, list) else []
+        return len(hellos) == self.size and all(
+            hello is None or _is_hello(hello) for hello in hellos
+        )
+
     def _read_heard(self) -> None:
-        heard = json.loads(self.store.get("heard"))
+        heard = _read("heard", self.store.get("heard"), self._are_hellos)
         self._heard = [hello and _Hello(*hello) for hello in heard]
 
     # --- the room ---------------------------------------------------------------------------------
@@ -179,17 +226,20 @@ class Meeting:
     def _map(self, ranks: Sequence[int], bell: Bell) -> Arena:
         first = ranks[0]
         needed_bytes = Arena.needed_bytes(len(ranks))
-        region = Region.create(needed_bytes, label="group") if self.rank == first else None
-        mine: dict[str, Any] = {"bell": bell.fd, "region": region and region.fd}
-        self.store.set(f"card/{self.rank}", json.dumps(mine))
-        cards = {rank: dict(json.loads(self._wait_for(f"card/{rank}", rank))) for rank in ranks}
-        pids = {rank: hello.pid for rank, hello in enumerate(self._heard) if hello}
-        if region is None:
-            region = Region.borrow(pids[first], cards[first]["region"], needed_bytes, label="group")
+        if self.rank == first:
+            region = Region.create(needed_bytes, label="group")
+        else:
+            region = self._borrow(first, len(ranks), needed_bytes)
         board = Board(region, ranks.index(self.rank), ranks, self.size)
+        board.offer_bell(bell.fd)
+        fence()
+        # Of the cards only the first's says anything; the others' pages are in the region then.
+        self.store.set(f"card/{self.rank}", str(region.fd))
+        for rank in ranks:
+            self._wait_for(f"card/{rank}", rank)
         bells = Bells(board, bell)
         for other in board.others:
-            bells.reach(other, pids[ranks[other]], cards[ranks[other]]["bell"])
+            bells.reach(other)
         arena = Arena(region, board, bells)
         # All have mapped the region, so that the first may go as soon as it likes.
         self.store.set(f"mapped/{self.rank}", "1")
@@ -197,6 +247,17 @@ class Meeting:
             self._wait_for(f"mapped/{rank}", rank)
         self._tidy()
         return arena
+
+    def _borrow(self, first: int, size: int, needed_bytes: int) -> Region:
+        """Map the region of rank ``first``, if it is what the store says that it is."""
+        hello = self._heard[first]
+        assert hello is not None
+        fd = _read(f"card/{first}", self._wait_for(f"card/{first}", first), _is_number)
+        region = Region.borrow(hello.pid, fd, needed_bytes, label="group")
+        if not Board.is_in(region, 0, size, ProcessIdentity(hello.pid, hello.start_ticks)):
+            region.close()
+            raise _not_ours(f"card/{first}", str(fd))
+        return region
 
     def _wait_for(self, key: str, rank: int) -> bytes:
         self._pause_s = _FIRST_PAUSE_S

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from typing import Protocol
 
+from phalanx.clock import now_s
 from phalanx.memory import Waiting, forget_in_child
 
 __all__ = ["pump"]
 
 _IDLE_S = 5.0
+_EXIT_S = 1.0
 
 
 class Pumped(Protocol):
@@ -33,6 +36,7 @@ class Pump:
         self._changed = threading.Condition()
         self._pumped: list[Pumped] = []
         self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []  # it, and those that end after their callback
         forget_in_child(self)
 
     def add(self, pumped: Pumped) -> None:
@@ -41,18 +45,49 @@ class Pump:
             if pumped not in self._pumped:
                 self._pumped.append(pumped)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="phalanx collectives", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify()
+                self._start()
+            self._hand_over()
+            self._changed.notify_all()
+
+    def hand_over(self) -> None:
+        """Have another thread go on, where this is called in a future's callback in the thread.
+
+        The callback is about to wait for an operation. Ranks may be in callbacks of different
+        groups then, and none would move the group that another waits for.
+        """
+        if self._thread is threading.current_thread():
+            with self._changed:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._thread is threading.current_thread():
+            self._start()  # that one ends after the callback
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="phalanx collectives", daemon=True)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(self._thread)
+        self._thread.start()
 
     def remove(self, pumped: Pumped) -> None:
         """Forget ``pumped``; the thread ends with the last one."""
         with self._changed:
             if pumped in self._pumped:
                 self._pumped.remove(pumped)
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """End the thread as the interpreter exits, unless a callback keeps it for too long.
+
+        A thread that is in torch's C++ when the interpreter goes would abort the process.
+        """
+        with self._changed:
+            self._thread = None
+            self._changed.notify_all()
+        deadline_s = now_s() + _EXIT_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline_s - now_s()))
 
     def forget(self) -> None:
         """Start anew in a forked child, where the thread is not."""
@@ -60,11 +95,18 @@ class Pump:
 
     def _run(self) -> None:
         waiting = Waiting(_IDLE_S)
+        me = threading.current_thread()
         while True:
             with self._changed:
+                if self._thread is not me:
+                    return
                 self._pumped = [pumped for pumped in self._pumped if not pumped.idle]
-                if not self._pumped and not self._changed.wait_for(self._has_work, _IDLE_S):
+                if not self._pumped and not self._changed.wait_for(
+                    lambda: self._pumped or self._thread is not me, _IDLE_S
+                ):
                     self._thread = None
+                    return
+                if self._thread is not me:
                     return
                 pumped = list(self._pumped)
             if sum(one.advance() for one in pumped):
@@ -73,8 +115,6 @@ class Pump:
                 for one in pumped:
                     one.examine()
 
-    def _has_work(self) -> bool:
-        return bool(self._pumped)
-
 
 pump = Pump()
+atexit.register(pump.end)

@@ -1,6 +1,6 @@
 """What a rank of ``phalanx launch`` runs first: our backend as the default, then the user's script.
 
-    phalanx launch ──> python -u -c '…main()' script.py args…
+    phalanx launch ──> python -u -c '…main()' launcher folder script.py args…
 
 Where the script fails, the moment and the traceback go into the file that the launcher has named,
 so that the first failure can be told from those that it caused.
@@ -22,9 +22,11 @@ import torch.distributed as dist
 
 from phalanx.clock import wall_clock_s
 from phalanx.errors import PeerError, PhalanxError
+from phalanx.memory import die_with_parent
 from phalanx.world.backend import NAME
+from phalanx.world.rendezvous import meet_in_folder
 
-__all__ = ["main", "prefer_phalanx", "record_failures"]
+__all__ = ["main", "prepare", "record_failures"]
 
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -32,12 +34,20 @@ _LEADING = (_OURS, runpy.__file__, "<string>", "<frozen runpy>")
 """Where frames lie that come before the user's own, in a rank's traceback."""
 
 
-def prefer_phalanx() -> None:
-    """Let ``init_process_group()`` without a backend mean ours, for the CPU, in this process.
+def prepare(launcher: int, folder: str) -> None:
+    """Make this process a rank, before it runs any code of the user's.
 
-    Where there is a CUDA device the defaults stay: that ours hands CUDA tensors to NCCL was never
-    tried on one.
+    It ends with its launcher. On one host it meets the others through files in a folder. And
+    ``init_process_group()`` without a backend means ours for the CPU, unless there is a CUDA
+    device: that ours hands CUDA tensors to NCCL was never tried on one.
+
+    Args:
+        launcher: The process that has started this one.
+        folder: Where the ranks of a job on one host meet; empty for torch's own way.
     """
+    die_with_parent(launcher)
+    if folder:
+        meet_in_folder(Path(folder))
     if not torch.cuda.is_available():
         dist.Backend.default_device_backend_map["cpu"] = NAME
 
@@ -101,10 +111,10 @@ def _said(exc: BaseException) -> str:
 
 def main() -> None:
     """Run the script that the command line names, as Python itself would."""
-    del sys.argv[0]
+    _, launcher, folder, *sys.argv = sys.argv
     script = sys.argv[0]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    prefer_phalanx()
+    prepare(int(launcher), folder)
     try:
         record_failures(lambda: runpy.run_path(script, run_name="__main__"))
     except Exception as exc:

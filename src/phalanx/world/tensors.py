@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import has_memory
 
-__all__ = ["Flat", "flat_of", "output_of"]
+__all__ = ["Flat", "count_as_changed", "flat_of", "output_of"]
 
 
 class Flat(NamedTuple):
@@ -29,7 +31,7 @@ class Flat(NamedTuple):
     def write_back(self) -> None:
         """Bring what is in ``data`` to the tensor, where that is a copy."""
         if self.copied:
-            self.tensor.copy_(self.data.view(self.tensor.shape))
+            _plain(self.tensor).copy_(self.data.view(self.tensor.shape))
 
 
 def flat_of(tensor: Tensor, name: str) -> Flat:
@@ -52,12 +54,11 @@ def flat_of(tensor: Tensor, name: str) -> Flat:
             f"`{name}` must hold numbers, but is a {type(tensor).__name__} without memory. Give "
             "the numbers themselves, as `to_local()` does those of a DTensor."
         )
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    if plain.is_inference() or torch.is_inference_mode_enabled():
+    if torch.is_inference_mode_enabled():
         # Whoever moves the operation on writes, which may be a thread that is not in that mode.
         with torch.inference_mode(False):
-            return _in_line(_with_same_memory(plain) if plain.is_inference() else plain)
-    return _in_line(plain)
+            return _in_line(tensor, _plain(tensor))
+    return _in_line(tensor, _plain(tensor))
 
 
 def output_of(tensor: Tensor, name: str) -> Flat:
@@ -77,6 +78,23 @@ def output_of(tensor: Tensor, name: str) -> Flat:
     return flat
 
 
+def count_as_changed(tensors: Iterable[Tensor]) -> None:
+    """Raise the version counters of outputs, where gloo raises them: mostly lists of outputs."""
+    increment_version([one for one in tensors if not one.is_inference()])
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the same memory as a tensor that autograd does not watch.
+
+    Writing to it raises no version counter: as with gloo, a tensor that autograd has kept, or a
+    view of it, may be received into.
+    """
+    if tensor.is_inference():
+        with torch.inference_mode(False):
+            return _with_same_memory(tensor)
+    return tensor.data
+
+
 def _with_same_memory(tensor: Tensor) -> Tensor:
     alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -84,10 +102,10 @@ def _with_same_memory(tensor: Tensor) -> Tensor:
     return alias
 
 
-def _in_line(plain: Tensor) -> Flat:
+def _in_line(tensor: Tensor, plain: Tensor) -> Flat:
     if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
         if plain.numel() != 1:
-            return Flat(plain, plain if plain.dim() == 1 else plain.view(-1), False)
+            return Flat(tensor, plain if plain.dim() == 1 else plain.view(-1), False)
         # Its view would keep whatever stride a single element has.
-        return Flat(plain, plain.as_strided((1,), (1,), plain.storage_offset()), False)
-    return Flat(plain, plain.resolve_conj().resolve_neg().contiguous().view(-1), True)
+        return Flat(tensor, plain.as_strided((1,), (1,), plain.storage_offset()), False)
+    return Flat(tensor, plain.resolve_conj().resolve_neg().contiguous().view(-1), True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.futures import Future
 
 from phalanx.clock import now_s
 from phalanx.world.arena import Need, Steps
+from phalanx.world.uncompiled import uncompiled
 
 __all__ = ["SharedWork", "Task"]
 
@@ -27,13 +29,14 @@ class Task:
         need: Whom it waits for, where it does.
         error: Why it has failed.
         done: Whether it has ended, well or not.
+        futures: Those that have not been told of the end yet.
     """
 
     __slots__ = (
         "deadline_s",
         "done",
         "error",
-        "future",
+        "futures",
         "need",
         "result",
         "steps",
@@ -49,15 +52,23 @@ class Task:
         self.deadline_s = now_s() + timeout_s
         self.need: Need | None = None
         self.error: BaseException | None = None
-        self.future: Future[Any] | None = None
+        self.futures: list[Future[Any]] = []
         self.done = False
 
     def end(self, error: BaseException | None = None) -> None:
-        """Mark the end; who waits on a future hears of it."""
+        """Mark the end; the futures are told by :meth:`settle`."""
         self.error = error
         self.done = True
-        if self.future is not None:
-            self.future.set_result(self.result)
+
+    def settle(self) -> None:
+        """Tell each future of the end, once; their callbacks run here.
+
+        They are the user's code and may begin another operation. So this is called after
+        :meth:`end`, and without any lock.
+        """
+        while self.futures:
+            with suppress(IndexError):  # another thread has taken the last one
+                self.futures.pop().set_result(self.result)
 
     def raise_error(self) -> None:
         """Raise why it has failed, if it has."""
@@ -67,6 +78,7 @@ class Task:
             raise copy.copy(error).with_traceback(error.__traceback__) from error.__cause__
 
 
+@uncompiled
 class SharedWork(dist.Work):
     """A collective call under way or finished; what ``async_op=True`` returns.
 
@@ -121,15 +133,16 @@ class SharedWork(dist.Work):
     def get_future(self) -> Future[Any]:
         """Return a future of the tensors; in C++ a failure is a ``RuntimeError`` with our words."""
         task = self._task
-        if task.future is None:
-            task.future = Future()
-            if task.done:
-                task.future.set_result(task.result)
+        future: Future[Any] = Future()
 
         def checked(future: Future[Any]) -> Any:
             task.raise_error()
             return future.value()
 
-        return task.future.then(checked)
+        told = future.then(checked)
+        task.futures.append(future)
+        if task.done:  # asked for after the append: else nobody might tell it
+            task.settle()
+        return told
 
     getFuture = get_future

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from phalanx.cli.app import app
-from phalanx.cli.bench.allreduce import _counts
+from phalanx.cli.bench.allreduce import BUSY, _counts, busy_processes
 from phalanx.cli.bench.allreduce_report import (
     Cell,
     allreduce_table,
@@ -72,6 +72,32 @@ def test_ranks_of_mpi_that_fail_say_why():
         measure_mpi(2, {-4: 1}, 1)
 
 
+def test_beside_other_work_no_call_shall_be_slower_than_gloos(tmp_path: Path):
+    quick = replace(CELLS[0], busy=1)
+    slow = replace(CELLS[1], busy=2, seconds={"phalanx": [5e-3], "gloo": [4e-3]})
+    one, two = (line for line in shown([quick, slow]).splitlines() if "iB" in line)
+    assert "20.0 ≥1 ✓" in one
+    assert "≤30" not in one  # said of a quiet machine
+    assert "0.8 ≥1 ✗" in two
+    draw_allreduce(
+        [*CELLS, quick, slow], describe_machine(), tmp_path / "a.png", copy_bytes_per_s=6e9
+    )
+    assert (tmp_path / "a.png").exists()
+
+
+def test_busy_processes_end_with_the_body():
+    before = children()
+    with busy_processes(2):
+        busy = children() - before
+        assert len(busy) == 2
+    assert not children() & busy
+
+
+def children() -> set[int]:
+    """Return the processes that this one has started, by number."""
+    return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
+
+
 def test_sizes_between_have_no_target():
     assert target(Cell(ranks=2, num_bytes=256 << 10, seconds={})) is None
 
@@ -101,3 +127,4 @@ def test_the_command_measures_and_writes(tmp_path: Path):
     cells = json.loads((tmp_path / "allreduce.json").read_text())["cells"]
     assert cells[0]["num_bytes"] == 4096
     assert all(cell["least_s"]["phalanx"] > 0 for cell in cells)
+    assert {cell["busy"] for cell in cells} == {0, *BUSY}

@@ -166,3 +166,24 @@ def test_a_test_label_that_training_never_saw_is_refused(tmp_path: Path) -> None
 def test_a_share_for_the_test_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`test_fraction` must be left out for `idx:"):
         open_data(f"idx:{tmp_path}", batch_size=2, seed=0, test_fraction=0.1)
+
+
+@pytest.mark.parametrize("name", ["bomb", "bomb.gz"])
+def test_a_header_may_not_announce_more_than_there_is_memory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.cli.data.idx.available_memory_bytes", lambda: 1 << 20)
+    packed = bytes((0, 0, 8, 3)) + struct.pack(">3I", 1024, 32, 33) + bytes(1024 * 32 * 33)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(packed) if name.endswith(".gz") else packed)
+    with pytest.raises(
+        ConfigError, match=r"of which 1048576 bytes are free, but .* announces 1081344 bytes"
+    ):
+        read_idx(path, num_dims=3)
+    assert read_idx(write_small(tmp_path), num_dims=3).shape == (7, 4, 5)
+
+
+def write_small(folder: Path) -> Path:
+    path = folder / "small"
+    path.write_bytes(pack(IMAGES))
+    return path

@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(
     def refuse(*args: object, **settings: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(text_reader, "open_regular", refuse)
     with pytest.raises(ConfigError, match=f"`{path}` must be a readable file, .*denied"):
         open_small(path)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from phalanx.cli.data import Data, open_data
+from phalanx.cli.losses import build_loss
 from phalanx.cli.models import (
     GPT,
     bench_cnn,
@@ -20,8 +20,6 @@ from phalanx.cli.models import (
     bench_mlp,
     build_model,
     draw_parameters,
-    loss_for,
-    token_cross_entropy,
 )
 from phalanx.errors import ConfigError
 
@@ -205,15 +203,6 @@ def test_what_is_no_model_is_refused(attribute: str, sentence: str) -> None:
         build_model(f"own_models:{attribute}", UNKNOWN, seed=0)
 
 
-def test_the_loss_is_cross_entropy_over_samples_or_over_tokens() -> None:
-    logits, targets = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
-    assert loss_for(TOKENS) is token_cross_entropy
-    expected = F.cross_entropy(logits.reshape(15, 7), targets.reshape(15))
-    assert torch.equal(token_cross_entropy(logits, targets), expected)
-    assert loss_for(describe_images(1, 8, 8)) is F.cross_entropy
-    assert loss_for(UNKNOWN) is F.cross_entropy
-
-
 @pytest.mark.parametrize(
     ("bench", "input_shape", "output_shape", "num_parameters"),
     [
@@ -237,7 +226,7 @@ def test_the_measured_models_have_the_published_sizes(
 )
 def test_a_few_steps_on_real_digits_lower_the_loss(data: str, model: str, lr: float) -> None:
     opened = open_data(data, batch_size=64, seed=0)
-    module, loss = build_model(model, opened, seed=0), loss_for(opened)
+    module, loss = build_model(model, opened, seed=0), build_loss(None, opened)
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
     losses = []
     for inputs, targets in opened.train:

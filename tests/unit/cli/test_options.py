@@ -103,13 +103,14 @@ def test_what_is_said_is_taken():
         "batch_size": 5,
         "lr": 0.5,
         "seed": 9,
+        "loss": "mse",
         "codec": "top_k(0.1)",
         "crew": "processes",
         "timeout_s": 9.5,
         "max_failures": 0,
         "memory_dir": "/tmp",
     }
-    assert asdict(complete(GivenOptions(**said))) == said
+    assert asdict(complete(GivenOptions(**said))) == {**said, "forward": None}
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,9 @@ def test_what_is_said_is_taken():
             {"codec": "zip"},
             r"`--codec` must be fp16, bf16, one_bit, top_k or 'top_k\(fraction\)', ",
         ),
+        ({"loss": "hinge"}, "`--loss` must be cross_entropy, mse, l1, bce or module:attribute"),
+        ({"forward": "mine"}, "`--forward` must be module:attribute, but is 'mine'"),
+        ({"forward": "a:b", "loss": "l1"}, "`--loss` must be left out with `--forward`"),
         ({"timeout_s": 5.0}, "`--timeout-s` must come with worker processes, but the crew is 'th"),
         ({"max_failures": 1, "crew": "threads"}, "`--max-failures` must come .* --crew processes"),
         ({"seed": -1}, "`--seed` must be from 0 to"),

@@ -322,3 +322,33 @@ def test_a_sender_that_lies_about_the_size_is_caught(ends):
 def test_files_are_ours_alone(tmp_path):
     with Region.create(64, memory_dir=tmp_path) as region:
         assert stat.S_IMODE(os.fstat(region.fd).st_mode) == 0o600
+
+
+# --- what another process says that it holds ------------------------------------------------------
+
+
+def test_a_region_of_another_process_is_borrowed():
+    with Region.create(4096) as region:
+        region.buffer[7] = 3
+        with Region.borrow(os.getpid(), region.fd, 4096) as twin:
+            assert twin.buffer[7] == 3
+
+
+@pytest.mark.parametrize(("pid", "fd"), [("self", 0), (1, "../cwd/x"), (-1, 0), (1, -1), (True, 0)])
+def test_what_is_no_number_is_no_way_to_a_region(pid, fd):
+    with pytest.raises(ConfigError, match=r"must be a number, 0 or more, for region 'region'"):
+        Region.borrow(pid, fd)
+
+
+def test_a_file_or_a_pipe_is_not_borrowed(tmp_path):
+    path = tmp_path / "precious"
+    path.write_bytes(b"A" * 4096)
+    reader, writer = os.pipe()
+    others = os.memfd_create("phalanx")  # of the name, but without our seals
+    os.ftruncate(others, 4096)
+    with path.open("r+b") as file:
+        for fd in (file.fileno(), reader, writer, others):
+            with pytest.raises(PeerLost, match="but that is something else"):
+                Region.borrow(os.getpid(), fd, 4096)
+    for fd in (reader, writer, others):
+        os.close(fd)

@@ -459,3 +459,23 @@ def test_a_directory_that_was_removed_is_told_and_what_is_open_stays(tmp_path):
         region.close()
     with RunDirectory.join("a", base=tmp_path) as run:
         run.open_region("v", 64).close()
+
+
+def test_a_folder_of_the_users_with_such_a_name_is_not_swept(tmp_path):
+    theirs = tmp_path / f"phalanx-{os.geteuid()}-results"
+    theirs.mkdir(mode=0o700)
+    (theirs / "weights").write_text("mine")
+    assert RunDirectory.sweep(base=tmp_path) == []
+    with RunDirectory.join("run", base=tmp_path):
+        pass
+    assert (theirs / "weights").read_text() == "mine"
+    assert os.listdir(theirs) == ["weights"]
+
+
+def test_a_folder_of_the_users_that_lists_its_members_is_not_swept(tmp_path):
+    theirs = tmp_path / f"phalanx-{os.geteuid()}-study"
+    theirs.mkdir(mode=0o700)
+    (theirs / "members").write_text("alice\nbob\n")
+    (theirs / "results").write_text("mine")
+    assert RunDirectory.sweep(base=tmp_path) == []
+    assert sorted(os.listdir(theirs)) == ["members", "results"]

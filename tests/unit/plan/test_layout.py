@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.plan import Layout, cut, equal_sizes, join, leaf_paths, num_rows, workload_sizes
-from phalanx.plan.layout import covering
+from phalanx.plan.leaves import covering
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import UnsupportedError
-from phalanx.replicas import Draws, derive_seed
+from phalanx.replicas import (
+    Draws,
+    RngPlan,
+    RngUse,
+    derive_seed,
+    microbatch_rng,
+    preserve_rng,
+    run_backward,
+)
 
 X = torch.linspace(-1, 1, 60).view(6, 10)
 WAYS: dict[str, Callable[[], Tensor]] = {
@@ -61,6 +70,76 @@ def test_the_numbers_belong_to_the_seed(way: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("plan", [RngPlan(), RngPlan(throughout=True), RngPlan(watched=True)])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_numbers_are_the_same_however_draws_are_found(way: str, plan: RngPlan) -> None:
+    with Draws(7):
+        expected = WAYS[way]()
+    before, use = torch.get_rng_state(), RngUse()
+    with microbatch_rng(7, plan, use):
+        found = WAYS[way]()
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert use.drew.is_set()
+    assert not use.hidden.is_set()  # a call from Python shows each of them
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_a_draw_that_no_call_from_python_shows_is_told() -> None:
+    scripted = torch.jit.script(dropout)
+    use = RngUse()
+    with microbatch_rng(7, RngPlan(watched=True), use):
+        found = scripted(X)
+    assert use.hidden.is_set()
+    with Draws(7):
+        assert torch.equal(found, scripted(X))
+
+
+def dropout(x: Tensor) -> Tensor:
+    return torch.dropout(x, 0.5, True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_preserved_part_may_be_within_a_region_only(reentrant: bool) -> None:
+    """A part that is preserved does not excuse one inside of it that is not."""
+    x = X.clone().requires_grad_()
+
+    def inner(v: Tensor) -> Tensor:
+        return F.dropout(v, 0.5)
+
+    def outer(v: Tensor) -> Any:
+        return checkpoint(inner, v, use_reentrant=reentrant)
+
+    with (
+        pytest.raises(UnsupportedError, match="checkpoint"),
+        microbatch_rng(0, RngPlan(), RngUse()),
+    ):
+        checkpoint(outer, x, use_reentrant=False, context_fn=preserve_rng)
+
+
+def test_nested_preserved_parts_repeat_their_numbers() -> None:
+    def gradient(inside: bool) -> Tensor:
+        x = X.clone().requires_grad_()
+
+        def part(f: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
+            if not inside:
+                return f(v)
+            return checkpoint(  # type: ignore[no-any-return]
+                f, v, use_reentrant=False, preserve_rng_state=False, context_fn=preserve_rng
+            )
+
+        def middle(v: Tensor) -> Tensor:
+            return part(lambda u: torch.sin(F.dropout(u, 0.5)), v) * torch.rand(v.shape)
+
+        with microbatch_rng(0, RngPlan(), RngUse()):
+            value = part(middle, x).square().sum()
+            run_backward([value], [torch.ones(())])
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
 def test_dropout_keeps_its_law() -> None:
     with Draws(0):
         out = F.dropout(torch.ones(100_000), 0.3)
@@ -75,6 +154,31 @@ def test_what_does_not_draw_is_not_noted() -> None:
         )
         F.dropout(X, 0.5, training=False)
     assert not draws.used
+
+
+def test_calls_that_are_told_not_to_draw_are_not_looked_into(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model in evaluation has many of them, and looking takes longer than they do."""
+    entered: list[Draws] = []
+    enter = Draws.__enter__
+
+    def note(self: Draws) -> Draws:
+        entered.append(self)
+        return enter(self)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Draws, "__enter__", note)
+    heads = X.view(1, 2, 3, 10)
+    with microbatch_rng(7, RngPlan(), RngUse()):
+        F.dropout(X, 0.5, training=False)
+        F.dropout(X, 0.5, False)
+        F.dropout1d(X, 0.5, False)
+        F.alpha_dropout(X, 0.5)
+        F.scaled_dot_product_attention(heads, heads, heads, None, 0.0, True)
+        assert entered == []
+        F.dropout(X)
+        F.scaled_dot_product_attention(heads, heads, heads, None, 0.5)
+    assert len(entered) == 2
 
 
 def test_a_generator_of_the_models_own_is_left_alone() -> None:

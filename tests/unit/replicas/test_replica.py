@@ -45,19 +45,19 @@ def test_ties_stay_inside_the_replica() -> None:
     assert len(replica.parameters) == 3
 
 
-def test_a_remote_replica_copies_what_has_changed_and_only_that() -> None:
+def test_a_remote_replica_copies_all_values_and_raises_versions_where_the_source_did() -> None:
     source = nn.Linear(3, 2)
     replica = elsewhere(source)
     replica.refresh()
+    before = [parameter._version for parameter in replica.parameters]
     with torch.no_grad():
         source.weight.fill_(5.0)
-        replica.parameters[1].fill_(9.0)  # not the source's doing: it must stay until outdated
+    source.bias.data.fill_(7.0)  # raises no version
     replica.refresh()
     assert replica.parameters[0].tolist() == [[5.0] * 3] * 2
-    assert replica.parameters[1].tolist() == [9.0, 9.0]
-    replica.outdate()
-    replica.refresh()
-    assert torch.equal(replica.parameters[1], source.bias)
+    assert replica.parameters[1].tolist() == [7.0, 7.0]
+    raised = [now._version > then for now, then in zip(replica.parameters, before, strict=True)]
+    assert raised == [True, False]
 
 
 def test_modes_and_freezing_follow_the_source() -> None:

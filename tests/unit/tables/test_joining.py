@@ -12,6 +12,22 @@ from phalanx.tables.joining import Ticket, read_ticket
 from tests.multiprocess.children import Children, Parent
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2"}
+# As Open MPI 4.1, MPICH 4.0 and Slurm set them.
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "17",
+}
+ONE_OF_ONE = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_JOB_ID": "5",
+    "SLURM_STEP_ID": "3",
+}
 
 
 @pytest.mark.parametrize(
@@ -20,7 +36,6 @@ TWO = {"RANK": "1", "WORLD_SIZE": "2"}
         (None, None, {}, Ticket(None, None, None)),
         (None, 3, {}, Ticket(None, None, 3)),
         ("mine", 3, TWO, Ticket("mine", None, 3)),
-        (None, None, {"RANK": "1"}, Ticket(None, None, None)),
         (None, None, {**TWO, "TORCHELASTIC_RUN_ID": "a"}, Ticket("torchrun-a-0", 1, 2)),
         (
             None,
@@ -34,6 +49,25 @@ TWO = {"RANK": "1", "WORLD_SIZE": "2"}
             {**TWO, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500"},
             Ticket("torchrun-port-29500-0", 1, 2),
         ),
+        (
+            None,
+            None,
+            {**TWO, "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "7"},
+            Ticket("torchrun-port-7-0", 1, 2),
+        ),
+        (None, 2, OPEN_MPI, Ticket("openmpi-17", 1, 2)),
+        (None, None, {**OPEN_MPI, **TWO}, Ticket("openmpi-17", 1, 2)),
+        (None, None, {**OPEN_MPI, **SLURM}, Ticket("openmpi-17", 1, 2)),
+        (None, None, {**SLURM, "RANK": "1", "WORLD_SIZE": "2"}, Ticket("slurm-5-3", 1, 2)),
+        (None, None, SLURM, Ticket("slurm-5-3", 1, 2)),
+        (
+            None,
+            3,
+            {**SLURM, "SLURM_STEP_ID": "4294967291"},
+            Ticket(None, None, 3),
+        ),  # a batch script
+        (None, 3, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Ticket(None, None, 3)),  # likewise
+        (None, None, {**OPEN_MPI, **ONE_OF_ONE}, Ticket(None, None, None)),
     ],
 )
 def test_the_run_is_the_callers_or_torchruns_or_this_process(run, num_workers, environment, ticket):
@@ -47,11 +81,42 @@ def test_the_run_is_the_callers_or_torchruns_or_this_process(run, num_workers, e
         (None, {**TWO, "RANK": "2"}, ConfigError, "`RANK` must be below `WORLD_SIZE`"),
         (None, {**TWO, "RANK": "x"}, ConfigError, "`RANK` must be a number, but is 'x'"),
         (None, {**TWO, "LOCAL_WORLD_SIZE": "1"}, UnsupportedError, "must be on one host"),
+        (None, {"RANK": "1"}, ConfigError, "`WORLD_SIZE` must be set where `RANK` is"),
+        (None, {"WORLD_SIZE": "2"}, ConfigError, "`RANK` must be set where `WORLD_SIZE` is"),
+        (None, TWO, ConfigError, "`LOCAL_WORLD_SIZE` must say how many of the 2 workers are on"),
+        (None, {**TWO, **OPEN_MPI, "RANK": "0"}, ConfigError, "`LOCAL_WORLD_SIZE` must say how"),
+        (3, OPEN_MPI, ConfigError, r"must be `OMPI_COMM_WORLD_SIZE` \(2\), but is 3"),
+        (
+            None,
+            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            UnsupportedError,
+            "All 2 workers of a table must be on one host, but `OMPI_COMM_WORLD_LOCAL_SIZE` is 1",
+        ),
+        (
+            None,
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            UnsupportedError,
+            r"must be on one host, but `SLURM_STEP_TASKS_PER_NODE` is 2\(x2\)",
+        ),
+        (
+            None,
+            {"PMI_RANK": "1", "PMI_SIZE": "2"},
+            ConfigError,
+            "`MPI_LOCALNRANKS` must say how many of the 2 workers",
+        ),
+        (None, {"PMI_RANK": "1"}, ConfigError, "`PMI_SIZE` must be set where `PMI_RANK` is"),
     ],
 )
 def test_variables_that_contradict_are_refused(num_workers, environment, error, message):
     with pytest.raises(error, match=message):
         read_ticket(None, num_workers, environment)
+
+
+def test_workers_of_one_mpiexec_are_told_by_the_process_that_started_them():
+    ticket = read_ticket(None, None, MPICH)
+    assert (ticket.worker, ticket.num_workers) == (1, 2)
+    assert ticket.run is not None
+    assert ticket.run.startswith(f"mpich-{os.getppid()}-")
 
 
 def started_by_torchrun(parent: Parent, rank: int, run: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +14,14 @@ import torch
 
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.train import checkpoint
-from phalanx.train.checkpoint import Stored, load_stored, pack_state, save_stored, unpack_like
+from phalanx.train.checkpoint import (
+    Stored,
+    check_packed,
+    load_stored,
+    pack_state,
+    save_stored,
+    unpack_like,
+)
 
 
 def stored(number: int) -> Stored:
@@ -204,3 +212,65 @@ def test_a_document_nested_without_end_is_told(tmp_path: Path) -> None:
     (folder / "checkpoint.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="must be readable and whole"):
         load_stored(folder)
+
+
+def test_complex_numbers_of_both_widths_come_back(tmp_path: Path) -> None:
+    values = torch.tensor([[1 + 2j, -0.1j], [3.0, torch.inf]], dtype=torch.complex128)
+    written = {
+        "c": values.conj(),
+        "d": values.to(torch.complex64),
+        "e": values.sum(),
+        "f": values.real,
+    }
+    save_stored(Stored(tensors={"model": written}), tmp_path / "c")
+    read = load_stored(tmp_path / "c").tensors["model"]
+    for name, value in written.items():
+        assert read[name].dtype == value.dtype
+        assert torch.equal(read[name], value)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(0.1),
+        torch.tensor(0.1, dtype=torch.float64),
+        torch.tensor([[0.1, -torch.inf]], dtype=torch.bfloat16),
+        torch.zeros(2, 0, dtype=torch.int64),
+        torch.tensor([True]),
+    ],
+    ids=str,
+)
+def test_small_tensors_are_plain_values(tensor: torch.Tensor) -> None:
+    packed = json.loads(json.dumps(pack_state({"lr": tensor})))
+    check_packed(packed)
+    read = unpack_like(packed, {"lr": tensor})["lr"]
+    assert read.dtype == tensor.dtype
+    assert torch.equal(read, tensor)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        ["float32", [], [1.0, 2.0]],
+        ["float32", [2], [1.0]],
+        ["float32", [-1], [1.0]],
+        ["float32", ["2"], [1.0, 2.0]],
+        ["float32", [1], ["1"]],
+        ["float32", [1], 1.0],
+        ["float32", [1], None],
+        ["int64", [1], [2**64]],
+        ["Tensor", [1], [1.0]],
+        [["float32"], [1], [1.0]],
+        ["float32", [1]],
+        None,
+    ],
+    ids=str,
+)
+def test_what_is_no_packed_tensor_is_refused(packed: object) -> None:
+    with pytest.raises(ValueError, match="is no tensor of"):
+        check_packed({"pairs": [["lr", {"tensor": packed}]]})
+
+
+def test_large_tensors_are_no_plain_values() -> None:
+    with pytest.raises(CheckpointError, match="must hold plain values"):
+        pack_state(torch.zeros(5000))

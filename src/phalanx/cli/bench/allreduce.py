@@ -2,12 +2,17 @@
 
 Both have a group of the same ranks and take turns within each round, so that whatever else the
 machine does meets both. What is timed is `torch.distributed.all_reduce` of a tensor in ordinary
-memory, call after call, as rank 0 sees it. MPI, where it is installed, comes after them.
+memory, call after call, as rank 0 sees it. MPI, where it is installed, comes after them. Then the
+ranks are timed once more beside processes that keep cores busy, as other work on a machine does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +39,14 @@ __all__ = ["allreduce", "measure"]
 
 DEFAULT_OUT = Path("out/bench-allreduce")
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 100_000_000)
+BUSY_SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+BUSY = (1, 2)  # numbers of processes that keep a core busy
+_BUSY_LOOP = """
+import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+while True:
+    pass
+"""  # ends with its stdin, so also with the process that started it
 _BYTES_PER_TURN = 4 << 20  # small calls are repeated until about so much has gone through
 _MOST_CALLS = 200
 _TIMEOUT_S = 120.0
@@ -60,25 +73,33 @@ def allreduce(
     introduce(console, machine)
     cells: list[Cell] = []
     failures: dict[str, str] = {}
-    with turn_progress(console, len(counts) + 1) as show:
+    with turn_progress(console, len(counts) * (1 + len(BUSY)) + 1) as show:
         show("how fast memory is copied")
         copy_bytes_per_s = copy_bandwidth()
-        for count in counts:
-            show(f"{count} ranks, {len(SIZES)} sizes, {rounds} rounds")
+        for count, busy in [(count, busy) for count in counts for busy in (0, *BUSY)]:
+            sizes = BUSY_SIZES if busy else SIZES
+            name = f"{count} ranks beside {busy} busy processes" if busy else f"{count} ranks"
+            show(f"{name}, {len(sizes)} sizes, {rounds} rounds")
             try:
-                seconds = launch(measure, count, args=(SIZES, rounds))[0]
+                with busy_processes(busy):
+                    seconds = launch(measure, count, args=(sizes, rounds))[0]
             except RankFailed as error:
-                failures[f"{count} ranks"] = str(error)
+                failures[name] = str(error)
                 continue
-            if has_mpi():
+            if has_mpi() and not busy:
                 try:
                     calls = {size: calls_of(size) for size in SIZES}
                     seconds["mpi"] = measure_mpi(count, calls, rounds)
                 except ProcessFailed as error:
                     failures[f"{count} ranks of MPI"] = str(error)
             cells += [
-                Cell(ranks=count, num_bytes=size, seconds={b: seconds[b][size] for b in seconds})
-                for size in SIZES
+                Cell(
+                    ranks=count,
+                    num_bytes=size,
+                    seconds={backend: seconds[backend][size] for backend in seconds},
+                    busy=busy,
+                )
+                for size in sizes
             ]
     console.print(allreduce_table(cells, copy_bytes_per_s))
     for name, cause in failures.items():
@@ -100,6 +121,17 @@ def _counts(ranks: str) -> list[int]:
             f"`--ranks` must be whole numbers from 2 on, separated by commas, but is {ranks!r}."
         )
     return sorted({int(word) for word in words})
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Let so many processes keep a core busy each until the body ends."""
+    command = [sys.executable, "-c", _BUSY_LOOP]
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))
+            stack.callback(process.kill)  # before the process is waited for
+        yield
 
 
 def copy_bandwidth(num_bytes: int = 100_000_000, times: int = 7) -> float:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "SCHEMA", "Cell", "allreduce_table", "as_json", "draw_allreduce", "target"]
 
-SCHEMA = "phalanx.bench.allreduce/1"
+SCHEMA = "phalanx.bench.allreduce/2"
 BACKENDS = ("phalanx", "gloo")
 MPI = "mpi"
 _COLOURS = {"phalanx": "#0f766e", "gloo": "#9aa3ae", MPI: "#c2854b"}
@@ -34,11 +34,21 @@ _TIMES_MPI = 2.5  # as fast, with two ranks, from 4 MiB on
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One size with one number of ranks: seconds of a call by backend, one per round."""
+    """One size with one number of ranks: seconds of a call by backend, one per round.
+
+    Attributes:
+        busy: How many other processes kept a core busy meanwhile.
+    """
 
     ranks: int
     num_bytes: int
     seconds: Mapping[str, Sequence[float]]
+    busy: int = 0
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """What a section of the table, or a panel of the figure, has in common."""
+        return self.ranks, self.busy
 
     def median_s(self, backend: str) -> float:
         """Return the median of a backend's rounds."""
@@ -66,7 +76,7 @@ def target(cell: Cell) -> float | None:
         >>> target(Cell(ranks=2, num_bytes=16 << 10, seconds={}))
         10.0
     """
-    if cell.ranks > 2:
+    if cell.ranks > 2 or cell.busy:
         return 1.0
     if cell.num_bytes <= 64 << 10:
         return 10.0
@@ -84,15 +94,16 @@ def allreduce_table(cells: Sequence[Cell], copy_bytes_per_s: float) -> Table:
     )
     mpi = any(MPI in cell.seconds for cell in cells)
     peers = ("MPI", "÷ phalanx") if mpi else ()
-    for heading in ("ranks", "size", "phalanx", "gloo", "÷ phalanx", *peers, "GB/s"):
+    for heading in ("ranks", "busy", "size", "phalanx", "gloo", "÷ phalanx", *peers, "GB/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     before = None
     for cell in cells:
-        if before not in (None, cell.ranks):
+        if before not in (None, cell.group):
             table.add_section()
-        before = cell.ranks
+        before = cell.group
         table.add_row(
             str(cell.ranks),
+            str(cell.busy) if cell.busy else "",
             _size(cell.num_bytes),
             _time_cell(cell),
             _time(cell.median_s("gloo")),
@@ -113,7 +124,7 @@ def _mpi_cells(cell: Cell) -> tuple[str | Text, ...]:
 
 def _time_cell(cell: Cell) -> Text:
     shown, limit = _time(cell.median_s("phalanx")), _WITHIN_S.get(cell.num_bytes)
-    if limit is None or cell.ranks > 2:
+    if limit is None or cell.ranks > 2 or cell.busy:
         return Text(shown, style="bold")
     met = cell.median_s("phalanx") <= limit
     return Text(
@@ -123,7 +134,7 @@ def _time_cell(cell: Cell) -> Text:
 
 def _bandwidth_cell(cell: Cell, copy_bytes_per_s: float) -> Text:
     shown = f"{cell.bytes_per_s / 1e9:.2f}"
-    if cell.ranks > 2 or cell.num_bytes < _SHARE_FROM_BYTES:
+    if cell.ranks > 2 or cell.busy or cell.num_bytes < _SHARE_FROM_BYTES:
         return Text(shown)
     least = _SHARE_OF_COPY * copy_bytes_per_s / 1e9
     return _judged(shown, least, cell.bytes_per_s / 1e9)
@@ -176,19 +187,24 @@ def as_json(
 def draw_allreduce(
     cells: Sequence[Cell], machine: Machine, path: Path, *, copy_bytes_per_s: float
 ) -> None:
-    """Draw time over size for each number of ranks into a PNG file."""
+    """Draw time over size into a PNG file, in a panel for each `Cell.group`."""
     # Slow: half a second that no rank should pay.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     counts = sorted({cell.ranks for cell in cells}) or [2]
-    figure = Figure(figsize=(5.2 * len(counts) + 0.6, 4.6), layout="constrained")
+    levels = sorted({cell.busy for cell in cells}) or [0]
+    size = (5.2 * len(counts) + 0.6, 4.0 * len(levels) + 0.6)
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(counts), squeeze=False, sharey=True)[0]
-    for axis, count in zip(axes, counts, strict=True):
-        _draw_lines(axis, [cell for cell in cells if cell.ranks == count])
-        axis.set_title(f"{count} ranks", loc="left", fontsize=11, weight="bold", color=_INK)
-    axes[0].set_ylabel("seconds of a call", color=_INK)
+    axes = figure.subplots(len(levels), len(counts), squeeze=False, sharey=True)
+    for row, busy in zip(axes, levels, strict=True):
+        for axis, count in zip(row, counts, strict=True):
+            _draw_lines(axis, [cell for cell in cells if cell.group == (count, busy)])
+            beside = f", {busy} of the cores busy with other work" if busy else ""
+            title = f"{count} ranks{beside}"
+            axis.set_title(title, loc="left", fontsize=11, weight="bold", color=_INK)
+        row[0].set_ylabel("seconds of a call", color=_INK)
     figure.suptitle("All-reduce on one host", fontsize=15, weight="bold", color=_INK)
     commit = f" · commit {machine.commit}" if machine.commit else ""
     figure.supxlabel(

@@ -19,6 +19,8 @@ from torch import Tensor
 from phalanx.cli.data.data import Data
 from phalanx.cli.data.loader import ScalePixels, TensorLoader
 from phalanx.errors import ConfigError
+from phalanx.files import open_regular
+from phalanx.memory import available_memory_bytes
 
 HIGHEST_PIXEL = 255
 _PIECE_BYTES = 1 << 20
@@ -81,19 +83,19 @@ def open_idx(folder: Path, *, batch_size: int, seed: int) -> Data:
 def read_idx(path: Path, *, num_dims: int) -> Tensor:
     """Read one idx file of uint8 elements, gzipped if its name ends in ``.gz``.
 
-    Never takes the header's word for memory: a gzipped file is unpacked piece by piece, and no
-    further than one byte past the length that the header announces.
+    Never takes the header's word for memory: more than is free is refused, and a gzipped file is
+    unpacked piece by piece, no further than one byte past the length that the header announces.
 
     Shapes:
         -> uint8, of the ``num_dims`` sizes that the header gives.
 
     Raises:
-        ConfigError: The file cannot be read, or its magic number, its sizes and its length do not
-            agree with each other and with ``num_dims``.
+        ConfigError: The file cannot be read, it does not fit into memory, or its magic number, its
+            sizes and its length do not agree with each other and with ``num_dims``.
     """
     try:
         # One `with` for both: closing a GzipFile does not close the file that it was given.
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if path.suffix != ".gz":
                 return _read_elements(file, path, num_dims)
             with gzip.GzipFile(fileobj=file) as unpacked:
@@ -122,6 +124,12 @@ def _read_elements(file: BinaryIO | gzip.GzipFile, path: Path, num_dims: int) ->
     if 0 in sizes:
         raise ConfigError(f"`{path}` must hold at least one element, but is of shape {sizes}.")
     num_elements = math.prod(sizes)
+    available = available_memory_bytes()
+    if available is not None and num_elements > available:
+        raise ConfigError(
+            f"`{path}` must fit into memory, of which {available} bytes are free, but its shape "
+            f"{sizes} announces {num_elements} bytes."
+        )
     elements = bytearray()
     # One byte more than announced: it shows a file that is too long, and makes gzip reach its end,
     # where it compares the checksum.

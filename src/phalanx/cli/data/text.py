@@ -21,6 +21,7 @@ from torch import Tensor
 from phalanx.cli.data.data import Data
 from phalanx.cli.data.loader import TensorLoader, widen_tokens
 from phalanx.errors import ConfigError
+from phalanx.files import open_regular
 
 TEST_FRACTION = 0.1
 NUM_TEST_WINDOWS = 512
@@ -178,7 +179,7 @@ def _concatenate(
     stream = bytearray()
     for path in paths:
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 # One byte more than there is room for tells "just fits" from "too much".
                 content = file.read(max_bytes - len(stream) + 1)
         except OSError as exc:

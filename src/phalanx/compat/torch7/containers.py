@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 
 from phalanx import parallel
 from phalanx.compat.torch7.explicit import Explicit
-from phalanx.compat.torch7.module import Torch7Module
-from phalanx.errors import ConfigError, StateError
-from phalanx.plan import Layout, least_loaded
+from phalanx.compat.torch7.module import Torch7Module, is_called
+from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.plan import Layout, equal_sizes, least_loaded, open_rows, read_whole
 from phalanx.replicas import known_devices, resolve_device
 from phalanx.types import Device
 
@@ -22,10 +23,25 @@ __all__ = ["GPU", "AbstractParallel", "DataParallel", "DataParallelTable", "Mode
 Gpu = Device | int
 
 
-class AbstractParallel(Torch7Module, parallel.AbstractParallel):
+# What fbcunn's subclasses wrote for the way back, which autograd goes by itself here.
+_WAYS_BACK = ("_distributeGradOutput", "_mixGrads")
+
+
+def _refuse_ways_back(kind: type) -> None:
+    """Refuse a subclass whose own way back would never be called."""
+    for name in _WAYS_BACK:
+        if name in vars(kind):
+            raise UnsupportedError(
+                f"`{kind.__name__}` must not write `{name}`, which nothing calls: gradients follow "
+                "from `distribute()` and `merge()` by autograd. Leave it out."
+            )
+
+
+class AbstractParallel(Torch7Module, parallel.AbstractParallel, metaclass=ABCMeta):
     """Run columns at the same time; a subclass says what each gets, and what becomes of outputs.
 
     The two rules are ``distribute(inputs)`` and ``merge(outputs)``; nothing else need be written.
+    ``_distributeInput(input)`` is the first under its old name; it returns one input per column.
 
     Args:
         dim: Along which outputs are concatenated.
@@ -42,12 +58,25 @@ class AbstractParallel(Torch7Module, parallel.AbstractParallel):
         torch.Size([3, 2])
 
     Source: fbcunn's ``AbstractParallel``, whose subclasses wrote ``_distributeInput``, and the way
-    back by hand.
+    back by hand. `DataParallel` counts as one of its subclasses, as it did.
     """
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim)
         self._gpus: list[torch.device] = []
+
+    # Any: what Python gives to a subclass.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _refuse_ways_back(cls)
+
+    # Any: inputs, nested.
+    def distribute(self, inputs: Any) -> list[Any]:
+        """Return one input per column: what ``_distributeInput`` does."""
+        return _several(self, self._distributeInput(inputs))
+
+    def _distributeInput(self, input: Any) -> Sequence[Any]:
+        return parallel.AbstractParallel.distribute(self, input)
 
     def add(self, module: nn.Module, gpuid: Gpu | None = None) -> Self:
         """Append ``module`` as the next column, on ``gpuid`` or on :meth:`nextGPU`; return self."""
@@ -87,6 +116,9 @@ class ModelParallel(AbstractParallel, parallel.ModelParallel):
     Source: fbcunn's ``ModelParallel``, which changed the columns' own gradInput.
     """
 
+    def _distributeInput(self, input: Any) -> Sequence[Any]:
+        return parallel.ModelParallel.distribute(self, input)
+
 
 class _Replicated(Torch7Module, parallel.DataParallel):
     """One module, a replica of it for each device that was given with it."""
@@ -96,28 +128,26 @@ class _Replicated(Torch7Module, parallel.DataParallel):
             raise ConfigError(f"`dim` must be a whole number, counted from 0, but is {dim!r}.")
         self.dim = dim
         self._gpus: list[torch.device] = []
-        self._initFuncs: list[Callable[[], object]] = []
         super().__init__(nn.Sequential(), ["cpu"])  # until there is a module
 
     # Any: the module's own signature.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._gpus:
             raise StateError(f"`{type(self).__name__}` needs a module. Call `add()` first.")
-        home = next((parameter.device for parameter in self.parameters()), self._gpus[0])
-        if set(self._gpus) != {home}:  # a write into a flat tensor shows in no parameter's version
-            self.sync_parameters()
         return super().__call__(*args, **kwargs)
 
     def get(self, index: int) -> nn.Module:
-        """Return the module, for ``index`` 0; replicas are made from it and not shown.
+        """Return the module, of which every column is a replica; negative ones count from the end.
 
         Raises:
-            ConfigError: The index is another, or nothing was added.
+            ConfigError: There is no such column.
         """
-        if index != 0 or not self._gpus:
+        index, count = read_whole("index", index), len(self._gpus)
+        if not -count <= index < count:
             raise ConfigError(
-                f"`index` must be 0, the module that was added, but is {index!r}"
-                + (": replicas are made from it." if self._gpus else ", and there is none yet.")
+                f"`index` must be a column, 0 to {count - 1}, but is {index!r}."
+                if count
+                else f"`index` must be a column, but is {index!r}: there is none. Call `add()`."
             )
         return self.module
 
@@ -141,7 +171,6 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         """
         if initFunc is not None:
             super().threads(initFunc)
-            self._initFuncs.append(initFunc)
         return self
 
     def syncParameters(self) -> None:
@@ -165,7 +194,7 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         """Become the container of ``module``; hooks, mode and initialisers stay."""
         self.close()
         stay = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
-        training = bool(self.training)
+        training, initialisers = bool(self.training), self._initialisers
         # Flat tensors count on the order of elements, so weights keep the one that they have.
         parallel.DataParallel.__init__(
             self, module, gpus, layout=Layout(self.dim), channels_last=False
@@ -173,8 +202,7 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         self.__dict__.update(stay)
         self.training = training
         self._gpus = gpus
-        for initFunc in self._initFuncs:
-            super().threads(initFunc)
+        self._initialisers = initialisers
 
     def _share(self, other: nn.Module, names: tuple[str, ...]) -> None:
         parallel.DataParallel.share(self, other, *names)
@@ -197,9 +225,52 @@ class DataParallel(_Replicated):
         ...     net.forward(torch.ones(5, 4)).shape
         torch.Size([5, 2])
 
+    A subclass may write its own ``distribute(inputs)`` (or ``_distributeInput``), which returns one
+    input per column, and ``merge(outputs)``, as one of `AbstractParallel` does.
+
     Source: fbcunn's ``DataParallel``, which summed gradients that were summed already when two
     passes back followed each other.
     """
+
+    # Any: what Python gives to a subclass.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _refuse_ways_back(cls)
+        cls._has_own_rules = any(
+            getattr(cls, name) is not getattr(DataParallel, name)
+            for name in ("distribute", "_distributeInput", "merge")
+        )
+
+    _has_own_rules = False
+
+    # Any, here and below: the module's own inputs and outputs, nested.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on one input, tensor or nested, and return its output as plain values."""
+        if not (self._has_own_rules and is_called(self)):
+            return super().forward(*args, **kwargs)
+        if kwargs:
+            raise UnsupportedError(
+                f"`{type(self).__name__}` must be called with positions, because it distributes "
+                f"inputs itself, but is given {', '.join(kwargs)} by name."
+            )
+        parts = self.distribute(args[0] if len(args) == 1 else args)
+        return self.merge(self.forward_parts(parts))
+
+    def distribute(self, inputs: Any) -> list[Any]:
+        """Return one input per column: slices along ``dim``, None for a column without rows."""
+        return _several(self, self._distributeInput(inputs))
+
+    def _distributeInput(self, input: Any) -> Sequence[Any]:
+        layout = Layout(self.dim)
+        rows = open_rows(input, layout)
+        sizes = equal_sizes(rows.count(), len(self._gpus))
+        used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)
+        return [part if size else None for part, size in zip(rows.cut(sizes), used, strict=True)]
+
+    def merge(self, outputs: list[Any]) -> Any:
+        """Return the outputs of the columns that took part, concatenated along ``dim``."""
+        found = [output for output in outputs if output is not None]
+        return parallel.join_columns(found, self.dim, self.devices[0])
 
     def add(self, module: nn.Module, gpuid: Gpu | None = None) -> Self:
         """Add a column on ``gpuid`` or on :meth:`nextGPU`; return self.
@@ -210,6 +281,9 @@ class DataParallel(_Replicated):
             ConfigError: A later column has other layers or values, or the device does not exist.
         """
         return self._append(module, [self.nextGPU() if gpuid is None else gpuid])
+
+
+AbstractParallel.register(DataParallel)
 
 
 class DataParallelTable(_Replicated):
@@ -273,6 +347,11 @@ class DataParallelTable(_Replicated):
                 "`add(module, gpus)` with a list must be the only `add()`, but there was one. Give "
                 "all devices at once."
             )
+        elif not isinstance(gpus, Sequence):
+            raise ConfigError(
+                f"`gpus` must be a list with a device for each replica, but is {gpus!r}. A set has "
+                "each of them once and in no order: give ['cpu', 'cpu'], or [0, 1]."
+            )
         elif not gpus:
             raise ConfigError("`gpus` must name at least one device, but is empty.")
         else:
@@ -318,6 +397,16 @@ class GPU(Torch7Module, parallel.OnDevice):
 
     def _share(self, other: nn.Module, names: tuple[str, ...]) -> None:
         parallel.DataParallel(self.module, 1).share(other, *names)
+
+
+# Any: what a subclass of the user's returns.
+def _several(container: nn.Module, parts: Any) -> list[Any]:
+    if not isinstance(parts, (list, tuple)):
+        raise ConfigError(
+            f"`_distributeInput()` of `{type(container).__name__}` must return one input per "
+            f"column, but returned {type(parts).__name__!r}. Return a list."
+        )
+    return list(parts)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

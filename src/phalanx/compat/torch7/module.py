@@ -15,14 +15,25 @@ from phalanx.compat.torch7.flat import Flat
 from phalanx.compat.torch7.passes import Pass
 from phalanx.compat.torch7.tensor_types import parse_tensor_type, tensor_type_of
 from phalanx.errors import ConfigError
-from phalanx.parallel import AbstractParallel, DataParallel, OnDevice
+from phalanx.parallel import (
+    AbstractParallel,
+    DataParallel,
+    OnDevice,
+    redraw_of,
+    refuse_unreached,
+)
 from phalanx.types import Nested
 
-__all__ = ["Torch7Module"]
+__all__ = ["Torch7Module", "is_called"]
 
 # Which module is being called as PyTorch calls modules; otherwise `forward()` is Torch7's. It is
 # not an attribute of the module, because several threads may call one module at a time.
 _CALLED: ContextVar[nn.Module | None] = ContextVar("_CALLED", default=None)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Tell whether ``module`` is being called as PyTorch calls modules."""
+    return _CALLED.get() is module
 
 
 class _Training(int):
@@ -71,7 +82,7 @@ class Torch7Module(nn.Module):
     # Any: the module's own signature.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on one input, tensor or nested, and return its output as plain values."""
-        if _CALLED.get() is self:
+        if is_called(self):
             return super().forward(*args, **kwargs)
         return self.updateOutput(*args, **kwargs)
 
@@ -239,15 +250,26 @@ class Torch7Module(nn.Module):
         Args:
             stdv: Draw all parameters of layers with weights of two dims or more uniformly around 0
                 with this standard deviation; default: as each layer does by itself.
+
+        Raises:
+            ConfigError: A layer with parameters does not say how; nothing has changed then.
         """
-        for layer in self._layers():
-            redraw = getattr(layer, "reset_parameters", None)
-            if callable(redraw):
-                redraw()
-            own = list(layer.parameters(recurse=False))
+        layers = list(self._layers())[::-1]  # outer ones have the last word
+        uniform: list[nn.Parameter] = []
+        for own in [list(layer.parameters(recurse=False)) for layer in layers]:
             if stdv is not None and any(parameter.dim() >= 2 for parameter in own):
-                for parameter in own:
-                    nn.init.uniform_(parameter, -stdv * math.sqrt(3), stdv * math.sqrt(3))
+                uniform += own
+        drawn = list(uniform)
+        if type(self).reset is not Torch7Module.reset:  # which calls this one
+            drawn += self.parameters(recurse=False)
+        refuse_unreached(self, layers, drawn)
+        for layer in layers:
+            redraw = redraw_of(layer)
+            if redraw is not None:
+                redraw()
+        for parameter in uniform:
+            assert stdv is not None
+            nn.init.uniform_(parameter, -stdv * math.sqrt(3), stdv * math.sqrt(3))
         return self
 
     # Any: torch's own method takes a dtype or a name, and returns the module; the getter, a name.

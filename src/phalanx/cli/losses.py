@@ -1,0 +1,153 @@
+"""From the text of ``--loss`` and ``--forward`` to functions, and the refusal of what cannot fit.
+
+torch computes some pairs of outputs and targets that no loss is meant for: cross entropy of one
+float column takes it for probabilities of one class and is 0 for whatever the model says; the mean
+squared error of [B] and [B, 1] is taken over B x B pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.cli.data.attribute import call_without_arguments, import_attribute
+from phalanx.cli.data.data import Data
+from phalanx.errors import ConfigError
+from phalanx.types import ForwardFn, LossFn
+
+__all__ = ["LOSSES", "NamedLoss", "build_loss", "import_forward", "token_cross_entropy"]
+
+_FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": F.cross_entropy,
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "bce": F.binary_cross_entropy_with_logits,
+}
+LOSSES = tuple(_FUNCTIONS)
+_SUMS_TO_ONE = 1e-2  # of probabilities in half precision, too
+
+
+def build_loss(spec: str | None, data: Data) -> LossFn:
+    """Make the loss that ``spec`` names; None for cross entropy, in nats.
+
+    Raises:
+        ConfigError: There is no such loss, or no function of that name.
+    """
+    if spec is not None and ":" in spec:
+        return _own_function("--loss", spec, takes="outputs and targets")
+    if spec is not None and spec not in LOSSES:
+        raise ConfigError(
+            f"`--loss` must be {', '.join(LOSSES)} or module:attribute, but is {spec!r}."
+        )
+    if data.kind == "tokens" and spec in (None, "cross_entropy"):
+        return token_cross_entropy
+    if data.kind == "images" and spec in (None, "cross_entropy"):
+        return F.cross_entropy  # of classes that were checked when the data was read
+    return NamedLoss("cross_entropy" if spec is None else spec)
+
+
+def import_forward(spec: str) -> ForwardFn:
+    """Import what ``--forward`` names.
+
+    Raises:
+        ConfigError: There is no such function.
+    """
+    return _own_function("--forward", spec, takes="the model and a microbatch")
+
+
+def token_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross entropy over all tokens, in nats.
+
+    Shapes:
+        logits_BTV, targets int64 [B, T] -> scalar.
+    """
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+@dataclass(frozen=True)
+class NamedLoss:
+    """One of :data:`LOSSES`; an object, so that it can be sent to worker processes.
+
+    Example:
+        >>> NamedLoss("mse")(torch.ones(2, 1), torch.zeros(2, 1)).item()
+        1.0
+    """
+
+    name: str
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:  # Any: the user's model and data
+        """Return the mean loss.
+
+        Raises:
+            ConfigError: The loss is not meant for such outputs or targets.
+        """
+        for noun, value in (("Outputs", outputs), ("Targets", targets)):
+            if not isinstance(value, Tensor):
+                self._refuse(noun, "be one tensor", type(value).__name__)
+        if not outputs.is_floating_point():
+            self._refuse("Outputs", "be floating", str(outputs.dtype))
+        if self.name == "cross_entropy":
+            self._check_classes(outputs, targets)
+        else:
+            self._check_numbers(outputs, targets)
+        return _FUNCTIONS[self.name](outputs, targets)
+
+    def _check_classes(self, outputs: Tensor, targets: Tensor) -> None:
+        if outputs.dim() < 2 or outputs.shape[1] < 2:
+            wanted = "have one column of logits for each of 2 or more classes [B, C, ...]"
+            self._refuse("Outputs", wanted, f"{outputs.dtype} of shape {_shape(outputs)}")
+        if targets.is_floating_point():
+            wanted = f"be int64 classes, or probabilities of shape {_shape(outputs)}"
+            if targets.shape != outputs.shape:
+                self._refuse("Targets", wanted, f"{targets.dtype} of shape {_shape(targets)}")
+            sums = targets.detach().sum(1)
+            if targets.numel() and (targets.min() < 0 or (sums - 1).abs().max() > _SUMS_TO_ONE):
+                self._refuse("Targets", wanted, f"{targets.dtype} that do not sum to 1")
+            return
+        expected = (outputs.shape[0], *outputs.shape[2:])
+        if targets.dtype not in (torch.int64, torch.uint8) or targets.shape != expected:
+            wanted = f"be int64 classes of shape {expected}"
+            self._refuse("Targets", wanted, f"{targets.dtype} of shape {_shape(targets)}")
+
+    def _check_numbers(self, outputs: Tensor, targets: Tensor) -> None:
+        if not targets.is_floating_point() or targets.shape != outputs.shape:
+            wanted = f"be floating and of the outputs' shape {_shape(outputs)}"
+            self._refuse("Targets", wanted, f"{targets.dtype} of shape {_shape(targets)}")
+        if self.name == "bce" and targets.numel():
+            low, high = torch.aminmax(targets.detach())
+            if not 0 <= low.item() <= high.item() <= 1:
+                self._refuse("Targets", "be from 0 to 1", f"from {low.item()} to {high.item()}")
+
+    def _refuse(self, noun: str, wanted: str, found: str) -> None:
+        others = ", ".join(name for name in LOSSES if name != self.name)
+        raise ConfigError(
+            f"{noun} must {wanted} for the loss {self.name}, but are {found}. Give --loss "
+            f"({others}, or your own as module:attribute), or change data or model."
+        )
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _own_function(flag: str, spec: str, *, takes: str) -> Callable[..., Any]:
+    """Import a function; a class is called without arguments for an object of it."""
+    found = import_attribute(spec)
+    if isinstance(found, type):
+        found = call_without_arguments(found, spec)
+    if not callable(found):
+        raise ConfigError(
+            f"`{flag}` must name a function of {takes}, but `{spec}` is a {type(found).__name__}."
+        )
+    if isinstance(found, nn.Module) and next(found.parameters(), None) is not None:
+        raise ConfigError(
+            f"`{flag}` must name what has no parameters, but `{spec}` has. Make them part of the "
+            "model, and let --forward compute the loss."
+        )
+    function: Callable[..., Any] = found
+    return function

@@ -1,0 +1,81 @@
+"""Read files whose names come from outside: regular ones only, without waiting, up to a size.
+Write files of tensors as other files are written.
+
+A pipe where a file is expected would be waited for without end, a device may have none, and opening
+some devices does something. What is no regular file is refused before it is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from io import BufferedReader
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+__all__ = ["open_regular", "read_text", "save_tensors"]
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file, or a link to one, to read its bytes.
+
+    Raises:
+        OSError: It is missing, unreadable, or no regular file.
+        ValueError: ``path`` can be no path.
+    """
+    _refuse_special(os.stat(path))
+    # It may be another by now, so the open itself must not wait either.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _refuse_special(os.fstat(fd))
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_text(path: Path, *, max_bytes: int) -> str:
+    """Read a regular file of UTF-8.
+
+    Raises:
+        OSError: As :func:`open_regular`, or it is longer than ``max_bytes``.
+        ValueError: It is no UTF-8, or ``path`` can be no path.
+    """
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(f"it is longer than {max_bytes} bytes")
+    return content.decode("utf-8")
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor], path: Path, *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a file of safetensors, of the mode that the user's umask gives to any new file.
+
+    Raises:
+        OSError: It cannot be written.
+        SafetensorError: The same, as safetensors says it.
+        ValueError: A tensor cannot be stored.
+    """
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    path.chmod(mode)  # safetensors makes files that only their owner may read
+
+
+def _refuse_special(found: os.stat_result) -> None:
+    kind = stat.S_IFMT(found.st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(f"it is {_KINDS.get(kind, 'something else')} and not a regular file")

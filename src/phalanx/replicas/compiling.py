@@ -1,0 +1,121 @@
+"""Models with parts that `torch.compile` has made: copied with their compiler, compiled once.
+
+Torch keeps compiled code with the code of the function that it was made from, for all modules that
+run it. So replicas find what the first of them has compiled, if they have the same compiler and do
+not all compile at the same moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.errors import UnsupportedError
+from phalanx.plan import flatten
+from phalanx.types import Nested
+
+__all__ = ["CompileOnce", "has_compiled", "refuse_compiled_in_place", "shared_compilers"]
+
+_SETTING = "_torchdynamo_orig_callable"  # which torch gives to whatever it has compiled
+
+
+def has_compiled(module: nn.Module) -> bool:
+    """Tell whether `torch.compile` has made ``module``, a part of it, or a function that it holds.
+
+    Example:
+        >>> has_compiled(nn.Sequential(nn.Linear(3, 2)))
+        False
+    """
+    if "torch._dynamo" not in sys.modules:  # the compiler, which every compiled function needs
+        return False
+    return any(
+        hasattr(value, _SETTING)
+        for part in module.modules()
+        for value in part.__dict__.values()
+        if callable(value) and not isinstance(value, type)
+    )
+
+
+def shared_compilers(source: nn.Module) -> dict[int, object]:
+    """Return a memo for `copy.deepcopy` by which copies of compiled modules have their compiler."""
+    return {
+        id(compiler): compiler
+        for part in source.modules()
+        if (compiler := part.__dict__.get("dynamo_ctx")) is not None
+    }
+
+
+def refuse_compiled_in_place(source: nn.Module) -> None:
+    """Refuse what no copy takes over, or this torch cannot compile in replicas.
+
+    Raises:
+        UnsupportedError: A module was compiled by its own method; or this torch's compiler does not
+            serve models whose random numbers are their own.
+    """
+    for name, part in source.named_modules():
+        if part._compiled_call_impl is not None:
+            told = f"Module `{name}`" if name else "`module`"
+            raise UnsupportedError(
+                f"{told} must be compiled by `torch.compile(module)` to be run on replicas, but "
+                "was by its own `compile()`, which copies do not take over. Put "
+                "`torch.compile(module)` in its place."
+            )
+    if not hasattr(TorchDispatchMode, "ignore_compile_internals") and has_compiled(source):
+        raise UnsupportedError(
+            "`module` must not be compiled to be run on replicas with torch "
+            f"{torch.__version__}, but is. Take a newer torch (2.13 does), or do not compile it."
+        )
+
+
+class CompileOnce:
+    """Let replicas in threads compile one after the other, and run what is compiled together.
+
+    Args:
+        sources: What they are replicas of.
+    """
+
+    def __init__(self, sources: Sequence[nn.Module]) -> None:
+        self._sources = list(dict.fromkeys(sources))
+        self._on = any(map(has_compiled, self._sources))
+        self._lock = threading.Lock()
+        self._known: set[object] = set()
+
+    def __bool__(self) -> bool:
+        return self._on
+
+    @contextlib.contextmanager
+    def running(self, phase: str, device: torch.device, values: Nested) -> Iterator[None]:
+        """Run the body alone if it is the first on such values, and so may compile.
+
+        Args:
+            phase: What is done with them.
+        """
+        if not self._on:
+            yield
+            return
+        kind = (phase, device, torch.is_grad_enabled(), self._modes(), _shapes(values))
+        with contextlib.ExitStack() as stack:
+            if kind not in self._known:
+                stack.enter_context(self._lock)
+                if kind in self._known:  # another replica has done it meanwhile
+                    stack.close()
+            yield
+            self._known.add(kind)
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(part.training for source in self._sources for part in source.modules())
+
+
+def _shapes(values: Nested) -> tuple[Any, ...]:  # Any: shapes, and kinds of what has none
+    leaves, _ = flatten(values)
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+        for leaf in leaves
+    )

@@ -1,0 +1,250 @@
+"""The random numbers of one microbatch: where `forward` and `backward` get them from.
+
+    microbatch_rng ──► CallRng sees every call of torch's functions from Python; for those that may
+                       draw it enters
+                         ──► Draws, which sees every operator and gives it the generator
+
+Seeing every operator costs a small transformer 40 % of its step, seeing every call a few percent.
+The first run of a kind is made under both. If something is drawn there that `CallRng` does not
+foresee, such as inside a function of TorchScript, all later runs are made under `Draws` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from phalanx.replicas.draws import Draws, current_draws
+from phalanx.replicas.rng_watch import RngWatch
+
+__all__ = [
+    "RngPlan",
+    "RngUse",
+    "advance_process_generator",
+    "has_fused_evaluation",
+    "microbatch_rng",
+    "run_backward",
+]
+
+_DRAWS = torch.Tag.nondeterministic_seeded
+_PACKET, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+_WRITTEN_IN_C = (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
+_PLAIN_MODULES = {"torch.nn.functional", "torch.functional", "torch._tensor"}
+# Where in a call they are told whether to draw, by which name, and what holds if they are not.
+_TOLD: dict[Any, tuple[int, str, Any]] = {
+    F.dropout: (2, "training", True),
+    F.dropout1d: (2, "training", True),
+    F.dropout2d: (2, "training", True),
+    F.dropout3d: (2, "training", True),
+    F.alpha_dropout: (2, "training", False),
+    F.feature_alpha_dropout: (2, "training", False),
+    F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
+}
+_AUTOGRAD = {"autograd", "backward", "ops"}
+
+
+@dataclass(frozen=True)
+class RngPlan:
+    """How a run gives its microbatches their numbers.
+
+    Attributes:
+        watched: The first run of its kind: what cannot be repeated is refused.
+        throughout: Look at every operator, not at calls from Python.
+        alone: No other thread of the program draws from NumPy's generator meanwhile, for all that
+            is known.
+    """
+
+    watched: bool = False
+    throughout: bool = False
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class RngUse:
+    """What was noticed: whether anything was drawn, and whether unforeseen."""
+
+    drew: threading.Event = field(default_factory=threading.Event)
+    hidden: threading.Event = field(default_factory=threading.Event)
+
+
+@contextlib.contextmanager
+def microbatch_rng(seed: int, plan: RngPlan, use: RngUse, *, reads: bool = False) -> Iterator[None]:
+    """Draw all torch random numbers of the body, in this thread, from a generator of its own.
+
+    Args:
+        reads: The body reads a sample; `random` and NumPy's generator are seeded for it.
+
+    Raises:
+        UnsupportedError: In a watched run, the body draws numbers that no formation can repeat; or
+            see `Draws`.
+    """
+    draws = Draws(seed)
+    watch = RngWatch(alone=plan.alone, reads=reads) if plan.watched else None
+    try:
+        with contextlib.ExitStack() as stack:
+            if watch is not None:
+                stack.enter_context(watch)
+            stack.enter_context(current_draws(draws))
+            if plan.watched or plan.throughout:
+                stack.enter_context(draws)
+            # Not for a fused evaluation, which it would take apart in the first run alone.
+            if not plan.throughout or (reads and plan.watched):
+                stack.enter_context(CallRng(draws, watch))
+            yield
+    finally:
+        if draws.used:
+            use.drew.set()
+        if draws.hidden and plan.watched and not plan.throughout:
+            use.hidden.set()
+
+
+class CallRng(TorchFunctionMode):
+    """Enter ``draws`` around every call of a torch function that may draw.
+
+    Args:
+        watch: Told of generators that the model brings. ``draws`` is entered already then, and only
+            told which draws are foreseen.
+    """
+
+    def __init__(self, draws: Draws, watch: RngWatch | None = None) -> None:
+        super().__init__()
+        self._draws = draws
+        self._watch = watch
+
+    # Any: this is torch's own signature for modes.
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if not _may_draw(func):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if self._watch is None:
+            if func in _TOLD and not _is_told_to_draw(func, args, kwargs):
+                return func(*args, **kwargs)
+            with self._draws:
+                return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            self._watch.check_generator(kwargs["generator"])
+        with self._draws.foreseen():
+            return func(*args, **kwargs)
+
+
+def _is_told_to_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    position, name, default = _TOLD[func]
+    return bool(args[position] if position < len(args) else kwargs.get(name, default))
+
+
+def run_backward(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, keep_graph: bool = False
+) -> None:
+    """Do what `torch.autograd.backward` does, under the caller's modes.
+
+    Since torch 2.13 or so that function hands itself to the mode, inside of which no mode is on;
+    this is what it calls then.
+    """
+    torch.autograd.graph._engine_run_backward(
+        tuple(outputs),
+        tuple(gradients),
+        keep_graph,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def advance_process_generator() -> None:
+    """Move the generator of `seed_of_process` on, as a model that draws would have done."""
+    torch.rand(())
+
+
+def has_fused_evaluation(module: nn.Module) -> bool:
+    """Tell whether torch evaluates a part of ``module`` in one kernel, unless a mode sees calls."""
+    kinds = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+    return any(isinstance(each, kinds) for each in module.modules())
+
+
+_known: dict[Any, bool] = {}
+
+
+def _may_draw(func: Any) -> bool:  # Any: whatever torch lets modes override
+    known = _known.get(func)
+    if known is None:
+        known = _known[func] = _look_up(func)
+    return known
+
+
+def _look_up(func: Any) -> bool:
+    """Tell whether a torch function may draw; what is unknown may.
+
+    A function written in C goes by the tags of the operator of its name. One written in Python is
+    quiet if it is torch's own and names nothing that may draw, nor autograd.
+    """
+    if isinstance(func, _OVERLOAD):
+        return _is_tagged(func)
+    if isinstance(func, _PACKET):
+        return any(_is_tagged(getattr(func, name)) for name in func.overloads())
+    if isinstance(func, FunctionType):
+        return _python_may_draw(func, set())
+    return not isinstance(func, _WRITTEN_IN_C) or _is_drawing_operator(func.__name__)
+
+
+def _is_tagged(overload: Any) -> bool:
+    return _DRAWS in overload.tags or overload.namespace not in ("aten", "prim", "prims")
+
+
+def _is_drawing_operator(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    return isinstance(packet, _PACKET) and any(
+        _DRAWS in getattr(packet, overload).tags for overload in packet.overloads()
+    )
+
+
+def _python_may_draw(func: FunctionType, seen: set[FunctionType]) -> bool:
+    if func in seen:
+        return False
+    seen.add(func)
+    if func.__module__ not in _PLAIN_MODULES:
+        return True
+    names = list(_names_in(func.__code__))
+    if any(name in _AUTOGRAD or _is_drawing_operator(name) for name in names):
+        return True
+    called = [func.__globals__.get(name) for name in names]
+    called += [cell.cell_contents for cell in func.__closure__ or ()]
+    return any(
+        _python_may_draw(each, seen)
+        for each in called
+        if isinstance(each, FunctionType) and each.__module__ in _PLAIN_MODULES
+    )
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

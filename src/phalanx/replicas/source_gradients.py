@@ -1,0 +1,116 @@
+"""Gradients of a graph that reaches the user's module in the place of its replica.
+
+A replica's parameters are leaves of their own, in the same memory. A loss that uses the module's
+parameters (an L2 penalty), or a function that the module keeps and that holds `self` (a lambda, a
+method wrapped by `torch.compile` or `torch.vmap`), leads to the module's own leaves. What arrives
+there while a replica runs belongs to that replica's microbatch:
+
+    replica's loss ─► replica's parameters ─► `grad`, taken by the replica ─┐
+                  └─► module's parameters ──► caught here ──────────────────┴─► added
+
+A hook on the nodes of the module's own leaves does it, so a graph that does not reach them costs
+nothing. Outside of a replica's run the hook changes nothing: `grad` of the module is the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import UnsupportedError
+
+__all__ = ["SourceGradients"]
+
+
+class _Running(threading.local):
+    """Where this thread's gradients go: of the replica that it runs, the innermost last."""
+
+    def __init__(self) -> None:
+        self.catches: list[tuple[SourceGradients, dict[int, Tensor]]] = []
+
+
+_running = _Running()
+
+
+class SourceGradients:
+    """What reaches the parameters of the user's own module.
+
+    Args:
+        parameters: All parameters of a crew; gradients are told by their index.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        # A node lives as long as somebody holds it, and the hook with it.
+        self._nodes: dict[int, torch.autograd.graph.Node] = {}
+        self._num_running = 0
+        self._lock = threading.Lock()
+        for parameter in parameters:
+            self.watch(parameter)
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """Begin with a parameter that requires a gradient, if it is not watched yet."""
+        index = self._index_of[id(parameter)]
+        with self._lock, torch.inference_mode(False):
+            if index in self._nodes or not parameter.requires_grad or parameter.is_inference():
+                return
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            node.register_prehook(partial(_arrived, weakref.ref(self), index, parameter.is_cuda))
+            self._nodes[index] = node
+
+    @contextlib.contextmanager
+    def catching(self) -> Iterator[dict[int, Tensor]]:
+        """Catch, by index, what backward passes of the body in this thread bring."""
+        caught: dict[int, Tensor] = {}
+        with self._lock:
+            self._num_running += 1
+        _running.catches.append((self, caught))
+        try:
+            yield caught
+        finally:
+            _running.catches.pop()
+            with self._lock:
+                self._num_running -= 1
+
+    def arrived(self, index: int, gradient: Tensor | None, on_cuda: bool) -> bool:
+        """Catch a gradient; return False for one that no replica's backward pass has brought."""
+        for own, caught in reversed(_running.catches):
+            if own is self:
+                if gradient is not None:
+                    _add(caught, index, gradient.detach())
+                return True
+        # Torch runs what lies on a GPU in a thread of its own, which may serve several replicas; a
+        # container in a replica runs on threads of its own, too.
+        if self._num_running and (on_cuda or _running.catches):
+            raise UnsupportedError(
+                "A loss or a module must reach the replica's parameters, not the module's own, "
+                "where it runs on a GPU or in a container inside of another, but does. Take them "
+                "from the module that `forward=` is given, and keep no lambda or wrapped method "
+                "that holds `self` in the module."
+            )
+        return False
+
+
+def _add(caught: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+    """Keep a copy: the engine may go on to write to the gradient."""
+    before = caught.get(index)
+    caught[index] = gradient.clone() if before is None else before + gradient
+
+
+# The hook holds the index only: a node that held its owner could never be collected.
+def _arrived(
+    owner: weakref.ref[SourceGradients],
+    index: int,
+    on_cuda: bool,
+    gradients: tuple[Tensor | None, ...],
+) -> tuple[None, ...] | None:
+    found = owner()
+    if found is None or not found.arrived(index, gradients[0], on_cuda):
+        return None
+    return (None,) * len(gradients)  # nothing is left to be added to `grad`

@@ -1,0 +1,48 @@
+"""Keeps ``torch.compile`` out of the methods of a group and of its works.
+
+Compiled code that calls a collective has the compiler look into the Python that it reaches. Ours
+waits for other processes and keeps state on the group: nothing of it can be part of a graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["uncompiled"]
+
+AnyClass = TypeVar("AnyClass", bound=type)
+
+# The compiler takes seconds to import, and a process that has not imported it compiles nothing.
+_COMPILER = "torch._dynamo"
+_CALLED_BY_TORCH = ("_allgather_base", "_reduce_scatter_base")
+
+
+def uncompiled(cls: AnyClass) -> AnyClass:
+    """Have the public methods of ``cls`` run outside of any compiled code."""
+    for name, method in list(vars(cls).items()):
+        public = not name.startswith("_") or name in _CALLED_BY_TORCH
+        if isinstance(method, FunctionType) and public:
+            setattr(cls, name, _outside(method))
+    return cls
+
+
+# Any: each method has arguments of its own.
+def _outside(method: Callable[..., Any]) -> Callable[..., Any]:
+    disabled: Callable[..., Any] | None = None
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            if _COMPILER not in sys.modules:
+                return method(*args, **kwargs)
+            disabled = torch.compiler.disable(method)
+        return disabled(*args, **kwargs)
+
+    return call

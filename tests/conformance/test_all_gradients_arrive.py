@@ -1,0 +1,416 @@
+"""No gradient is dropped: what reaches the module itself, beside its replica, counts as well.
+
+The judge is the same loop in plain torch. Tolerance: float32 rounding over some steps, as batches
+are cut into microbatches; none between formations.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx import ConfigError, UnsupportedError
+from tests.conformance.groups import desc, group_of
+
+MICROBATCHES = 4
+FORMATIONS = [("inline", 1), ("threads", 2), ("threads", 3)]
+IDS = [f"{crew}-{replicas}" for crew, replicas in FORMATIONS]
+
+
+class Net(nn.Module):
+    """Two layers, and a loss of its own with a learned variance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(9, 9), nn.Linear(9, 4)
+        self.log_variance = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh()) * (-self.log_variance).exp()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return mse(outputs, targets) + self.log_variance + self.log_variance**2
+
+
+class HoldsLambda(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = lambda x: self.a(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.first(x)) * (-self.log_variance).exp()
+
+
+class Mapped(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mapped = torch.vmap(self.one)
+
+    def one(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh()) * (-self.log_variance).exp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mapped(x)
+
+
+def wrapped() -> nn.Module:
+    """Return a module whose forward stays bound to it, as one wrapped by a compiler does."""
+    net: Any = Net()
+    forward = net.forward
+    net.forward = lambda x: forward(x)
+    return net
+
+
+def hooked() -> nn.Module:
+    net = Net()
+    net.a.register_forward_hook(lambda _, __, out: out * (1 + net.log_variance))
+    return net
+
+
+class Penalised:
+    """A loss with an L2 penalty on the module's own parameters."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        penalty = torch.stack([p.pow(2).sum() for p in self.net.parameters()]).sum()
+        return mse(outputs, targets) + 0.1 * penalty
+
+
+def mse(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs, targets)
+
+
+def plain_loss(_: nn.Module) -> Callable[..., Tensor]:
+    return mse
+
+
+def own_loss(net: Any) -> Callable[..., Tensor]:
+    loss: Callable[..., Tensor] = net.loss
+    return loss
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def batches(count: int = 5) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    sizes = ((12, 9), (12, 4))
+    return [tuple(torch.randn(s, generator=draw) for s in sizes) for _ in range(count)]  # type: ignore[misc]
+
+
+def trained_plainly(
+    net: nn.Module, loss: Callable[..., Tensor], steps: int = 5
+) -> dict[str, Tensor]:
+    start = copy.deepcopy(net.state_dict())
+    optimizer = sgd(list(net.parameters()))
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        loss(net(x), y).backward()
+        optimizer.step()
+    trained = copy.deepcopy(net.state_dict())
+    net.load_state_dict(start)
+    optimizer.zero_grad()
+    return trained
+
+
+def trained(make: Callable[[], nn.Module], of: Callable[..., Any], **options: Any) -> Any:
+    torch.manual_seed(0)
+    net = make()
+    expected = trained_plainly(net, of(net))
+    with phalanx.Trainer(net, of(net), sgd, **options) as trainer:
+        trainer.fit(batches())
+    return expected, net.state_dict()
+
+
+@pytest.mark.parametrize("make", [HoldsLambda, Mapped, wrapped, hooked])
+def test_functions_that_hold_the_module_are_trained(make: Callable[[], nn.Module]) -> None:
+    expected, alone = trained(make, plain_loss, crew="inline", replicas=1)
+    torch.testing.assert_close(alone, expected)
+    found = []
+    for crew, replicas in FORMATIONS:
+        options = {"crew": crew, "replicas": replicas, "microbatches": MICROBATCHES}
+        expected, state = trained(make, plain_loss, **options)
+        torch.testing.assert_close(state, expected)
+        found.append(state)
+    for state in found[1:]:
+        torch.testing.assert_close(state, found[0], rtol=0.0, atol=0.0)
+
+
+class Twice(Net):
+    """Its first weight is met in the replica and in the module itself, once each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = lambda x: self.a(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b((self.a(x) + self.again(x)).tanh()) * (-self.log_variance).exp()
+
+
+@pytest.mark.parametrize("of", [plain_loss, Penalised, own_loss])
+@pytest.mark.parametrize(("crew", "replicas"), FORMATIONS, ids=IDS)
+def test_a_parameter_met_in_both_places_gets_both_gradients(
+    of: Callable[..., Any], crew: str, replicas: int
+) -> None:
+    options = {"crew": crew, "replicas": replicas, "microbatches": MICROBATCHES}
+    expected, state = trained(Twice, of, **options)
+    torch.testing.assert_close(state, expected)
+
+
+@pytest.mark.parametrize("of", [Penalised, own_loss])
+def test_worker_processes_train_what_the_loss_takes_from_the_module(of: Callable[..., Any]) -> None:
+    here = trained(Net, of, crew="threads", replicas=1, microbatches=MICROBATCHES)[1]
+    expected, state = trained(Net, of, crew="processes", replicas=2, microbatches=MICROBATCHES)
+    torch.testing.assert_close(state, expected)
+    torch.testing.assert_close(state, here, rtol=0.0, atol=0.0)
+
+
+GLOBAL = Net()
+
+
+def by_name(outputs: Tensor, targets: Tensor) -> Tensor:
+    return mse(outputs, targets) + GLOBAL.a.weight.pow(2).sum()
+
+
+def test_worker_processes_refuse_to_train_a_global_of_their_own() -> None:
+    """In threads it is the module itself, in a worker process a copy that nobody looks at."""
+    refusal = pytest.raises(UnsupportedError, match=r"tensor of shape \(9, 9\) that requires")
+    with phalanx.Trainer(GLOBAL, by_name, sgd, crew="processes", replicas=1) as trainer, refusal:
+        trainer.fit(batches())
+
+
+def slope_loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Like a gradient penalty: the points at which it takes the slope are leaves of its own."""
+    points = batch[0].clone().requires_grad_()
+    outputs = net(points)
+    (slope,) = torch.autograd.grad(outputs.sum(), points, create_graph=True)
+    return mse(outputs, batch[1]) + slope.square().mean()
+
+
+def test_worker_processes_serve_a_loss_that_takes_slopes() -> None:
+    found = []
+    for crew in ("inline", "processes"):
+        torch.manual_seed(0)
+        net = Net()
+        with phalanx.Trainer(net, optimizer=sgd, forward=slope_loss, crew=crew, replicas=1) as it:
+            it.fit(batches())
+        found.append(net.state_dict())
+    torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
+
+
+class Perceptual(nn.Module):
+    """A loss through layers that nobody trains, and nobody has frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(4, 2)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return mse(self.features(outputs), self.features(targets))
+
+
+def test_worker_processes_serve_a_loss_with_layers_of_its_own() -> None:
+    loss = Perceptual()
+    expected, state = trained(Net, lambda _: loss, crew="processes", replicas=1)
+    torch.testing.assert_close(state, expected)
+
+
+def test_one_gradient_for_two_places_is_counted_once_for_each() -> None:
+    """Autograd hands the gradient of a sum to both operands: here to replica and module."""
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4))
+            self.own = lambda: self.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (self.weight + self.own())
+
+    net = Added()
+    with phalanx.Trainer(net, lambda out, _: out.sum(), sgd, replicas=1, microbatches=3) as trainer:
+        trainer.fit([(torch.zeros(6, 4), torch.zeros(6, 4))])
+    torch.testing.assert_close(net.weight.detach(), torch.full((4,), -0.4))
+
+
+def test_a_container_merges_what_its_replicas_bring_to_the_module() -> None:
+    torch.manual_seed(0)
+    net = HoldsLambda()
+    x, y = batches(1)[0]
+    mse(net(x), y).backward()
+    expected = [parameter.grad for parameter in net.parameters()]
+    found = []
+    for _ in range(2):
+        net.zero_grad()
+        with phalanx.DataParallel(net, devices=3) as model:
+            mse(model(x), y).backward()
+        found.append([parameter.grad for parameter in net.parameters()])
+    torch.testing.assert_close(found[0], expected)
+    torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=0.0)
+
+
+def test_a_container_asked_for_some_gradients_adds_to_none() -> None:
+    net = HoldsLambda()
+    x, y = batches(1)[0]
+    wanted = list(net.parameters())
+    with phalanx.DataParallel(net, devices=2) as model:
+        found = torch.autograd.grad(mse(model(x), y), wanted)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    torch.testing.assert_close(found, torch.autograd.grad(mse(net(x), y), wanted))
+
+
+def test_a_group_merges_what_its_replicas_bring_to_the_module() -> None:
+    class Criterion(HoldsLambda):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return mse(super().forward(x), y)
+
+    net = Criterion()
+    x, y = batches(1)[0]
+    net(x, y).backward()
+    expected = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    shapes = [desc("x", 12, 9, dtype=torch.float32), desc("y", 12, 4, dtype=torch.float32)]
+    with group_of(net, *shapes, devices=["cpu"] * 2, workloads=[1, 1]) as group:
+        group.forward({"x": x, "y": y}, is_train=True)
+        group.backward()
+    torch.testing.assert_close([parameter.grad for parameter in net.parameters()], expected)
+
+
+def test_the_modules_own_gradients_are_the_users_outside_of_a_step() -> None:
+    net = Net()
+    x, y = batches(1)[0]
+    with phalanx.Trainer(net, mse, sgd, replicas=2) as trainer:
+        trainer.fit(batches())
+        copied = copy.deepcopy(net)
+        net.zero_grad()
+        mse(net(x), y).backward()
+        mse(copied(x), y).backward()
+        grads = [parameter.grad for parameter in net.parameters()]
+    torch.testing.assert_close(grads, [parameter.grad for parameter in copied.parameters()])
+
+
+def test_a_trainer_with_forward_needs_no_placeholder_for_the_loss() -> None:
+    net = Net()
+    before = net.b.weight.detach().clone()
+    with phalanx.Trainer(net, optimizer=sgd, forward=lambda m, b: mse(m(b[0]), b[1])) as trainer:
+        trainer.fit(batches(), steps=1)
+    assert not torch.equal(net.b.weight, before)
+
+
+def test_a_trainer_without_an_optimizer_says_that_it_needs_one() -> None:
+    refusal = pytest.raises(ConfigError, match=r"`optimizer` must be a function .* is not given")
+    with refusal:
+        phalanx.Trainer(Net(), mse)
+
+
+# -- features that a hook keeps ---------------------------------------
+
+
+def keeping(net: Any, feats: dict[Any, Tensor], *, by_module: bool) -> None:
+    def keep(module: nn.Module, _: object, outputs: Tensor) -> None:
+        feats[module if by_module else "a"] = outputs
+
+    net.a.register_forward_hook(keep)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_features_that_a_hook_keeps_by_the_module_are_explained(replicas: int) -> None:
+    net, feats = Net(), {}  # type: ignore[var-annotated]
+    keeping(net, feats, by_module=True)
+    loss = lambda o, y: mse(o, y) + feats[net.a].pow(2).mean()  # noqa: E731
+    refusal = pytest.raises(UnsupportedError, match=r"KeyError was raised .* forward hooks")
+    with phalanx.Trainer(net, loss, sgd, replicas=replicas) as trainer, refusal as caught:
+        trainer.fit(batches())
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "Let `forward()` return what the loss needs" in str(caught.value)
+
+
+def test_features_of_another_microbatch_are_explained() -> None:
+    """A loss that gets another microbatch's features goes back through that one's graph."""
+    net, first = Net(), []  # type: ignore[var-annotated]
+    net.a.register_forward_hook(lambda _, __, out: first.append(out) if not first else None)
+    loss = lambda o, y: mse(o, y) + first[0].pow(2).mean()  # noqa: E731
+    refusal = pytest.raises(UnsupportedError, match="second time")
+    with phalanx.Trainer(net, loss, sgd, replicas=1, microbatches=4) as trainer, refusal:
+        trainer.fit(batches())
+
+
+def test_a_key_error_without_hooks_stays_one() -> None:
+    loss = lambda o, y: mse(o, y) + {}["missing"]  # noqa: E731
+    with phalanx.Trainer(Net(), loss, sgd, replicas=1) as trainer, pytest.raises(KeyError):
+        trainer.fit(batches())
+
+
+def test_a_backward_pass_from_outside_of_the_replica_is_told_with_the_next() -> None:
+    net, feats = Net(), {}  # type: ignore[var-annotated]
+    keeping(net, feats, by_module=False)
+    x, y = batches(1)[0]
+    with phalanx.DataParallel(net, devices=1) as model:
+        outputs = model(x)
+        feats["a"].sum().backward(retain_graph=True)
+        with pytest.raises(UnsupportedError, match="from outside of a replica"):
+            mse(outputs, y).backward()
+        net.zero_grad()
+        mse(model(x), y).backward()  # and nothing of it is left
+        grads = [parameter.grad for parameter in net.parameters()]
+    expected = torch.autograd.grad(mse(net(x), y), list(net.parameters()))
+    torch.testing.assert_close(grads, list(expected))
+
+
+# -- parameters that get none -----------------------------------------
+
+
+class Partly(Net):
+    """It uses its second layer now and then only, its third one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.d = nn.Linear(9, 4), nn.Linear(9, 4)
+        self.d.requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) if x[0, 0] > 0 else self.a(x)[:, :4]
+
+
+def signed(sign: float) -> tuple[Tensor, Tensor]:
+    x, y = batches(1)[0]
+    return x.abs() * sign, y
+
+
+@pytest.mark.parametrize(("crew", "replicas"), [*FORMATIONS, ("processes", 2)])
+def test_parameters_that_never_got_a_gradient_are_told_once(crew: str, replicas: int) -> None:
+    net = Partly()
+    trainer = phalanx.Trainer(net, mse, sgd, crew=crew, replicas=replicas)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.fit([signed(1.0), signed(-1.0)])
+        trainer.fit([signed(1.0)])
+    with pytest.warns(UserWarning, match="got no gradient in any of 3 updates") as caught:
+        trainer.close()
+    assert len(caught) == 1
+    told = str(caught[0].message)
+    assert "`log_variance`, `c.weight`, `c.bias` got" in told
+
+
+def test_a_long_run_tells_before_its_end() -> None:
+    net: Any = Net()
+    net.unused = nn.Parameter(torch.zeros(3))
+    with phalanx.Trainer(net, mse, sgd, crew="inline", replicas=1) as trainer:
+        trainer.fit([signed(1.0)], steps=99)
+        with pytest.warns(UserWarning, match="`unused` got no gradient in any of 100 updates"):
+            trainer.fit([signed(1.0)], steps=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.fit([signed(1.0)], steps=2)
+            trainer.close()

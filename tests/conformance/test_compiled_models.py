@@ -1,0 +1,286 @@
+"""A compiled model runs its graphs in every formation, and other models stay compiled.
+
+The backend of these tests runs a graph as it is and writes down, in a file that worker processes
+share, every graph that it is given and every run of one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import phalanx
+from phalanx.errors import UnsupportedError
+from tests.conformance.containers import assert_equal_pass, draw
+from tests.conformance.models import assert_close, assert_same_bits, sgd, state_of, twin_of
+
+F64 = torch.float64
+STEPS, MICROBATCHES, ROWS = 3, 6, 12
+CREWS = pytest.mark.parametrize(
+    ("crew", "replicas"), [("inline", 1), ("threads", 1), ("threads", 3), ("processes", 2)]
+)
+
+
+def log_graphs(path: Path, graph: Any, examples: Any) -> Callable[..., Any]:
+    """Compile nothing; note in ``path`` each graph (``c``) and each of its runs (``r``)."""
+    write(path, "c")
+
+    def run(*args: Any) -> Any:
+        write(path, "r")
+        return graph(*args)
+
+    return run
+
+
+def write(path: Path, letter: str) -> None:
+    with path.open("a") as file:
+        file.write(letter)
+
+
+class Log:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.backend = partial(log_graphs, path)
+
+    def take(self) -> tuple[int, int]:
+        """Return how many graphs were compiled, and how many runs there were, since last asked."""
+        text = self.path.read_text() if self.path.exists() else ""
+        self.path.unlink(missing_ok=True)
+        return text.count("c"), text.count("r")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    torch._dynamo.reset()
+    yield Log(tmp_path / "graphs")
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.dropout = nn.Dropout(p)
+        self.double()
+
+    def forward(self, data: Tensor) -> Tensor:
+        return self.last(self.dropout(self.first(data).tanh()))
+
+
+class Other(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).relu()
+
+
+def batches(rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:
+    return [(draw(rows, 4, seed=seed), draw(rows, 2, seed=seed)) for seed in range(STEPS)]
+
+
+def trained(module: nn.Module, rows: int = ROWS, **options: Any) -> list[Tensor]:
+    options = {"microbatches": MICROBATCHES, **options}
+    with phalanx.Trainer(module, F.mse_loss, sgd, **options) as trainer:
+        trainer.fit(batches(rows))
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def assert_others_are_compiled(log: Log, *models: nn.Module) -> None:
+    """Models run their graphs in plain calls, of the class that was trained and of another."""
+    log.take()
+    for model in (*models, torch.compile(Net(), backend=log.backend)):
+        model(draw(5, 4))
+        assert log.take()[1] == 1
+    torch.compile(Other(), backend=log.backend)(draw(5, 4))
+    assert log.take() == (1, 1)
+
+
+@CREWS
+def test_a_trainer_runs_the_graphs_with_the_bits_of_the_model_as_it_is(
+    crew: str, replicas: int, log: Log
+) -> None:
+    model = torch.compile(Net(), backend=log.backend)
+    expected = trained(Net(), crew=crew, replicas=replicas)
+    assert_same_bits(trained(model, crew=crew, replicas=replicas), expected)
+    compiled, ran = log.take()
+    assert ran == STEPS * MICROBATCHES
+    assert compiled <= 2 * (replicas if crew == "processes" else 1)  # first and later offsets
+    assert_others_are_compiled(log, model)
+
+
+def test_threads_compile_once(log: Log) -> None:
+    trained(torch.compile(Net(), backend=log.backend), replicas=3, microbatches=None)
+    assert log.take() == (1, 3 * STEPS)
+
+
+@CREWS
+def test_a_model_that_draws_has_the_same_numbers(crew: str, replicas: int, log: Log) -> None:
+    model = torch.compile(Net(0.5), backend=log.backend)
+    expected = trained(Net(0.5), crew="inline", replicas=1)
+    assert_same_bits(trained(model, crew=crew, replicas=replicas), expected)
+    assert log.take()[1] >= STEPS * MICROBATCHES
+    assert_others_are_compiled(log, model)
+
+
+def test_batches_of_several_sizes_in_threads(log: Log) -> None:
+    model, twin = torch.compile(Net(), backend=log.backend), Net()
+    options: dict[str, Any] = {"replicas": 3, "microbatches": None}
+    for rows in (7, 12, 5, 8):
+        found = trained(model, rows, **options)
+        assert_close(found, trained(twin, rows, **options), F64)
+    assert log.take()[1] == 4 * 3 * STEPS
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_a_container_runs_the_graphs(p: float, log: Log) -> None:
+    model = torch.compile(Net(p), backend=log.backend)
+    with phalanx.DataParallel(model, 3) as wrapped, phalanx.DataParallel(Net(p), 3) as plain:
+        for x, _ in batches():
+            seed = torch.get_rng_state()
+            found = wrapped(x)
+            torch.set_rng_state(seed)
+            assert_same_bits(found.detach(), plain(x).detach())
+            found.sum().backward()
+    assert log.take()[1] >= 3 * STEPS
+    assert_others_are_compiled(log, model)
+
+
+def test_columns_run_their_graphs(log: Log) -> None:
+    columns = [torch.compile(Net(), backend=log.backend) for _ in range(2)]
+    plain = [twin_of(Net()) for _ in range(2)]
+    model = phalanx.ModelParallel(dim=1).add(columns[0]).add(columns[1])
+    twin = phalanx.ModelParallel(dim=1).add(plain[0]).add(plain[1])
+    with model, twin:
+        assert_same_bits(model(draw(5, 4)).detach(), twin(draw(5, 4)).detach())
+    assert log.take()[1] == 2
+
+
+@pytest.mark.parametrize("crew", ["threads", "processes"])
+def test_an_executor_group_runs_the_graphs(crew: str, log: Log) -> None:
+    options: Any = {"data": [phalanx.DataDesc("data", (6, 4), F64)], "crew": crew}
+    x, gradient = draw(6, 4), draw(6, 2)
+    states = []
+    for module in (Net(), torch.compile(Net(), backend=log.backend)):
+        with phalanx.DataParallelExecutorGroup(module, ["cpu"] * 2, **options) as group:
+            group.forward({"data": x} if module.__class__ is Net else [x])
+            group.backward([gradient])
+            group.update(sgd(module.parameters()))
+            states.append([p.detach().clone() for p in module.parameters()])
+    assert_same_bits(*states)
+    assert log.take()[1] == 2
+    assert_others_are_compiled(log)
+
+
+def test_a_compiled_part_and_a_compiled_function_run_their_graphs(log: Log) -> None:
+    class Holds(nn.Module):
+        def __init__(self, compiles: bool) -> None:
+            super().__init__()
+            self.inner: Any = torch.compile(Net(), backend=log.backend) if compiles else Net()
+            self.end: Any = torch.compile(F.silu, backend=log.backend) if compiles else F.silu
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.end(self.inner(x))
+
+    expected = trained(Holds(False), replicas=2)
+    assert_same_bits(trained(Holds(True), replicas=2), expected)
+    assert log.take()[1] == 2 * STEPS * MICROBATCHES
+
+
+def test_a_compiled_loss_and_a_global_compiled_function_have_the_right_numbers(log: Log) -> None:
+    helper = torch.compile(lambda x: x.tanh() * 2.0, backend=log.backend)
+
+    class Calls(Net):
+        def forward(self, data: Tensor) -> Tensor:
+            return helper(super().forward(data))
+
+    class Plain(Net):
+        def forward(self, data: Tensor) -> Tensor:
+            return super().forward(data).tanh() * 2.0
+
+    found, expected = Calls(), Plain()
+    for module, loss in (
+        (found, torch.compile(F.mse_loss, backend=log.backend)),
+        (expected, F.mse_loss),
+    ):
+        with phalanx.Trainer(module, loss, sgd, replicas=2, microbatches=4) as trainer:
+            trainer.fit(batches())
+    assert_close(state_of(found), state_of(expected), F64)
+    assert log.take()[1] > 0
+    assert_others_are_compiled(log)
+
+
+def test_evaluation_runs_the_graphs(log: Log) -> None:
+    model = torch.compile(Net(), backend=log.backend)
+    with phalanx.Trainer(model, F.mse_loss, sgd, replicas=2, microbatches=4) as trainer:
+        found = trainer.evaluate(batches())
+        assert log.take()[1] == 4 * STEPS
+        with phalanx.Trainer(Net(), F.mse_loss, sgd, replicas=2, microbatches=4) as plain:
+            assert found == plain.evaluate(batches())
+
+
+def compiled_in_place() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 2))
+    module[0].compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("crew", ["inline", "threads", "processes"])
+def test_a_module_that_was_compiled_in_place_is_refused(crew: str) -> None:
+    refused = pytest.raises(UnsupportedError, match=r"Module `0` must be compiled by `torch.comp")
+    with (
+        refused,
+        phalanx.Trainer(compiled_in_place(), F.mse_loss, sgd, replicas=1, crew=crew) as trainer,
+    ):
+        trainer.step((torch.ones(3, 4), torch.ones(3, 2)))
+    if crew != "inline":
+        options: Any = {"data": [phalanx.DataDesc("input", (6, 4))], "crew": crew}
+        with (
+            pytest.raises(UnsupportedError, match="Module `0` must be compiled by"),
+            phalanx.DataParallelExecutorGroup(compiled_in_place(), ["cpu"] * 2, **options) as group,
+        ):
+            group.forward({"input": torch.ones(6, 4)})
+
+
+def test_a_compiled_model_is_refused_where_batch_norms_wait_for_each_other(log: Log) -> None:
+    net = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    model = torch.compile(net, backend=log.backend)
+    with (
+        phalanx.DataParallel(model, 2, buffers="sync") as wrapped,
+        pytest.raises(UnsupportedError, match=r"`module` must not be compiled where batch norms"),
+    ):
+        wrapped(torch.ones(4, 4))
+
+
+def test_a_container_inside_a_compiled_model_stays_as_it_is(log: Log) -> None:
+    net = Net()
+    twin = twin_of(net)
+    whole = nn.Sequential(phalanx.DataParallel(net, 2), nn.Tanh())
+    assert_equal_pass(
+        torch.compile(whole, backend=log.backend), nn.Sequential(twin, nn.Tanh()), draw(7, 4)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_inductor_has_the_same_bits_in_every_crew(p: float, log: Log) -> None:
+    """Its dropout draws other numbers than that of plain torch, as it does without us."""
+    found = [
+        trained(torch.compile(Net(p), backend="inductor"), crew=crew, replicas=replicas)
+        for crew, replicas in (("inline", 1), ("threads", 3), ("processes", 2))
+    ]
+    assert_same_bits(found[0], found[1])
+    assert_same_bits(found[0], found[2])
+    if not p:
+        assert_close(found[0], trained(Net(), replicas=1), F64)

@@ -1,0 +1,93 @@
+"""Parts of a model that the user has put into eval mode stay so, as in a plain loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from tests.conformance.containers import draw
+from tests.conformance.models import assert_close, plain_steps, sgd, state_of, twin_of
+
+F64 = torch.float64
+loss = nn.functional.mse_loss
+CREWS = pytest.mark.parametrize(
+    ("crew", "replicas"), [("inline", 1), ("threads", 1), ("threads", 3), ("processes", 2)]
+)
+
+
+class FreezesItself(nn.Sequential):
+    """Batch norm is frozen in `train()`, as detection models do it."""
+
+    def train(self, mode: bool = True) -> FreezesItself:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def net(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
+    torch.manual_seed(0)
+    return kind(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    return [(draw(12, 5, seed=seed) * 3 + 1, draw(12, 3, seed=seed)) for seed in range(4)]
+
+
+def modes(module: nn.Module) -> list[bool]:
+    return [each.training for each in module.modules()]
+
+
+@CREWS
+def test_a_frozen_part_stays_frozen_in_fit_and_evaluate(crew: str, replicas: int) -> None:
+    module = net().train()
+    module[1].eval()
+    twin = twin_of(module)
+    with phalanx.Trainer(module, loss, sgd, replicas=replicas, crew=crew) as trainer:
+        trainer.fit(batches()[:2], validate=batches())
+        trainer.evaluate(batches())
+        trainer.fit(batches()[2:])
+        assert modes(module) == [True, True, False, True]
+    plain_steps(twin, loss, sgd, batches())
+    assert_close(state_of(module), state_of(twin), F64)
+
+
+def test_a_frozen_part_stays_frozen_in_step() -> None:
+    module = net().train()
+    module[1].eval()
+    twin = twin_of(module)
+    with phalanx.Trainer(module, loss, sgd, replicas=2) as trainer:
+        for batch in batches():
+            trainer.step(batch)
+    plain_steps(twin, loss, sgd, batches())
+    assert_close(state_of(module), state_of(twin), F64)
+    assert modes(module) == [True, True, False, True]
+
+
+def test_a_model_that_freezes_its_parts_in_train_is_let() -> None:
+    module = net(FreezesItself)
+    twin = twin_of(module).train()
+    with phalanx.Trainer(module, loss, sgd, replicas=2) as trainer:
+        trainer.fit(batches())
+    plain_steps(twin, loss, sgd, batches())
+    assert_close(state_of(module), state_of(twin), F64)
+
+
+@pytest.mark.parametrize("method", ["fit", "step"])
+def test_a_model_in_eval_mode_as_a_whole_is_put_into_training_mode(method: str) -> None:
+    module = net().eval()
+    with phalanx.Trainer(module, loss, sgd, replicas=2) as trainer:
+        if method == "fit":
+            trainer.fit(batches())
+        else:
+            trainer.step(batches()[0])
+    assert all(modes(module))
+
+
+def test_only_a_head_that_trains_is_trained() -> None:
+    module = net().eval()
+    module[2].train()
+    with phalanx.Trainer(module, loss, sgd, replicas=2) as trainer:
+        trainer.fit(batches())
+    assert modes(module) == [False, False, False, True]

@@ -1,0 +1,339 @@
+"""What ported MXNet code brings along: metrics, monitors, and batches and maps of MXNet's forms."""
+
+from __future__ import annotations
+
+import math
+from collections import UserDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+import phalanx
+from phalanx.compat import mxnet
+from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.executor import GroupMetrics
+from tests.conformance.groups import Net
+
+pytestmark = pytest.mark.filterwarnings("ignore:Metric .* cannot be merged")
+ROWS = 9
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 1)
+
+    def forward(self, data: Tensor) -> Tensor:
+        return self.fc(data)[:, 0]
+
+
+class Classifier(nn.Module):
+    """The loss and what MXNet gave out beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, data: Tensor, softmax_label: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.norm(self.fc(data))
+        return nn.functional.cross_entropy(scores, softmax_label), scores.softmax(1)
+
+
+X = torch.linspace(-1, 1, ROWS * 4).view(ROWS, 4)
+Y = torch.linspace(1, 2, ROWS)
+CLASSES = torch.arange(ROWS) % 3
+
+
+def regression_group() -> mxnet.DataParallelExecutorGroup:
+    return mxnet.DataParallelExecutorGroup(
+        Regression(), ["cpu"] * 2, data=[("data", (ROWS, 4))], labels=[("label", (ROWS,))]
+    )
+
+
+def classifier_group() -> mxnet.DataParallelExecutorGroup:
+    return mxnet.DataParallelExecutorGroup(
+        Classifier(),
+        ["cpu"] * 2,
+        data=[("data", (ROWS, 4))],
+        labels=[("softmax_label", (ROWS,))],
+    )
+
+
+class Batch(UserDict[str, Any]):
+    """A mapping that is no dict."""
+
+
+class Ported(mxnet.EvalMetric):
+    """An error that is not symmetric, as a script of MXNet's writes it."""
+
+    def update(self, labels: list[Any], preds: list[Any]) -> None:
+        for label, pred in zip(labels, preds, strict=True):
+            self.sum_metric += float(((label - pred).abs() / label.abs()).sum())
+            self.num_inst += len(label)
+
+
+class ByName:
+    """The same without a base: the names of its arguments say their order."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def update(self, labels: Tensor, preds: Tensor) -> None:
+        self.found.append(float(((labels - preds).abs() / labels.abs()).mean()))
+
+
+class Torch(Metric):
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, target: Tensor, preds: Tensor) -> None:
+        self.total += ((target - preds).abs() / target.abs()).sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+def expected_error() -> float:
+    outputs = Regression()(X).detach()
+    return float(((Y - outputs).abs() / Y.abs()).mean())
+
+
+@pytest.mark.parametrize("name", ["update_metric", "updateMetric"])
+def test_a_ported_metric_is_given_labels_first(name: str) -> None:
+    ported, plain, own = Ported("mape"), ByName(), Torch()
+    with regression_group() as group:
+        group.forward(mxnet.DataBatch([X], [Y]))
+        for metric in (ported, plain, own):
+            getattr(group, name)(metric, [Y])
+    assert ported.get() == ("mape", pytest.approx(expected_error(), rel=1e-5))
+    assert plain.found == [pytest.approx(expected_error(), rel=1e-5)]
+    assert float(own.compute()) / ROWS == pytest.approx(expected_error(), rel=1e-5)
+
+
+def test_the_groups_own_face_reads_the_order_from_the_names_too() -> None:
+    plain = ByName()
+    with phalanx.DataParallelExecutorGroup(
+        Regression(), 2, data=[("data", (ROWS, 4))], labels=[("label", (ROWS,))]
+    ) as group:
+        group.forward(phalanx.executor.DataBatch(X, Y))
+        group.update_metric(plain)
+    assert plain.found == [pytest.approx(expected_error(), rel=1e-5)]
+
+
+def test_accuracy_and_custom_metrics_count_whole_batches_without_padded_rows() -> None:
+    accuracy = mxnet.Accuracy()
+    custom = mxnet.CustomMetric(lambda label, pred: float((pred.argmax(1) == label).mean()), "own")
+    pair = mxnet.CustomMetric(lambda label, pred: ((pred.argmax(1) == label).sum(), len(label)))
+    with classifier_group() as group:
+        group.forward(mxnet.DataBatch([X], [CLASSES], 2), is_train=False)
+        for metric in (accuracy, custom, pair):
+            group.update_metric(metric, [CLASSES])
+        outputs = group.get_outputs()[1]
+    expected = float((outputs.argmax(1) == CLASSES[:7]).float().mean())
+    assert accuracy.get() == ("accuracy", pytest.approx(expected))
+    assert accuracy.num_inst == 7
+    assert custom.get() == ("own", pytest.approx(expected))
+    assert pair.get_name_value() == [("custom(<lambda>)", pytest.approx(expected))]
+    accuracy.reset()
+    assert math.isnan(accuracy.get()[1])
+
+
+def test_a_metric_chooses_an_output_by_name() -> None:
+    with classifier_group() as group:
+        group.forward(mxnet.DataBatch([X], [CLASSES]), is_train=False)
+        names = [name for name, _ in group.get_output_shapes()]
+        chosen = mxnet.Accuracy(output_names=names[1:])
+        group.update_metric(chosen, [CLASSES])
+        assert chosen.num_inst == ROWS
+        with pytest.raises(UnsupportedError, match="must name one output at most"):
+            group.update_metric(mxnet.Accuracy(output_names=names), [CLASSES])
+    chosen.reset()
+    chosen.update_dict({"l": CLASSES}, {names[1]: CLASSES, "other": Y})
+    assert chosen.get() == ("accuracy", 1.0)
+    with pytest.raises(ConfigError, match="`output_names` must name what there is"):
+        chosen.update_dict({"l": CLASSES}, {"other": Y})
+
+
+def test_metrics_refuse_what_does_not_belong_together() -> None:
+    with pytest.raises(ConfigError, match=r"must be as many as the outputs \(2\), but are 1"):
+        mxnet.Accuracy().update([CLASSES], [CLASSES, CLASSES])
+    with pytest.raises(ConfigError, match="must have one class per row"):
+        mxnet.Accuracy().update([CLASSES[:3]], [torch.ones(ROWS, 3)])
+    with pytest.raises(NotImplementedError, match="`EvalMetric` must have `update"):
+        mxnet.EvalMetric("none").update([], [])
+    extra = mxnet.CustomMetric(lambda label, pred: 1.0, allow_extra_outputs=True)
+    extra.update([CLASSES], [CLASSES, CLASSES])
+    assert extra.num_inst == 1
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.fc(data)
+        return scores, scores[:, 0]
+
+
+class Shapes(mxnet.EvalMetric):
+    def update(self, labels: list[Any], preds: list[Any]) -> None:
+        self.found = [[tuple(each.shape) for each in given] for given in (labels, preds)]
+
+
+def test_several_outputs_and_labels_are_whole_in_a_metric_that_does_not_merge() -> None:
+    shapes = Shapes("shapes")
+    labels = [torch.ones(ROWS), torch.ones(ROWS, 2)]
+    with mxnet.DataParallelExecutorGroup(
+        Pair(), 2, data=[("data", (ROWS, 4))], labels=[("a", (ROWS,)), ("b", (ROWS, 2))]
+    ) as group:
+        group.forward(mxnet.DataBatch([X], labels))
+        group.update_metric(shapes, labels)
+    assert shapes.found == [[(ROWS,), (ROWS, 2)], [(ROWS, 3), (ROWS,)]]
+
+
+class Kept:
+    def update(self, preds: Any, target: Any) -> None:
+        self.preds, self.target = preds, target
+
+
+def test_what_a_metric_gathers_may_be_arrays_texts_and_mappings() -> None:
+    kept = Kept()
+    parts = [
+        (Batch(a=torch.ones(n)), {"words": ("w",) * n, "x": np.ones((n, 2))}, None) for n in (2, 3)
+    ]
+    GroupMetrics().update_metric(kept, parts)
+    assert kept.preds["a"].shape == (5,)
+    assert kept.target["words"] == ("w",) * 5
+    assert kept.target["x"].shape == (5, 2)
+
+
+# --- the monitor ----------------------------------------------------------------------------------
+
+
+def test_a_monitor_tells_norms_by_size_of_outputs_arguments_and_auxiliary_states() -> None:
+    monitor = mxnet.Monitor(1)
+    with classifier_group() as group:
+        group.installMonitor(monitor)
+        monitor.tic()
+        group.forward(mxnet.DataBatch([X], [CLASSES]))
+        records = monitor.toc()
+        values = {record.name: record.value for record in records}
+        weight = group.module.fc.weight.detach()
+    assert {"fc.output", "fc.weight", "norm.bias", "norm.running_mean"} <= values.keys()
+    assert values["fc.weight"] == pytest.approx(float(weight.norm() / weight.numel() ** 0.5))
+
+
+def test_a_monitor_takes_a_statistic_of_ones_own_and_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    net = nn.Linear(2, 1)
+    monitor = mxnet.Monitor(1, stat_func=lambda values: values.abs().max(), pattern="weight")
+    monitor.install(net)
+    monitor.tic()
+    net(torch.ones(1, 2))
+    monitor.toc_print()
+    monitor.remove()
+    printed = capsys.readouterr().out
+    assert "weight" in printed
+    assert f"{net.weight.abs().max().item():.6g}" in printed
+    with pytest.raises(ConfigError, match="`stat_func` must be given once"):
+        mxnet.Monitor(1, torch.sum, statistic=torch.sum)
+
+
+# --- batches, maps and shapes ---------------------------------------------------------------------
+
+
+def test_labels_are_left_out_where_none_are_bound() -> None:
+    net = Regression()
+    with mxnet.DataParallelExecutorGroup(net, 2, data=[("data", (ROWS, 4))]) as group:
+        for batch in (mxnet.DataBatch([X], [Y], 2), mxnet.DataBatch(X, Y, pad=2)):
+            group.forward(batch)
+            torch.testing.assert_close(group.get_outputs()[0], net(X[:7]).detach())
+        group.forward(data_batch=[mxnet.DataBatch(X[:4], Y[:4]), mxnet.DataBatch(X[4:], Y[4:])])
+        torch.testing.assert_close(group.get_outputs()[0], net(X).detach())
+
+
+def test_a_batch_goes_by_the_positions_of_both_languages() -> None:
+    python = mxnet.DataBatch([X], [Y], 2, [5, 6])
+    scala = mxnet.DataBatch([X], [Y], [5, 6], 2)
+    assert (python.pad, scala.pad) == (2, 2)
+
+
+def test_parameters_may_be_missing_and_arrays() -> None:
+    net = Net()
+    before = net.head.bias.detach().clone()
+    with mxnet.DataParallelExecutorGroup(net, 2, data=[("data", (7, 5))]) as group:
+        weight = np.full(net.head.weight.shape, 0.5)
+        group.setParams({"head.weight": weight}, {})
+        assert torch.equal(net.head.weight, torch.full_like(net.head.weight, 0.5))
+        assert torch.equal(net.head.bias, before)
+        group.set_params({"head.weight": weight * 2}, {})
+        assert float(net.head.weight.detach().mean()) == 1.0
+        with pytest.raises(ConfigError, match="are missing"):
+            group.setParams({"head.weight": weight}, {}, allowMissing=False)
+        with pytest.raises(ConfigError, match="is extra"):
+            group.setParams({"head.weight": weight, "tail": weight}, {})
+        with pytest.raises(ConfigError, match="must have shape"):
+            group.setParams({"head.bias": weight}, {})
+
+
+def test_parameters_are_read_into_maps_that_hold_more_and_into_arrays() -> None:
+    net = Net()
+    with mxnet.DataParallelExecutorGroup(net, 2, data=[("data", (7, 5))]) as group:
+        kept = np.zeros(tuple(net.head.weight.shape))
+        into: dict[str, Any] = {"head.weight": kept, "other": 3}
+        group.getParams(into, {"more": 4})
+        assert np.array_equal(kept, net.head.weight.detach().numpy())
+        assert into["other"] == 3
+        assert torch.equal(into["head.bias"], net.head.bias)
+        frozen = np.zeros(tuple(net.head.weight.shape))
+        frozen.flags.writeable = False
+        with pytest.raises(ConfigError, match="read-only"):
+            group.getParams({"head.weight": frozen}, {})
+
+
+def test_output_shapes_are_known_before_the_first_pass() -> None:
+    with classifier_group() as group:
+        mean = group.module.norm.running_mean.clone()
+        shapes = group.getOutputShapes()
+        assert [shape for _, shape in shapes] == [(), (ROWS, 3)]
+        assert torch.equal(group.module.norm.running_mean, mean)
+        group.forward(mxnet.DataBatch([X], [CLASSES]))
+        assert group.getOutputShapes() == shapes
+    tokens = mxnet.DataParallelExecutorGroup(nn.Embedding(5, 3), 2, data=[("input", (7, 2))])
+    assert tokens.get_output_shapes() == [("output0", (7, 2, 3))]
+    tokens.close()
+
+
+class ByValue(nn.Module):
+    def forward(self, data: Tensor) -> Tensor:
+        return data[: int(data.sum())]
+
+
+def test_output_shapes_that_depend_on_values_need_a_pass() -> None:
+    with (
+        mxnet.DataParallelExecutorGroup(ByValue(), 2, data=[("data", (7, 2))]) as group,
+        pytest.raises(StateError, match=r"does not tell their shapes .* Call `forward\(\)` first"),
+    ):
+        group.get_output_shapes()
+
+
+def test_a_width_that_was_not_bound_is_told_beside_torchs_error() -> None:
+    with regression_group() as group:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+            group.forward(torch.ones(ROWS, 5))
+        notes = " ".join(raised.value.__notes__)
+        assert f"`data` has shape ({ROWS}, 5), and the group was bound to ({ROWS}, 4)." in notes
+        with pytest.raises(ConfigError, match=r"`pad` must be .* which leaves one, but is 9"):
+            group.forward(mxnet.DataBatch(X, Y, pad=ROWS))

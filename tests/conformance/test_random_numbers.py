@@ -1,0 +1,520 @@
+"""What a model draws, forward and backward, is the same in every formation, or is refused."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+import phalanx
+from phalanx import UnsupportedError
+
+FORMATIONS = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 1), ("processes", 2)]
+CREWS = [("inline", 1), ("threads", 2), ("processes", 1)]
+
+pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+
+
+class NoisyGradient(torch.autograd.Function):
+    """The identity, whose gradient is made noisy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad + 0.1 * torch.randn(grad.shape)
+
+
+def noise(module: nn.Module, grad_in: Any, grad_out: Any) -> Any:
+    return (grad_in[0] + 0.1 * torch.randn_like(grad_in[0]),)
+
+
+@torch.jit.script
+def scripted_dropout(x: Tensor) -> Tensor:
+    return torch.dropout(x, 0.3, True)
+
+
+class Net(nn.Module):
+    """Layers around one that a subclass gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(9, 16), nn.Linear(16, 3)
+        self.drop = nn.Dropout(0.3)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.last(self.hidden(torch.tanh(self.first(x))))
+        return scores
+
+
+class Drops(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.drop(torch.tanh(self.drop(x)))  # type: ignore[no-any-return]
+
+
+class DrawsInBackward(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.register_full_backward_hook(noise)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return NoisyGradient.apply(x)  # type: ignore[no-any-return]
+
+
+class DrawsInBoth(DrawsInBackward):
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.drop(super().hidden(x))  # type: ignore[no-any-return]
+
+
+class Checkpointed(Drops):
+    def hidden(self, x: Tensor) -> Tensor:
+        part = super().hidden
+        found: Tensor = checkpoint(part, x, use_reentrant=False, context_fn=phalanx.preserve_rng)
+        return found + 0.1 * torch.rand(found.shape)
+
+
+class NotCheckpointed(Drops):
+    def hidden(self, x: Tensor) -> Tensor:
+        found = super().hidden(x)
+        return found + 0.1 * torch.rand(found.shape)
+
+
+class DrawsLater(Net):
+    """Draws only for some rows, of which the first batch has none."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.drop(x) if bool(x.abs().sum() > 400) else x
+
+
+class Scripted(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        return scripted_dropout(x)  # type: ignore[no-any-return]
+
+
+class OwnGenerator(Net):
+    """A projection that is the same in every call."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return x @ torch.randn(16, 16, generator=torch.Generator().manual_seed(7))
+
+
+class Penalty(Net):
+    """Goes back inside of forward, through a part that draws there."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            own = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(NoisyGradient.apply(own).square().sum(), own)
+        return x + slope
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    sizes = [4, 13, 13, 5]
+    return [
+        (torch.randn(n, 9, generator=draw) * n, torch.randint(3, (n,), generator=draw))
+        for n in sizes
+    ]
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def train(kind: Callable[[], nn.Module], crew: str, replicas: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    net = kind()
+    torch.seed()  # nothing may come from there
+    with phalanx.Trainer(
+        net, F.cross_entropy, sgd, replicas=replicas, microbatches=4, crew=crew, seed=5
+    ) as trainer:
+        trainer.fit(batches())
+        loss = trainer.evaluate(batches())["loss"]
+    return {**net.state_dict(), "loss": torch.tensor(loss, dtype=torch.float64)}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+MODELS = [Drops, DrawsInBackward, DrawsInBoth, Checkpointed, DrawsLater, Scripted, Penalty]
+_expected: dict[type[Net], dict[str, Tensor]] = {}
+
+
+@pytest.mark.parametrize(("crew", "replicas"), FORMATIONS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_draws_are_the_same_bits_in_every_formation(
+    kind: type[Net], crew: str, replicas: int
+) -> None:
+    if kind not in _expected:
+        _expected[kind] = train(kind, "inline", 1)
+    assert_same(train(kind, crew, replicas), _expected[kind])
+
+
+def test_a_checkpointed_part_draws_the_same_numbers_again() -> None:
+    assert_same(train(Checkpointed, "threads", 2), train(NotCheckpointed, "inline", 1))
+
+
+@pytest.mark.parametrize("preserve", [{}, {"context_fn": phalanx.preserve_rng}])
+def test_a_checkpointed_part_may_draw_where_nothing_goes_back(preserve: dict[str, Any]) -> None:
+    class Samples(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            found: Tensor = checkpoint(F.dropout, x, use_reentrant=False, **preserve)
+            return found
+
+    losses = []
+    for crew, replicas in (("inline", 1), ("threads", 2)):
+        torch.manual_seed(0)
+        with phalanx.Trainer(
+            Samples(), F.cross_entropy, sgd, replicas=replicas, microbatches=4, crew=crew
+        ) as trainer:
+            losses.append(trainer.evaluate(batches())["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_preserving_does_nothing_outside_of_replicas() -> None:
+    net, plain = Checkpointed(), NotCheckpointed()
+    plain.load_state_dict(net.state_dict())
+    found = []
+    for each in (net, plain):
+        torch.manual_seed(3)
+        each(batches()[0][0]).sum().backward()
+        found.append(each.first.weight.grad)
+    assert torch.equal(*found)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("crew", "replicas"), CREWS)
+def test_a_generator_made_where_it_is_drawn_from_is_plain_torchs(crew: str, replicas: int) -> None:
+    torch.manual_seed(0)
+    net = OwnGenerator()
+    expected = F.cross_entropy(net(batches()[0][0]), batches()[0][1]).item()
+    with phalanx.Trainer(net, F.cross_entropy, sgd, replicas=replicas, crew=crew) as trainer:
+        assert trainer.step(batches()[0]).loss == pytest.approx(expected, rel=1e-5)
+
+
+# --- what no formation can repeat -----------------------------------------------------------------
+
+
+class Seeds(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return x + torch.randn_like(x)
+
+
+class Forks(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            return x + torch.randn_like(x)
+
+
+class PutsBack(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        state = torch.get_rng_state()
+        x = x + torch.randn_like(x)
+        torch.set_rng_state(state)
+        return x - torch.randn_like(x)
+
+
+class SeedsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        torch.manual_seed(7)
+        return grad
+
+
+class BackSeeds(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        return SeedsInBackward.apply(x)  # type: ignore[no-any-return]
+
+
+class Pythons(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        return x * (1 + random.randint(0, 3))
+
+
+class Numpys(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        return x * float(np.random.rand())
+
+
+class Keeps(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(3)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, generator=self.own)
+
+
+class Reentrant(Drops):
+    def hidden(self, x: Tensor) -> Tensor:
+        return checkpoint(super().hidden, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+class NotReentrant(Drops):
+    def hidden(self, x: Tensor) -> Tensor:
+        return checkpoint(super().hidden, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Nested(Drops):
+    def hidden(self, x: Tensor) -> Tensor:
+        def outer(x: Tensor) -> Any:
+            return checkpoint(super(Nested, self).hidden, x, use_reentrant=False)
+
+        return checkpoint(  # type: ignore[no-any-return]
+            outer, x, use_reentrant=False, context_fn=phalanx.preserve_rng
+        )
+
+
+REFUSED: list[tuple[type[Net], str]] = [
+    (Seeds, r"calls `manual_seed` of torch's default generator \(test_random_numbers.py:\d+\)"),
+    (Forks, r"calls `get_state` of torch's default generator \(test_random_numbers.py:\d+\)"),
+    (PutsBack, r"calls `get_state` of torch's default generator \(test_random_numbers.py:\d+\)"),
+    (BackSeeds, r"calls `manual_seed` of torch's default generator"),
+    (Pythons, r"draws from Python's `random` \(test_random_numbers.py:\d+\)"),
+    (Numpys, "draws from NumPy's global generator"),
+    (Keeps, "draws from a `torch.Generator` that was seeded before"),
+    (Reentrant, r"use_reentrant=False, context_fn=phalanx.preserve_rng"),
+    (NotReentrant, r"use_reentrant=False, context_fn=phalanx.preserve_rng"),
+    (Nested, r"use_reentrant=False, context_fn=phalanx.preserve_rng"),
+]
+
+
+# By a signal: the thread of the other way of timing tests could be one that draws from NumPy.
+@pytest.mark.timeout(120, method="signal")
+@pytest.mark.parametrize(("crew", "replicas"), CREWS)
+@pytest.mark.parametrize(("kind", "told"), REFUSED)
+def test_what_cannot_be_repeated_is_refused_in_the_first_step(
+    kind: type[Net], told: str, crew: str, replicas: int
+) -> None:
+    net = kind()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with (
+        phalanx.Trainer(net, F.cross_entropy, sgd, replicas=replicas, crew=crew) as trainer,
+        pytest.raises(UnsupportedError, match=told),
+    ):
+        trainer.step(batches()[1])
+    assert_same(net.state_dict(), before)
+
+
+@pytest.mark.parametrize(("kind", "told"), [REFUSED[0], REFUSED[3], REFUSED[4], REFUSED[8]])
+def test_containers_refuse_the_same(kind: type[Net], told: str) -> None:
+    with (
+        phalanx.DataParallel(kind(), devices=2) as model,
+        pytest.raises(UnsupportedError, match=told),
+    ):
+        model(batches()[1][0]).sum().backward()
+
+
+def test_checkpointing_what_draws_nothing_is_no_seeding() -> None:
+    class Quiet(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            once: Tensor = checkpoint(torch.tanh, x, use_reentrant=False)
+            return checkpoint(torch.tanh, once, use_reentrant=True)  # type: ignore[no-any-return]
+
+    assert train(Quiet, "threads", 2)
+
+
+# --- others' numbers ------------------------------------------------------------------------------
+
+
+def test_another_thread_of_the_program_keeps_its_numbers() -> None:
+    net = nn.Linear(9, 3)
+    with phalanx.Trainer(net, F.cross_entropy, sgd, replicas=2, microbatches=4) as trainer:
+        data = [batches()[1]] * 20
+        trainer.fit(data, steps=2)
+        torch.manual_seed(7)
+        found: list[Tensor] = []
+        done = threading.Event()
+
+        def draw() -> None:
+            while not done.is_set():
+                found.append(torch.rand(()))
+
+        thread = threading.Thread(target=draw)
+        thread.start()
+        try:
+            trainer.fit(data, epochs=2)
+            trainer.evaluate(data)
+        finally:
+            done.set()
+            thread.join()
+    own = torch.Generator().manual_seed(7)
+    assert torch.equal(
+        torch.stack(found), torch.stack([torch.rand((), generator=own) for _ in found])
+    )
+
+
+def test_no_forward_pass_is_run_twice() -> None:
+    seen: list[int] = []
+
+    class Counts(DrawsLater):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return super().forward(x)
+
+    net = Counts()
+    with phalanx.Trainer(net, F.cross_entropy, sgd, replicas=2, microbatches=4) as trainer:
+        trainer.fit(batches())
+    assert sum(seen) == sum(len(inputs) for inputs, _ in batches())
+
+
+def test_noise_in_a_containers_backward_pass_goes_by_the_processes_seed() -> None:
+    x = batches()[1][0]
+
+    def gradients(devices: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = DrawsInBackward()
+        torch.manual_seed(11)
+        found = []
+        with phalanx.DataParallel(net, devices=devices) as model:
+            for _ in range(2):
+                model.zero_grad()
+                model(x).sum().backward()
+                assert net.first.weight.grad is not None
+                found.append(net.first.weight.grad.clone())
+        return found
+
+    first, again = gradients(2), gradients(2)
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(*first)
+
+
+def evaluated(module: nn.Module, batch: Any) -> Tensor:
+    return module(batch).mean()  # type: ignore[no-any-return]
+
+
+def test_torchs_fused_evaluation_of_transformers_is_used() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    net = nn.TransformerEncoder(layer, 2)
+    with (
+        phalanx.Trainer(
+            net, None, sgd, forward=evaluated, crew="inline", replicas=1, microbatches=2
+        ) as trainer,
+        torch.profiler.profile() as profile,
+    ):
+        trainer.evaluate([torch.ones(4, 5, 8)] * 2)
+    used = [each.count for each in profile.key_averages() if "encoder_layer_fwd" in each.key]
+    assert used == [16]  # 2 batches × 2 microbatches × 2 layers, each seen and then computed
+
+
+# --- the process's generators, across a stop ------------------------------------------------------
+
+
+class Langevin(torch.optim.SGD):
+    """Adds noise from the process's generator."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def langevin(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return Langevin(parameters, lr=0.1)
+
+
+def draw_three(_: object) -> None:
+    torch.rand(1), np.random.rand(), random.random()
+
+
+class Augmented(Dataset[Any]):
+    """Rows that draw when they are read."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, place: int) -> Any:
+        if place == 5 and self.fails:
+            raise OSError("not there yet")
+        noise = torch.rand(9) + random.random() + float(np.random.rand())
+        return noise * place / 24, place % 3
+
+    fails = False
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
+
+
+def shuffled(data: Dataset[Any]) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=4, shuffle=True)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, langevin])
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("way", ["resumed", "went on"])
+def test_what_an_optimizer_or_a_callback_draws_goes_on_after_a_stop(
+    optimizer: Any, listed: bool, way: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    nets = [nn.Linear(9, 3) for _ in range(3)]
+    for net in nets[1:]:
+        net.load_state_dict(nets[0].state_dict())
+
+    def data() -> Any:
+        return batches() if listed else shuffled(Augmented())
+
+    def make(net: nn.Module) -> phalanx.Trainer:
+        return phalanx.Trainer(
+            net, F.cross_entropy, optimizer, replicas=1, microbatches=2, callbacks=[draw_three]
+        )
+
+    seed_all(3)
+    with make(nets[0]) as trainer:
+        trainer.fit(data(), epochs=2)
+    expected = torch.rand(1), np.random.rand(), random.random()
+    seed_all(3)
+    with make(nets[1]) as trainer:
+        trainer.fit(data(), steps=2)
+        trainer.save(tmp_path / "checkpoint")
+        if way == "went on":
+            trainer.fit(data(), epochs=1)
+            trainer.fit(data(), epochs=1)
+    if way == "resumed":
+        seed_all(99)
+        with make(nets[1]) as trainer:
+            trainer.resume(tmp_path / "checkpoint")
+            trainer.fit(data(), epochs=1)
+            trainer.fit(data(), epochs=1)
+    assert torch.equal(nets[1].weight, nets[0].weight)
+    assert (torch.rand(1), np.random.rand(), random.random()) == expected
+
+
+def test_a_batch_that_failed_is_read_again_with_the_same_numbers() -> None:
+    torch.manual_seed(0)
+    net, other = nn.Linear(9, 3), nn.Linear(9, 3)
+    other.load_state_dict(net.state_dict())
+    data = Augmented()
+    for each, fails in ((net, False), (other, True)):
+        seed_all(3)
+        data.fails = fails
+        loader = shuffled(data)
+        with phalanx.Trainer(each, F.cross_entropy, sgd, replicas=1, microbatches=2) as trainer:
+            if fails:
+                with pytest.raises(OSError, match="not there yet"):
+                    trainer.fit(loader)
+                data.fails = False
+            trainer.fit(loader)
+    assert torch.equal(net.weight, other.weight)

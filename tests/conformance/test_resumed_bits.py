@@ -1,0 +1,331 @@
+"""A run that was stopped, resized, or failed on the way has the bits of one that was not.
+
+What `test_same_bits` does not meet: parameters without a gradient, optimizers whose state is not of
+the parameters' dtype, buffers outside of the state dict, failures in an epoch's first batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, NAdam, Optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx
+from phalanx.errors import CheckpointError
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def sgd(parameters: list[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=0.1)
+
+
+def adamw_of_two_groups(parameters: list[nn.Parameter]) -> Optimizer:
+    return AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.01)
+
+
+def runs(
+    net: nn.Module, data: Batches, make: Make, folder: Path, middle: int, **options: Any
+) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """Return the module as trained in one go, across a resume, and across a resize."""
+    options = {"replicas": 1, "microbatches": 2, **options}
+    whole, first, second, resized = (copy.deepcopy(net) for _ in range(4))
+    with phalanx.Trainer(whole, F.mse_loss, make, **options) as trainer:
+        trainer.fit(data)
+    with phalanx.Trainer(first, F.mse_loss, make, **options) as trainer:
+        trainer.fit(data, steps=middle)
+        trainer.save(folder)
+    with phalanx.Trainer(second, F.mse_loss, make, **options) as trainer:
+        trainer.resume(folder)
+        trainer.save(folder)  # at once: nothing is lost by it
+        trainer.resume(folder)
+        trainer.fit(data)
+    with phalanx.Trainer(resized, F.mse_loss, make, **options) as trainer:
+        trainer.fit(data, steps=middle)
+        trainer.resize(2)
+        trainer.fit(data)
+    return whole, second, resized
+
+
+def assert_same_bits(net: nn.Module, *others: nn.Module) -> None:
+    for other in others:
+        for (name, ours), theirs in zip(net.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(ours, theirs), name
+        for (name, ours), theirs in zip(net.named_buffers(), other.buffers(), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+# -- parameters without a gradient ---------------------------------------
+
+
+class Experts(nn.Module):
+    """Two layers, of which the sign of a batch's first number may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(37, 19), nn.Linear(37, 19)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.a(x) + (self.b(x) if x[0, 0] > 0 else 0)
+        return out
+
+
+def expert_data(*without: int) -> Batches:
+    draw = torch.Generator().manual_seed(1)
+    data = [
+        (torch.randn(8, 37, generator=draw), torch.randn(8, 19, generator=draw)) for _ in range(8)
+    ]
+    for index, (x, _) in enumerate(data):
+        x[:, 0] = -1.0 if index in without else 1.0
+    return data
+
+
+@pytest.mark.parametrize("without", [(), (1,), (0,), (1, 6)], ids=str)
+def test_a_parameter_without_a_gradient_in_some_step_does_not_show(
+    without: tuple[int, ...], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    data = expert_data(*without)
+    assert_same_bits(*runs(Experts(), data, adamw_of_two_groups, tmp_path / "c", 4))
+
+
+def test_state_that_was_changed_in_between_does_not_show(tmp_path: Path) -> None:
+    """The optimizer is stepped as it is from then on; its state looks like any other's."""
+
+    def forget(trainer: phalanx.Trainer) -> None:
+        for parameter in trainer.module.parameters():
+            entry = trainer.optimizer.state[parameter]
+            entry["exp_avg"] = torch.zeros_like(entry["exp_avg"])
+
+    torch.manual_seed(0)
+    net, data = Experts(), expert_data()
+    twin = copy.deepcopy(net)
+    with phalanx.Trainer(
+        net, F.mse_loss, adamw_of_two_groups, replicas=2, microbatches=2
+    ) as trainer:
+        trainer.fit(data, steps=2)
+        forget(trainer)
+        trainer.fit(data, steps=2)
+        trainer.save(tmp_path / "c")
+        trainer.fit(data)
+    with phalanx.Trainer(
+        twin, F.mse_loss, adamw_of_two_groups, replicas=2, microbatches=2
+    ) as trainer:
+        trainer.resume(tmp_path / "c")
+        trainer.fit(data)
+    assert_same_bits(net, twin)
+
+
+# -- state of another dtype ----------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_state_keeps_its_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    """NAdam keeps `mu_product` in float32; torch casts it to the parameter's when it loads."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).to(dtype)
+    data = [(torch.randn(12, 16, dtype=dtype), torch.randn(12, 8, dtype=dtype)) for _ in range(8)]
+
+    def nadam(parameters: list[nn.Parameter]) -> Optimizer:
+        return NAdam(parameters, lr=0.01)
+
+    assert_same_bits(*runs(net, data, nadam, tmp_path / "c", 4, microbatches=3))
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_learning_rate_may_be_a_tensor(
+    kind: type[Optimizer], scheduled: bool, tmp_path: Path
+) -> None:
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        return kind(parameters, lr=torch.tensor(0.01))  # type: ignore[call-arg]
+
+    torch.manual_seed(0)
+    schedule = (lambda optimizer: StepLR(optimizer, 2)) if scheduled else None
+    nets = runs(Experts(), expert_data(), make, tmp_path / "c", 3, scheduler=schedule)
+    assert_same_bits(*nets)
+    with phalanx.Trainer(
+        Experts(), F.mse_loss, make, replicas=1, microbatches=2, scheduler=schedule
+    ) as trainer:
+        trainer.resume(tmp_path / "c")
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        assert isinstance(rate, Tensor)
+        assert rate.item() == pytest.approx(0.001 if scheduled else 0.01)
+
+
+def test_parameters_may_be_of_complex128(tmp_path: Path) -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 5, dtype=torch.complex128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.w.T.to(torch.complex128)).abs()
+
+    torch.manual_seed(0)
+    data = [
+        (torch.randn(12, 5, dtype=torch.complex128), torch.randn(12, 3, dtype=torch.float64))
+        for _ in range(6)
+    ]
+    assert_same_bits(*runs(Complex(), data, lambda ps: AdamW(ps, lr=0.01), tmp_path / "c", 3))
+
+
+def test_what_the_user_keeps_in_the_optimizers_state_comes_back(tmp_path: Path) -> None:
+    with phalanx.Trainer(Experts(), F.mse_loss, adamw_of_two_groups, replicas=2) as trainer:
+        trainer.fit(expert_data(), steps=2)
+        first = trainer.optimizer.param_groups[0]["params"][0]
+        trainer.optimizer.state[first].update(number=7, ema=torch.ones(7))
+        trainer.fit(expert_data(), steps=2)
+        trainer.save(tmp_path / "c")
+    with phalanx.Trainer(Experts(), F.mse_loss, adamw_of_two_groups, replicas=2) as trainer:
+        trainer.resume(tmp_path / "c")
+        entry = trainer.optimizer.state[trainer.optimizer.param_groups[0]["params"][0]]
+        assert entry["number"] == 7
+        assert entry["ema"].tolist() == [1.0] * 7
+        trainer.fit(expert_data())
+
+
+# -- buffers outside of the state dict -----------------------------------
+
+
+class Centering(nn.Module):
+    """Takes away a running mean, which no state dict has; beside it a constant."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.lin = nn.Linear(width, 3)
+        self.register_buffer("mean", torch.zeros(width), persistent=False)
+        self.register_buffer("scale", torch.ones(width), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        out: Tensor = self.lin((x - self.mean) * self.scale)
+        return out
+
+
+def centering_data() -> Batches:
+    torch.manual_seed(0)
+    return [(torch.randn(12, 5) + 2, torch.randn(12, 3)) for _ in range(6)]
+
+
+@pytest.mark.parametrize("crew", ["threads", "processes"])
+def test_a_buffer_outside_of_the_state_dict_is_saved_if_training_writes_it(
+    crew: str, tmp_path: Path
+) -> None:
+    data = centering_data()
+    assert_same_bits(*runs(Centering(), data, sgd, tmp_path / "c", 3, crew=crew))
+
+
+def test_a_buffer_outside_of_the_state_dict_that_nobody_writes_is_the_models(
+    tmp_path: Path,
+) -> None:
+    with phalanx.Trainer(Centering(), F.mse_loss, sgd, replicas=1) as trainer:
+        trainer.fit(centering_data())
+        trainer.save(tmp_path / "c")
+    other = Centering()
+    other.scale.fill_(3.0)
+    with phalanx.Trainer(other, F.mse_loss, sgd, replicas=1) as trainer:
+        trainer.resume(tmp_path / "c")
+    assert other.scale.tolist() == [3.0] * 5
+
+
+def test_a_checkpoint_with_a_buffer_that_the_model_lacks_changes_nothing(tmp_path: Path) -> None:
+    with phalanx.Trainer(Centering(), F.mse_loss, sgd, replicas=1) as trainer:
+        trainer.fit(centering_data())
+        trainer.save(tmp_path / "c")
+    other = Centering()
+    other.mean = torch.zeros(5, dtype=torch.float64)
+    before = copy.deepcopy(other)
+    with phalanx.Trainer(other, F.mse_loss, sgd, replicas=1) as trainer:
+        refusal = pytest.raises(CheckpointError, match=r"buffer `mean`.* but the model has float64")
+        with refusal:
+            trainer.resume(tmp_path / "c")
+    assert_same_bits(other, before)
+
+
+# -- a failure in an epoch's first batch ---------------------------------
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(5, 3)
+        self.failure: type[BaseException] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.failure is not None:
+            raise self.failure("here")
+        out: Tensor = self.lin(x)
+        return out
+
+
+def trained_across_a_failure(
+    fail_at: int | None, failure: type[BaseException], own_generator: bool, saved: Path | None
+) -> Failing:
+    """Train three epochs of six shuffled batches; step ``fail_at`` fails once."""
+    torch.manual_seed(0)
+    net = Failing()
+    draw = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(48, 5, generator=draw), torch.randn(48, 3, generator=draw))
+    generator = torch.Generator().manual_seed(2) if own_generator else None
+    loader = DataLoader(data, batch_size=8, shuffle=True, generator=generator)
+    with phalanx.Trainer(net, F.mse_loss, sgd, replicas=2, microbatches=2) as trainer:
+        while trainer.epochs < 3:
+            net.failure = failure if trainer.steps == fail_at else None
+            try:
+                trainer.fit(loader, steps=1)
+            except failure:
+                fail_at = None
+                if saved is not None:
+                    trainer.save(saved)
+                    torch.manual_seed(99)
+                    if generator is not None:
+                        generator.manual_seed(99)
+                    trainer.resume(saved)
+    return net
+
+
+@pytest.mark.parametrize("own_generator", [True, False], ids=["its generator", "the process's"])
+@pytest.mark.parametrize("saves", [False, True], ids=["goes on", "resumes"])
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("fail_at", [0, 3, 6])
+def test_a_failure_in_any_batch_does_not_show(
+    fail_at: int,
+    failure: type[BaseException],
+    saves: bool,
+    own_generator: bool,
+    tmp_path: Path,
+) -> None:
+    undisturbed = trained_across_a_failure(None, failure, own_generator, None)
+    saved = tmp_path / "c" if saves else None
+    assert_same_bits(undisturbed, trained_across_a_failure(fail_at, failure, own_generator, saved))
+
+
+def test_what_the_user_seeds_after_a_failure_in_the_first_batch_counts() -> None:
+    def order(disturbed: bool) -> list[float]:
+        torch.manual_seed(0)
+        net = Failing()
+        data = TensorDataset(torch.arange(40.0).view(8, 5), torch.zeros(8, 3))
+        loader = DataLoader(data, batch_size=2, shuffle=True)
+        with phalanx.Trainer(net, F.mse_loss, sgd, replicas=1) as trainer:
+            if disturbed:
+                net.failure = RuntimeError
+                with pytest.raises(RuntimeError):
+                    trainer.fit(loader)
+                net.failure = None
+            torch.manual_seed(5)
+            trainer.fit(loader)
+        return net.lin.weight.flatten().tolist()
+
+    assert order(disturbed=True) == order(disturbed=False)

@@ -1,0 +1,133 @@
+"""Replicas on another device have the parameters' present values, however these were written.
+
+Fused optimizers, writes through `.data` and writes into a flat tensor raise no version counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx.compat.mxnet import DataBatch
+from tests.conformance.containers import draw, loss_of, parallel
+from tests.conformance.groups import group_of
+from tests.conformance.models import assert_close, gradients_of, plain_steps, twin_of
+
+F64 = torch.float64
+Optimizer = torch.optim.Optimizer
+STEPS = 8
+
+FUSED: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, fused=True),
+}
+EVERY_FUSED = pytest.mark.parametrize("factory", FUSED.values(), ids=FUSED)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    return [(draw(6, 4, seed=seed), draw(6, 2, seed=seed)) for seed in range(STEPS)]
+
+
+class WithLoss(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, data: Tensor, label: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.inner(data), label)
+
+
+def in_container(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
+    with parallel(module) as model:
+        plain_steps(model, nn.functional.mse_loss, factory, batches())
+
+
+def in_group(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
+    optimizer = factory(module.parameters())
+    descs = [phalanx.DataDesc("data", (6, 4), F64), phalanx.DataDesc("label", (6, 2), F64)]
+    with group_of(WithLoss(module), descs[0], labels=[descs[1]]) as group:
+        for x, y in batches():
+            group.forward(DataBatch([x], [y]))
+            group.backward()
+            group.update(optimizer)
+
+
+def in_trainer(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
+    with phalanx.Trainer(module, nn.functional.mse_loss, factory, replicas=3) as trainer:
+        trainer.fit(batches())
+
+
+@EVERY_FUSED
+@pytest.mark.parametrize("train", [in_container, in_group, in_trainer])
+def test_after_a_fused_step(
+    train: Callable[[nn.Module, Callable[..., Optimizer]], None],
+    factory: Callable[..., Optimizer],
+) -> None:
+    module, twin = net(), net()
+    train(module, factory)
+    plain_steps(twin, nn.functional.mse_loss, factory, batches())
+    assert_close(list(module.parameters()), list(twin.parameters()), F64, times=10)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_after_a_write_through_data(trains: bool) -> None:
+    module = net()
+    x = draw(6, 4)
+    with parallel(module) as model, torch.set_grad_enabled(trains):
+        model(x)
+        for parameter in module.parameters():
+            parameter.data.mul_(2.0)
+        assert_close(model(x), module(x), F64)
+
+
+def test_after_a_write_into_a_flat_tensor_around_containers_in_containers() -> None:
+    inner = parallel(nn.Linear(3, 2).double(), replicas=2)
+    middle = parallel(nn.Sequential(nn.Tanh(), inner), replicas=2)
+    x = draw(7, 4)
+    with inner, middle, parallel(nn.Sequential(nn.Linear(4, 3).double(), middle)) as outer:
+        values, _ = outer.flat_parameters()
+        outer(x), middle(x[:, :3]), inner(x[:, :3])
+        values.mul_(2.0)
+        first, last = outer.module[0], inner.module
+        for container, layers in (
+            (outer, [first, nn.Tanh(), last]),
+            (middle, [nn.Tanh(), last]),
+            (inner, [last]),
+        ):
+            given = x if container is outer else x[:, :3]
+            assert_close(container(given), nn.Sequential(*layers)(given), F64)
+
+
+def test_two_forward_passes_may_come_before_their_backward_passes() -> None:
+    module = net()
+    twin = twin_of(module)
+    with parallel(module) as model:
+        for each in (model, twin):
+            losses = [loss_of(each(draw(6, 4, seed=seed))) for seed in range(2)]
+            for loss in losses:
+                loss.backward()
+    assert_close(gradients_of(module), gradients_of(twin), F64)
+
+
+def test_a_change_that_torch_knows_of_still_refuses_the_backward_pass_of_an_older_graph() -> None:
+    module = net()
+    with parallel(module) as model:
+        loss = loss_of(model(draw(6, 4)))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(2.0)
+        model(draw(6, 4))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

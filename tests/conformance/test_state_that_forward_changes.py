@@ -1,0 +1,350 @@
+"""What a forward pass may change in replicas: buffers; not parameters, nor the module itself.
+
+Replicas share the parameters' memory, so a write in `forward` would happen once for every
+microbatch, in a race. It is refused in every crew alike, and in the first step nothing has changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx import UnsupportedError
+from tests.conformance.groups import desc, group_of
+
+CREWS = [("inline", 1), ("threads", 1), ("threads", 2), ("processes", 2)]
+IDS = [f"{crew}-{replicas}" for crew, replicas in CREWS]
+mse = nn.functional.mse_loss
+
+
+class Follower(nn.Module):
+    """A momentum encoder that forward updates, in one of the ways that are about."""
+
+    def __init__(self, way: str = "written") -> None:
+        super().__init__()
+        self.way, self.calls = way, 0
+        self.q, self.k = nn.Linear(9, 4), nn.Linear(9, 4)
+        self.k.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.follow()
+        return self.q(x) + self.k(x)
+
+    def follow(self) -> None:
+        pairs = zip(self.k.parameters(), self.q.parameters(), strict=True)
+        with torch.no_grad():
+            for own, theirs in pairs:
+                if self.way == "written":
+                    own.mul_(0.9).add_(theirs, alpha=0.1)
+                elif self.way == "assigned":
+                    own.data = own.data * 0.9 + theirs.data * 0.1
+                elif self.way == "data":
+                    own.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+                elif self.way == "clamped":
+                    theirs.data.clamp_(-5.0, 5.0)  # changes nothing
+
+
+class Bounded(nn.Module):
+    """Torch's own layer that writes its weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = nn.Embedding(9, 4, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.k(x.argmax(-1))
+
+
+class CountingLoss(nn.Module):
+    """A module whose own loss writes a buffer of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(9, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = mse(outputs, targets)
+        self.scale.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        return loss / self.scale.clone()
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(12, 9, generator=draw), torch.randn(12, 4, generator=draw)
+
+
+def trainer(net: nn.Module, crew: str, replicas: int, loss: Callable[..., Any] = mse) -> Any:
+    options: dict[str, Any] = {"crew": crew, "replicas": replicas, "microbatches": 4}
+    return phalanx.Trainer(net, loss, sgd, **options)
+
+
+def assert_refused(net: nn.Module, name: str, run: Callable[[], object]) -> None:
+    start = copy.deepcopy(net.state_dict())
+    with pytest.raises(UnsupportedError, match=name):
+        run()
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, start[key]), key
+
+
+@pytest.mark.parametrize(("crew", "replicas"), CREWS, ids=IDS)
+def test_parameters_that_forward_writes_are_refused(crew: str, replicas: int) -> None:
+    for net in (Follower(), Follower("assigned"), Follower("data"), Bounded()):
+        with trainer(net, crew, replicas) as t:
+            assert_refused(net, r"Parameter `k.weight` must stay as it is", lambda: t.step(batch()))
+            if isinstance(net, Follower):  # with the update once a step, as the error says
+                net.way = "none"
+                t.fit([batch()] * 2)
+                net.follow()
+
+
+@pytest.mark.parametrize(("crew", "replicas"), CREWS, ids=IDS)
+def test_parameters_that_a_later_step_writes_are_refused(crew: str, replicas: int) -> None:
+    net = Follower("none")
+    with trainer(net, crew, replicas) as t:
+        t.step(batch())
+        for net.way in ("written", "assigned"):
+            with pytest.raises(UnsupportedError, match=r"Parameter `k.weight` must stay"):
+                t.step(batch())
+
+
+def test_a_write_that_changes_nothing_is_let_through() -> None:
+    net = Follower("clamped")
+    with trainer(net, "threads", 2) as t:
+        t.fit([batch()] * 2)
+
+
+def test_replicas_that_only_evaluate_are_held_to_the_same() -> None:
+    net = Follower("data")
+    with trainer(net, "threads", 2) as t:
+        assert_refused(net, r"Parameter `k.weight` must stay", lambda: t.evaluate([batch()]))
+
+
+def test_containers_and_groups_refuse_it_too() -> None:
+    for way in ("written", "assigned", "data"):
+        net = Follower(way)
+        with phalanx.DataParallel(net, devices=2) as model:
+            assert_refused(net, r"Parameter `k.weight` must stay", lambda: model(batch()[0]))
+        shape = desc("x", 12, 9, dtype=torch.float32)
+        for crew in ("threads", "processes"):
+            with group_of(net, shape, devices=["cpu"] * 2, workloads=[1, 1], crew=crew) as group:
+                run = lambda: group.forward(batch()[0], is_train=True)  # noqa: E731
+                assert_refused(net, r"Parameter `k.weight` must stay", run)
+
+
+def test_a_column_of_its_own_may_write_its_parameters() -> None:
+    """There is one replica of it, in the module's own memory: it is written once, as it should."""
+    columns = [Follower(), Follower()]
+    plain = copy.deepcopy(columns)
+    x = batch()[0]
+    with phalanx.ModelParallel(1) as model:
+        for column in columns:
+            model.add(column, "cpu")
+        found = model(x)
+    torch.testing.assert_close(found, torch.cat([column(x) for column in plain], 1))
+    for own, other in zip(columns, plain, strict=True):
+        assert torch.equal(own.k.weight, other.k.weight)
+
+
+def test_buffers_of_the_module_itself_must_stay_as_they_are() -> None:
+    class Closed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(9, 4), nn.BatchNorm1d(4)
+            self.last = lambda x: self.norm(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.layer(x))
+
+    net = Closed()
+    for crew, replicas in CREWS[:3]:
+        with trainer(net, crew, replicas) as t:
+            assert_refused(net, r"Buffer `norm\.\w+` of the module", lambda: t.step(batch()))
+    with phalanx.DataParallel(net, devices=2) as model:
+        assert_refused(net, r"Buffer `norm\.\w+` of the module", lambda: model(batch()[0]))
+
+
+@pytest.mark.parametrize(("crew", "replicas"), CREWS, ids=IDS)
+def test_a_loss_that_writes_a_buffer_of_the_module_is_refused(crew: str, replicas: int) -> None:
+    net = CountingLoss()
+    with trainer(net, crew, replicas, net.loss) as t:
+        assert_refused(net, r"Buffer `scale` of the module", lambda: t.step(batch()))
+
+
+class Normalised(nn.Module):
+    """A loss that keeps a running mean of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+        self.register_buffer("weights", torch.ones(4))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = (self.weights * (outputs - targets) ** 2).mean()
+        self.keep(loss.detach())
+        return loss / self.mean.clone()
+
+    def keep(self, loss: Tensor) -> None:
+        self.mean.mul_(0.9).add_(loss, alpha=0.1)
+
+
+class Replaced(Normalised):
+    def keep(self, loss: Tensor) -> None:
+        self.mean = 0.9 * self.mean + 0.1 * loss
+
+
+class Still(Normalised):
+    def keep(self, loss: Tensor) -> None:
+        pass
+
+
+class Around:
+    """A loss that uses another one."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        self.loss = loss
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        found: Tensor = self.loss(outputs, targets)
+        return found
+
+
+GLOBAL = Normalised()
+
+
+def by_name(outputs: Tensor, targets: Tensor) -> Tensor:
+    found: Tensor = GLOBAL(outputs, targets)
+    return found
+
+
+@pytest.mark.parametrize(("crew", "replicas"), CREWS, ids=IDS)
+def test_a_loss_with_a_buffer_that_it_writes_is_refused(crew: str, replicas: int) -> None:
+    for loss in (Normalised(), Replaced(), Around(Normalised()), Replaced().forward, by_name):
+        net = nn.Linear(9, 4)
+        with trainer(net, crew, replicas, loss) as t:
+            assert_refused(net, r"Buffer `mean` of `loss`", lambda: t.step(batch()))
+
+
+def test_a_loss_within_a_function_is_found() -> None:
+    inner = Normalised()
+    net = nn.Linear(9, 4)
+    for loss in (lambda o, y: inner(o, y), functools.partial(inner)):
+        with trainer(net, "threads", 2, loss) as t:
+            assert_refused(net, r"Buffer `mean` of `loss`", lambda: t.step(batch()))
+    forward = lambda m, b: inner(m(b[0]), b[1])  # noqa: E731
+    with phalanx.Trainer(net, optimizer=sgd, forward=forward, replicas=2) as t:
+        assert_refused(net, r"Buffer `mean` of `forward`", lambda: t.step(batch()))
+
+
+def test_a_loss_with_a_buffer_that_stays_is_served() -> None:
+    with trainer(nn.Linear(9, 4), "threads", 2, Still()) as t:
+        t.fit([batch()] * 2)
+
+
+class InPlace(nn.Module):
+    """It changes its input, and its loss the targets, in place."""
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.layer, self.late = nn.Linear(9, 4), late
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.late:
+            x.sub_(1.0).mul_(0.5)
+        return self.layer(x)
+
+
+def halving(outputs: Tensor, targets: Tensor) -> Tensor:
+    return mse(outputs, targets.mul_(0.5))
+
+
+def test_inputs_that_are_changed_in_place_stay_the_users_in_every_crew() -> None:
+    """Over epochs of one list, every crew computes what plain torch does on fresh copies."""
+    torch.manual_seed(0)
+    start = InPlace().state_dict()
+    x, y = batch()
+    found = []
+    for crew, replicas in [*CREWS, ("threads", 3)]:
+        net = InPlace()
+        net.load_state_dict(start)
+        given = [(x.clone(), y.clone())]
+        with trainer(net, crew, replicas, halving) as t:
+            t.fit(given, epochs=3)
+            t.evaluate(given)
+        assert torch.equal(given[0][0], x)
+        assert torch.equal(given[0][1], y)
+        found.append(net.state_dict())
+    plain = InPlace()
+    plain.load_state_dict(start)
+    optimizer = sgd(list(plain.parameters()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        halving(plain(x.clone()), y.clone()).backward()
+        optimizer.step()
+    torch.testing.assert_close(found[0], plain.state_dict())
+    for state in found[1:]:
+        torch.testing.assert_close(state, found[0], rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(("crew", "replicas"), CREWS, ids=IDS)
+def test_inputs_that_are_changed_in_place_later_on_are_refused(crew: str, replicas: int) -> None:
+    net = InPlace(late=True)
+    with trainer(net, crew, replicas) as t:
+        t.fit([batch()] * 2)
+        net.late = False
+        with pytest.raises(UnsupportedError, match="An input must stay as it is"):
+            t.step(batch())
+
+
+class InPlaceGroup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mul_(0.5))
+
+
+@pytest.mark.parametrize("crew", ["threads", "processes"])
+def test_a_groups_inputs_stay_the_users_in_every_crew(crew: str) -> None:
+    net, x = InPlaceGroup(), batch()[0]
+    before, expected = x.clone(), net(x.clone())
+    shape = desc("x", 12, 9, dtype=torch.float32)
+    with group_of(net, shape, devices=["cpu"] * 2, workloads=[1, 1], crew=crew) as group:
+        for trains in (True, True, False, False):
+            group.forward(x, is_train=trains)
+            torch.testing.assert_close(group.outputs()[0], expected.detach())
+            assert torch.equal(x, before)
+
+
+def test_a_containers_inputs_are_the_callers_as_those_of_the_plain_module() -> None:
+    net, x = InPlaceGroup(), batch()[0]
+    plain = x.clone()
+    expected = net(plain)
+    with phalanx.DataParallel(net, devices=2) as model:
+        torch.testing.assert_close(model(x), expected)
+    assert torch.equal(x, plain)
+
+
+def test_calls_by_several_threads_write_statistics_as_they_may() -> None:
+    """What another call has merged meanwhile is not taken for a write past the replica."""
+    net = nn.Sequential(nn.Linear(9, 4), nn.BatchNorm1d(4))
+    x = batch()[0]
+    with phalanx.DataParallel(net, devices=2) as model, ThreadPoolExecutor(4) as callers:
+        model(x)
+        assert len(list(callers.map(model, [x] * 40))) == 40

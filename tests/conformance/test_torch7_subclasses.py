@@ -1,0 +1,238 @@
+"""Torch7's containers as scripts use and extend them: subclasses, columns, reset, saving."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx.compat import torch7
+from phalanx.errors import ConfigError, UnsupportedError
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def two(container: Any) -> Any:
+    column = mlp()
+    return container.add(column, "cpu").add(copy.deepcopy(column), "cpu")
+
+
+X = torch.linspace(-1, 1, 20).view(5, 4)
+
+
+# --- rules of one's own ---------------------------------------------------------------------------
+
+
+class Swapped(torch7.AbstractParallel):
+    """Written as fbcunn's subclasses were: the old name of the rule."""
+
+    def _distributeInput(self, input: Tensor) -> list[Tensor]:
+        return list(input.chunk(2)[::-1])
+
+
+class SwappedModel(torch7.ModelParallel):
+    def _distributeInput(self, input: Tensor) -> list[Tensor]:
+        return list(input.chunk(2)[::-1])
+
+
+class SwappedData(torch7.DataParallel):
+    def _distributeInput(self, input: Tensor) -> list[Tensor]:
+        return list(input.chunk(2)[::-1])
+
+
+class SwappedToday(torch7.DataParallel):
+    def distribute(self, inputs: Tensor) -> list[Tensor]:
+        return list(inputs.chunk(2)[::-1])
+
+
+@pytest.mark.parametrize("kind", [Swapped, SwappedModel, SwappedData, SwappedToday])
+def test_a_rule_of_ones_own_is_called_in_every_subclass(kind: type) -> None:
+    with two(kind(0)) as net:
+        own, plain = X.clone(), X.clone().requires_grad_()
+        first, second = plain.chunk(2)
+        expected = torch.cat([mlp()(second), mlp()(first)])
+        output = net.forward(own)
+        torch.testing.assert_close(output, expected.detach())
+        expected.sum().backward()
+        torch.testing.assert_close(net.backward(own, torch.ones_like(output)), plain.grad)
+
+
+class Summed(torch7.DataParallel):
+    def merge(self, outputs: list[Tensor]) -> Tensor:
+        return sum(output.sum(0) for output in outputs if output is not None)
+
+
+def test_outputs_of_replicas_are_merged_by_a_rule_of_ones_own() -> None:
+    with two(Summed(0)) as net:
+        twin = mlp()
+        output = net.forward(X)
+        torch.testing.assert_close(output, twin(X).sum(0).detach())
+        net.zeroGradParameters()
+        net.backward(X, torch.ones(3))
+        twin(X).sum().backward()
+        for own, other in zip(net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad)
+        torch.testing.assert_close(net.forward(X[:1]), twin(X[:1]).sum(0).detach())
+
+
+class Bare(torch7.AbstractParallel):
+    def _distributeInput(self, input: Tensor) -> None:
+        self.input_gpu = input  # as fbcunn's did, which returned nothing
+
+
+def test_a_rule_that_returns_nothing_is_refused() -> None:
+    with two(Bare(0)) as net, pytest.raises(ConfigError, match="must return one input per column"):
+        net.forward(X)
+
+
+@pytest.mark.parametrize("base", [torch7.AbstractParallel, torch7.DataParallel])
+@pytest.mark.parametrize("name", ["_mixGrads", "_distributeGradOutput"])
+def test_a_way_back_that_nothing_calls_is_refused(base: type, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"`Own` must not write `{name}`"):
+        type("Own", (base,), {name: lambda self: None})
+
+
+def test_data_parallel_counts_as_abstract_parallel() -> None:
+    assert isinstance(torch7.DataParallel(0), torch7.AbstractParallel)
+    assert isinstance(SwappedData(0), torch7.AbstractParallel)
+    assert isinstance(torch7.ModelParallel(0), torch7.AbstractParallel)
+    assert not isinstance(torch7.DataParallelTable(0), torch7.AbstractParallel)
+
+
+# --- columns and devices --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [0, 1, -1, -2])
+def test_every_column_of_replicas_is_the_module(index: int) -> None:
+    for net in (two(torch7.DataParallel(0)), torch7.DataParallelTable(0).add(mlp(), ["cpu"] * 2)):
+        assert net.get(index) is net.module
+
+
+@pytest.mark.parametrize("index", [2, -3])
+def test_a_column_that_is_not_there_is_refused(index: int) -> None:
+    with pytest.raises(ConfigError, match="`index` must be a column, 0 to 1, but is"):
+        two(torch7.DataParallel(0)).get(index)
+    with pytest.raises(ConfigError, match=r"there is none\. Call `add\(\)`"):
+        torch7.DataParallel(0).get(index)
+
+
+def test_a_set_of_devices_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`gpus` must be a list .* A set has each of them once"):
+        torch7.DataParallelTable(0).add(mlp(), {"cpu"})
+
+
+# --- reset ----------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.inside = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x) * self.scale
+
+
+class Redrawn(Scaled):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+
+
+def containers_of(module: nn.Module) -> list[Any]:
+    return [
+        torch7.DataParallelTable(0).add(module, ["cpu"] * 2).reset,
+        torch7.ModelParallel(0).add(module, "cpu").reset,
+        phalanx.DataParallel(module, 2).reset_parameters,
+    ]
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_reset_refuses_parameters_that_it_would_not_reach(place: int) -> None:
+    module = Scaled()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    with pytest.raises(ConfigError, match=r"`.*scale` does not. Write that method"):
+        containers_of(module)[place]()
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("make", [Redrawn, lambda: nn.MultiheadAttention(4, 2), mlp])
+def test_reset_reaches_every_parameter(make: Any, place: int) -> None:
+    module = make()
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 7.0)
+    containers_of(module)[place]()
+    assert not any(bool((parameter == 7).any()) for parameter in module.parameters())
+
+
+def test_reset_by_a_deviation_reaches_weights_of_ones_own() -> None:
+    net = torch7.DataParallelTable(0).add(mlp(), ["cpu"] * 2)
+    net.module.register_parameter("extra", nn.Parameter(torch.full((5, 5), 7.0)))
+    net.reset(0.5)
+    assert float(net.module.extra.detach().abs().max()) <= 0.5 * 3**0.5
+
+
+class Weighed(phalanx.AbstractParallel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.full((2,), 7.0))
+
+    def reset_parameters(self) -> Any:
+        nn.init.zeros_(self.gate)
+        return super().reset_parameters()
+
+
+class Weighed7(torch7.AbstractParallel):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.gate = nn.Parameter(torch.full((2,), 7.0))
+
+    def reset(self, stdv: float | None = None) -> Any:
+        nn.init.zeros_(self.gate)
+        return super().reset(stdv)
+
+
+@pytest.mark.parametrize("kind", [Weighed, Weighed7])
+def test_a_container_of_ones_own_draws_its_parameters_by_itself(kind: type) -> None:
+    net = kind().add(mlp(), "cpu")
+    (net.reset if kind is Weighed7 else net.reset_parameters)()
+    assert net.gate.tolist() == [0.0, 0.0]
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(net: nn.Module) -> Any:
+    buffer = io.BytesIO()
+    torch.save(net, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def started() -> None:
+    started.calls = getattr(started, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("face", [phalanx.DataParallel, torch7.DataParallelTable])
+def test_a_lambda_for_threads_does_not_prevent_saving(face: Any) -> None:
+    ran: list[int] = []
+    net = face(mlp(), 2) if face is phalanx.DataParallel else face(0).add(mlp(), ["cpu"] * 2)
+    net.threads(lambda: ran.append(1)).threads(started)
+    with pytest.warns(UserWarning, match=r"1 of 2 functions given to `threads\(\)` have no"):
+        other = saved_and_loaded(net)
+    started.calls = 0  # type: ignore[attr-defined]
+    with other:
+        torch.testing.assert_close(other(X), mlp()(X))
+    assert (ran, started.calls) == ([], 2)  # type: ignore[attr-defined]
+    with net.clone() as clone:
+        clone(X)
+    assert ran == [1, 1]

@@ -1,0 +1,67 @@
+"""A TorchScript module is refused by a sentence, whoever is to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx
+from phalanx.errors import UnsupportedError
+
+X = torch.randn(4, 5)
+MAKERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "scripted": (lambda: torch.jit.script(nn.Linear(5, 3)), "`module`"),
+    "traced": (lambda: torch.jit.trace(nn.Linear(5, 3), X), "`module`"),
+    "inside": (lambda: nn.Sequential(nn.Tanh(), torch.jit.script(nn.Linear(5, 3))), "Module `1`"),
+}
+EVERY = pytest.mark.parametrize(("make", "name"), MAKERS.values(), ids=MAKERS)
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+def refused(name: str) -> Any:
+    return pytest.raises(
+        UnsupportedError,
+        match=rf"{name} must be an ordinary module .* of TorchScript. Give the module that it was",
+    )
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@EVERY
+@pytest.mark.parametrize("crew", ["inline", "threads", "processes"])
+def test_a_trainer_refuses_it(make: Callable[[], nn.Module], name: str, crew: str) -> None:
+    with refused(name):
+        phalanx.Trainer(make(), nn.functional.mse_loss, sgd, replicas=1, crew=crew)
+
+
+def test_a_trainer_refuses_one_that_came_later() -> None:
+    net = nn.Sequential(nn.Linear(5, 3))
+    with phalanx.Trainer(net, nn.functional.mse_loss, sgd, replicas=1) as trainer:
+        trainer.step((X, torch.zeros(4, 3)))
+        net.append(torch.jit.script(nn.Tanh()))
+        with refused("Module `1`"):
+            trainer.step((X, torch.zeros(4, 3)))
+
+
+@EVERY
+@pytest.mark.parametrize("crew", ["threads", "processes"])
+def test_an_executor_group_refuses_it(make: Callable[[], nn.Module], name: str, crew: str) -> None:
+    data = [phalanx.DataDesc("input", (4, 5), torch.float32)]
+    options: Any = {"data": data, "crew": crew}
+    with (
+        refused(name),
+        phalanx.DataParallelExecutorGroup(make(), ["cpu"] * 2, **options) as group,
+    ):
+        group.forward({"input": X})
+
+
+@EVERY
+def test_a_container_refuses_it(make: Callable[[], nn.Module], name: str) -> None:
+    with phalanx.DataParallel(make(), devices=2) as model, refused(name):
+        model(X)

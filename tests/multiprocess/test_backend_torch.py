@@ -1,0 +1,567 @@
+"""What torch's own programs do with a group beyond plain calls; each failed over `phalanx` once."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import phalanx  # noqa: F401
+from phalanx.errors import ConfigError, PeerError, UnsupportedError
+from tests.conformance.collectives import group as lasting_group
+from tests.multiprocess.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def default_ranks() -> Iterator[Ranks]:
+    with Ranks(2, backend="phalanx") as ranks:
+        yield ranks
+
+
+def make(timeout_s: float = 20.0) -> Any:
+    return dist.new_group(None, datetime.timedelta(seconds=timeout_s), "phalanx")
+
+
+# --- futures --------------------------------------------------------------------------------------
+
+
+def begun_in_a_callback(rank: int) -> list[float]:
+    group, sums = make(5.0), []
+    for _ in range(20):
+        first, second = torch.ones(3), torch.ones(3)
+
+        def then(_: Any, second: Tensor = second) -> Any:
+            if rank:
+                time.sleep(0.01)
+            return dist.all_reduce(second, group=group, async_op=True).get_future()
+
+        work = dist.all_reduce(first, group=group, async_op=True)
+        work.get_future().then(then).wait().wait()
+        sums.append(second.sum().item())
+    dist.destroy_process_group(group)
+    return sums
+
+
+def test_a_collective_may_begin_in_a_futures_callback(ranks):
+    assert ranks.run(begun_in_a_callback) == [[6.0] * 20] * 2
+
+
+def waited_for_in_a_callback(rank: int) -> list[float]:
+    one, other = make(5.0), make(5.0)
+    first, second, large = torch.ones(3), torch.ones(3), torch.ones(1_000_003)
+    if rank == 0:
+        told = dist.all_reduce(first, group=one, async_op=True).get_future()
+        told = told.then(lambda _: dist.all_reduce(second, group=one))
+        work = dist.all_reduce(large, group=other, async_op=True)
+        told.wait()
+        work.wait()
+    else:
+        time.sleep(0.2)  # the other rank leaves both to its thread
+        dist.all_reduce(first, group=one)
+        dist.all_reduce(large, group=other)  # while the other's callback waits for us
+        dist.all_reduce(second, group=one)
+    for group in (one, other):
+        dist.destroy_process_group(group)
+    return [tensor.mean().item() for tensor in (first, second, large)]
+
+
+def test_other_groups_go_on_while_a_callback_waits(ranks):
+    assert ranks.run(waited_for_in_a_callback) == [[2.0] * 3] * 2
+
+
+def with_power_sgd(rank: int) -> list[float]:
+    torch.manual_seed(0)
+    group = make()
+    model = DistributedDataParallel(nn.Linear(20, 20), process_group=group)
+    state = powerSGD_hook.PowerSGDState(group, 2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(30, 20, generator=generator)).square().mean().backward()
+    gradient = model.module.weight.grad
+    dist.destroy_process_group(group)
+    return gradient.flatten().tolist()
+
+
+def test_the_power_sgd_hook_gives_all_ranks_one_gradient(ranks):
+    first, second = ranks.run(with_power_sgd)
+    assert first == second
+    assert max(map(abs, first)) > 0
+
+
+def results(rank: int, backend: str) -> dict[str, tuple[Any, Any]]:
+    group = dist.new_group(backend=backend)
+
+    def mine() -> Tensor:
+        return torch.full((2,), rank + 1.0)
+
+    def parts() -> list[Tensor]:
+        return [torch.zeros(2), torch.zeros(2)]
+
+    at_root = dist.GatherOptions()
+    calls = {
+        "all_reduce": lambda: group.allreduce([mine()]),
+        "broadcast": lambda: group.broadcast(mine(), root=1),
+        "reduce": lambda: group.reduce(mine(), root=1, op=dist.ReduceOp.MAX),
+        "all_gather": lambda: group.allgather([parts()], [mine()]),
+        "all_gather of one": lambda: group.allgather(parts(), mine()),
+        "gather": lambda: group.gather([parts()] if rank == 0 else [], [mine()], at_root),
+        "gather by root": lambda: group.gather(parts() if rank == 1 else [], mine(), root=1),
+        "scatter by root": lambda: group.scatter(
+            torch.zeros(2), [mine(), mine() + 5] if rank == 1 else [], root=1
+        ),
+        "all_to_all": lambda: group.alltoall(parts(), [mine(), mine()]),
+        "barrier": lambda: group.barrier(),
+    }
+    found = {}
+    for name, call in calls.items():
+        work = call()
+        work.wait()
+        if name.startswith("reduce") and rank == 0:
+            continue  # undefined where it is not the root
+        found[name] = as_lists(work.result()), as_lists(work.get_future().wait())
+    dist.destroy_process_group(group)
+    return found
+
+
+def as_lists(given: Any) -> Any:
+    return given.tolist() if isinstance(given, Tensor) else [as_lists(one) for one in given]
+
+
+def results_of_both(rank: int) -> tuple[Any, Any]:
+    return results(rank, "phalanx"), results(rank, "gloo")
+
+
+def test_results_and_futures_are_shaped_as_gloos_and_keywords_are_torchs(ranks):
+    for ours, gloos in ranks.run(results_of_both):
+        assert ours == gloos
+
+
+# --- DDP and the compiler -------------------------------------------------------------------------
+
+
+def joined_by_present_size(rank: int, uneven: bool) -> list[float]:
+    group = make(8.0)
+    layer = nn.Linear(5, 5, bias=False)
+    nn.init.ones_(layer.weight)
+    model = DistributedDataParallel(layer, process_group=group)
+    gradients = []
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(3 + 2 * uneven * rank):
+            model.zero_grad()
+            model(torch.full((1, 5), rank + 1.0)).sum().backward()
+            gradients.append(layer.weight.grad.mean().item())
+    dist.barrier(group=group)
+    dist.destroy_process_group(group)
+    return gradients
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_join_divides_by_the_ranks_that_still_have_batches(ranks, uneven):
+    first, second = ranks.run(joined_by_present_size, uneven)
+    assert first == [1.5] * 3
+    assert second == [1.5] * 3 + [2.0] * (2 * uneven)
+
+
+def works_in_cpp_alone(rank: int) -> list[float]:
+    """The future of a work whose Python half nobody holds, as DDP's reducer asks for it."""
+    group = make()
+    futures = []
+    for number in range(3):
+        tensor = torch.tensor([float(number + rank)])
+        futures.append(dist.all_reduce(tensor, group=group, async_op=True).get_future())
+        del tensor
+    values = [future.wait()[0].item() for future in futures]
+    dist.destroy_process_group(group)
+    return values
+
+
+def test_a_future_outlives_its_work(ranks):
+    assert ranks.run(works_in_cpp_alone) == [[1.0, 3.0, 5.0]] * 2
+
+
+def compiled_ddp(rank: int, static: bool) -> list[float]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = torch.compile(DistributedDataParallel(module, static_graph=static), backend="aot_eager")
+    for step in range(3):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(5, 4, generator=generator)).square().mean().backward()
+    return module[0].weight.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_compiled_ddp_model_trains(default_ranks, static):
+    first, second = default_ranks.run(compiled_ddp, static)
+    assert first == second
+
+
+def compiled_collectives(rank: int) -> list[float]:
+    def compute(own: Tensor) -> Tensor:
+        whole = torch.empty(6)
+        work = dist.all_gather_into_tensor(whole, own, async_op=True)
+        work.wait()
+        dist.barrier()
+        total = own.clone()
+        dist.all_reduce(total)
+        return whole.sum() + total.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(compute, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [compiled(torch.full((3,), rank + 1.0)).item() for _ in range(2)]
+
+
+def test_compiled_code_makes_asynchronous_calls(default_ranks):
+    assert default_ranks.run(compiled_collectives) == [[18.0] * 2] * 2
+
+
+# --- what is asked of a group ---------------------------------------------------------------------
+
+
+def asked(rank: int) -> tuple[Any, ...]:
+    group = dist.distributed_c10d._get_default_group()
+    backend = group._get_backend(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="no backend for cuda; it serves cpu"):
+        group._get_backend(torch.device("cuda"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        device = dist.distributed_c10d._get_pg_default_device()
+    return str(device), backend.size(), backend.rank(), backend.name(), group._has_hooks()
+
+
+def test_a_group_answers_as_its_own_backend(default_ranks):
+    assert default_ranks.run(asked) == [("cpu", 2, rank, "phalanx", False) for rank in range(2)]
+
+
+def loaded_into_meta(rank: int, folder: str) -> bool:
+    torch.manual_seed(0)
+    source = nn.Linear(4, 3)
+    checkpoint.save({"model": source.state_dict()}, checkpoint_id=folder)
+    with torch.device("meta"):
+        target = nn.Linear(4, 3)
+    state = {"model": target.state_dict()}
+    checkpoint.load(state, checkpoint_id=folder)
+    return all(
+        torch.equal(value, source.state_dict()[name]) for name, value in state["model"].items()
+    )
+
+
+def test_a_checkpoint_is_loaded_into_meta_tensors(default_ranks, tmp_path: Path):
+    assert default_ranks.run(loaded_into_meta, str(tmp_path)) == [True, True]
+
+
+def broadcast_from_rank_0(rank: int) -> list[float]:
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    full = get_model_state_dict(model) if rank == 0 else {}
+    set_model_state_dict(model, full, options=options)
+    return model.weight.flatten().tolist()
+
+
+def test_a_state_dict_is_broadcast_from_rank_0(default_ranks):
+    first, second = default_ranks.run(broadcast_from_rank_0)
+    assert first == second
+
+
+def counted(rank: int) -> list[int]:
+    group, counts = make(), []
+    tensor = torch.ones(2)
+    for call in (
+        lambda: dist.all_reduce(tensor, group=group),
+        lambda: dist.barrier(group=group),
+        lambda: dist.send(tensor, 1, group) if rank == 0 else dist.recv(tensor, 0, group),
+    ):
+        before = group._get_sequence_number_for_group()
+        call()
+        counts.append(group._get_sequence_number_for_group() - before)
+    group._set_sequence_number_for_group()
+    counts.append(group._get_sequence_number_for_group())
+    dist.destroy_process_group(group)
+    return counts
+
+
+def test_operations_are_numbered(ranks):
+    assert ranks.run(counted) == [[1, 1, 1, 0]] * 2
+
+
+def profiled(rank: int) -> list[tuple[str, int]]:
+    group = make()
+    with torch.profiler.profile() as profile:
+        dist.all_reduce(torch.ones(2), group=group)
+        dist.all_reduce(torch.ones(2), group=group, async_op=True).wait()
+        if rank == 0:
+            dist.send(torch.ones(2), 1, group)
+        else:
+            dist.recv(torch.ones(2), 0, group)
+    dist.destroy_process_group(group)
+    found = profile.key_averages()
+    return sorted((one.key, one.count) for one in found if one.key.startswith("phalanx:"))
+
+
+def test_a_profiler_shows_the_calls(ranks):
+    first, second = ranks.run(profiled)
+    assert first == [("phalanx:all_reduce", 2), ("phalanx:send", 1)]
+    assert second == [("phalanx:all_reduce", 2), ("phalanx:recv", 1)]
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def out_of_range(rank: int) -> list[str]:
+    """Refused before anything is sent, by every rank; the group goes on."""
+    group = make()
+    one, two = torch.ones(2), [torch.ones(2), torch.ones(2)]
+    said = []
+    for call in (
+        lambda: group.broadcast(one, root=2),
+        lambda: group.broadcast(one, -1),
+        lambda: group.reduce(one, root=5),
+        lambda: group.gather(two, one, root=2),
+        lambda: group.scatter(one, two, root=2),
+        lambda: group.send([one], dstRank=2, tag=0),
+        lambda: group.recv([one], srcRank=-1, tag=0),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        said.append(str(caught.value))
+    total = torch.ones(2)
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [2.0, 2.0]
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_ranks_out_of_range_are_refused_on_every_rank(ranks):
+    for said in ranks.run(out_of_range):
+        assert said == [
+            f"`{name}` must be a rank of the group (0 to 1), but is {rank}."
+            for name, rank in [
+                ("root", 2),
+                ("root", -1),
+                ("root", 5),
+                ("root", 2),
+                ("root", 2),
+                ("dstRank", 2),
+                ("srcRank", -1),
+            ]
+        ]
+
+
+def the_same_twice(rank: int) -> list[float]:
+    group = make()
+    twice, line = torch.full((2,), rank + 1.0), torch.arange(3.0)
+    group.allreduce_coalesced([twice, twice]).wait()
+    group.allreduce_coalesced([line[:2], line[1:]]).wait()
+    dist.destroy_process_group(group)
+    return [*twice.tolist(), *line.tolist()]
+
+
+def test_a_tensor_given_twice_is_reduced_once(ranks):
+    assert ranks.run(the_same_twice) == [[3.0, 3.0, 0.0, 2.0, 4.0]] * 2
+
+
+def without_time(rank: int) -> str:
+    """Rank 1 comes only after rank 0 has given up, which a timeout of 0 makes at once."""
+    group, said = make(), ""
+    if rank == 0:
+        with pytest.raises(PeerError) as caught:
+            group.allreduce([torch.ones(2)], timeout=datetime.timedelta(0)).wait()
+        said = str(caught.value)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_a_timeout_of_0_does_not_wait(ranks):
+    began_s = time.monotonic()
+    assert "did not come to all_reduce of group" in ranks.run(without_time)[0]
+    assert time.monotonic() - began_s < 15.0  # the group's own timeout is 20 s
+
+
+def counters(rank: int) -> dict[str, list[int]]:
+    group = make()
+    line, wide = torch.ones(4), torch.ones(4, 4).t()[:2]
+    calls: dict[str, Any] = {
+        "all_reduce": (lambda: dist.all_reduce(line, group=group), line),
+        "all_reduce of what lies apart": (lambda: dist.all_reduce(wide, group=group), wide),
+        "broadcast": (lambda: dist.broadcast(line, 0, group), line),
+        "all_to_all": (lambda: dist.all_to_all_single(line, torch.ones(4), group=group), line),
+        "scatter": (
+            lambda: dist.scatter(line, [line.clone()] * 2 if rank == 0 else None, 0, group),
+            line,
+        ),
+        "recv": (
+            lambda: dist.send(line, 1, group) if rank == 0 else dist.recv(line, 0, group),
+            line,
+        ),
+    }
+    found = {}
+    for name, (call, tensor) in calls.items():
+        before = tensor._version
+        call()
+        found[name] = tensor._version - before
+    # Views of a parameter that is received into: DDP and torch's own tests do it.
+    parameter = nn.Parameter(torch.full((4,), float(rank)))
+    first, _ = torch.chunk(parameter, 2)
+    dist.broadcast(parameter, 0, group)
+    first.sum().backward()
+    assert parameter.tolist() == [0.0] * 4
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_receiving_raises_no_version_counter(ranks):
+    for found in ranks.run(counters):
+        assert found == dict.fromkeys(found, 0)
+
+
+def raised(rank: int, backend: str) -> list[int]:
+    group, line = dist.new_group(backend=backend), torch.ones(3)
+    lists = [[torch.zeros(3), torch.zeros(3)] for _ in range(3)]
+    dist.all_gather(lists[0], line, group)
+    dist.gather(line, lists[1] if rank == 0 else None, 0, group)
+    dist.all_to_all(lists[2], [line, line], group)
+    dist.destroy_process_group(group)
+    return [tensor._version for outputs in lists for tensor in outputs]
+
+
+def raised_by_both(rank: int) -> tuple[list[int], list[int]]:
+    return raised(rank, "phalanx"), raised(rank, "gloo")
+
+
+def test_lists_of_outputs_raise_version_counters_as_gloo_raises_them(ranks):
+    for ours, gloos in ranks.run(raised_by_both):
+        assert ours == gloos
+        assert sum(ours) > 0
+
+
+# --- sparse tensors -------------------------------------------------------------------------------
+
+
+def sparse_sums(rank: int, backend: str) -> list[Any]:
+    group = lasting_group(backend)  # gloo's own hangs now and then where it ends after such a call
+    entries = [
+        (torch.tensor([[1, 2, 2]]), torch.tensor([1.0, 2.0, 3.0])),
+        (torch.tensor([[0, 1]]), torch.tensor([4.0, 5.0])),
+    ][rank]
+    rows = (entries[0], torch.stack([entries[1], entries[1] + 1], 1))
+    none = (torch.empty(1, 0, dtype=torch.int64), torch.empty(0))
+    found = []
+    for (places, numbers), shape in ((entries, (4,)), (rows, (4, 2)), (none, (4,))):
+        tensor = torch.sparse_coo_tensor(places, numbers, shape)
+        dist.all_reduce(tensor, group=group)
+        found.append(tensor.to_dense().tolist())
+    table = DistributedDataParallel(nn.Embedding(5, 2, sparse=True), process_group=group)
+    table(torch.tensor([rank, 3])).sum().backward()
+    found.append(table.module.weight.grad.to_dense().tolist())
+    return found
+
+
+def sparse_sums_of_both(rank: int) -> tuple[Any, Any]:
+    group = make()
+    tensor = torch.eye(3).to_sparse()
+    with pytest.raises(UnsupportedError, match=r"but is of torch\.float16"):
+        dist.all_reduce(tensor.half(), group=group)
+    with pytest.raises(UnsupportedError, match="must be SUM for sparse tensors, but is MAX"):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    with pytest.raises(ConfigError, match=r"one shape on all ranks.*\(3, 3\), \(3, 4\)"):
+        dist.all_reduce(torch.ones(3, 3 + rank).to_sparse(), group=group)
+    dist.destroy_process_group(group)
+    return sparse_sums(rank, "phalanx"), sparse_sums(rank, "gloo")
+
+
+def test_sparse_tensors_are_summed_as_gloo_sums_them(ranks):
+    for ours, gloos in ranks.run(sparse_sums_of_both):
+        assert ours == gloos
+
+
+# --- messages of ranks that leave -----------------------------------------------------------------
+
+
+def leave_after_a_send(rank: int, path: str, length: int, told: Any) -> None:
+    from phalanx.world import make_group
+
+    group = make_group(dist.FileStore(path, 2), rank, 2, datetime.timedelta(seconds=20))
+    group.barrier().wait()
+    if rank == 1:
+        group.send([torch.arange(float(length))], 0, 7).wait()
+        os._exit(0)
+    told.wait()  # until rank 1 is gone
+    tensor = torch.zeros(length)
+    group.recv([tensor], 1, 7).wait()
+    os._exit(0 if torch.equal(tensor, torch.arange(float(length))) else 3)
+
+
+@pytest.mark.parametrize("length", [1, 100_000])
+def test_what_was_sent_is_received_after_its_sender_has_ended(tmp_path: Path, length: int):
+    context = multiprocessing.get_context("forkserver")
+    told = context.Event()
+    arguments = str(tmp_path / "store"), length, told
+    receiver, sender = (
+        context.Process(target=leave_after_a_send, args=(rank, *arguments)) for rank in range(2)
+    )
+    receiver.start()
+    sender.start()
+    sender.join(60)
+    assert sender.exitcode == 0
+    told.set()
+    receiver.join(60)
+    assert receiver.exitcode == 0
+
+
+def end_in_a_callback(rank: int, store: str) -> None:
+    dist.init_process_group("phalanx", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    begun, tensor = threading.Event(), torch.ones(3)
+    if rank == 1:
+        time.sleep(0.2)  # rank 0 waits, so that its thread for asynchronous operations ends them
+
+    def slow(_: Any) -> None:
+        begun.set()
+        time.sleep(0.2)
+
+    dist.all_reduce(tensor, async_op=True).get_future().add_done_callback(slow)
+    begun.wait(20)
+
+
+def test_a_process_ends_well_while_a_callback_runs(tmp_path: Path):
+    command = (
+        "import sys; from tests.multiprocess.test_backend_torch import end_in_a_callback as end; "
+        "end(int(sys.argv[1]), sys.argv[2])"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", command, str(rank), str(tmp_path / "store")])
+        for rank in range(2)
+    ]
+    assert [process.wait(60) for process in started] == [0, 0]

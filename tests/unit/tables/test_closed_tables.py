@@ -1,0 +1,117 @@
+"""What a closed world has let go of: everything, at once."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx import tables
+from phalanx.errors import StateError
+
+PAGE_BYTES = 32 << 10  # of workers and barriers; a closed world still tells who is here
+
+
+@pytest.fixture(autouse=True)
+def without_the_collector() -> Iterator[None]:
+    """Let nothing but the last reference free anything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def held() -> tuple[int, int]:
+    """Return how many bytes of our regions this process has mapped, and how many descriptors."""
+    nbytes = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:phalanx" in line or "/dev/shm/phalanx" in line:
+            span = line.split()[0]
+            start, stop = (int(end, 16) for end in span.split("-"))
+            nbytes += stop - start
+    return nbytes, len(os.listdir("/proc/self/fd"))
+
+
+def use_matrix(world: tables.World) -> tables.Table:
+    table = world.matrix(1 << 12, 16, updater="adagrad")
+    table.add(torch.ones(1, 16), rows=[3])
+    table.get([3])
+    return table
+
+
+def use_rounds(world: tables.World) -> tables.Table:
+    table = world.array(100_000, sync=True, num_shards=3)
+    table.add(torch.ones(100_000))
+    table.get()
+    return table
+
+
+def use_keys(world: tables.World) -> tables.Table:
+    table = world.keys(8, capacity=16, num_shards=2)
+    table.add(torch.ones(500, 8), rows=torch.arange(500))  # grows
+    table.get([1, 499, 1 << 40])
+    return table
+
+
+def use_backups(world: tables.World) -> tables.Table:
+    table = world.matrix(10_000, 4, updater="dc_asgd")
+    table.get()
+    table.add(torch.ones(10_000, 4))
+    world.barrier()
+    return table
+
+
+KINDS = [use_matrix, use_rounds, use_keys, use_backups]
+
+
+@pytest.mark.parametrize("use", KINDS)
+@pytest.mark.parametrize("run", [None, "closed"])
+def test_closing_a_world_frees_its_tables_though_handles_are_kept(use, run):
+    run = run and f"{run}-{os.getpid()}"
+    before = held()
+    with tables.join(run=run, num_workers=1) as world:
+        table = use(world)
+        assert held()[0] - before[0] > 4 * PAGE_BYTES
+    assert held()[0] - before[0] <= PAGE_BYTES
+    with pytest.raises(StateError, match="its world is closed"):
+        table.get([1])
+    assert table.stats().adds == 1
+    assert table.stats().undone == 0
+    del table, world
+    assert held() == before
+
+
+def test_what_was_read_stays_when_the_world_is_closed():
+    before = held()
+    with tables.join() as world:
+        table = world.matrix(1 << 10, 4, init=2.0)
+        rows = table.get()
+        views = table.get([5, 7])
+    del table, world
+    assert held() == before
+    assert rows.eq(2.0).all()
+    assert views.eq(2.0).all()
+
+
+def test_tables_go_with_the_last_worker_of_the_process():
+    before = held()
+    with tables.join() as world:
+        other = world.thread_worker()
+        world.matrix(10_000, 4)
+        table = other.matrix(10_000, 4)
+        world.close()
+        table.add(torch.ones(10_000, 4))
+        assert table.get().eq(1).all()
+        other.close()
+        assert held()[0] - before[0] <= PAGE_BYTES
+
+
+def test_a_call_that_comes_too_late_is_told_that_the_world_is_closed():
+    with tables.join() as world:
+        storage = world.matrix(8, 2, name="late")._storage
+    with pytest.raises(StateError, match="'late' must belong to a world that is open"):
+        storage.read(None, torch.empty(8, 2), 0, 1.0, backs_up=False)  # its handle had looked

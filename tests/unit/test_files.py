@@ -1,0 +1,99 @@
+"""Only regular files are read: nothing is waited for, and nothing is read without end."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from phalanx import Trainer
+from phalanx.cli.run_folder import RunFolder
+from phalanx.files import open_regular, read_text, save_tensors
+
+
+def test_a_file_and_a_link_to_it_are_read(tmp_path):
+    (tmp_path / "a").write_bytes(b"\xc3\xa4bc")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for name in "ab":
+        with open_regular(tmp_path / name) as file:
+            assert file.read() == b"\xc3\xa4bc"
+        assert read_text(tmp_path / name, max_bytes=4) == "äbc"
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+    wanted = {
+        tmp_path / "pipe": "a pipe",
+        tmp_path / "link": "a pipe",
+        tmp_path / "socket": "a socket",
+        tmp_path: "a folder",
+        "/dev/zero": "a device",
+    }
+    for path, kind in wanted.items():
+        with pytest.raises(OSError, match=f"it is {kind} and not a regular file"):
+            open_regular(path)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_that_comes_between_the_look_and_the_open_is_not_waited_for(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    really_open = os.open
+
+    def exchanged(name, flags, *args):
+        path.unlink()
+        os.mkfifo(path)
+        return really_open(name, flags, *args)
+
+    monkeypatch.setattr(os, "open", exchanged)
+    with pytest.raises(OSError, match="it is a pipe"):
+        open_regular(path)
+
+
+def test_a_text_that_is_too_long_or_none_is_refused(tmp_path):
+    (tmp_path / "long").write_text("12345")
+    with pytest.raises(OSError, match="it is longer than 4 bytes"):
+        read_text(tmp_path / "long", max_bytes=4)
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="utf-8"):
+        read_text(tmp_path / "bytes", max_bytes=4)
+    with pytest.raises(FileNotFoundError):
+        read_text(tmp_path / "missing", max_bytes=4)
+
+
+@pytest.fixture(params=[0o022, 0o027, 0o077], ids=oct)
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(folder):
+    return {oct(path.stat().st_mode & 0o777) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_file_of_tensors_has_the_mode_of_any_other(tmp_path, umask):
+    (tmp_path / "text").write_text("mine")
+    save_tensors({"a": torch.arange(3)}, tmp_path / "tensors", metadata={"format": "pt"})
+    assert modes(tmp_path) == {oct(0o666 & ~umask)}
+    assert load_file(tmp_path / "tensors")["a"].tolist() == [0, 1, 2]
+
+
+def test_all_files_of_a_run_have_the_users_mode(tmp_path, umask):
+    folder = RunFolder.create(tmp_path / "run")
+    folder.write_config({"seed": 1})
+    with Trainer(
+        nn.Linear(3, 2), nn.functional.mse_loss, lambda p: torch.optim.Adam(p), crew="inline"
+    ) as trainer:
+        trainer.step((torch.ones(4, 3), torch.ones(4, 2)))
+        trainer.save(folder.checkpoint_path)
+        folder.write_model(trainer.module)
+    assert modes(folder.path) == {oct(0o666 & ~umask)}
