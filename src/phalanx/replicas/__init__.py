@@ -28,10 +28,10 @@ from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.process_crew import Portion, ProcessCrew, check_shareable
 from phalanx.replicas.replica import Replica, add_gradients, apart, refuse_lazy, refuse_scripts
 from phalanx.replicas.rng import (
+    MicrobatchRng,
     RngPlan,
     RngUse,
     advance_process_generator,
-    microbatch_rng,
     run_backward,
 )
 from phalanx.replicas.rng_watch import RngWatch, numpy_swap
@@ -58,6 +58,7 @@ __all__ = [
     "FailureLog",
     "Inputs",
     "Job",
+    "MicrobatchRng",
     "Partial",
     "PartialSums",
     "Place",
@@ -93,7 +94,6 @@ __all__ = [
     "hold_caller_at_one_thread",
     "known_devices",
     "merge_statistics",
-    "microbatch_rng",
     "num_cores",
     "num_devices",
     "numpy_swap",

@@ -18,7 +18,7 @@ from phalanx.replicas.compiling import has_compiled
 from phalanx.replicas.draws import derive_seed
 from phalanx.replicas.intra_op import num_cores
 from phalanx.replicas.replica import Replica
-from phalanx.replicas.rng import RngPlan, RngUse, has_fused_evaluation, microbatch_rng
+from phalanx.replicas.rng import MicrobatchRng, RngPlan, RngUse, has_fused_evaluation
 from phalanx.replicas.sums import Partial, PartialSums
 from phalanx.replicas.team import Inline, Team
 from phalanx.replicas.unchanged import same_afterwards
@@ -63,13 +63,13 @@ class Turn:
     kept: dict[str, Any] = field(default_factory=dict)  # Any: whatever runs leave there
     in_worker: bool = False
 
-    def drawing(self, seed: int | None = None) -> contextlib.AbstractContextManager[None]:
-        """Give the model its random numbers; to be entered around all that runs the user's code.
+    def drawing(self, seed: int | None = None) -> MicrobatchRng:
+        """Return what gives the model its random numbers, entered around the user's code only.
 
         Args:
             seed: For a backward pass on its own, where its numbers start; default: the forward's.
         """
-        return microbatch_rng(self.seed if seed is None else seed, self.rng, self.rng_use)
+        return MicrobatchRng(self.seed if seed is None else seed, self.rng, self.rng_use)
 
 
 @dataclass(kw_only=True)

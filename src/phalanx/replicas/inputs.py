@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.errors import UnsupportedError
+from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas.parcel import copied
 from phalanx.types import Nested
@@ -35,11 +35,17 @@ class Inputs:
         """Give the body the batch on ``device``; its slices have versions of their own.
 
         Raises:
+            ConfigError: A tensor requires a gradient, and the body ``trains``.
             UnsupportedError: As :meth:`watched`.
         """
         copies = self.copies(trains)
         leaves, spec = flatten(batch)
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        if trains and any(leaf.requires_grad for leaf in given.values()):
+            raise ConfigError(
+                "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
+                "`DataParallel` to train what stands before the module."
+            )
         own = {key: placed(leaf, device, copies) for key, leaf in given.items()}
         with self.watched(list(own.values()), copies, trains=trains):
             arrays = {id(leaf): leaf.copy() for leaf in leaves if isinstance(leaf, np.ndarray)}

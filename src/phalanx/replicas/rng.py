@@ -1,6 +1,6 @@
 """The random numbers of one microbatch: where `forward` and `backward` get them from.
 
-    microbatch_rng ──► CallRng sees every call of torch's functions from Python; for those that may
+    MicrobatchRng  ──► CallRng sees every call of torch's functions from Python; for those that may
                        draw it enters
                          ──► Draws, which sees every operator and gives it the generator
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import (
     BuiltinFunctionType,
@@ -21,6 +22,7 @@ from types import (
     FunctionType,
     MethodDescriptorType,
     MethodWrapperType,
+    TracebackType,
     WrapperDescriptorType,
 )
 from typing import Any
@@ -34,11 +36,11 @@ from phalanx.replicas.draws import Draws, current_draws
 from phalanx.replicas.rng_watch import RngWatch
 
 __all__ = [
+    "MicrobatchRng",
     "RngPlan",
     "RngUse",
     "advance_process_generator",
     "has_fused_evaluation",
-    "microbatch_rng",
     "run_backward",
 ]
 
@@ -88,35 +90,53 @@ class RngUse:
     hidden: threading.Event = field(default_factory=threading.Event)
 
 
-@contextlib.contextmanager
-def microbatch_rng(seed: int, plan: RngPlan, use: RngUse, *, reads: bool = False) -> Iterator[None]:
+class MicrobatchRng:
     """Draw all torch random numbers of the body, in this thread, from a generator of its own.
 
+    To be entered around the user's code, as often as that is called: the numbers go on where they
+    stopped. Torch's functions cost more inside.
+
     Args:
+        seed: Where the numbers start.
         reads: The body reads a sample; `random` and NumPy's generator are seeded for it.
 
     Raises:
         UnsupportedError: In a watched run, the body draws numbers that no formation can repeat; or
             see `Draws`.
     """
-    draws = Draws(seed)
-    watch = RngWatch(alone=plan.alone, reads=reads) if plan.watched else None
-    try:
+
+    def __init__(self, seed: int, plan: RngPlan, use: RngUse, *, reads: bool = False) -> None:
+        self._draws = draws = Draws(seed)
+        self._use = use
+        self._may_hide = plan.watched and not plan.throughout
+        watch = RngWatch(alone=plan.alone, reads=reads) if plan.watched else None
+        self._contexts: list[AbstractContextManager[object]] = []
+        if watch is not None:
+            self._contexts.append(watch)
+        if plan.watched or plan.throughout:
+            self._contexts.append(draws)
+        # Not for a fused evaluation, which it would take apart in the first run alone.
+        if not plan.throughout or (reads and plan.watched):
+            self._contexts.append(CallRng(draws, watch))
+
+    def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
-            if watch is not None:
-                stack.enter_context(watch)
-            stack.enter_context(current_draws(draws))
-            if plan.watched or plan.throughout:
-                stack.enter_context(draws)
-            # Not for a fused evaluation, which it would take apart in the first run alone.
-            if not plan.throughout or (reads and plan.watched):
-                stack.enter_context(CallRng(draws, watch))
-            yield
-    finally:
-        if draws.used:
-            use.drew.set()
-        if draws.hidden and plan.watched and not plan.throughout:
-            use.hidden.set()
+            stack.enter_context(current_draws(self._draws))
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered = stack.pop_all()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._draws.used:
+            self._use.drew.set()
+        if self._draws.hidden and self._may_hide:
+            self._use.hidden.set()
+        self._entered.__exit__(kind, error, trace)
 
 
 class CallRng(TorchFunctionMode):

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from phalanx.errors import ConfigError
-from phalanx.replicas import RngPlan, RngUse, SentOnce, derive_seed, microbatch_rng, numpy_swap
+from phalanx.replicas import MicrobatchRng, RngPlan, RngUse, SentOnce, derive_seed, numpy_swap
 from phalanx.train.order import begin_epoch
 from phalanx.types import Nested
 
@@ -93,7 +93,7 @@ def _seeded(seed: int, watched: bool) -> Iterator[None]:
         try:
             random.seed(seed)
             np.random.seed(seed % _NUMPY_SEEDS)
-            with microbatch_rng(seed, RngPlan(watched, throughout=True), RngUse(), reads=True):
+            with MicrobatchRng(seed, RngPlan(watched, throughout=True), RngUse(), reads=True):
                 yield
         finally:
             random.setstate(before[0])

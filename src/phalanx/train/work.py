@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.plan import check_function, flatten, unflatten
-from phalanx.replicas import Inputs, Turn, run_backward
+from phalanx.replicas import Inputs, MicrobatchRng, Turn, run_backward
 from phalanx.train.foreign_leaves import find_foreign_leaves, refuse_foreign_leaves
 from phalanx.train.loss_buffers import LossBuffers
 from phalanx.train.sharding import Shard
@@ -95,14 +95,19 @@ class Work:
         return _Evaluation(self, keep_outputs)
 
     def evaluate(
-        self, turn: Turn, rows: Nested, keep_outputs: bool, *, trains: bool = False
+        self,
+        turn: Turn,
+        rng: MicrobatchRng,
+        keep_outputs: bool,
+        *,
+        trains: bool = False,
     ) -> tuple[Tensor, Outcome]:
         """Run one microbatch forward; one that ``trains`` must bring no graph."""
-        if trains:
-            _refuse_graphs(rows)
+        rows = turn.batch.read() if isinstance(turn.batch, Shard) else turn.batch
         with self._inputs.lent(rows, turn.replica.device, trains=trains) as batch:
             before = self._loss_buffers.note()
-            loss, outputs, targets = self._call(turn.replica.module, batch)
+            with rng:
+                loss, outputs, targets = self._call(turn.replica.module, batch)
             self._loss_buffers.check(before)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -160,14 +165,13 @@ class _Training:
     keep_outputs: bool
 
     def __call__(self, turn: Turn) -> Outcome:
-        rows = _rows(turn)
-        with turn.drawing():
-            outcome, foreign = self._train(turn, rows)
+        outcome, foreign = self._train(turn)
         self.work.check_leaves(foreign)
         return outcome
 
-    def _train(self, turn: Turn, rows: Nested) -> tuple[Outcome, list[weakref.ref[Tensor]]]:
-        loss, outcome = self.work.evaluate(turn, rows, self.keep_outputs, trains=True)
+    def _train(self, turn: Turn) -> tuple[Outcome, list[weakref.ref[Tensor]]]:
+        rng = turn.drawing()
+        loss, outcome = self.work.evaluate(turn, rng, self.keep_outputs, trains=True)
         if not math.isfinite(outcome.loss):
             raise ConfigError(
                 f"`loss` must be finite, but is {outcome.loss!r} in microbatch {turn.index}; "
@@ -181,7 +185,9 @@ class _Training:
             )
         foreign = self.work.foreign_leaves(turn, loss)
         scale = torch.as_tensor(self.scales[turn.index], dtype=loss.dtype, device=loss.device)
-        run_backward([loss.reshape(())], [scale])
+        loss = loss.reshape(())
+        with rng:
+            run_backward([loss], [scale])
         return outcome, foreign
 
 
@@ -193,26 +199,11 @@ class _Evaluation:
     keep_outputs: bool
 
     def __call__(self, turn: Turn) -> Outcome:
-        rows = _rows(turn)
-        with turn.drawing():
-            return self.work.evaluate(turn, rows, self.keep_outputs)[1]
-
-
-def _rows(turn: Turn) -> Nested:
-    return turn.batch.read() if isinstance(turn.batch, Shard) else turn.batch
+        return self.work.evaluate(turn, turn.drawing(), self.keep_outputs)[1]
 
 
 def _is_pair(batch: Nested) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
-
-
-def _refuse_graphs(batch: Nested) -> None:
-    leaves, _ = flatten(batch)
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-        raise ConfigError(
-            "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
-            "`DataParallel` to train what stands before the module."
-        )
 
 
 def _detached(outputs: Nested) -> Nested:

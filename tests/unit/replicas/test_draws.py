@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.errors import UnsupportedError
 from phalanx.replicas import (
     Draws,
+    MicrobatchRng,
     RngPlan,
     RngUse,
     derive_seed,
-    microbatch_rng,
     preserve_rng,
     run_backward,
 )
@@ -76,7 +76,7 @@ def test_the_numbers_are_the_same_however_draws_are_found(way: str, plan: RngPla
     with Draws(7):
         expected = WAYS[way]()
     before, use = torch.get_rng_state(), RngUse()
-    with microbatch_rng(7, plan, use):
+    with MicrobatchRng(7, plan, use):
         found = WAYS[way]()
     assert torch.equal(found, expected)
     assert torch.equal(torch.get_rng_state(), before)
@@ -88,7 +88,7 @@ def test_the_numbers_are_the_same_however_draws_are_found(way: str, plan: RngPla
 def test_a_draw_that_no_call_from_python_shows_is_told() -> None:
     scripted = torch.jit.script(dropout)
     use = RngUse()
-    with microbatch_rng(7, RngPlan(watched=True), use):
+    with MicrobatchRng(7, RngPlan(watched=True), use):
         found = scripted(X)
     assert use.hidden.is_set()
     with Draws(7):
@@ -112,7 +112,7 @@ def test_a_preserved_part_may_be_within_a_region_only(reentrant: bool) -> None:
 
     with (
         pytest.raises(UnsupportedError, match="checkpoint"),
-        microbatch_rng(0, RngPlan(), RngUse()),
+        MicrobatchRng(0, RngPlan(), RngUse()),
     ):
         checkpoint(outer, x, use_reentrant=False, context_fn=preserve_rng)
 
@@ -131,7 +131,7 @@ def test_nested_preserved_parts_repeat_their_numbers() -> None:
         def middle(v: Tensor) -> Tensor:
             return part(lambda u: torch.sin(F.dropout(u, 0.5)), v) * torch.rand(v.shape)
 
-        with microbatch_rng(0, RngPlan(), RngUse()):
+        with MicrobatchRng(0, RngPlan(), RngUse()):
             value = part(middle, x).square().sum()
             run_backward([value], [torch.ones(())])
         assert x.grad is not None
@@ -169,7 +169,7 @@ def test_calls_that_are_told_not_to_draw_are_not_looked_into(
 
     monkeypatch.setattr(Draws, "__enter__", note)
     heads = X.view(1, 2, 3, 10)
-    with microbatch_rng(7, RngPlan(), RngUse()):
+    with MicrobatchRng(7, RngPlan(), RngUse()):
         F.dropout(X, 0.5, training=False)
         F.dropout(X, 0.5, False)
         F.dropout1d(X, 0.5, False)
