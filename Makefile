@@ -8,7 +8,7 @@
 #   RANK_KILLS=300      and how many ranks of process groups
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test check format bench chaos night clean .venv/moved
+.PHONY: help venv train test check format bits bench chaos night clean .venv/moved
 
 PYTHON ?= python3
 ARGS ?=
@@ -19,7 +19,7 @@ RANK_KILLS ?= 300
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-COMPILED := $(wildcard src/phalanx/memory/*.[ch] src/phalanx/world/*.[ch])
+COMPILED := $(wildcard src/phalanx/memory/*.[ch] src/phalanx/distributed/*.[ch])
 
 # The stamp holds the folder it was made in: scripts in a virtual environment name their interpreter
 # by absolute path, so one that came here with a copied tree is made again.
@@ -64,6 +64,9 @@ check: $(STAMP)  ## formatting, lint, types
 format: $(STAMP)  ## put the sources into the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bits: $(STAMP)  ## train three small models in every formation and print hashes of their weights
+	@$(BIN)/python -W ignore -m tests.meta.bits
 
 bench: $(STAMP)  ## measure a training step beside its peers
 	@$(BIN)/phalanx bench step $(ARGS)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.world import merge_hook
+from phalanx.distributed import merge_hook
 
 SIZES = (1, 5, 9)
 

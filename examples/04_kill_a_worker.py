@@ -84,7 +84,7 @@ def train(*, kill: bool) -> str:
         net,
         nn.functional.cross_entropy,
         lambda params: torch.optim.AdamW(params, lr=1e-3),
-        crew="processes",
+        executor="processes",
         replicas=2,
         microbatches=6,
         on_failure=tell,

@@ -22,6 +22,6 @@ def register() -> None:
 
 def _make_group(*args: Any) -> Any:  # Any: torch's, passed on as it comes
     # Late: the package takes far longer to import than this file may.
-    from phalanx.world import make_group
+    from phalanx.distributed import make_group
 
     return make_group(*args)

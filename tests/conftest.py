@@ -77,7 +77,7 @@ def torch_settings_put_back() -> Iterator[None]:
 def no_thread_left_behind() -> Iterator[None]:
     """Fail a test after which a Phalanx thread lives that was not there before.
 
-    The crews join theirs in `close()`; the seconds here are for one that is ending already.
+    The executors join theirs in `close()`; the seconds here are for one that is ending already.
     """
     before = house_threads()
     yield

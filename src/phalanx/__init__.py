@@ -1,5 +1,6 @@
 """Data- and model-parallel training for PyTorch, with the same numbers in every formation."""
 
+from phalanx.distributed import codec_hook, launch, merge_hook
 from phalanx.errors import (
     CheckpointError,
     ConfigError,
@@ -13,7 +14,7 @@ from phalanx.errors import (
     StateError,
     UnsupportedError,
 )
-from phalanx.executor import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
+from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
 from phalanx.parallel import (
     AbstractParallel,
     DataParallel,
@@ -38,7 +39,6 @@ from phalanx.train import (
     merge_updates,
     split_batch,
 )
-from phalanx.world import codec_hook, launch, merge_hook
 
 __version__ = "0.1.0"
 

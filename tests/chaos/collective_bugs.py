@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.clock import pause
-from phalanx.world import mourning
-from phalanx.world.arena import Arena, Steps
-from phalanx.world.bell import Bells
-from phalanx.world.blame import Blame
-from phalanx.world.board import LEFT, Board
+from phalanx.distributed import mourning
+from phalanx.distributed.arena import Arena, Steps
+from phalanx.distributed.bell import Bells
+from phalanx.distributed.blame import Blame
+from phalanx.distributed.board import LEFT, Board
 
 Patch = Callable[[Any, str, Any], None]  # as `setattr`, or pytest's
 

@@ -1,7 +1,7 @@
 """A training with worker processes, and beside it the same training that nothing happens to.
 
 Both do one update after another, and everything is compared after each: so it is known which fault
-changed something, and one crew of workers serves many faults.
+changed something, and one executor of workers serves many faults.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import phalanx
 from phalanx.memory import faults
-from phalanx.replicas import ProcessCrew
+from phalanx.replicas import ProcessExecutor
 from phalanx.replicas.worker_process import WorkerProcess
 from phalanx.train import shared_stepping, slices
 from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur
@@ -105,7 +105,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 class Watched:
     """A trainer and what it has told."""
 
-    def __init__(self, crew: str, replicas: int, timeout_s: float = DEADLINE_S) -> None:
+    def __init__(self, executor: str, replicas: int, timeout_s: float = DEADLINE_S) -> None:
         torch.manual_seed(3)
         self.losses: list[float] = []
         self.lost: list[phalanx.WorkerLost] = []
@@ -113,7 +113,7 @@ class Watched:
             Net(),
             nn.functional.cross_entropy,
             adamw,
-            crew=crew,
+            executor=executor,
             replicas=replicas,
             microbatches=MICROBATCHES,
             seed=11,
@@ -191,14 +191,14 @@ class Course:
         self.undisturbed.trainer.close()
 
     @property
-    def crew(self) -> ProcessCrew:
+    def executor(self) -> ProcessExecutor:
         engine = self.disturbed.trainer._engine
         assert engine is not None
-        assert isinstance(engine.crew, ProcessCrew)
-        return engine.crew
+        assert isinstance(engine.executor, ProcessExecutor)
+        return engine.executor
 
     def worker(self, index: int) -> WorkerProcess:
-        return self.crew._workers[index]
+        return self.executor._workers[index]
 
     # -- updates -----------------------------------------------------
 
@@ -230,11 +230,12 @@ class Course:
 
     def await_workers(self) -> None:
         """Wait until all replacements are ready."""
-        for worker in self.crew._workers:
+        for worker in self.executor._workers:
             assert worker.poll_ready(DEADLINE_S)
 
     def await_word(self, index: int) -> None:
-        """Wait until a replacement says that it is ready, or ends; leave it to the crew to see."""
+        """Wait until a replacement says that it is ready, or ends; leave it to the executor to "
+        "see."""
         worker = self.worker(index)
         assert worker.ready or wait([worker._connection, worker._process.sentinel], DEADLINE_S)
 

@@ -91,7 +91,7 @@ def make_trainer(options: argparse.Namespace, **others: Any) -> phalanx.Trainer:
         Mlp(),
         nn.functional.cross_entropy,
         adamw,
-        crew="processes",
+        executor="processes",
         replicas=options.workers,
         microbatches=8,
         seed=11,
@@ -223,7 +223,7 @@ class Chaos:
             self._assassin = None
 
     def _all_are_there(self) -> bool:
-        """Tell it without asking the workers, which is the crew's to do."""
+        """Tell it without asking the workers, which is the executor's to do."""
         return all(
             worker.ready or wait([worker._connection, worker._process.sentinel], 0.0)
             for worker in self._workers()
@@ -250,7 +250,7 @@ class Chaos:
         self._assassin.start()
 
     def _workers(self) -> list[Any]:
-        return self.trainer._engine.crew._workers  # type: ignore[union-attr]
+        return self.trainer._engine.executor._workers  # type: ignore[union-attr]
 
 
 # -- the report ------------------------------------------------------

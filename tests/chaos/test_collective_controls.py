@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.clock import now_s
+from phalanx.distributed import board as pages
+from phalanx.distributed import engine
 from phalanx.errors import PeerLost, StateError
 from phalanx.memory import Waiting, plant
-from phalanx.world import board as pages
-from phalanx.world import engine
 from tests.chaos.calls import Call, draw
 from tests.chaos.collective_bugs import BUGS
 from tests.chaos.course_bugs import COURSE_BUGS, can_be_planted, plant_in_course

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.replicas import ProcessCrew
+from phalanx.replicas import ProcessExecutor
 from phalanx.replicas.desk import Desk
 from phalanx.replicas.worker import Birth
 from phalanx.train import events, slices
@@ -54,15 +54,15 @@ def test_a_doubled_microbatch_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch, returned: set[int]
 ) -> None:
     """The dead worker's gradients are added, and those of whoever repeats its work."""
-    real = ProcessCrew._count
+    real = ProcessExecutor._count
 
-    def count(crew: Any, index: int, parcel: Any, done: Any, run: Any) -> None:
+    def count(executor: Any, index: int, parcel: Any, done: Any, run: Any) -> None:
         if parcel.microbatch in returned:
             for gradient in parcel.slot.gradients:
                 gradient.mul_(2)
-        real(crew, index, parcel, done, run)
+        real(executor, index, parcel, done, run)
 
-    monkeypatch.setattr(ProcessCrew, "_count", count)
+    monkeypatch.setattr(ProcessExecutor, "_count", count)
     course.suffer({0: Order("gradients written")}, compared=False)
     assert returned
     assert_caught(course, "model.first.weight")
@@ -79,13 +79,13 @@ def test_a_half_stepped_slice_is_caught(course: Course, monkeypatch: pytest.Monk
 def test_a_slice_that_nobody_completes_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = ProcessCrew.errand
+    real = ProcessExecutor.errand
 
-    def errand(crew: Any, index: int, make: Any) -> bool:
-        real(crew, index, make)
+    def errand(executor: Any, index: int, make: Any) -> bool:
+        real(executor, index, make)
         return True
 
-    monkeypatch.setattr(ProcessCrew, "errand", errand)
+    monkeypatch.setattr(ProcessExecutor, "errand", errand)
     course.suffer({0: Order("block done")}, compared=False)
     assert_caught(course, "model.middle.weight")  # its first block is of the first weight
 
@@ -93,16 +93,16 @@ def test_a_slice_that_nobody_completes_is_caught(
 def test_a_wrong_seed_on_retry_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch, returned: set[int]
 ) -> None:
-    real = ProcessCrew._prepare
+    real = ProcessExecutor._prepare
 
-    def prepare(crew: Any, index: int, microbatch: int, run: Any) -> Any:
+    def prepare(executor: Any, index: int, microbatch: int, run: Any) -> Any:
         if microbatch in returned:
             job = copy.copy(run.job)
             job.seed = (*job.seed[:-1], job.seed[-1] + 1000)
             run = dataclasses.replace(run, job=job)
-        return real(crew, index, microbatch, run)
+        return real(executor, index, microbatch, run)
 
-    monkeypatch.setattr(ProcessCrew, "_prepare", prepare)
+    monkeypatch.setattr(ProcessExecutor, "_prepare", prepare)
     course.suffer({1: Order("before forward")}, compared=False)
     assert returned
     assert_caught(course, "losses")
@@ -126,13 +126,13 @@ def test_a_position_that_is_advanced_twice_is_caught(
 
 
 def test_stale_statistics_are_caught(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replacement starts from the buffers of the day when the crew was opened."""
+    """A replacement starts from the buffers of the day when the executor was opened."""
     course.await_workers()
-    crew = course.crew
-    nowhere = [None] * len(crew._mirrored.places)
-    old = crew._shelved(Birth(crew._packed_module(), nowhere, crew._slots.layout))
+    executor = course.executor
+    nowhere = [None] * len(executor._mirrored.places)
+    old = executor._shelved(Birth(executor._packed_module(), nowhere, executor._slots.layout))
     with monkeypatch.context() as patch:
-        patch.setattr(crew, "_birth", old)
+        patch.setattr(executor, "_birth", old)
         course.suffer({1: Order("slice taken")})
     course.await_workers()
     deadline_s = time.monotonic() + DEADLINE_S

@@ -112,7 +112,7 @@ def test_a_system_that_starts_no_process_in_mid_step_is_an_error_of_the_next_ste
 
     course.await_workers()
     with monkeypatch.context() as patch:
-        patch.setattr(course.crew, "_launch", launch)
+        patch.setattr(course.executor, "_launch", launch)
         course.orders.give(1, Order("block stepped"))
         course.step()
         assert course.orders.fired_s(1) is not None
@@ -127,7 +127,7 @@ def test_a_system_that_starts_no_process_in_mid_step_is_an_error_of_the_next_ste
 def test_what_a_replacement_raises_when_it_starts_does_not_tear_a_step(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = course.crew.errand
+    real = course.executor.errand
 
     def poll_ready(_: float) -> bool:
         raise RuntimeError("cannot take the model over")
@@ -140,7 +140,7 @@ def test_what_a_replacement_raises_when_it_starts_does_not_tear_a_step(
 
     course.await_workers()
     with monkeypatch.context() as patch:
-        patch.setattr(course.crew, "errand", errand)
+        patch.setattr(course.executor, "errand", errand)
         course.step()
     course.compare()
     with pytest.raises(RuntimeError, match="cannot take the model over"):

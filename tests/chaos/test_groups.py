@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.errors import PeerLost, StateError
-from phalanx.executor import DataParallelExecutorGroup
+from phalanx.executor_group import DataParallelExecutorGroup
 from phalanx.memory import faults
-from phalanx.replicas import ProcessCrew
+from phalanx.replicas import ProcessExecutor
 from phalanx.replicas.desk import Desk
 from tests.chaos.course import DEADLINE_S, differing
 from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur
@@ -54,7 +54,7 @@ IN_THE_GATE = {"inside forward", "inside backward", "gradients half written"}
 class Watched:
     """A group, its module and what it has told."""
 
-    def __init__(self, crew: str) -> None:
+    def __init__(self, executor: str) -> None:
         self.net = Zoo(dropout=0.3)
         self.lost: list[phalanx.WorkerLost] = []
         self.group = DataParallelExecutorGroup(
@@ -64,7 +64,7 @@ class Watched:
             workloads=[1, 5, 3],
             inputs_need_grad=True,
             buffers=RULES,
-            crew=crew,
+            executor=executor,
             timeout_s=DEADLINE_S,
             max_failures=None,
             on_failure=self.lost.append,
@@ -107,10 +107,10 @@ class Pair:
         self.undisturbed.group.close()
 
     @property
-    def crew(self) -> ProcessCrew:
-        crew = self.disturbed.group._model._running.crew
-        assert isinstance(crew, ProcessCrew)
-        return crew
+    def executor(self) -> ProcessExecutor:
+        executor = self.disturbed.group._model._running.executor
+        assert isinstance(executor, ProcessExecutor)
+        return executor
 
     def step(self, between: Callable[[], object] = lambda: None) -> None:
         self.steps += 1
@@ -128,7 +128,7 @@ class Pair:
         self.disturbed.lost.clear()
 
     def await_worker(self, index: int) -> None:
-        assert self.crew._workers[index].poll_ready(DEADLINE_S)
+        assert self.executor._workers[index].poll_ready(DEADLINE_S)
 
     def suffer(self, index: int, order: Order) -> phalanx.WorkerLost:
         """Do a step in which a worker carries out an order; return its loss."""
@@ -154,7 +154,7 @@ class Pair:
         return lost
 
     def kill(self, index: int) -> None:
-        worker = self.crew._workers[index]
+        worker = self.executor._workers[index]
         os.kill(worker.pid, signal.SIGKILL)
         assert wait([worker._process.sentinel], DEADLINE_S)
 
@@ -211,7 +211,7 @@ def test_a_worker_that_stops_in_backward_is_dumped_and_replaced(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.await_worker(2)
-    monkeypatch.setattr(pair.crew, "_timeout_s", 4.0)
+    monkeypatch.setattr(pair.executor, "_timeout_s", 4.0)
     pair.orders.give(2, Order("inside backward", "hang"))
     pair.step()
     pair.compare()
@@ -256,7 +256,7 @@ def test_one_loss_too_many_is_an_error_and_the_group_goes_on(tmp_path: Path) -> 
         net,
         1,
         data=[("data", (5, 3))],
-        crew="processes",
+        executor="processes",
         max_failures=0,
         on_failure=lost.append,
         memory_dir=tmp_path,
@@ -300,16 +300,16 @@ def returned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 def test_a_wrong_seed_in_a_repeated_forward_pass_is_caught(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, returned: set[int]
 ) -> None:
-    real = ProcessCrew._prepare
+    real = ProcessExecutor._prepare
 
-    def prepare(crew: Any, index: int, microbatch: int, run: Any) -> Any:
+    def prepare(executor: Any, index: int, microbatch: int, run: Any) -> Any:
         if microbatch in returned:
             job = copy.copy(run.job)
             job.seed = (*job.seed, 1)
             run = dataclasses.replace(run, job=job)
-        return real(crew, index, microbatch, run)
+        return real(executor, index, microbatch, run)
 
-    monkeypatch.setattr(ProcessCrew, "_prepare", prepare)
+    monkeypatch.setattr(ProcessExecutor, "_prepare", prepare)
     pair.suffer(1, Order("inside forward"))
     assert_caught(pair, "output")
 
@@ -317,8 +317,10 @@ def test_a_wrong_seed_in_a_repeated_forward_pass_is_caught(
 def test_the_buffers_of_today_in_a_repeated_forward_pass_are_caught(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ProcessCrew, "as_of", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(ProcessCrew, "knows", lambda *_: True)  # or it would be noticed and refused
+    monkeypatch.setattr(ProcessExecutor, "as_of", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(
+        ProcessExecutor, "knows", lambda *_: True
+    )  # or it would be noticed and refused
     pair.suffer_between(0)
     assert_caught(pair, "first.weight gradient")
 
@@ -326,14 +328,14 @@ def test_the_buffers_of_today_in_a_repeated_forward_pass_are_caught(
 def test_the_gradients_of_a_dead_worker_are_caught(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, returned: set[int]
 ) -> None:
-    real = ProcessCrew._count
+    real = ProcessExecutor._count
 
-    def count(crew: Any, index: int, parcel: Any, done: Any, run: Any) -> None:
+    def count(executor: Any, index: int, parcel: Any, done: Any, run: Any) -> None:
         if parcel.microbatch in returned:
             for gradient in parcel.slot.gradients:
                 gradient.mul_(2)
-        real(crew, index, parcel, done, run)
+        real(executor, index, parcel, done, run)
 
-    monkeypatch.setattr(ProcessCrew, "_count", count)
+    monkeypatch.setattr(ProcessExecutor, "_count", count)
     pair.suffer(2, Order("gradients half written"))
     assert_caught(pair, "first.weight gradient")

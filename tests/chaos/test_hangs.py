@@ -71,7 +71,9 @@ def test_a_worker_that_reads_nothing_of_a_long_message_is_replaced(hanging: Cour
     hanging.disturbed.lost.clear()
     os.kill(hanging.worker(1).pid, signal.SIGSTOP)
     long = Keep("long", bytes(1 << 24), frozenset())
-    done = hanging.crew.each(lambda index: index == 1 and hanging.crew.errand(1, lambda _: long))
+    done = hanging.executor.each(
+        lambda index: index == 1 and hanging.executor.errand(1, lambda _: long)
+    )
     assert done == [False, False]
     hanging.step()
     hanging.compare()

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.clock import now_s
+from phalanx.distributed.backend import make_group
+from phalanx.distributed.meeting import Meeting
 from phalanx.errors import PeerError
-from phalanx.world.backend import make_group
-from phalanx.world.meeting import Meeting
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
 
 SIZE = 3

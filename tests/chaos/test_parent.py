@@ -29,11 +29,11 @@ from tests.chaos.course import Net, adamw, batches
 def main():
     def told(event):
         if isinstance(event, phalanx.StepDone) and event.step == 3:
-            print(*trainer._engine.crew.pids, flush=True)
+            print(*trainer._engine.executor.pids, flush=True)
 
     trainer = phalanx.Trainer(
         Net(), nn.functional.cross_entropy, adamw,
-        crew="processes", replicas=3, microbatches=7, callbacks=[told],
+        executor="processes", replicas=3, microbatches=7, callbacks=[told],
     )
     trainer.fit(batches(), steps=10**9)
 

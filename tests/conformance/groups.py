@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.executor import DataDesc, DataParallelExecutorGroup
+from phalanx.executor_group import DataDesc, DataParallelExecutorGroup
 from tests.conformance.containers import draw
 from tests.conformance.models import assert_close, gradients_of, state_of
 

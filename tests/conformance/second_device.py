@@ -22,7 +22,8 @@ __all__ = ["emulate_second_device"]
 
 @contextmanager
 def emulate_second_device() -> Iterator[None]:
-    """Let every replica made in the body, but the first of its crew, be as on another device."""
+    """Let every replica made in the body, but the first of its executor, be as on another "
+    "device."""
     elsewhere = threading.local()
     alias, open_replica = replica._alias, replica.Replica.__init__
 

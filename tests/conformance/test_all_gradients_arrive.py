@@ -21,7 +21,7 @@ from tests.conformance.groups import desc, group_of
 
 MICROBATCHES = 4
 FORMATIONS = [("inline", 1), ("threads", 2), ("threads", 3)]
-IDS = [f"{crew}-{replicas}" for crew, replicas in FORMATIONS]
+IDS = [f"{executor}-{replicas}" for executor, replicas in FORMATIONS]
 
 
 class Net(nn.Module):
@@ -134,11 +134,11 @@ def trained(make: Callable[[], nn.Module], of: Callable[..., Any], **options: An
 
 @pytest.mark.parametrize("make", [HoldsLambda, Mapped, wrapped, hooked])
 def test_functions_that_hold_the_module_are_trained(make: Callable[[], nn.Module]) -> None:
-    expected, alone = trained(make, plain_loss, crew="inline", replicas=1)
+    expected, alone = trained(make, plain_loss, executor="inline", replicas=1)
     torch.testing.assert_close(alone, expected)
     found = []
-    for crew, replicas in FORMATIONS:
-        options = {"crew": crew, "replicas": replicas, "microbatches": MICROBATCHES}
+    for executor, replicas in FORMATIONS:
+        options = {"executor": executor, "replicas": replicas, "microbatches": MICROBATCHES}
         expected, state = trained(make, plain_loss, **options)
         torch.testing.assert_close(state, expected)
         found.append(state)
@@ -158,19 +158,19 @@ class Twice(Net):
 
 
 @pytest.mark.parametrize("of", [plain_loss, Penalised, own_loss])
-@pytest.mark.parametrize(("crew", "replicas"), FORMATIONS, ids=IDS)
+@pytest.mark.parametrize(("executor", "replicas"), FORMATIONS, ids=IDS)
 def test_a_parameter_met_in_both_places_gets_both_gradients(
-    of: Callable[..., Any], crew: str, replicas: int
+    of: Callable[..., Any], executor: str, replicas: int
 ) -> None:
-    options = {"crew": crew, "replicas": replicas, "microbatches": MICROBATCHES}
+    options = {"executor": executor, "replicas": replicas, "microbatches": MICROBATCHES}
     expected, state = trained(Twice, of, **options)
     torch.testing.assert_close(state, expected)
 
 
 @pytest.mark.parametrize("of", [Penalised, own_loss])
 def test_worker_processes_train_what_the_loss_takes_from_the_module(of: Callable[..., Any]) -> None:
-    here = trained(Net, of, crew="threads", replicas=1, microbatches=MICROBATCHES)[1]
-    expected, state = trained(Net, of, crew="processes", replicas=2, microbatches=MICROBATCHES)
+    here = trained(Net, of, executor="threads", replicas=1, microbatches=MICROBATCHES)[1]
+    expected, state = trained(Net, of, executor="processes", replicas=2, microbatches=MICROBATCHES)
     torch.testing.assert_close(state, expected)
     torch.testing.assert_close(state, here, rtol=0.0, atol=0.0)
 
@@ -185,7 +185,10 @@ def by_name(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_worker_processes_refuse_to_train_a_global_of_their_own() -> None:
     """In threads it is the module itself, in a worker process a copy that nobody looks at."""
     refusal = pytest.raises(UnsupportedError, match=r"tensor of shape \(9, 9\) that requires")
-    with phalanx.Trainer(GLOBAL, by_name, sgd, crew="processes", replicas=1) as trainer, refusal:
+    with (
+        phalanx.Trainer(GLOBAL, by_name, sgd, executor="processes", replicas=1) as trainer,
+        refusal,
+    ):
         trainer.fit(batches())
 
 
@@ -199,10 +202,12 @@ def slope_loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def test_worker_processes_serve_a_loss_that_takes_slopes() -> None:
     found = []
-    for crew in ("inline", "processes"):
+    for executor in ("inline", "processes"):
         torch.manual_seed(0)
         net = Net()
-        with phalanx.Trainer(net, optimizer=sgd, forward=slope_loss, crew=crew, replicas=1) as it:
+        with phalanx.Trainer(
+            net, optimizer=sgd, forward=slope_loss, executor=executor, replicas=1
+        ) as it:
             it.fit(batches())
         found.append(net.state_dict())
     torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
@@ -221,7 +226,7 @@ class Perceptual(nn.Module):
 
 def test_worker_processes_serve_a_loss_with_layers_of_its_own() -> None:
     loss = Perceptual()
-    expected, state = trained(Net, lambda _: loss, crew="processes", replicas=1)
+    expected, state = trained(Net, lambda _: loss, executor="processes", replicas=1)
     torch.testing.assert_close(state, expected)
 
 
@@ -388,10 +393,10 @@ def signed(sign: float) -> tuple[Tensor, Tensor]:
     return x.abs() * sign, y
 
 
-@pytest.mark.parametrize(("crew", "replicas"), [*FORMATIONS, ("processes", 2)])
-def test_parameters_that_never_got_a_gradient_are_told_once(crew: str, replicas: int) -> None:
+@pytest.mark.parametrize(("executor", "replicas"), [*FORMATIONS, ("processes", 2)])
+def test_parameters_that_never_got_a_gradient_are_told_once(executor: str, replicas: int) -> None:
     net = Partly()
-    trainer = phalanx.Trainer(net, mse, sgd, crew=crew, replicas=replicas)
+    trainer = phalanx.Trainer(net, mse, sgd, executor=executor, replicas=replicas)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.fit([signed(1.0), signed(-1.0)])
@@ -406,7 +411,7 @@ def test_parameters_that_never_got_a_gradient_are_told_once(crew: str, replicas:
 def test_a_long_run_tells_before_its_end() -> None:
     net: Any = Net()
     net.unused = nn.Parameter(torch.zeros(3))
-    with phalanx.Trainer(net, mse, sgd, crew="inline", replicas=1) as trainer:
+    with phalanx.Trainer(net, mse, sgd, executor="inline", replicas=1) as trainer:
         trainer.fit([signed(1.0)], steps=99)
         with pytest.warns(UserWarning, match="`unused` got no gradient in any of 100 updates"):
             trainer.fit([signed(1.0)], steps=1)

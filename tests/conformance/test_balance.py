@@ -433,9 +433,9 @@ def test_what_a_replica_waits_for_others_is_not_its_own_time(clocks, monkeypatch
     twin = twin_of(net)
     with phalanx.DataParallel(net, TWO, workloads="auto", buffers="sync") as model:
         net.eval()
-        model(BATCHES[0][0])  # makes the crew
+        model(BATCHES[0][0])  # makes the executor
         net.train()
-        model._running.crew._meeting._changed = meeting = Meeting(clocks)
+        model._running.executor._meeting._changed = meeting = Meeting(clocks)
         for x, y in BATCHES:
             for module in (net, twin):
                 module.zero_grad()

@@ -82,8 +82,8 @@ def plain(module: nn.Module, inputs: Any) -> Any:
     [
         *((case, {"replicas": 1, "microbatches": 3}) for case in CASES),
         *((case, {"replicas": 2}) for case in CASES),
-        ("list of dicts", {"replicas": 2, "crew": "processes"}),
-        ("user dict", {"replicas": 2, "crew": "processes"}),
+        ("list of dicts", {"replicas": 2, "executor": "processes"}),
+        ("user dict", {"replicas": 2, "executor": "processes"}),
     ],
 )
 def test_a_trainer_splits_every_form_of_inputs(case: str, options: dict[str, Any]) -> None:
@@ -117,16 +117,23 @@ def forward(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "crew"),
+    ("kind", "executor"),
     [(dict, "threads"), (UserDict, "threads"), (Pair, "threads"), (Pair, "processes")],
 )
 def test_metrics_of_a_batch_that_is_no_pair_see_the_targets_that_forward_returns(
-    kind: Any, crew: str
+    kind: Any, executor: str
 ) -> None:
     (x, y), net = data(), nn.Linear(4, 3)
     metrics = {"mse": MeanSquaredError()}
     with phalanx.Trainer(
-        net, None, sgd, forward=forward, replicas=2, microbatches=3, metrics=metrics, crew=crew
+        net,
+        None,
+        sgd,
+        forward=forward,
+        replicas=2,
+        microbatches=3,
+        metrics=metrics,
+        executor=executor,
     ) as trainer:
         done = trainer.fit([kind(x=x, y=y)])[0]
         assert done.train["mse"] == pytest.approx(done.train["loss"], rel=1e-5)
@@ -147,13 +154,13 @@ class Halving(nn.Module):
         return self.last(torch.as_tensor(x, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("crew", ["threads", "inline", "processes"])
-def test_what_a_model_writes_to_an_array_does_not_reach_the_users(crew: str) -> None:
+@pytest.mark.parametrize("executor", ["threads", "inline", "processes"])
+def test_what_a_model_writes_to_an_array_does_not_reach_the_users(executor: str) -> None:
     x, y = data()
     given = x.double().numpy()
-    replicas = 1 if crew == "inline" else 2
+    replicas = 1 if executor == "inline" else 2
     with phalanx.Trainer(
-        Halving(), MSE, sgd, replicas=replicas, microbatches=2, crew=crew
+        Halving(), MSE, sgd, replicas=replicas, microbatches=2, executor=executor
     ) as trainer:
         for _ in range(3):
             trainer.step((given, y))

@@ -24,8 +24,8 @@ from tests.conformance.models import assert_close, assert_same_bits, sgd, state_
 
 F64 = torch.float64
 STEPS, MICROBATCHES, ROWS = 3, 6, 12
-CREWS = pytest.mark.parametrize(
-    ("crew", "replicas"), [("inline", 1), ("threads", 1), ("threads", 3), ("processes", 2)]
+EXECUTORS = pytest.mark.parametrize(
+    ("executor", "replicas"), [("inline", 1), ("threads", 1), ("threads", 3), ("processes", 2)]
 )
 
 
@@ -106,16 +106,16 @@ def assert_others_are_compiled(log: Log, *models: nn.Module) -> None:
     assert log.take() == (1, 1)
 
 
-@CREWS
+@EXECUTORS
 def test_a_trainer_runs_the_graphs_with_the_bits_of_the_model_as_it_is(
-    crew: str, replicas: int, log: Log
+    executor: str, replicas: int, log: Log
 ) -> None:
     model = torch.compile(Net(), backend=log.backend)
-    expected = trained(Net(), crew=crew, replicas=replicas)
-    assert_same_bits(trained(model, crew=crew, replicas=replicas), expected)
+    expected = trained(Net(), executor=executor, replicas=replicas)
+    assert_same_bits(trained(model, executor=executor, replicas=replicas), expected)
     compiled, ran = log.take()
     assert ran == STEPS * MICROBATCHES
-    assert compiled <= 2 * (replicas if crew == "processes" else 1)  # first and later offsets
+    assert compiled <= 2 * (replicas if executor == "processes" else 1)  # first and later offsets
     assert_others_are_compiled(log, model)
 
 
@@ -124,11 +124,11 @@ def test_threads_compile_once(log: Log) -> None:
     assert log.take() == (1, 3 * STEPS)
 
 
-@CREWS
-def test_a_model_that_draws_has_the_same_numbers(crew: str, replicas: int, log: Log) -> None:
+@EXECUTORS
+def test_a_model_that_draws_has_the_same_numbers(executor: str, replicas: int, log: Log) -> None:
     model = torch.compile(Net(0.5), backend=log.backend)
-    expected = trained(Net(0.5), crew="inline", replicas=1)
-    assert_same_bits(trained(model, crew=crew, replicas=replicas), expected)
+    expected = trained(Net(0.5), executor="inline", replicas=1)
+    assert_same_bits(trained(model, executor=executor, replicas=replicas), expected)
     assert log.take()[1] >= STEPS * MICROBATCHES
     assert_others_are_compiled(log, model)
 
@@ -166,9 +166,9 @@ def test_columns_run_their_graphs(log: Log) -> None:
     assert log.take()[1] == 2
 
 
-@pytest.mark.parametrize("crew", ["threads", "processes"])
-def test_an_executor_group_runs_the_graphs(crew: str, log: Log) -> None:
-    options: Any = {"data": [phalanx.DataDesc("data", (6, 4), F64)], "crew": crew}
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_an_executor_group_runs_the_graphs(executor: str, log: Log) -> None:
+    options: Any = {"data": [phalanx.DataDesc("data", (6, 4), F64)], "executor": executor}
     x, gradient = draw(6, 4), draw(6, 2)
     states = []
     for module in (Net(), torch.compile(Net(), backend=log.backend)):
@@ -235,16 +235,18 @@ def compiled_in_place() -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("crew", ["inline", "threads", "processes"])
-def test_a_module_that_was_compiled_in_place_is_refused(crew: str) -> None:
+@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
+def test_a_module_that_was_compiled_in_place_is_refused(executor: str) -> None:
     refused = pytest.raises(UnsupportedError, match=r"Module `0` must be compiled by `torch.comp")
     with (
         refused,
-        phalanx.Trainer(compiled_in_place(), F.mse_loss, sgd, replicas=1, crew=crew) as trainer,
+        phalanx.Trainer(
+            compiled_in_place(), F.mse_loss, sgd, replicas=1, executor=executor
+        ) as trainer,
     ):
         trainer.step((torch.ones(3, 4), torch.ones(3, 2)))
-    if crew != "inline":
-        options: Any = {"data": [phalanx.DataDesc("input", (6, 4))], "crew": crew}
+    if executor != "inline":
+        options: Any = {"data": [phalanx.DataDesc("input", (6, 4))], "executor": executor}
         with (
             pytest.raises(UnsupportedError, match="Module `0` must be compiled by"),
             phalanx.DataParallelExecutorGroup(compiled_in_place(), ["cpu"] * 2, **options) as group,
@@ -274,11 +276,11 @@ def test_a_container_inside_a_compiled_model_stays_as_it_is(log: Log) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_inductor_has_the_same_bits_in_every_crew(p: float, log: Log) -> None:
+def test_inductor_has_the_same_bits_in_every_executor(p: float, log: Log) -> None:
     """Its dropout draws other numbers than that of plain torch, as it does without us."""
     found = [
-        trained(torch.compile(Net(p), backend="inductor"), crew=crew, replicas=replicas)
-        for crew, replicas in (("inline", 1), ("threads", 3), ("processes", 2))
+        trained(torch.compile(Net(p), backend="inductor"), executor=executor, replicas=replicas)
+        for executor, replicas in (("inline", 1), ("threads", 3), ("processes", 2))
     ]
     assert_same_bits(found[0], found[1])
     assert_same_bits(found[0], found[2])

@@ -122,10 +122,10 @@ def test_weights_of_slices_that_are_none(weight_fn: Any, match: str) -> None:
 def test_methods_of_containers_refuse_what_is_no_function_and_no_module(call: str) -> None:
     with parallel(linear()) as model:
         model(X)
-        crew = model._running.crew
+        executor = model._running.executor
         with pytest.raises(ConfigError, match=r"must be (a function|an `nn.Module`)"):
             getattr(model, call)(3)
-        assert model._running.crew is crew
+        assert model._running.executor is executor
 
 
 @pytest.mark.parametrize("index", ["0", 1.0, None, True])

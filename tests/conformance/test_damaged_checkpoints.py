@@ -80,7 +80,7 @@ def open_trainer(kind: str) -> tuple[phalanx.Trainer, DataLoader[Any]]:
         F.cross_entropy,
         replicas=1,
         microbatches=2,
-        crew="inline",
+        executor="inline",
         metrics={"accuracy": MulticlassAccuracy(num_classes=3)},
         **KINDS[kind],
     )

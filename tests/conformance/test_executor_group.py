@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.executor import DataBatch, DataParallelExecutorGroup, Monitor
+from phalanx.executor_group import DataBatch, DataParallelExecutorGroup, Monitor
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     F64,

@@ -19,7 +19,7 @@ from torchmetrics.wrappers import BootStrapper, Running
 
 from phalanx.compat import mxnet
 from phalanx.errors import ConfigError, StateError
-from phalanx.executor import DataBatch, ReplicaMetrics, gradients
+from phalanx.executor_group import DataBatch, ReplicaMetrics, gradients
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     CLASSES,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.executor import Collected, DataBatch, DataParallelExecutorGroup, Monitor
+from phalanx.executor_group import Collected, DataBatch, DataParallelExecutorGroup, Monitor
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     CLASSES,

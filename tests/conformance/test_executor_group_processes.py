@@ -1,7 +1,7 @@
 """Groups on worker processes against the same groups on threads: the same bits in all that they do.
 
-One crew of three workers serves most cases, for it takes seconds to start; each case opens a group
-of its own on it, with the module as it was in the beginning.
+One executor of three workers serves most cases, for it takes seconds to start; each case opens a
+group of its own on it, with the module as it was in the beginning.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
-from phalanx.executor import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
+from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
 from phalanx.parallel import DataParallel, RemoteParallel, SharedShelf
-from phalanx.replicas import ProcessCrew
+from phalanx.replicas import ProcessExecutor
 from tests.conformance.containers import draw
 from tests.conformance.groups import THREE, Loss, classes, labels_desc
 from tests.conformance.zoo import CLASSES, RULES, Zoo
@@ -39,26 +39,29 @@ class Stable:
     def __init__(self) -> None:
         self.net = Zoo()
         self._fresh = copy.deepcopy(self.net.state_dict())
-        self._make = RemoteParallel._make_crew
+        self._make = RemoteParallel._make_executor
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(RemoteParallel, "_make_crew", lambda model: self.lend(model))
-        self.crew: ProcessCrew | None = None
+        self.patch.setattr(RemoteParallel, "_make_executor", lambda model: self.lend(model))
+        self.executor: ProcessExecutor | None = None
 
-    def lend(self, model: RemoteParallel) -> ProcessCrew:
+    def lend(self, model: RemoteParallel) -> ProcessExecutor:
         if model.module is not self.net:
             return self._make(model)
-        if self.crew is None or not self.crew.matches_source():
-            self.close_crew()
-            self.crew = self._make(model)
-            self.crew.close = lambda: None
-        self.crew.workloads, self.crew._on_failure = list(model._workloads), model._on_failure
-        self.crew._rng_watched = frozenset()  # as for a new one
-        return self.crew
+        if self.executor is None or not self.executor.matches_source():
+            self.close_executor()
+            self.executor = self._make(model)
+            self.executor.close = lambda: None
+        self.executor.workloads, self.executor._on_failure = (
+            list(model._workloads),
+            model._on_failure,
+        )
+        self.executor._rng_watched = frozenset()  # as for a new one
+        return self.executor
 
-    def close_crew(self) -> None:
-        if self.crew is not None:
-            ProcessCrew.close(self.crew)
-            self.crew = None
+    def close_executor(self) -> None:
+        if self.executor is not None:
+            ProcessExecutor.close(self.executor)
+            self.executor = None
 
     def reset(self) -> Zoo:
         """Return the module as it was in the beginning."""
@@ -75,7 +78,7 @@ def stable() -> Iterator[Stable]:
     with group_on(stable.net, "processes") as group:
         group.forward(torch.ones(ROWS))
     yield stable
-    stable.close_crew()
+    stable.close_executor()
     stable.patch.undo()
 
 
@@ -84,10 +87,10 @@ def remote(stable: Stable) -> Zoo:
     return stable.reset()
 
 
-def group_on(net: nn.Module, crew: str, shape: Any = ROWS, **options: Any) -> Any:
+def group_on(net: nn.Module, executor: str, shape: Any = ROWS, **options: Any) -> Any:
     options.setdefault("data", [("data", shape)])
     options.setdefault("buffers", RULES)
-    return DataParallelExecutorGroup(net, THREE, crew=crew, **options)
+    return DataParallelExecutorGroup(net, THREE, executor=executor, **options)
 
 
 def everything(group: DataParallelExecutorGroup, net: nn.Module) -> list[Any]:
@@ -242,9 +245,9 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 def test_the_bits_are_those_of_threads(name: str, remote: Zoo) -> None:
     case, options = CASES[name]
     found = []
-    for net, crew in ((Zoo(), "threads"), (remote, "processes")):
+    for net, executor in ((Zoo(), "threads"), (remote, "processes")):
         torch.manual_seed(5)
-        with group_on(net, crew, **options) as group:
+        with group_on(net, executor, **options) as group:
             found.append(case(group, net))
             drawn = torch.rand(())
         found[-1] = (found[-1], drawn, [p.requires_grad for p in net.parameters()])
@@ -374,9 +377,9 @@ def test_parameters_must_stay_until_backward(remote: Zoo) -> None:
 
 def test_a_monitor_sees_what_lies_in_the_module_as_with_threads(remote: Zoo) -> None:
     twin, found = Zoo(), []
-    for net, crew in ((twin, "threads"), (remote, "processes")):
+    for net, executor in ((twin, "threads"), (remote, "processes")):
         monitor = Monitor(which=("parameters", "gradients", "buffers"))
-        with group_on(net, crew, **LABELS) as group:
+        with group_on(net, executor, **LABELS) as group:
             group.install_monitor(monitor)
             monitor.tic()
             group.forward(DataBatch(torch.ones(ROWS), classes(ROWS[0])))
@@ -389,9 +392,9 @@ def test_a_monitor_sees_what_lies_in_the_module_as_with_threads(remote: Zoo) -> 
 
 def test_a_monitor_of_passes_is_refused(remote: Zoo) -> None:
     with group_on(remote, "processes", **LABELS) as group:
-        with pytest.raises(UnsupportedError, match="crew='threads'"):
+        with pytest.raises(UnsupportedError, match="executor='threads'"):
             group.install_monitor(Monitor())
-        with pytest.raises(UnsupportedError, match="crew='threads'"):
+        with pytest.raises(UnsupportedError, match="executor='threads'"):
             group.fit(
                 [(torch.ones(ROWS), classes(ROWS[0]))],
                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -415,7 +418,11 @@ class Graphs(nn.Module):
         (Zoo(), {"buffers": "sync"}, "`buffers` must be .* but is 'sync' for `norm.running_mean`"),
         (Graphs(torch.eye(3).to_sparse()), {}, "Buffer `adjacency` must be dense .*sparse_coo"),
         (nn.LazyLinear(3), {"data": [("input", ROWS)]}, "Parameter `weight` must have a shape"),
-        (Zoo(), {"crew": "inline"}, "`crew` must be 'threads' or 'processes', but is 'inline'"),
+        (
+            Zoo(),
+            {"executor": "inline"},
+            "`executor` must be 'threads' or 'processes', but is 'inline'",
+        ),
         (Zoo(), {"timeout_s": 0}, "`timeout_s` must be above 0 seconds"),
         (Zoo(), {"max_failures": -1}, "`max_failures` must be at least 0"),
         (Zoo(), {"on_failure": 3}, "`on_failure` must be a function"),
@@ -425,7 +432,7 @@ class Graphs(nn.Module):
 def test_what_cannot_work_is_refused_at_once(
     net: nn.Module, options: dict[str, Any], match: str
 ) -> None:
-    options = {"crew": "processes", "data": [("data", ROWS)], "buffers": "mean", **options}
+    options = {"executor": "processes", "data": [("data", ROWS)], "buffers": "mean", **options}
     with pytest.raises((ConfigError, UnsupportedError), match=match):
         DataParallelExecutorGroup(net, THREE, **options)
 
@@ -464,8 +471,8 @@ def test_closing_leaves_no_process_and_no_region_and_groups_share_parameters() -
     twin, other_twin = Loss(), Loss()
     data, labels = [DataDesc("data", (7, 5), torch.float64)], [labels_desc(7)]
     found = []
-    for crew, ours, theirs in (("threads", twin, other_twin), ("processes", net, other)):
-        options = {"data": data, "labels": labels, "crew": crew}
+    for executor, ours, theirs in (("threads", twin, other_twin), ("processes", net, other)):
+        options = {"data": data, "labels": labels, "executor": executor}
         first = DataParallelExecutorGroup(ours, 2, **options)
         second = DataParallelExecutorGroup(theirs, 2, shared_group=first, **options)
         assert theirs.body.weight is ours.body.weight
@@ -494,7 +501,7 @@ def test_groups_that_come_and_go_beside_one_they_share_with_leave_no_region() ->
     options = {
         "data": [DataDesc("data", (7, 5), torch.float64)],
         "labels": [labels_desc(7)],
-        "crew": "processes",
+        "executor": "processes",
     }
     held, pids = [], []
     with DataParallelExecutorGroup(net, 1, **options) as first:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.executor import DataBatch, DataParallelExecutorGroup
+from phalanx.executor_group import DataBatch, DataParallelExecutorGroup
 from phalanx.plan import equal_sizes, workload_sizes
 from tests.conformance.containers import draw
 from tests.conformance.groups import (

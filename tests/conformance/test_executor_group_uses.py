@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.executor import DataBatch, DataDesc, Epoch, Monitor
+from phalanx.executor_group import DataBatch, DataDesc, Epoch, Monitor
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     CLASSES,

@@ -12,8 +12,8 @@ from tests.conformance.models import assert_close, plain_steps, sgd, state_of, t
 
 F64 = torch.float64
 loss = nn.functional.mse_loss
-CREWS = pytest.mark.parametrize(
-    ("crew", "replicas"), [("inline", 1), ("threads", 1), ("threads", 3), ("processes", 2)]
+EXECUTORS = pytest.mark.parametrize(
+    ("executor", "replicas"), [("inline", 1), ("threads", 1), ("threads", 3), ("processes", 2)]
 )
 
 
@@ -39,12 +39,12 @@ def modes(module: nn.Module) -> list[bool]:
     return [each.training for each in module.modules()]
 
 
-@CREWS
-def test_a_frozen_part_stays_frozen_in_fit_and_evaluate(crew: str, replicas: int) -> None:
+@EXECUTORS
+def test_a_frozen_part_stays_frozen_in_fit_and_evaluate(executor: str, replicas: int) -> None:
     module = net().train()
     module[1].eval()
     twin = twin_of(module)
-    with phalanx.Trainer(module, loss, sgd, replicas=replicas, crew=crew) as trainer:
+    with phalanx.Trainer(module, loss, sgd, replicas=replicas, executor=executor) as trainer:
         trainer.fit(batches()[:2], validate=batches())
         trainer.evaluate(batches())
         trainer.fit(batches()[2:])

@@ -334,8 +334,8 @@ class Summed(nn.Module):
         return torch.tanh(x @ weight.view(8, 8))
 
 
-@pytest.mark.parametrize("crew", ["inline", "threads", "processes"])
-def test_parameters_that_are_added_up_get_the_right_gradient(crew: str) -> None:
+@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
+def test_parameters_that_are_added_up_get_the_right_gradient(executor: str) -> None:
     torch.manual_seed(0)
     net = Summed().double()
     x, y = torch.randn(13, 8, dtype=torch.float64), torch.randn(13, 8, dtype=torch.float64)
@@ -346,8 +346,8 @@ def test_parameters_that_are_added_up_get_the_right_gradient(crew: str) -> None:
         net,
         nn.functional.mse_loss,
         lambda parameters: torch.optim.SGD(parameters, lr=1.0),
-        crew=crew,
-        replicas=1 if crew == "inline" else 2,
+        executor=executor,
+        replicas=1 if executor == "inline" else 2,
         microbatches=5,
     ) as trainer:
         trainer.step((x, y))

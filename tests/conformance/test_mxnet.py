@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.compat import mxnet
 from phalanx.errors import ConfigError
-from phalanx.executor import DataBatch, Monitor
+from phalanx.executor_group import DataBatch, Monitor
 from phalanx.plan import equal_sizes
 from tests.conformance.containers import draw
 from tests.conformance.groups import (

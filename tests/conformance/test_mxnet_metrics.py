@@ -15,7 +15,7 @@ from torchmetrics import Metric
 import phalanx
 from phalanx.compat import mxnet
 from phalanx.errors import ConfigError, StateError, UnsupportedError
-from phalanx.executor import GroupMetrics
+from phalanx.executor_group import GroupMetrics
 from tests.conformance.groups import Net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric .* cannot be merged")
@@ -125,7 +125,7 @@ def test_the_groups_own_face_reads_the_order_from_the_names_too() -> None:
     with phalanx.DataParallelExecutorGroup(
         Regression(), 2, data=[("data", (ROWS, 4))], labels=[("label", (ROWS,))]
     ) as group:
-        group.forward(phalanx.executor.DataBatch(X, Y))
+        group.forward(phalanx.executor_group.DataBatch(X, Y))
         group.update_metric(plain)
     assert plain.found == [pytest.approx(expected_error(), rel=1e-5)]
 

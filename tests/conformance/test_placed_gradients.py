@@ -117,7 +117,7 @@ class Viewing(Alike):
         return x
 
 
-def trained(model: Callable[[], nn.Module], crew: str, replicas: int) -> list[Tensor]:
+def trained(model: Callable[[], nn.Module], executor: str, replicas: int) -> list[Tensor]:
     _kept.clear()
     torch.manual_seed(3)
     module = model()
@@ -126,7 +126,7 @@ def trained(model: Callable[[], nn.Module], crew: str, replicas: int) -> list[Te
         module,
         nn.functional.cross_entropy,
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        crew=crew,
+        executor=executor,
         replicas=replicas,
         microbatches=MICROBATCHES,
         seed=5,

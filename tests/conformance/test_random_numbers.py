@@ -22,7 +22,7 @@ import phalanx
 from phalanx import UnsupportedError
 
 FORMATIONS = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 1), ("processes", 2)]
-CREWS = [("inline", 1), ("threads", 2), ("processes", 1)]
+EXECUTORS = [("inline", 1), ("threads", 2), ("processes", 1)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 
@@ -138,12 +138,12 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def train(kind: Callable[[], nn.Module], crew: str, replicas: int) -> dict[str, Tensor]:
+def train(kind: Callable[[], nn.Module], executor: str, replicas: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     net = kind()
     torch.seed()  # nothing may come from there
     with phalanx.Trainer(
-        net, F.cross_entropy, sgd, replicas=replicas, microbatches=4, crew=crew, seed=5
+        net, F.cross_entropy, sgd, replicas=replicas, microbatches=4, executor=executor, seed=5
     ) as trainer:
         trainer.fit(batches())
         loss = trainer.evaluate(batches())["loss"]
@@ -158,14 +158,14 @@ MODELS = [Drops, DrawsInBackward, DrawsInBoth, Checkpointed, DrawsLater, Scripte
 _expected: dict[type[Net], dict[str, Tensor]] = {}
 
 
-@pytest.mark.parametrize(("crew", "replicas"), FORMATIONS)
+@pytest.mark.parametrize(("executor", "replicas"), FORMATIONS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_draws_are_the_same_bits_in_every_formation(
-    kind: type[Net], crew: str, replicas: int
+    kind: type[Net], executor: str, replicas: int
 ) -> None:
     if kind not in _expected:
         _expected[kind] = train(kind, "inline", 1)
-    assert_same(train(kind, crew, replicas), _expected[kind])
+    assert_same(train(kind, executor, replicas), _expected[kind])
 
 
 def test_a_checkpointed_part_draws_the_same_numbers_again() -> None:
@@ -180,10 +180,10 @@ def test_a_checkpointed_part_may_draw_where_nothing_goes_back(preserve: dict[str
             return found
 
     losses = []
-    for crew, replicas in (("inline", 1), ("threads", 2)):
+    for executor, replicas in (("inline", 1), ("threads", 2)):
         torch.manual_seed(0)
         with phalanx.Trainer(
-            Samples(), F.cross_entropy, sgd, replicas=replicas, microbatches=4, crew=crew
+            Samples(), F.cross_entropy, sgd, replicas=replicas, microbatches=4, executor=executor
         ) as trainer:
             losses.append(trainer.evaluate(batches())["loss"])
     assert losses[0] == losses[1]
@@ -200,12 +200,16 @@ def test_preserving_does_nothing_outside_of_replicas() -> None:
     assert torch.equal(*found)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("crew", "replicas"), CREWS)
-def test_a_generator_made_where_it_is_drawn_from_is_plain_torchs(crew: str, replicas: int) -> None:
+@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS)
+def test_a_generator_made_where_it_is_drawn_from_is_plain_torchs(
+    executor: str, replicas: int
+) -> None:
     torch.manual_seed(0)
     net = OwnGenerator()
     expected = F.cross_entropy(net(batches()[0][0]), batches()[0][1]).item()
-    with phalanx.Trainer(net, F.cross_entropy, sgd, replicas=replicas, crew=crew) as trainer:
+    with phalanx.Trainer(
+        net, F.cross_entropy, sgd, replicas=replicas, executor=executor
+    ) as trainer:
         assert trainer.step(batches()[0]).loss == pytest.approx(expected, rel=1e-5)
 
 
@@ -300,26 +304,26 @@ REFUSED: list[tuple[type[Net], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("crew", "replicas"), CREWS)
+@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS)
 @pytest.mark.parametrize(("kind", "told"), REFUSED)
 def test_what_cannot_be_repeated_is_refused_in_the_first_step(
-    kind: type[Net], told: str, crew: str, replicas: int
+    kind: type[Net], told: str, executor: str, replicas: int
 ) -> None:
     net = kind()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     with (
-        phalanx.Trainer(net, F.cross_entropy, sgd, replicas=replicas, crew=crew) as trainer,
+        phalanx.Trainer(net, F.cross_entropy, sgd, replicas=replicas, executor=executor) as trainer,
         pytest.raises(UnsupportedError, match=told),
     ):
         trainer.step(batches()[1])
     assert_same(net.state_dict(), before)
 
 
-@pytest.mark.parametrize(("crew", "replicas"), CREWS)
-def test_numpys_generator_is_refused_in_the_first_step(crew: str, replicas: int) -> None:
+@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS)
+def test_numpys_generator_is_refused_in_the_first_step(executor: str, replicas: int) -> None:
     # In a fresh process: one with other threads could have one that draws from NumPy itself.
     ended = subprocess.run(
-        [sys.executable, "-c", f"import {__name__} as t; t.train_numpys({crew!r}, {replicas})"],
+        [sys.executable, "-c", f"import {__name__} as t; t.train_numpys({executor!r}, {replicas})"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -328,8 +332,10 @@ def test_numpys_generator_is_refused_in_the_first_step(crew: str, replicas: int)
     assert "draws from NumPy's global generator" in ended.stderr
 
 
-def train_numpys(crew: str, replicas: int) -> None:
-    with phalanx.Trainer(Numpys(), F.cross_entropy, sgd, replicas=replicas, crew=crew) as trainer:
+def train_numpys(executor: str, replicas: int) -> None:
+    with phalanx.Trainer(
+        Numpys(), F.cross_entropy, sgd, replicas=replicas, executor=executor
+    ) as trainer:
         trainer.step(batches()[1])
 
 
@@ -425,7 +431,7 @@ def test_torchs_fused_evaluation_of_transformers_is_used() -> None:
     net = nn.TransformerEncoder(layer, 2)
     with (
         phalanx.Trainer(
-            net, None, sgd, forward=evaluated, crew="inline", replicas=1, microbatches=2
+            net, None, sgd, forward=evaluated, executor="inline", replicas=1, microbatches=2
         ) as trainer,
         torch.profiler.profile() as profile,
     ):

@@ -219,12 +219,12 @@ def centering_data() -> Batches:
     return [(torch.randn(12, 5) + 2, torch.randn(12, 3)) for _ in range(6)]
 
 
-@pytest.mark.parametrize("crew", ["threads", "processes"])
+@pytest.mark.parametrize("executor", ["threads", "processes"])
 def test_a_buffer_outside_of_the_state_dict_is_saved_if_training_writes_it(
-    crew: str, tmp_path: Path
+    executor: str, tmp_path: Path
 ) -> None:
     data = centering_data()
-    assert_same_bits(*runs(Centering(), data, sgd, tmp_path / "c", 3, crew=crew))
+    assert_same_bits(*runs(Centering(), data, sgd, tmp_path / "c", 3, executor=executor))
 
 
 def test_a_buffer_outside_of_the_state_dict_that_nobody_writes_is_the_models(

@@ -67,14 +67,14 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def train(crew: str, replicas: int, data: Any, **options: Any) -> dict[str, Tensor]:
+def train(executor: str, replicas: int, data: Any, **options: Any) -> dict[str, Tensor]:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     with phalanx.Trainer(
         net,
         nn.functional.mse_loss,
         adam,
-        crew=crew,
+        executor=executor,
         replicas=replicas,
         microbatches=3,
         shard_loading=True,
@@ -94,11 +94,11 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("crew", "replicas"), [("threads", 3), ("processes", 2)])
+@pytest.mark.parametrize(("executor", "replicas"), [("threads", 3), ("processes", 2)])
 def test_what_samples_draw_is_the_same_whoever_reads_them(
-    crew: str, replicas: int, expected: dict[str, Tensor]
+    executor: str, replicas: int, expected: dict[str, Tensor]
 ) -> None:
-    assert_same(train(crew, replicas, loader()), expected)
+    assert_same(train(executor, replicas, loader()), expected)
 
 
 def mask(samples: list[Any]) -> tuple[Tensor, Tensor]:
@@ -109,13 +109,13 @@ def mask(samples: list[Any]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("crew", "replicas"), [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 2)]
+    ("executor", "replicas"), [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 2)]
 )
-def test_what_collate_draws_is_the_same_whoever_joins(crew: str, replicas: int) -> None:
+def test_what_collate_draws_is_the_same_whoever_joins(executor: str, replicas: int) -> None:
     options: dict[str, Any] = {"collate_fn": mask}
     expected = train("inline", 1, loader(**options))
     torch.seed(), random.seed(), np.random.seed()
-    assert_same(train(crew, replicas, loader(**options)), expected)
+    assert_same(train(executor, replicas, loader(**options)), expected)
 
 
 class Seeds(Noisy):
@@ -136,12 +136,14 @@ class Keeps(Noisy):
 @pytest.mark.parametrize(
     ("kind", "told"), [(Seeds, "calls `manual_seed`"), (Keeps, "`torch.Generator` that was seeded")]
 )
-@pytest.mark.parametrize(("crew", "replicas"), [("inline", 1), ("threads", 2), ("processes", 1)])
+@pytest.mark.parametrize(
+    ("executor", "replicas"), [("inline", 1), ("threads", 2), ("processes", 1)]
+)
 def test_a_data_set_that_seeds_for_all_is_refused(
-    kind: type[Noisy], told: str, crew: str, replicas: int
+    kind: type[Noisy], told: str, executor: str, replicas: int
 ) -> None:
     with pytest.raises(phalanx.UnsupportedError, match=f"A data set must .* {told}"):
-        train(crew, replicas, loader(kind()))
+        train(executor, replicas, loader(kind()))
 
 
 def test_another_thread_keeps_torchs_numbers_while_samples_are_read() -> None:
@@ -189,10 +191,10 @@ class KeepsAtMost:
         assert len(kept) <= self.most, kept
 
 
-@pytest.mark.parametrize("crew", ["threads", "processes"])
-def test_data_sets_of_loaders_that_are_gone_are_kept_nowhere(crew: str) -> None:
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_data_sets_of_loaders_that_are_gone_are_kept_nowhere(executor: str) -> None:
     """A notebook makes a loader for every call."""
-    options: dict[str, Any] = {"crew": crew, "replicas": 2, "microbatches": 2}
+    options: dict[str, Any] = {"executor": executor, "replicas": 2, "microbatches": 2}
     with phalanx.Trainer(
         nn.Linear(4, 1), nn.functional.mse_loss, adam, shard_loading=True, **options
     ) as trainer:
@@ -205,8 +207,8 @@ def test_data_sets_of_loaders_that_are_gone_are_kept_nowhere(crew: str) -> None:
             del data
             gc.collect()
         assert sum(each() is not None for each in seen) <= 1  # that of a run to be gone on with
-        replicas = trainer._engine.crew
-        if crew == "processes":
+        replicas = trainer._engine.executor
+        if executor == "processes":
             told = replicas.each(lambda i: replicas.errand(i, lambda _: KeepsAtMost(3)))
             control = replicas.each(lambda i: replicas.errand(i, lambda _: KeepsAtMost(0)))
             assert (told, control) == ([True, True], [False, False])
@@ -224,7 +226,7 @@ def test_the_order_is_the_loaders_own() -> None:
     plain = [row for inputs, _ in loader(rows) for row in inputs[:, 0].tolist()]
     seen.clear()
     with phalanx.Trainer(
-        nn.Linear(1, 1), nn.functional.mse_loss, adam, crew="inline", shard_loading=True
+        nn.Linear(1, 1), nn.functional.mse_loss, adam, executor="inline", shard_loading=True
     ) as trainer:
         trainer.fit(loader(rows))
     assert seen[-29:] == plain

@@ -48,7 +48,7 @@ def workers_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(
-    crew: str,
+    executor: str,
     optimizer: Callable[[list[nn.Parameter]], Optimizer],
     between: Callable[[phalanx.Trainer], None] = lambda _: None,
 ) -> list[Tensor]:
@@ -60,8 +60,8 @@ def train(
         net,
         nn.functional.mse_loss,
         optimizer,
-        crew=crew,
-        replicas=1 if crew == "inline" else 2,
+        executor=executor,
+        replicas=1 if executor == "inline" else 2,
         microbatches=3,
     ) as trainer:
         trainer.fit(batches)
@@ -90,10 +90,10 @@ def test_groups_and_dtypes_of_several_kinds_are_stepped_as_in_one_thread(
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("crew", ["threads", "processes"])
+@pytest.mark.parametrize("executor", ["threads", "processes"])
 @pytest.mark.parametrize("group", [0, 1])
 def test_momentum_may_begin_later_and_belongs_to_the_optimizer_of_this_process(
-    crew: str, group: int
+    executor: str, group: int
 ) -> None:
     def without_momentum(parameters: list[nn.Parameter]) -> Optimizer:
         # The second group lies in the last part of the memory only.
@@ -106,16 +106,16 @@ def test_momentum_may_begin_later_and_belongs_to_the_optimizer_of_this_process(
             os.kill(pid, signal.SIGKILL)
 
     expected = train("inline", without_momentum, let_it_begin_and_lose_a_worker)
-    found = train(crew, without_momentum, let_it_begin_and_lose_a_worker)
+    found = train(executor, without_momentum, let_it_begin_and_lose_a_worker)
     assert len(found) == len(expected) > len(list(Kinds().parameters()))
     assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("crew", ["inline", "threads", "processes"])
+@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
 def test_sgd_of_short_floats_steps_as_plain_torch(
-    crew: str, momentum: float, dtype: torch.dtype
+    executor: str, momentum: float, dtype: torch.dtype
 ) -> None:
     def optimizer(parameters: list[nn.Parameter]) -> Optimizer:
         return SGD(parameters, lr=0.01, momentum=momentum)
@@ -129,9 +129,9 @@ def test_sgd_of_short_floats_steps_as_plain_torch(
         own.zero_grad()
         nn.functional.mse_loss(plain(x), y).backward()
         own.step()
-    replicas = 1 if crew == "inline" else 2
+    replicas = 1 if executor == "inline" else 2
     with phalanx.Trainer(
-        net, nn.functional.mse_loss, optimizer, crew=crew, replicas=replicas, microbatches=1
+        net, nn.functional.mse_loss, optimizer, executor=executor, replicas=replicas, microbatches=1
     ) as trainer:
         trainer.fit(batches)
     assert torch.equal(net.weight, plain.weight)

@@ -1,7 +1,8 @@
 """What a forward pass may change in replicas: buffers; not parameters, nor the module itself.
 
 Replicas share the parameters' memory, so a write in `forward` would happen once for every
-microbatch, in a race. It is refused in every crew alike, and in the first step nothing has changed.
+microbatch, in a race. It is refused in every executor alike, and in the first step nothing has
+changed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import phalanx
 from phalanx import UnsupportedError
 from tests.conformance.groups import desc, group_of
 
-CREWS = [("inline", 1), ("threads", 1), ("threads", 2), ("processes", 2)]
-IDS = [f"{crew}-{replicas}" for crew, replicas in CREWS]
+EXECUTORS = [("inline", 1), ("threads", 1), ("threads", 2), ("processes", 2)]
+IDS = [f"{executor}-{replicas}" for executor, replicas in EXECUTORS]
 mse = nn.functional.mse_loss
 
 
@@ -89,8 +90,8 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(12, 9, generator=draw), torch.randn(12, 4, generator=draw)
 
 
-def trainer(net: nn.Module, crew: str, replicas: int, loss: Callable[..., Any] = mse) -> Any:
-    options: dict[str, Any] = {"crew": crew, "replicas": replicas, "microbatches": 4}
+def trainer(net: nn.Module, executor: str, replicas: int, loss: Callable[..., Any] = mse) -> Any:
+    options: dict[str, Any] = {"executor": executor, "replicas": replicas, "microbatches": 4}
     return phalanx.Trainer(net, loss, sgd, **options)
 
 
@@ -102,10 +103,10 @@ def assert_refused(net: nn.Module, name: str, run: Callable[[], object]) -> None
         assert torch.equal(value, start[key]), key
 
 
-@pytest.mark.parametrize(("crew", "replicas"), CREWS, ids=IDS)
-def test_parameters_that_forward_writes_are_refused(crew: str, replicas: int) -> None:
+@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS, ids=IDS)
+def test_parameters_that_forward_writes_are_refused(executor: str, replicas: int) -> None:
     for net in (Follower(), Follower("assigned"), Follower("data"), Bounded()):
-        with trainer(net, crew, replicas) as t:
+        with trainer(net, executor, replicas) as t:
             assert_refused(net, r"Parameter `k.weight` must stay as it is", lambda: t.step(batch()))
             if isinstance(net, Follower):  # with the update once a step, as the error says
                 net.way = "none"
@@ -113,10 +114,10 @@ def test_parameters_that_forward_writes_are_refused(crew: str, replicas: int) ->
                 net.follow()
 
 
-@pytest.mark.parametrize(("crew", "replicas"), CREWS, ids=IDS)
-def test_parameters_that_a_later_step_writes_are_refused(crew: str, replicas: int) -> None:
+@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS, ids=IDS)
+def test_parameters_that_a_later_step_writes_are_refused(executor: str, replicas: int) -> None:
     net = Follower("none")
-    with trainer(net, crew, replicas) as t:
+    with trainer(net, executor, replicas) as t:
         t.step(batch())
         for net.way in ("written", "assigned"):
             with pytest.raises(UnsupportedError, match=r"Parameter `k.weight` must stay"):
@@ -141,8 +142,10 @@ def test_containers_and_groups_refuse_it_too() -> None:
         with phalanx.DataParallel(net, devices=2) as model:
             assert_refused(net, r"Parameter `k.weight` must stay", lambda: model(batch()[0]))
         shape = desc("x", 12, 9, dtype=torch.float32)
-        for crew in ("threads", "processes"):
-            with group_of(net, shape, devices=["cpu"] * 2, workloads=[1, 1], crew=crew) as group:
+        for executor in ("threads", "processes"):
+            with group_of(
+                net, shape, devices=["cpu"] * 2, workloads=[1, 1], executor=executor
+            ) as group:
                 run = lambda: group.forward(batch()[0], is_train=True)  # noqa: E731
                 assert_refused(net, r"Parameter `k.weight` must stay", run)
 
@@ -172,17 +175,17 @@ def test_buffers_of_the_module_itself_must_stay_as_they_are() -> None:
             return self.last(self.layer(x))
 
     net = Closed()
-    for crew, replicas in CREWS[:3]:
-        with trainer(net, crew, replicas) as t:
+    for executor, replicas in EXECUTORS[:3]:
+        with trainer(net, executor, replicas) as t:
             assert_refused(net, r"Buffer `norm\.\w+` of the module", lambda: t.step(batch()))
     with phalanx.DataParallel(net, devices=2) as model:
         assert_refused(net, r"Buffer `norm\.\w+` of the module", lambda: model(batch()[0]))
 
 
-@pytest.mark.parametrize(("crew", "replicas"), CREWS, ids=IDS)
-def test_a_loss_that_writes_a_buffer_of_the_module_is_refused(crew: str, replicas: int) -> None:
+@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS, ids=IDS)
+def test_a_loss_that_writes_a_buffer_of_the_module_is_refused(executor: str, replicas: int) -> None:
     net = CountingLoss()
-    with trainer(net, crew, replicas, net.loss) as t:
+    with trainer(net, executor, replicas, net.loss) as t:
         assert_refused(net, r"Buffer `scale` of the module", lambda: t.step(batch()))
 
 
@@ -232,11 +235,11 @@ def by_name(outputs: Tensor, targets: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize(("crew", "replicas"), CREWS, ids=IDS)
-def test_a_loss_with_a_buffer_that_it_writes_is_refused(crew: str, replicas: int) -> None:
+@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS, ids=IDS)
+def test_a_loss_with_a_buffer_that_it_writes_is_refused(executor: str, replicas: int) -> None:
     for loss in (Normalised(), Replaced(), Around(Normalised()), Replaced().forward, by_name):
         net = nn.Linear(9, 4)
-        with trainer(net, crew, replicas, loss) as t:
+        with trainer(net, executor, replicas, loss) as t:
             assert_refused(net, r"Buffer `mean` of `loss`", lambda: t.step(batch()))
 
 
@@ -273,17 +276,17 @@ def halving(outputs: Tensor, targets: Tensor) -> Tensor:
     return mse(outputs, targets.mul_(0.5))
 
 
-def test_inputs_that_are_changed_in_place_stay_the_users_in_every_crew() -> None:
-    """Over epochs of one list, every crew computes what plain torch does on fresh copies."""
+def test_inputs_that_are_changed_in_place_stay_the_users_in_every_executor() -> None:
+    """Over epochs of one list, every executor computes what plain torch does on fresh copies."""
     torch.manual_seed(0)
     start = InPlace().state_dict()
     x, y = batch()
     found = []
-    for crew, replicas in [*CREWS, ("threads", 3)]:
+    for executor, replicas in [*EXECUTORS, ("threads", 3)]:
         net = InPlace()
         net.load_state_dict(start)
         given = [(x.clone(), y.clone())]
-        with trainer(net, crew, replicas, halving) as t:
+        with trainer(net, executor, replicas, halving) as t:
             t.fit(given, epochs=3)
             t.evaluate(given)
         assert torch.equal(given[0][0], x)
@@ -301,10 +304,12 @@ def test_inputs_that_are_changed_in_place_stay_the_users_in_every_crew() -> None
         torch.testing.assert_close(state, found[0], rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize(("crew", "replicas"), CREWS, ids=IDS)
-def test_inputs_that_are_changed_in_place_later_on_are_refused(crew: str, replicas: int) -> None:
+@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS, ids=IDS)
+def test_inputs_that_are_changed_in_place_later_on_are_refused(
+    executor: str, replicas: int
+) -> None:
     net = InPlace(late=True)
-    with trainer(net, crew, replicas) as t:
+    with trainer(net, executor, replicas) as t:
         t.fit([batch()] * 2)
         net.late = False
         with pytest.raises(UnsupportedError, match="An input must stay as it is"):
@@ -320,12 +325,12 @@ class InPlaceGroup(nn.Module):
         return self.layer(x.mul_(0.5))
 
 
-@pytest.mark.parametrize("crew", ["threads", "processes"])
-def test_a_groups_inputs_stay_the_users_in_every_crew(crew: str) -> None:
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_a_groups_inputs_stay_the_users_in_every_executor(executor: str) -> None:
     net, x = InPlaceGroup(), batch()[0]
     before, expected = x.clone(), net(x.clone())
     shape = desc("x", 12, 9, dtype=torch.float32)
-    with group_of(net, shape, devices=["cpu"] * 2, workloads=[1, 1], crew=crew) as group:
+    with group_of(net, shape, devices=["cpu"] * 2, workloads=[1, 1], executor=executor) as group:
         for trains in (True, True, False, False):
             group.forward(x, is_train=trains)
             torch.testing.assert_close(group.outputs()[0], expected.detach())

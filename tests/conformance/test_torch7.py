@@ -841,7 +841,7 @@ def test_modules_may_be_added_one_by_one():
 
 def test_the_first_module_is_the_one_that_is_trained():
     first = mlp()
-    before = set(threading.enumerate())  # a crew of an earlier test may still be uncollected
+    before = set(threading.enumerate())  # an executor of an earlier test may still be uncollected
     with torch7.DataParallelTable(0).add(first, "cpu") as net:
         net.forward(draw(5, 4))
         net.add(mlp(), "cpu")

@@ -34,10 +34,10 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 @EVERY
-@pytest.mark.parametrize("crew", ["inline", "threads", "processes"])
-def test_a_trainer_refuses_it(make: Callable[[], nn.Module], name: str, crew: str) -> None:
+@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
+def test_a_trainer_refuses_it(make: Callable[[], nn.Module], name: str, executor: str) -> None:
     with refused(name):
-        phalanx.Trainer(make(), nn.functional.mse_loss, sgd, replicas=1, crew=crew)
+        phalanx.Trainer(make(), nn.functional.mse_loss, sgd, replicas=1, executor=executor)
 
 
 def test_a_trainer_refuses_one_that_came_later() -> None:
@@ -50,10 +50,12 @@ def test_a_trainer_refuses_one_that_came_later() -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("crew", ["threads", "processes"])
-def test_an_executor_group_refuses_it(make: Callable[[], nn.Module], name: str, crew: str) -> None:
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_an_executor_group_refuses_it(
+    make: Callable[[], nn.Module], name: str, executor: str
+) -> None:
     data = [phalanx.DataDesc("input", (4, 5), torch.float32)]
-    options: Any = {"data": data, "crew": crew}
+    options: Any = {"data": data, "executor": executor}
     with (
         refused(name),
         phalanx.DataParallelExecutorGroup(make(), ["cpu"] * 2, **options) as group,

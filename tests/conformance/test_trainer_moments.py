@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.errors import StateError
 from phalanx.replicas import FailureLog, WorkerFailure
-from phalanx.train import FormationChosen, StepDone, WorkerLost, crews, trial
+from phalanx.train import FormationChosen, StepDone, WorkerLost, executors, trial
 from phalanx.train.events import Teller
 
 
@@ -156,8 +156,8 @@ def test_training_goes_on_where_the_system_has_no_more_replicas(
             raise RuntimeError("can't start new thread")
         return threads(module, devices, **options)
 
-    threads = crews.ThreadCrew
-    monkeypatch.setattr(crews, "ThreadCrew", open_two)
+    threads = executors.ThreadExecutor
+    monkeypatch.setattr(executors, "ThreadExecutor", open_two)
     with make() as trainer:
         trainer.fit(batches(), steps=2)
         trainer.resize(3)
@@ -213,13 +213,13 @@ def test_a_step_is_told_of_though_telling_of_a_loss_in_it_raises() -> None:
         assert steps == [trainer.steps] == [1]
 
 
-@pytest.mark.parametrize("crew", ["inline", "threads", "processes"])
+@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
 def test_after_a_step_that_failed_half_way_nothing_is_added_or_saved(
-    crew: str, tmp_path: Path
+    executor: str, tmp_path: Path
 ) -> None:
     """Its weights are new and its position is not; a checkpoint is the way back."""
-    replicas = {} if crew == "inline" else {"replicas": 2}
-    with make(crew=crew, **({"replicas": 1} | replicas)) as trainer:
+    replicas = {} if executor == "inline" else {"replicas": 2}
+    with make(executor=executor, **({"replicas": 1} | replicas)) as trainer:
         trainer.fit(batches(), steps=2)
         trainer.save(tmp_path / "two steps")
         before = state_of(trainer)
@@ -267,7 +267,7 @@ def test_the_callers_own_thread_is_one_replica_whatever_is_faster(monkeypatch) -
         nn.Linear(3, 1),
         nn.functional.mse_loss,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        crew="inline",
+        executor="inline",
         callbacks=[seen.append],
     ) as trainer:
         trainer.fit([(torch.ones(5, 3), torch.ones(5, 1))] * 2, epochs=1)
@@ -376,9 +376,9 @@ class SignalledScheduler(torch.optim.lr_scheduler.StepLR):
 @pytest.mark.parametrize(
     "signals", [[signal.SIGINT], [signal.SIGALRM], [signal.SIGINT] * 2], ids=str
 )
-@pytest.mark.parametrize("crew", ["threads", "inline"])
+@pytest.mark.parametrize("executor", ["threads", "inline"])
 def test_ctrl_c_in_the_update_comes_after_it(
-    crew: str, signals: list[signal.Signals], how: str, tmp_path: Path
+    executor: str, signals: list[signal.Signals], how: str, tmp_path: Path
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -392,7 +392,7 @@ def test_ctrl_c_in_the_update_comes_after_it(
             lambda parameters: made(parameters, lr=0.1),
             replicas=1,
             microbatches=2,
-            crew=crew,
+            executor=executor,
             scheduler=lambda optimizer: SignalledScheduler(optimizer, 2),
         )
 

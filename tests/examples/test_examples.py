@@ -46,7 +46,7 @@ def test_example(name: str, promise: str) -> None:
 PAGES = {
     "README.md": r"'loss'",
     "docs/containers.md": r"torch.Size\(\[5, 7, 6\]\)",
-    "docs/process_crew.md": r"worker 0 was ended by SIGKILL.*\n(.*\n)*steps done: 12",
+    "docs/process_executor.md": r"worker 0 was ended by SIGKILL.*\n(.*\n)*steps done: 12",
     "docs/tables.md": r"8 syncs\ntensor\(\[1\.0000, 0\.8000, 0\.9000\]\)",
     "docs/executor_group.md": r"two devices: \[\(2, 3\), \(1, 3\)\]",
 }

@@ -22,9 +22,9 @@ FLOORS = (
     ("errors", "types", "clock", "files"),
     ("plan",),
     ("memory", "codecs"),
-    ("world", "replicas"),
+    ("distributed", "replicas"),
     ("parallel", "tables"),
-    ("executor",),
+    ("executor_group",),
     ("train", "cluster"),
     ("__init__",),  # gathers the public names of the rooms below; what stands above is their user
     ("compat", "cli"),

@@ -33,7 +33,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
         "--batch-size",
         "--codec",
         "--control",
-        "--crew",
+        "--executor",
         "--data",
         "--epochs",
         "--forward",
@@ -55,7 +55,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
 # Options of `phalanx train` that are parameters of `phalanx.Trainer`, under one name.
 SHARED_WITH_TRAINER = (
     "codec",
-    "crew",
+    "executor",
     "forward",
     "loss",
     "max_failures",

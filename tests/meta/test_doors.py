@@ -158,12 +158,12 @@ DOORS: dict[str, Door] = {
         allowed=(
             "cli/bench/",
             "tables/joining.py",
-            "world/exchange.py",
-            "world/hosts.py",
-            "world/launch.py",
-            "world/meeting.py",
-            "world/rank_start.py",
-            "world/rendezvous.py",
+            "distributed/exchange.py",
+            "distributed/hosts.py",
+            "distributed/launch.py",
+            "distributed/meeting.py",
+            "distributed/rank_start.py",
+            "distributed/rendezvous.py",
         ),
         caught=(
             "import os\nos.environ['HOME']",
@@ -188,7 +188,7 @@ DOORS: dict[str, Door] = {
     ),
     "talks through torch.distributed": Door(
         names("torch.distributed", "torch.nn.parallel.DistributedDataParallel"),
-        allowed=("world/", "cli/bench/"),
+        allowed=("distributed/", "cli/bench/"),
         caught=(
             "import torch.distributed as dist",
             "from torch import distributed",
@@ -237,9 +237,9 @@ DOORS: dict[str, Door] = {
         allowed=(
             "replicas/team.py",
             "tables/snapshots.py",  # writes while the next block is hashed
-            "world/blame.py",
-            "world/pump.py",
-            "world/wire.py",
+            "distributed/blame.py",
+            "distributed/pump.py",
+            "distributed/wire.py",
         ),
         caught=(
             "import threading\nthreading.Thread(target=f).start()",
@@ -283,7 +283,7 @@ DOORS: dict[str, Door] = {
             "cli/bench/",
             "memory/region.py",
             "replicas/patience.py",
-            "world/rendezvous.py",  # where the launchers of several hosts meet
+            "distributed/rendezvous.py",  # where the launchers of several hosts meet
         ),
         caught=("import socket", "from http.server import HTTPServer", "import urllib.request"),
         passed=("from urllib.parse import urlsplit",),
@@ -296,7 +296,7 @@ DOORS: dict[str, Door] = {
             "replicas/team.py",  # holds them back where the caller's thread is the replica
             "replicas/worker.py",
             "replicas/worker_process.py",
-            "world/launch.py",
+            "distributed/launch.py",
         ),
         caught=("import signal", "from signal import SIGINT"),
     ),
@@ -366,9 +366,9 @@ DOORS: dict[str, Door] = {
             "cli/bench/",
             "memory/region.py",
             "memory/run_directory.py",
-            "world/launch.py",  # a folder for the ranks' output
-            "world/bell.py",  # pipes of other ranks
-            "world/rank_start.py",  # how a rank has failed, for the launcher
+            "distributed/launch.py",  # a folder for the ranks' output
+            "distributed/bell.py",  # pipes of other ranks
+            "distributed/rank_start.py",  # how a rank has failed, for the launcher
             "memory/locks.py",  # opens the file anew, for locks of its own
         ),
         caught=(
@@ -438,7 +438,7 @@ DOORS: dict[str, Door] = {
     "imports by a name that it was given": Door(
         names("importlib", "pkgutil", "runpy", "builtins.__import__"),
         # `module:attribute` on the command line; data that ships in the package; `phalanx launch`.
-        allowed=("cli/", "world/rank_start.py"),
+        allowed=("cli/", "distributed/rank_start.py"),
         caught=("import importlib", "from importlib import import_module", "__import__('a')"),
     ),
 }

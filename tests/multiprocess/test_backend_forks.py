@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx  # noqa: F401
+from phalanx.distributed import make_group
 from phalanx.errors import ConfigError, StateError
-from phalanx.world import make_group
 from tests.multiprocess.ranks import Ranks
 
 

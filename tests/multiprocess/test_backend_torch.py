@@ -511,7 +511,7 @@ def test_sparse_tensors_are_summed_as_gloo_sums_them(ranks):
 
 
 def leave_after_a_send(rank: int, path: str, length: int, told: Any) -> None:
-    from phalanx.world import make_group
+    from phalanx.distributed import make_group
 
     group = make_group(dist.FileStore(path, 2), rank, 2, datetime.timedelta(seconds=20))
     group.barrier().wait()

@@ -18,8 +18,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.codecs import Feedback
+from phalanx.distributed import CodecHook, codec_hook
 from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
-from phalanx.world import CodecHook, codec_hook
 from tests.multiprocess.ranks import Ranks
 
 SIZE = 3

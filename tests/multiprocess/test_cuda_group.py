@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx  # noqa: F401
+from phalanx.distributed import backend, cuda_group
+from phalanx.distributed.group import SharedGroup
 from phalanx.errors import UnsupportedError
-from phalanx.world import backend, cuda_group
-from phalanx.world.group import SharedGroup
 from tests.multiprocess.ranks import Ranks
 
 MINUTE = datetime.timedelta(minutes=1)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import launch
-from phalanx.world import RankFailed
+from phalanx.distributed import RankFailed
 
 DEADLINE_S = 120.0
 

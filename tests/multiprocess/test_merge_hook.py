@@ -14,8 +14,8 @@ from torch.distributed.algorithms import Join
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.distributed import merge_hook
 from phalanx.errors import ConfigError, PeerError, UnsupportedError
-from phalanx.world import merge_hook
 from tests.multiprocess.ranks import Ranks
 
 WEIGHT_RULE = "`weight_fn` must return a finite number of samples or tokens ≥ 0"

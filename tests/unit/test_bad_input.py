@@ -155,9 +155,9 @@ def test_options_that_cannot_work(options: dict[str, Any], match: str) -> None:
         make_trainer(**options)
 
 
-def test_a_crew_that_there_is_not() -> None:
-    with pytest.raises(ConfigError, match=r"`crew` must be one of .*, but is 'gremlins'"):
-        make_trainer(crew="gremlins")
+def test_a_executor_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"`executor` must be one of .*, but is 'gremlins'"):
+        make_trainer(executor="gremlins")
 
 
 def test_neither_loss_nor_forward() -> None:

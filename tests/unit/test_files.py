@@ -91,7 +91,7 @@ def test_all_files_of_a_run_have_the_users_mode(tmp_path, umask):
     folder = RunFolder.create(tmp_path / "run")
     folder.write_config({"seed": 1})
     with Trainer(
-        nn.Linear(3, 2), nn.functional.mse_loss, lambda p: torch.optim.Adam(p), crew="inline"
+        nn.Linear(3, 2), nn.functional.mse_loss, lambda p: torch.optim.Adam(p), executor="inline"
     ) as trainer:
         trainer.step((torch.ones(4, 3), torch.ones(4, 2)))
         trainer.save(folder.checkpoint_path)

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.console import make_console
+from phalanx.distributed import Job, RankFailed, available_cores, launch_script
 from phalanx.errors import ConfigError
-from phalanx.world import Job, RankFailed, available_cores, launch_script
 
 __all__ = ["launch"]
 

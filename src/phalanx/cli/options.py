@@ -12,7 +12,7 @@ from phalanx.cli.losses import LOSSES
 from phalanx.cli.recipes import default_model, defaults_for
 from phalanx.codecs import resolve_codec
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.train import CREWS
+from phalanx.train import EXECUTORS
 
 Replicas = Literal["auto"] | int | tuple[str, ...]
 Workloads = Literal["auto"] | tuple[float, ...] | None
@@ -23,13 +23,15 @@ _CHANGEABLE = (
     "workloads",
     "epochs",
     "lr",
-    "crew",
+    "executor",
     "timeout_s",
     "max_failures",
     "memory_dir",
 )
-_OF_WORKERS = {"crew": "threads", "timeout_s": 300.0, "max_failures": 20, "memory_dir": None}
-_CREWS = tuple(crew for crew in CREWS if crew != "ranks")  # the command is no rank of a job
+_OF_WORKERS = {"executor": "threads", "timeout_s": 300.0, "max_failures": 20, "memory_dir": None}
+_EXECUTORS = tuple(
+    executor for executor in EXECUTORS if executor != "ranks"
+)  # the command is no rank of a job
 _LARGEST_SEED = 2**63 - 1  # what torch's generators take
 
 
@@ -56,7 +58,7 @@ class TrainOptions:
     loss: str | None = None
     forward: str | None = None
     codec: str | None = None
-    crew: str = "threads"
+    executor: str = "threads"
     timeout_s: float = 300.0
     max_failures: int = 20
     memory_dir: str | None = None
@@ -73,9 +75,10 @@ class TrainOptions:
         _check_loss(self.loss, self.forward)
         if self.codec is not None:
             _check_codec(self.codec)
-        if self.crew not in _CREWS:
+        if self.executor not in _EXECUTORS:
             raise ConfigError(
-                f"`--crew` must be one of {', '.join(_CREWS)}, but is {self.crew!r}. For ranks of "
+                f"`--executor` must be one of {', '.join(_EXECUTORS)}, but is {self.executor!r}. "
+                "For ranks of "
                 "a job write a script with a `Trainer`."
             )
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
@@ -101,7 +104,7 @@ class GivenOptions:
     lr: float | None = None
     seed: int | None = None
     codec: str | None = None
-    crew: str | None = None
+    executor: str | None = None
     timeout_s: float | None = None
     max_failures: int | None = None
     memory_dir: str | None = None
@@ -260,12 +263,13 @@ def continue_with(stored: TrainOptions, given: GivenOptions, *, run: str) -> Tra
 
 
 def _served(options: TrainOptions, given: GivenOptions) -> TrainOptions:
-    """Return ``options``, unless the crew takes no notice of one that was given."""
-    for name in sorted(_OF_WORKERS.keys() & _said(given).keys() - {"crew"}):
-        if options.crew != "processes":
+    """Return ``options``, unless the executor takes no notice of one that was given."""
+    for name in sorted(_OF_WORKERS.keys() & _said(given).keys() - {"executor"}):
+        if options.executor != "processes":
             raise ConfigError(
-                f"`--{name.replace('_', '-')}` must come with worker processes, but the crew is "
-                f"{options.crew!r}. Add --crew processes, or leave it out."
+                f"`--{name.replace('_', '-')}` must come with worker processes, but the executor "
+                "is "
+                f"{options.executor!r}. Add --executor processes, or leave it out."
             )
     return options
 
@@ -292,7 +296,7 @@ def read_options(stored: Mapping[str, Any], *, source: str) -> TrainOptions:
         "loss": (str, type(None)),
         "forward": (str, type(None)),
         "codec": (str, type(None)),
-        "crew": (str,),
+        "executor": (str,),
         "timeout_s": (float, int),
         "max_failures": (int,),
         "memory_dir": (str, type(None)),

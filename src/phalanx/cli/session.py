@@ -306,7 +306,7 @@ class Session:
             forward=own,
             metrics=_metrics_for(self.data) if self._counts_classes() else None,
             codec=options.codec,
-            crew=options.crew,
+            executor=options.executor,
             timeout_s=options.timeout_s,
             max_failures=options.max_failures,
             memory_dir=options.memory_dir,
@@ -377,7 +377,7 @@ class Session:
         )
 
     def _describe_workers(self) -> str:
-        if self.options.crew != "processes":
+        if self.options.executor != "processes":
             return ""
         return "\nStarting worker processes, which import torch first (some seconds)"
 

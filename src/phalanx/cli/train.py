@@ -116,10 +116,10 @@ def train(
             show_default="none",
         ),
     ] = None,
-    crew: Annotated[
+    executor: Annotated[
         str | None,
         typer.Option(
-            metavar="CREW",
+            metavar="EXECUTOR",
             help="threads of this process; processes, which may die without loss; or inline, one "
             "replica in the main thread.",
             show_default="threads",
@@ -192,7 +192,7 @@ def train(
         lr=lr,
         seed=seed,
         codec=codec,
-        crew=crew,
+        executor=executor,
         timeout_s=timeout_s,
         max_failures=max_failures,
         memory_dir=memory_dir,

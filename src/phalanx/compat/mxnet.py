@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx import executor
+from phalanx import executor_group
 from phalanx.compat.mxnet_metrics import Accuracy, CustomMetric, EvalMetric
 from phalanx.compat.mxnet_monitor import Monitor
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.executor import DataDesc
+from phalanx.executor_group import DataDesc
 from phalanx.plan import workload_sizes
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 C = TypeVar("C", bound=Callable[..., Any])  # Any: each method's own arguments
-_Group = executor.DataParallelExecutorGroup
+_Group = executor_group.DataParallelExecutorGroup
 
 
 def _also(method: C, **ours_by_theirs: str) -> C:
@@ -176,7 +176,7 @@ def _without_labels(batch: Any) -> Any:
     if isinstance(batch, (Tensor, np.ndarray, Mapping)) or not hasattr(batch, "data"):
         return batch
     pad, weights = getattr(batch, "pad", None) or 0, getattr(batch, "weights", None)
-    return executor.DataBatch(batch.data, None, pad, weights)
+    return executor_group.DataBatch(batch.data, None, pad, weights)
 
 
 def _known(
@@ -199,7 +199,7 @@ def _known(
     return own, write_back
 
 
-class DataBatch(executor.DataBatch):
+class DataBatch(executor_group.DataBatch):
     """A batch by MXNet's positions and names: data, label, pad, index; or Scala's, index and pad.
 
     ``index`` and what follows it in MXNet are taken and not used: other shapes are bound by
@@ -241,7 +241,7 @@ class DataBatch(executor.DataBatch):
         return self.labels
 
 
-class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
+class DataParallelExecutorGroup(executor_group.DataParallelExecutorGroup):
     """The group under MXNet's names; whatever is not named here has the same name there and here.
 
     Arguments go by position as in MXNet; by keyword under the names of MXNet (Python's and Scala's)
@@ -397,7 +397,7 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
         self,
         data_shapes: Any,
         label_shapes: Any = (),
-        shared_group: executor.DataParallelExecutorGroup | None = None,
+        shared_group: executor_group.DataParallelExecutorGroup | None = None,
         reshape: bool = False,
     ) -> None:
         """Bind to other shapes; see ``bind``."""
@@ -407,7 +407,7 @@ class DataParallelExecutorGroup(executor.DataParallelExecutorGroup):
         self,
         dataShapes: Any,
         labelShapes: Any = (),
-        sharedGroup: executor.DataParallelExecutorGroup | None = None,
+        sharedGroup: executor_group.DataParallelExecutorGroup | None = None,
         reshape: bool = False,
     ) -> None:
         """Bind to other shapes; see ``bind``."""

@@ -43,7 +43,7 @@ class EvalMetric:
     Source: MXNet's ``mx.metric.EvalMetric``.
     """
 
-    labels_first = True  # what a group asks, see `phalanx.executor`
+    labels_first = True  # what a group asks, see `phalanx.executor_group`
     takes_lists = True
 
     def __init__(

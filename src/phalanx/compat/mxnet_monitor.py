@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from phalanx import executor
+from phalanx import executor_group
 from phalanx.errors import ConfigError
 
 __all__ = ["Monitor", "norm_by_size"]
@@ -23,7 +23,7 @@ def norm_by_size(values: Tensor) -> Tensor:
     return result
 
 
-class Monitor(executor.Monitor):
+class Monitor(executor_group.Monitor):
     """Watch outputs, and at the end of a batch arguments (parameters) and auxiliary states.
 
     Args:
@@ -32,8 +32,8 @@ class Monitor(executor.Monitor):
         pattern: Names that are told begin so.
         sort: Whether they are told by name.
         monitor_all: Whether inputs of modules are told, too.
-        options: Those of `phalanx.executor.Monitor`, by keyword, such as ``which`` for what else is
-            watched.
+        options: Those of `phalanx.executor_group.Monitor`, by keyword, such as ``which`` for what
+            else is watched.
 
     Example:
         >>> net = torch.nn.Linear(2, 1)

@@ -23,8 +23,8 @@ from phalanx.plan import (
     read_whole,
 )
 from phalanx.replicas import (
-    Crew,
-    ThreadCrew,
+    Executor,
+    ThreadExecutor,
     known_devices,
     present_devices,
     resolve_device,
@@ -261,11 +261,11 @@ class AbstractParallel(Container):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._placed = list(present_devices(self._placed))
 
-    def _is_of(self, crew: Crew) -> bool:
-        return all(map(is_, crew.sources, self._columns()))
+    def _is_of(self, executor: Executor) -> bool:
+        return all(map(is_, executor.sources, self._columns()))
 
-    def _make_crew(self) -> ThreadCrew:
-        return ThreadCrew(self._columns(), self.devices, intra_op=self._intra_op)
+    def _make_executor(self) -> ThreadExecutor:
+        return ThreadExecutor(self._columns(), self.devices, intra_op=self._intra_op)
 
 
 def _place(column: nn.Module, placed: torch.device) -> torch.device:

@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec
 
 from phalanx.errors import StateError, UnsupportedError
 from phalanx.plan import flatten, overlaps, part_bounds, unflatten
-from phalanx.replicas import Crew, Report, Turn
+from phalanx.replicas import Executor, Report, Turn
 from phalanx.types import Nested
 
 __all__ = [
@@ -64,19 +64,19 @@ class Connection(ABC):
     """The workers' graphs of one forward pass, and their node in the caller's graph.
 
     Args:
-        crew: Who runs the parts.
+        executor: Who runs the parts.
         parts: Nested inputs by worker; None for those that take no part.
 
     Raises:
         UnsupportedError: In forward-mode differentiation.
     """
 
-    def __init__(self, crew: Crew, parts: Sequence[Nested | None]) -> None:
-        self._parameters = crew.parameters
-        self._num_workers = len(crew)
-        _refuse_tangents(crew.parameters, parts)
+    def __init__(self, executor: Executor, parts: Sequence[Nested | None]) -> None:
+        self._parameters = executor.parameters
+        self._num_workers = len(executor)
+        _refuse_tangents(executor.parameters, parts)
         self._records = torch.is_grad_enabled()
-        self._trainable = {id(p) for p in crew.parameters if p.requires_grad}
+        self._trainable = {id(p) for p in executor.parameters if p.requires_grad}
         self._given = {
             worker: self._open_part(part) for worker, part in enumerate(parts) if part is not None
         }
@@ -87,11 +87,11 @@ class Connection(ABC):
 
     @abstractmethod
     def batches(self) -> Sequence[Nested]:
-        """Return what the crew hands out, by worker."""
+        """Return what the executor hands out, by worker."""
 
     @abstractmethod
     def work(self, run: RunPart) -> Callable[[Turn], Any]:  # Any: what `outputs` takes in
-        """Return the crew's run over the batches; ``run`` is the module's forward pass."""
+        """Return the executor's run over the batches; ``run`` is the module's forward pass."""
 
     @abstractmethod
     def outputs(self, report: Report) -> list[Nested]:
@@ -204,7 +204,7 @@ def freed() -> StateError:
     )
 
 
-def add_shared(crew: Crew, left: Gradients, right: Gradients, *, fresh: bool) -> Gradients:
+def add_shared(executor: Executor, left: Gradients, right: Gradients, *, fresh: bool) -> Gradients:
     """Add the last two partial sums, every thread its share of the elements.
 
     Args:
@@ -214,7 +214,7 @@ def add_shared(crew: Crew, left: Gradients, right: Gradients, *, fresh: bool) ->
     sums = [torch.empty_like(a) if fresh else a for a, _ in pairs]
     sizes = [a.numel() for a, _ in pairs]
     starts = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
-    bounds = part_bounds(sum(sizes), len(crew), _BLOCK)
+    bounds = part_bounds(sum(sizes), len(executor), _BLOCK)
 
     def add(index: int) -> None:
         for pair, start, stop in overlaps(starts, sizes, *bounds[index]):
@@ -222,7 +222,7 @@ def add_shared(crew: Crew, left: Gradients, right: Gradients, *, fresh: bool) ->
             torch.add(a[start:stop], b[start:stop], out=sums[pair][start:stop])
 
     if pairs:
-        crew.each(add)
+        executor.each(add)
     added = iter(sums)
 
     def total(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -16,15 +16,15 @@ from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import FlatParameters
 from phalanx.parallel.balancing import Balancing
 from phalanx.parallel.connection import Connection, RunPart, refuse_transforms
-from phalanx.parallel.graph import CrewGraph, HeldGradients
+from phalanx.parallel.graph import ExecutorGraph, HeldGradients
 from phalanx.parallel.redrawing import redraw_of, refuse_unreached
 from phalanx.plan import check_argument, check_function, read_intra_op
 from phalanx.replicas import (
-    Crew,
+    Executor,
     Inputs,
     Report,
     Statistic,
-    ThreadCrew,
+    ThreadExecutor,
     advance_process_generator,
     check_statistics,
     hold_caller_at_one_thread,
@@ -47,7 +47,7 @@ class _Running:
     """
 
     def __init__(self) -> None:
-        self.crew: Crew | None = None
+        self.executor: Executor | None = None
         self.restore_caller: Callable[[], object] | None = None
         self.flat: FlatParameters | None = None
         self.held = HeldGradients()
@@ -84,13 +84,13 @@ class Container(nn.Module):
         self._feedback: Feedback | None = None
         self._running = _Running()
 
-    def _make_crew(self) -> Crew:
+    def _make_executor(self) -> Executor:
         """Make the workers; each kind of container has its own."""
         raise NotImplementedError
 
-    def _is_of(self, crew: Crew) -> bool:
-        """Tell whether ``crew`` runs the modules that this container holds now."""
-        return crew.sources[0] is self._trained()
+    def _is_of(self, executor: Executor) -> bool:
+        """Tell whether ``executor`` runs the modules that this container holds now."""
+        return executor.sources[0] is self._trained()
 
     def _settle_memory_format(self) -> None:
         """Let parameters lie as they shall before they are moved into flat memory."""
@@ -101,9 +101,9 @@ class Container(nn.Module):
 
     def close(self) -> None:
         """Dismiss the workers' threads; the next forward pass makes new ones."""
-        if self._running.crew is not None:
-            self._running.crew.close()
-            self._running.crew = None
+        if self._running.executor is not None:
+            self._running.executor.close()
+            self._running.executor = None
         if self._running.restore_caller is not None:
             self._running.restore_caller()
             self._running.restore_caller = None
@@ -141,8 +141,8 @@ class Container(nn.Module):
         Whatever changes parameters, and in-place operations on buffers, are noticed without it. It
         is needed only after a write through ``.data``, or into the memory, of a buffer.
         """
-        if self._running.crew is not None:
-            self._open_crew().refresh()
+        if self._running.executor is not None:
+            self._open_executor().refresh()
 
     def flat_parameters(self) -> tuple[Tensor, Tensor]:
         """Return all parameters as one tensor, and all their gradients as another.
@@ -295,30 +295,30 @@ class Container(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_running": _Running()}
 
-    def _open_crew(self) -> Crew:
-        before = self._running.crew
+    def _open_executor(self) -> Executor:
+        before = self._running.executor
         if before is not None and not (self._is_of(before) and before.matches_source()):
             self.close()
-        if self._running.crew is None:
-            crew = self._make_crew()
+        if self._running.executor is None:
+            executor = self._make_executor()
             try:
-                self._running.held.bind(crew.parameters)
+                self._running.held.bind(executor.parameters)
                 for init in self._initialisers:
-                    crew.each(lambda _, init=init: init())  # type: ignore[misc]
+                    executor.each(lambda _, init=init: init())  # type: ignore[misc]
             except BaseException:
-                crew.close()
+                executor.close()
                 raise
-            self._running.crew = crew
-            self._quiet_caller(crew)
-        return self._running.crew
+            self._running.executor = executor
+            self._quiet_caller(executor)
+        return self._running.executor
 
-    def _quiet_caller(self, crew: Crew) -> None:
+    def _quiet_caller(self, executor: Executor) -> None:
         """Let the caller's operators run on one thread while workers share its CPU.
 
         The pool behind them (loss, optimizer) would go on spinning beside the workers after each
         of them: at best 1.2 times the step of an MLP, 1.45 times that of a CNN.
         """
-        if sum(device.type == "cpu" for device in crew.devices) > 1:
+        if sum(device.type == "cpu" for device in executor.devices) > 1:
             self._running.restore_caller = hold_caller_at_one_thread(self)
 
     def _run(
@@ -341,12 +341,14 @@ class Container(nn.Module):
                 the first backward pass through all of them, or here if there can be none.
         """
         refuse_transforms()
-        crew = self._open_crew()
+        executor = self._open_executor()
         if self._feedback is not None:
-            self._feedback.bind(crew.parameters)
+            self._feedback.bind(executor.parameters)
         seed = (seed_of_process(),)
-        graph = self._open_graph(crew, parts, seed)
-        report = crew.run(graph.batches(), graph.work(run), weights=weights, seed=seed, pinned=True)
+        graph = self._open_graph(executor, parts, seed)
+        report = executor.run(
+            graph.batches(), graph.work(run), weights=weights, seed=seed, pinned=True
+        )
         statistics = self._merged_statistics(report)
         merged = merge(graph.outputs(report))
         if report.drew:
@@ -359,14 +361,14 @@ class Container(nn.Module):
 
     def _open_graph(
         self,
-        crew: Crew,
+        executor: Executor,
         parts: Sequence[Nested | None],
         seed: tuple[int, ...],  # noqa: ARG002  # for graphs that may have to repeat the pass
     ) -> Connection:
-        assert isinstance(crew, ThreadCrew)
+        assert isinstance(executor, ThreadExecutor)
         running = self._running
-        return CrewGraph(
-            crew,
+        return ExecutorGraph(
+            executor,
             parts,
             held=running.held,
             hold=running.hold,

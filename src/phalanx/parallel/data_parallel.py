@@ -33,8 +33,8 @@ from phalanx.plan import (
     workload_sizes,
 )
 from phalanx.replicas import (
-    Crew,
-    ThreadCrew,
+    Executor,
+    ThreadExecutor,
     batch_norm_names,
     present_devices,
     resolve_devices,
@@ -293,16 +293,16 @@ class DataParallel(Container, Unwrapped):
 
     def _settle_memory_format(self) -> None:
         """In flat memory parameters keep their order; channels_last is for who asked for it."""
-        if self._running.crew is None and self._channels_last:
+        if self._running.executor is None and self._channels_last:
             use_channels_last(self.module)
         self._channels_last = False
 
     def _trained(self) -> nn.Module:
         return self.module
 
-    def _make_crew(self) -> Crew:
+    def _make_executor(self) -> Executor:
         self._refuse_synchronised_insides()
-        return ThreadCrew(
+        return ThreadExecutor(
             self.module,
             self._devices,
             workloads=self._workloads,
@@ -407,7 +407,7 @@ class DataParallel(Container, Unwrapped):
     def _as_tried(self, run: Callable[[], T]) -> T:
         """Run with channels_last weights where they are wanted; some models do not run so."""
         refuse_transforms()  # before anything is laid out anew
-        if self._running.crew is not None or not self._wants_channels_last():
+        if self._running.executor is not None or not self._wants_channels_last():
             return run()
         use_channels_last(self.module)
         if self._channels_last:

@@ -22,7 +22,7 @@ from phalanx.replicas import (
     Partial,
     PartialSums,
     Report,
-    ThreadCrew,
+    ThreadExecutor,
     Turn,
     add_gradients,
     advance_process_generator,
@@ -35,7 +35,7 @@ from phalanx.replicas import (
 )
 from phalanx.types import Nested
 
-__all__ = ["CrewGraph", "HeldGradients"]
+__all__ = ["ExecutorGraph", "HeldGradients"]
 
 _BACKWARD = 1  # what sets the seeds of backward passes apart from those of forward passes
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
@@ -90,11 +90,11 @@ class _Part:
     outputs_spec: TreeSpec | None = None
 
 
-class CrewGraph(Connection):
-    """A connection whose graphs lie with the threads of a crew.
+class ExecutorGraph(Connection):
+    """A connection whose graphs lie with the threads of an executor.
 
     Args:
-        crew: Who runs the parts.
+        executor: Who runs the parts.
         parts: Nested inputs by worker; None for those that take no part.
         held: Gradients kept by workers; they are added to those that are merged next.
         hold: Keep this pass's gradients there, instead of merging them.
@@ -108,7 +108,7 @@ class CrewGraph(Connection):
 
     def __init__(
         self,
-        crew: ThreadCrew,
+        executor: ThreadExecutor,
         parts: Sequence[Nested | None],
         *,
         held: HeldGradients,
@@ -116,9 +116,9 @@ class CrewGraph(Connection):
         feedback: Feedback | None = None,
         inputs: Inputs | None = None,
     ) -> None:
-        super().__init__(crew, parts)
+        super().__init__(executor, parts)
         self._inputs = inputs
-        self._crew = crew
+        self._executor = executor
         self._batches = parts
         self._held = held
         self._hold = hold
@@ -181,20 +181,20 @@ class CrewGraph(Connection):
         if not self._parts or any(part.outputs is None for part in self._parts.values()):
             raise freed()
         self._check_inputs()
-        sums = PartialSums(len(self._crew))
-        modes = CallerModes.capture(self._crew.devices)
+        sums = PartialSums(len(self._executor))
+        modes = CallerModes.capture(self._executor.devices)
         members = self._members(grads)
         whole = self._reaches_all_parameters()
         hold, settle = self._hold and whole, whole and not self._hold
-        seconds = [0.0] * len(self._crew)
+        seconds = [0.0] * len(self._executor)
         seed = seed_of_process()
         turns = [part.turn for part in self._parts.values() if part.turn is not None]
         for turn in turns:
             turn.rng_use.drew.clear()
 
         def work(worker: int) -> Gradients | None:
-            with modes.entered(self._crew.devices[worker]), self._crew.attending(worker):
-                watch = self._crew.stopwatch(worker)
+            with modes.entered(self._executor.devices[worker]), self._executor.attending(worker):
+                watch = self._executor.stopwatch(worker)
                 own = None
                 if worker in members:
                     own = self._backward_of(worker, grads, keep_graph, seed)
@@ -206,8 +206,8 @@ class CrewGraph(Connection):
                 return own
 
         try:
-            with self._crew.open_meeting(members):
-                results = self._crew.each(work)
+            with self._executor.open_meeting(members):
+                results = self._executor.each(work)
         except BaseException:
             if self._feedback is not None:
                 self._feedback.rollback()
@@ -235,7 +235,7 @@ class CrewGraph(Connection):
         """
         if not (self._hold or self._held.by_worker or self._feedback):
             return True
-        return all(_is_reached(p) for p in self._crew.parameters if id(p) in self._trainable)
+        return all(_is_reached(p) for p in self._executor.parameters if id(p) in self._trainable)
 
     def _forget(self) -> None:
         for part in self._parts.values():
@@ -243,7 +243,7 @@ class CrewGraph(Connection):
 
     def _members(self, grads: Sequence[Tensor | None]) -> list[int]:
         """Return the workers whose outputs got a gradient; all, where they need each other."""
-        if self._crew.meets:
+        if self._executor.meets:
             return list(self._parts)
         return self._reached(grads)
 
@@ -252,19 +252,19 @@ class CrewGraph(Connection):
     ) -> Gradients:
         part = self._parts[worker]
         assert part.turn is not None
-        replica = self._crew.replicas[worker]
+        replica = self._executor.replicas[worker]
         pairs = []
         for (owner, place), grad in zip(self._connected, grads, strict=True):
             if owner == worker and part.outputs is not None:
                 output = part.outputs[place]
                 if grad is not None:
                     pairs.append((output, grad.to(output.device)))
-                elif self._crew.meets:  # the others wait for this worker in their batch norms
+                elif self._executor.meets:  # the others wait for this worker in their batch norms
                     pairs.append((output, torch.zeros_like(output)))
         try:
             if pairs:
                 outputs, output_grads = zip(*pairs, strict=True)
-                once = self._crew.compile_once.running("backward", replica.device, output_grads)
+                once = self._executor.compile_once.running("backward", replica.device, output_grads)
                 seeded = derive_seed(seed, _BACKWARD, worker)
                 with once, replica.going_back(), part.turn.drawing(seeded):
                     run_backward(outputs, output_grads, keep_graph=keep_graph)
@@ -281,8 +281,8 @@ class CrewGraph(Connection):
             own = add_gradients(own, held) if own is not None else copies
         if own is None or self._feedback is None:
             return own
-        shapes = [parameter.shape for parameter in self._crew.parameters]
-        places = self._feedback.places_of(self._crew.parameters)
+        shapes = [parameter.shape for parameter in self._executor.parameters]
+        places = self._feedback.places_of(self._executor.parameters)
         return self._feedback.compress(worker, own, shapes, places)
 
     def _keep(self, results: Sequence[Gradients | None]) -> None:
@@ -291,7 +291,7 @@ class CrewGraph(Connection):
             if gradients is not None:
                 self._held.add(worker, gradients)
 
-        self._crew.each(add)
+        self._executor.each(add)
 
     def _input_gradients(self) -> Gradients:
         gradients: Gradients = []
@@ -313,13 +313,13 @@ class CrewGraph(Connection):
             return [None] * len(self._trainable)
         sums, *others = [apart(operand.gradients) for operand in operands]  # or `grad` would share
         if others:
-            sums = add_shared(self._crew, sums, *others, fresh=False)
-        for parameter, total in zip(self._crew.parameters, sums, strict=True):
+            sums = add_shared(self._executor, sums, *others, fresh=False)
+        for parameter, total in zip(self._executor.parameters, sums, strict=True):
             if settle and total is not None and id(parameter) not in self._trainable:
                 _add_to_grad(parameter, total)
         return [
             None if total is None else total.as_strided(parameter.shape, dense_strides(parameter))
-            for total, parameter in zip(sums, self._crew.parameters, strict=True)
+            for total, parameter in zip(sums, self._executor.parameters, strict=True)
             if id(parameter) in self._trainable
         ]
 

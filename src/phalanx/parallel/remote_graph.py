@@ -5,7 +5,8 @@
     backward    output gradients ────►  backward through the graph of that number
                 input gradients ◄────   (gradients of parameters: in slots, as in every run)
 
-Either is one run of the crew, in which a worker that is lost is replaced. Who has not got the graph
+Either is one run of the executor, in which a worker that is lost is replaced. Who has not got the
+graph
 is sent the inputs once more with the output gradients, and repeats the forward pass first: with the
 same random numbers, buffers and modes, and so to the same bits.
 """
@@ -38,7 +39,7 @@ from phalanx.replicas import (
     Changes,
     Partial,
     Portion,
-    ProcessCrew,
+    ProcessExecutor,
     Report,
     Turn,
     advance_process_generator,
@@ -60,7 +61,7 @@ class RemoteGraph(Connection):
     """A connection whose graphs lie in worker processes.
 
     Args:
-        crew: Who runs the parts.
+        executor: Who runs the parts.
         parts: Nested inputs by worker; None for those that take no part.
         seed: Where the random numbers of the pass start.
         alive: Returns the numbers of all passes that may still be gone back through; workers forget
@@ -72,18 +73,18 @@ class RemoteGraph(Connection):
 
     def __init__(
         self,
-        crew: ProcessCrew,
+        executor: ProcessExecutor,
         parts: Sequence[Nested | None],
         seed: tuple[int, ...],
         alive: Callable[[], frozenset[int]],
     ) -> None:
-        super().__init__(crew, parts)
+        super().__init__(executor, parts)
         self.number = next(_numbers)
-        self._crew: ProcessCrew | None = crew
+        self._executor: ProcessExecutor | None = executor
         self._seed = seed
         self._alive = alive
-        self._modes = CallerModes.capture(crew.devices)
-        self._versions = versions_of(crew.parameters)
+        self._modes = CallerModes.capture(executor.devices)
+        self._versions = versions_of(executor.parameters)
         self._run: RunPart | None = None
         self._moment: Changes | None = None
 
@@ -109,8 +110,8 @@ class RemoteGraph(Connection):
 
     def outputs(self, report: Report) -> list[Nested]:
         """Return what has come back."""
-        assert self._crew is not None
-        self._moment = self._crew.moment
+        assert self._executor is not None
+        self._moment = self._executor.moment
         flat: dict[int, list[Any]] = {}
         specs: dict[int, TreeSpec] = {}
         places = []
@@ -122,8 +123,8 @@ class RemoteGraph(Connection):
 
     def backward(self, grads: Sequence[Tensor | None], keep_graph: bool) -> Gradients:
         """Run every worker's backward pass and return the gradients of :meth:`_tensors`."""
-        crew, run, moment = self._crew, self._run, self._moment
-        if crew is None:
+        executor, run, moment = self._executor, self._run, self._moment
+        if executor is None:
             raise StateError(
                 "`backward()` needs the worker processes of its forward pass, but they were "
                 "dismissed. Call `forward()` again."
@@ -151,13 +152,13 @@ class RemoteGraph(Connection):
             seed=seed_of_process(),
         )
         weights = [float(worker in own) for worker in range(self._num_workers)]
-        with crew.as_of(moment), torch.enable_grad():  # gradients are asked for
-            report = crew.run(batches, task, weights=weights, seed=self._seed, pinned=True)
+        with executor.as_of(moment), torch.enable_grad():  # gradients are asked for
+            report = executor.run(batches, task, weights=weights, seed=self._seed, pinned=True)
         if report.drew:
             advance_process_generator()
         if set(members) == set(self._given):
             self._tell_seconds(report.seconds)
-        gradients = self._input_gradients(report) + self._merged(crew, report.operands)
+        gradients = self._input_gradients(report) + self._merged(executor, report.operands)
         if not keep_graph:
             self._forget()
         return gradients
@@ -169,8 +170,8 @@ class RemoteGraph(Connection):
             StateError: The module cannot be what it was any more.
         """
         assert self._moment is not None
-        assert self._crew is not None
-        if not self._crew.knows(self._moment):
+        assert self._executor is not None
+        if not self._executor.knows(self._moment):
             raise StateError(
                 "`backward()` needs the worker that ran the forward pass, or the module as it was "
                 "then, but the worker was lost and another forward pass was begun since. Call "
@@ -180,7 +181,7 @@ class RemoteGraph(Connection):
 
     def dismiss(self) -> None:
         """Let the workers go, and the graph with them."""
-        self._crew = None
+        self._executor = None
         self._forget()
 
     def _check_parameters(self) -> None:
@@ -203,7 +204,7 @@ class RemoteGraph(Connection):
             gradients += [None] * sum(given.wanted) if found is None else found
         return gradients
 
-    def _merged(self, crew: ProcessCrew, operands: Sequence[Partial]) -> Gradients:
+    def _merged(self, executor: ProcessExecutor, operands: Sequence[Partial]) -> Gradients:
         """Add the last two partial sums; the slots that they lie in are others' afterwards."""
         if not operands:
             return [None] * len(self._trainable)
@@ -214,7 +215,7 @@ class RemoteGraph(Connection):
         return [
             None if total is None else total.as_strided(each.shape, dense_strides(each))
             for total, each in zip(
-                add_shared(crew, left, right, fresh=True), self._parameters, strict=True
+                add_shared(executor, left, right, fresh=True), self._parameters, strict=True
             )
             if id(each) in self._trainable
         ]

@@ -14,8 +14,8 @@ from phalanx.parallel.connection import Connection
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.remote_graph import RemoteGraph
 from phalanx.replicas import (
-    Crew,
-    ProcessCrew,
+    Executor,
+    ProcessExecutor,
     Shelf,
     WorkerFailure,
     batch_norm_names,
@@ -27,10 +27,10 @@ __all__ = ["RemoteParallel", "SharedShelf"]
 
 
 class SharedShelf:
-    """The shelves of several crews, which find the parameters that they share in one place.
+    """The shelves of several executors, which find the parameters that they share in one place.
 
-    Each crew has a shelf of its own, because a shelf frees nothing while its crew works; what one
-    has moved to its shelf, the others' hold as well.
+    Each executor has a shelf of its own, because a shelf frees nothing while its executor works;
+    what one has moved to its shelf, the others' hold as well.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -38,7 +38,7 @@ class SharedShelf:
         self._shelves: weakref.WeakSet[Shelf] = weakref.WeakSet()
 
     def open(self, parameters: Iterable[nn.Parameter]) -> Shelf:
-        """Return a shelf for one more crew, with what others have of its ``parameters``."""
+        """Return a shelf for one more executor, with what others have of its ``parameters``."""
         shelf = Shelf(self._directory)
         for parameter in parameters:
             for other in self._shelves:
@@ -51,7 +51,7 @@ class RemoteParallel(DataParallel):
     """Run ``module`` in worker processes of this host; otherwise as `DataParallel` does.
 
     A worker that is lost is replaced, in forward, in backward and between them, and the bits stay
-    the same. It is what an executor group with ``crew="processes"`` runs on.
+    the same. It is what an executor group with ``executor="processes"`` runs on.
 
     Args:
         shelf: Where parameters lie while workers run.
@@ -85,8 +85,8 @@ class RemoteParallel(DataParallel):
     @property
     def pids(self) -> list[int]:
         """The workers' process numbers; empty before the first pass."""
-        crew = self._running.crew
-        return crew.pids if isinstance(crew, ProcessCrew) else []
+        executor = self._running.executor
+        return executor.pids if isinstance(executor, ProcessExecutor) else []
 
     def close(self) -> None:
         """Dismiss the workers, and with them the graphs that they keep; the next pass makes new."""
@@ -110,8 +110,9 @@ class RemoteParallel(DataParallel):
         others = [str(device) for device in self._devices if device.type != "cpu"]
         if others:
             raise UnsupportedError(
-                f"`devices` must be CPUs for crew='processes', but hold {', '.join(others)}. Use "
-                "crew='threads', which serves several devices from one process."
+                f"`devices` must be CPUs for executor='processes', but hold {', '.join(others)}. "
+                "Use "
+                "executor='threads', which serves several devices from one process."
             )
 
     def _refuse_meetings(self) -> None:
@@ -122,12 +123,13 @@ class RemoteParallel(DataParallel):
         name = next((name for name in names if self._rules.of(name) == "sync"), None)
         if name is not None and len(self._devices) > 1:
             raise UnsupportedError(
-                f"`buffers` must be 'mean', 'first' or 'sum' for crew='processes', but is 'sync' "
-                f"for `{name}`. Use crew='threads', whose batch norms can wait for each other."
+                f"`buffers` must be 'mean', 'first' or 'sum' for executor='processes', but is "
+                "'sync' "
+                f"for `{name}`. Use executor='threads', whose batch norms can wait for each other."
             )
 
-    def _make_crew(self) -> Crew:
-        return ProcessCrew(
+    def _make_executor(self) -> Executor:
+        return ProcessExecutor(
             self.module,
             len(self._devices),
             shelf=self.shelf.open(self.module.parameters()),
@@ -139,10 +141,10 @@ class RemoteParallel(DataParallel):
         )
 
     def _open_graph(
-        self, crew: Crew, parts: Sequence[Nested | None], seed: tuple[int, ...]
+        self, executor: Executor, parts: Sequence[Nested | None], seed: tuple[int, ...]
     ) -> Connection:
-        assert isinstance(crew, ProcessCrew)
-        graph = RemoteGraph(crew, parts, seed, self._alive)
+        assert isinstance(executor, ProcessExecutor)
+        graph = RemoteGraph(executor, parts, seed, self._alive)
         self._graphs.add(graph)
         return graph
 

@@ -1,7 +1,6 @@
 """One model many times: the threads, copies and sums behind every container."""
 
 from phalanx.replicas.batch_norm import batch_norm_names
-from phalanx.replicas.crew import Crew, Job, Report, Span, Turn, blame, default_intra_op
 from phalanx.replicas.devices import (
     known_devices,
     num_devices,
@@ -15,6 +14,7 @@ from phalanx.replicas.draws import (
     preserve_rng,
     seed_of_process,
 )
+from phalanx.replicas.executor import Executor, Job, Report, Span, Turn, blame, default_intra_op
 from phalanx.replicas.failures import FailureLog, WorkerFailure, WorkerLost, check_patience
 from phalanx.replicas.inputs import Inputs, placed
 from phalanx.replicas.intra_op import caller_intra_op, hold_caller_at_one_thread, num_cores
@@ -25,7 +25,7 @@ from phalanx.replicas.memory_format import (
 )
 from phalanx.replicas.mirror import Changes
 from phalanx.replicas.modes import CallerModes
-from phalanx.replicas.process_crew import Portion, ProcessCrew, check_shareable
+from phalanx.replicas.process_executor import Portion, ProcessExecutor, check_shareable
 from phalanx.replicas.replica import Replica, add_gradients, apart, refuse_lazy, refuse_scripts
 from phalanx.replicas.rng import (
     MicrobatchRng,
@@ -46,15 +46,15 @@ from phalanx.replicas.statistics import (
 )
 from phalanx.replicas.sums import Partial, PartialSums, TreeSums
 from phalanx.replicas.team import Team
-from phalanx.replicas.thread_crew import ThreadCrew
+from phalanx.replicas.thread_executor import ThreadExecutor
 from phalanx.replicas.uncompiled import uncompiled
 from phalanx.replicas.worker import Worker
 
 __all__ = [
     "CallerModes",
     "Changes",
-    "Crew",
     "Draws",
+    "Executor",
     "FailureLog",
     "Inputs",
     "Job",
@@ -63,7 +63,7 @@ __all__ = [
     "PartialSums",
     "Place",
     "Portion",
-    "ProcessCrew",
+    "ProcessExecutor",
     "Replica",
     "Report",
     "RngPlan",
@@ -74,7 +74,7 @@ __all__ = [
     "Span",
     "Statistic",
     "Team",
-    "ThreadCrew",
+    "ThreadExecutor",
     "TreeSums",
     "Turn",
     "Worker",

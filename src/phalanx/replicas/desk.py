@@ -1,11 +1,13 @@
-"""Where the threads of a process crew fetch microbatches, and bring back those of lost workers."""
+"""Where the threads of a process executor fetch microbatches, and bring back those of lost "
+"workers.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 
-from phalanx.replicas.crew import Job
+from phalanx.replicas.executor import Job
 
 __all__ = ["Desk"]
 

@@ -88,7 +88,7 @@ class FailureLog:
         raise PeerLost(
             f"At most {self._most} workers may be lost (`max_failures`), but worker "
             f"{failure.worker} {failure.reason}{held}, and it is number {self._count}. If they "
-            "all fall over the same data, look at it with crew='threads'.",
+            "all fall over the same data, look at it with executor='threads'.",
             failure.worker,
         )
 

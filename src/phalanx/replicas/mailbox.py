@@ -1,6 +1,7 @@
 """Tensors on their way between two processes: written once to shared memory, read once from there.
 
-The crew's process makes all memory, so it writes to a `Mailbox`, which grows. A worker writes to an
+The executor's process makes all memory, so it writes to a `Mailbox`, which grows. A worker writes
+to an
 `Outbox` in memory that it was lent; what does not fit travels with the message, and the answer says
 how much room would have been enough, so that there is as much the next time.
 """
@@ -81,7 +82,7 @@ class Outbox:
 
 
 class Mailbox(Outbox):
-    """The same in the crew's process, where there is always room."""
+    """The same in the executor's process, where there is always room."""
 
     def clear(self) -> None:
         """Begin another message."""

@@ -1,4 +1,4 @@
-"""What travels between a crew and its worker processes: pickled, with the tensors set aside.
+"""What travels between an executor and its worker processes: pickled, with the tensors set aside.
 
 This is the pickle of `multiprocessing`, between a process and the children that it has started
 itself; it crosses no host and reads no file (SECURITY.md). Tensors go as bytes, or as a place in
@@ -307,7 +307,7 @@ def pack_data(data: Any, aside: Aside = _nothing) -> bytes:
         raise ConfigError(
             "What a batch holds must be picklable to be sent to worker processes (for "
             f"shard_loading=True its data set and `collate_fn`), but is not: {error}. Give tensors "
-            "and plain values, define functions at the top of a module, or use crew='threads'."
+            "and plain values, define functions at the top of a module, or use executor='threads'."
         ) from error
 
 
@@ -318,7 +318,7 @@ def _refuse_interactive(obj: type | types.FunctionType) -> None:
     raise ConfigError(
         f"`{obj.__qualname__}` must be importable by worker processes, but is defined in a "
         "notebook or at a prompt. Move it to a file of its own, such as `model.py`, and import it "
-        "from there, or use crew='threads'."
+        "from there, or use executor='threads'."
     )
 
 
@@ -343,10 +343,10 @@ def picklable_or_named(module: nn.Module, error: Exception) -> ConfigError:
                 return ConfigError(
                     f"Attribute `{name}` of `module` must be picklable to be sent to worker "
                     f"processes, but is {type(value).__name__!r}: {cause}. Define functions at the "
-                    "top of a module, make other objects in `forward`, or use crew='threads'."
+                    "top of a module, make other objects in `forward`, or use executor='threads'."
                 )
     return ConfigError(
         f"`module`, `loss` and `forward` must be picklable to be sent to worker processes, but are "
         f"not: {error}. Define functions at the top of a module (no lambda, no inner function that "
-        "captures variables), or use crew='threads'."
+        "captures variables), or use executor='threads'."
     )

@@ -39,10 +39,10 @@ class Replica:
         source: The module that the user trains.
         device: Where this replica computes.
         index: Its number, for errors.
-        all_parameters: Those of the whole crew, in whose order gradients are returned.
+        all_parameters: Those of the whole executor, in whose order gradients are returned.
         prefix: What stands before the names of the source's buffers.
         rules: What becomes of buffers that the replica writes.
-        reaching: Catches gradients that reach the source itself; one for the whole crew.
+        reaching: Catches gradients that reach the source itself; one for the whole executor.
         only_one: Whether there is no other replica of ``source``.
 
     Attributes:
@@ -156,7 +156,7 @@ class Replica:
     def take_gradients(self) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
 
-        They stand in the order of the crew's parameters, with None for those of others.
+        They stand in the order of the executor's parameters, with None for those of others.
         """
         gradients: list[Tensor | None] = [None] * len(self._everything)
         for place, parameter, original in zip(

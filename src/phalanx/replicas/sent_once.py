@@ -20,10 +20,10 @@ class SentOnce:
 
 
 class OnceNames:
-    """The names under which the workers of a crew keep what they were sent once.
+    """The names under which the workers of an executor keep what they were sent once.
 
-    A name is nobody else's afterwards, and holds nothing: what the crew's process has let go of,
-    its workers forget with the next thing that they are sent.
+    A name is nobody else's afterwards, and holds nothing: what the executor's process has let go
+    of, its workers forget with the next thing that they are sent.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Regions that a crew and its worker processes see at the same time, and what lies in them."""
+"""Regions that an executor and its worker processes see at the same time, and what lies in them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Place:
 
 
 class Shelf:
-    """Regions by number; the same numbers in the crew's process and in its workers.
+    """Regions by number; the same numbers in the executor's process and in its workers.
 
     Regions are anonymous: the kernel frees them with the last process that holds them, however it
     ends, so nothing can be left behind.

@@ -1,6 +1,6 @@
 """Shared memory that takes what one microbatch leaves: its gradients, and what is in buffers.
 
-What is written where is settled when a crew starts, so an answer only says what there is.
+What is written where is settled when an executor starts, so an answer only says what there is.
 """
 
 from __future__ import annotations

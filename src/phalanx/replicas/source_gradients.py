@@ -42,7 +42,7 @@ class SourceGradients:
     """What reaches the parameters of the user's own module.
 
     Args:
-        parameters: All parameters of a crew; gradients are told by their index.
+        parameters: All parameters of an executor; gradients are told by their index.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

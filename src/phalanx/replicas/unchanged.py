@@ -6,7 +6,8 @@ microbatch, in a race. Buffers may be written: every microbatch has its own copy
 module itself are reached past the replica, by a function that holds `self`.
 
 Writes raise the tensor's version, and an assignment to `.data` moves it; both are looked for in
-every microbatch. Writes through `.data` do neither, so a crew's first run is compared with a copy.
+every microbatch. Writes through `.data` do neither, so an executor's first run is compared with a
+copy.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from torch import nn
 from phalanx.clock import now_s
 from phalanx.memory import die_with_parent, keep_freed_memory, plant, reach
 from phalanx.plan import BufferRules
-from phalanx.replicas.crew import Turn
 from phalanx.replicas.draws import derive_seed
+from phalanx.replicas.executor import Turn
 from phalanx.replicas.filler import Filler
 from phalanx.replicas.global_values import PackedGlobals, adopt_globals
 from phalanx.replicas.intra_op import set_intra_op
@@ -107,7 +107,7 @@ class Order:
 
     Attributes:
         run: What is to be called with the `Turn`.
-        settings: Those of the crew's process.
+        settings: Those of the executor's process.
         rng: How microbatches get their random numbers.
         values: Of global variables that have changed since the worker's birth.
     """
@@ -131,8 +131,8 @@ class Task:
     """One microbatch.
 
     Attributes:
-        order: In the crew's process it is packed. It comes before the rows, as settings may say how
-            those are made.
+        order: In the executor's process it is packed. It comes before the rows, as settings may
+            say how those are made.
         batch: Its rows.
         slot: The region that takes the gradients; -1 for none.
         reply: Bytes that take what is large in the result; None for none.
@@ -154,7 +154,7 @@ class Errand:
 
     Attributes:
         call: What is to be called with the `Worker`.
-        settings: Those of the crew's process, where they matter.
+        settings: Those of the executor's process, where they matter.
     """
 
     call: Callable[[Worker], Any]  # Any: the answer, whatever the caller's
@@ -246,7 +246,7 @@ class Worker:
     """One replica in a process of its own.
 
     Attributes:
-        shelf: The memory that it shares with its crew.
+        shelf: The memory that it shares with its executor.
         kept: What errands and runs have left for later ones, by name.
     """
 

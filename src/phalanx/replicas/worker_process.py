@@ -58,7 +58,7 @@ class WorkerProcess:
         mail: Where its rows and its answers go; nobody else writes there any more.
         intra_op: Threads inside its operators.
         birth: What it begins with.
-        shelf: The crew's.
+        shelf: The executor's.
 
     Raises:
         PeerLost: The system starts no process.
@@ -98,7 +98,7 @@ class WorkerProcess:
             raise PeerLost(
                 f"Worker {index} must be started as a process, but the system says: {error}. Raise "
                 "the limits of open files (`ulimit -n`) and processes (`ulimit -u`), see that the "
-                "current directory exists, or use crew='threads'.",
+                "current directory exists, or use executor='threads'.",
                 index,
             ) from error
         self._spoken = select.poll()  # kept: `multiprocessing.connection.wait` makes one each time
@@ -113,7 +113,7 @@ class WorkerProcess:
             raise UnsupportedError(
                 "Worker processes must be started by a process that may have children, but this "
                 "one is a daemon of `multiprocessing`, such as a worker of its `Pool`. Use "
-                "`concurrent.futures.ProcessPoolExecutor` there, or crew='threads'."
+                "`concurrent.futures.ProcessPoolExecutor` there, or executor='threads'."
             )
         self._connection, theirs = _SPAWN.Pipe(duplex=True)
         limit_patience(self._connection, START_S)
@@ -135,7 +135,7 @@ class WorkerProcess:
             self._process.start()
         except RuntimeError:  # a script without a guard starts itself again and again
             raise ConfigError(
-                "A script that uses crew='processes' must start its work under `if __name__ == "
+                "A script that uses executor='processes' must start its work under `if __name__ == "
                 "'__main__':`, but does not: each worker imports it, and would start workers again."
             ) from None  # it says the same in twenty lines
         finally:

@@ -1,6 +1,5 @@
 """Training: the loop, the optimizer's step, metrics, checkpoints."""
 
-from phalanx.train.crews import CREWS
 from phalanx.train.events import (
     Callback,
     EpochDone,
@@ -11,13 +10,14 @@ from phalanx.train.events import (
     WorkerLost,
 )
 from phalanx.train.merge import Update, merge_updates
+from phalanx.train.opening import EXECUTORS
 from phalanx.train.sampler import ExactSampler
 from phalanx.train.split import split_batch
 from phalanx.train.stragglers import Straggler, Stragglers
 from phalanx.train.trainer import Trainer
 
 __all__ = [
-    "CREWS",
+    "EXECUTORS",
     "Callback",
     "EpochDone",
     "Event",

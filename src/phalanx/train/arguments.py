@@ -26,7 +26,7 @@ from phalanx.plan import (
     read_whole,
 )
 from phalanx.replicas import check_patience, refuse_scripts
-from phalanx.train.crews import CREWS
+from phalanx.train.opening import EXECUTORS
 from phalanx.types import Device, WeightFn
 
 __all__ = [
@@ -52,7 +52,7 @@ def check_options(
     replicas: int | str | Sequence[Device],
     microbatches: int | None,
     intra_op: int | None,
-    crew: str,
+    executor: str,
     clip_norm: float | None,
     timeout_s: float,
     max_failures: int | None,
@@ -68,9 +68,11 @@ def check_options(
         raise ConfigError(
             f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
         )
-    if crew not in CREWS:
-        raise ConfigError(f"`crew` must be one of {', '.join(map(repr, CREWS))}, but is {crew!r}.")
-    check_replicas(replicas, crew)
+    if executor not in EXECUTORS:
+        raise ConfigError(
+            f"`executor` must be one of {', '.join(map(repr, EXECUTORS))}, but is {executor!r}."
+        )
+    check_replicas(replicas, executor)
     check_patience(timeout_s, max_failures)
 
 
@@ -99,8 +101,8 @@ def read_folder(name: str, given: Any) -> Path:
     return Path(given)
 
 
-def check_replicas(replicas: int | str | Sequence[Device], crew: str) -> None:
-    """Refuse replicas that are neither a number nor devices, or too many for the crew."""
+def check_replicas(replicas: int | str | Sequence[Device], executor: str) -> None:
+    """Refuse replicas that are neither a number nor devices, or too many for the executor."""
     if isinstance(replicas, str) and replicas != "auto":
         raise ConfigError(
             f"`replicas` must be a number, a sequence of devices or 'auto', but is {replicas!r}. "
@@ -116,33 +118,35 @@ def check_replicas(replicas: int | str | Sequence[Device], crew: str) -> None:
         "Give 2, or ['cpu', 'cpu'].",
     )
     count = len(replicas) if isinstance(replicas, (tuple, list)) else replicas
-    if crew == "inline" and count not in ("auto", 1):
+    if executor == "inline" and count not in ("auto", 1):
         raise ConfigError(
-            f"`replicas` must be 1 for crew='inline', which is the caller's own thread, but is "
-            f"{count!r}. Use crew='threads' for more."
+            f"`replicas` must be 1 for executor='inline', which is the caller's own thread, but is "
+            f"{count!r}. Use executor='threads' for more."
         )
 
 
-def check_ranks(crew: str, workloads: Any, codec: Any) -> None:
+def check_ranks(executor: str, workloads: Any, codec: Any) -> None:
     """Refuse what ranks cannot do together."""
-    if crew != "ranks":
+    if executor != "ranks":
         return
     if isinstance(workloads, str):
         raise UnsupportedError(
-            "`workloads` must be numbers for crew='ranks', whose ranks would measure different "
+            "`workloads` must be numbers for executor='ranks', whose ranks would measure different "
             f"ones, but is {workloads!r}. Give this rank's replicas' shares."
         )
     if codec is not None:
         raise UnsupportedError(
-            f"`codec` must be None for crew='ranks', but is {codec!r}. Use `codec_hook` with DDP."
+            f"`codec` must be None for executor='ranks', but is {codec!r}. Use `codec_hook` with "
+            "DDP."
         )
 
 
-def check_resize(crew: str) -> None:
+def check_resize(executor: str) -> None:
     """Refuse another number of replicas where others would have to know of it."""
-    if crew == "ranks":
+    if executor == "ranks":
         raise UnsupportedError(
-            "`resize()` must be told to one process that owns all replicas, but crew='ranks' has "
+            "`resize()` must be told to one process that owns all replicas, but executor='ranks' "
+            "has "
             "several. Call `save()`, and `resume()` in a job of another size."
         )
 

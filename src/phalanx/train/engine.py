@@ -1,4 +1,4 @@
-"""One optimizer update over a crew: cut, compute, sum, clip, step."""
+"""One optimizer update over an executor: cut, compute, sum, clip, step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.memory import FlatParameters
 from phalanx.replicas import (
-    Crew,
-    ProcessCrew,
+    Executor,
+    ProcessExecutor,
     Report,
     Span,
     Statistic,
-    ThreadCrew,
+    ThreadExecutor,
     Turn,
     check_statistics,
     refuse_lazy,
@@ -32,13 +32,13 @@ from phalanx.replicas import (
     sum_statistics,
     write_statistics,
 )
-from phalanx.train.crews import CrewMaker
 from phalanx.train.cutting import Cut, Cutter
 from phalanx.train.events import StepDone
 from phalanx.train.formation import Formation
+from phalanx.train.opening import ExecutorMaker
 from phalanx.train.position import History, Loss, Position
 from phalanx.train.rank_stepping import RankStepper
-from phalanx.train.ranks import RankCrew, RankSums
+from phalanx.train.ranks import RankExecutor, RankSums
 from phalanx.train.shared_stepping import SharedStepper
 from phalanx.train.stepping import (
     FlatStepper,
@@ -84,7 +84,7 @@ class Updated:
 
 
 class Engine:
-    """Flat memory, a crew and a stepper around one module and its optimizer.
+    """Flat memory, an executor and a stepper around one module and its optimizer.
 
     Opening it moves the optimizer's parameters into flat buffers; :meth:`close` gives them memory
     of their own again.
@@ -102,7 +102,7 @@ class Engine:
         feedback: Feedback | None,
         history: History,
         untrained: Untrained,
-        open_crew: CrewMaker,
+        open_executor: ExecutorMaker,
     ) -> None:
         self._history = history
         self._untrained = untrained
@@ -117,7 +117,7 @@ class Engine:
         refuse_scripts(module)
         check_members(module, optimizer)
         self._groups = _trainable(optimizer)
-        self._flat = FlatParameters(self._groups, allocate=open_crew.allocate)
+        self._flat = FlatParameters(self._groups, allocate=open_executor.allocate)
         place_of = {id(parameter): place for place, parameter in enumerate(module.parameters())}
         self._homes = [  # of buffers; where there are others, this is opened anew
             (f"{path}.{key}" if path else key, owner, key)
@@ -127,33 +127,33 @@ class Engine:
         self._places = [place_of.get(id(parameter), -1) for parameter in self._flat.parameters]
         with ExitStack() as failed:
             failed.callback(self._flat.release)
-            self.crew = open_crew(module, formation, workloads)
-            failed.callback(self.crew.close)
+            self.executor = open_executor(module, formation, workloads)
+            failed.callback(self.executor.close)
             self._open_steps()
             failed.pop_all()
         self._show_gradients()
 
     def _open_steps(self) -> None:
         """Say how gradients are summed and the optimizer steps."""
-        self._parts = self._flat.parts(len(self.crew))
+        self._parts = self._flat.parts(len(self.executor))
         self._sums: LocalSums | RankSums
-        if isinstance(self.crew, RankCrew):
-            self._sums = RankSums(self._flat, self.crew, self._places)
+        if isinstance(self.executor, RankExecutor):
+            self._sums = RankSums(self._flat, self.executor, self._places)
         else:
-            in_slots = isinstance(self.crew, ProcessCrew)
-            self._sums = LocalSums(self._flat, len(self.crew), self._places, alike=in_slots)
+            in_slots = isinstance(self.executor, ProcessExecutor)
+            self._sums = LocalSums(self._flat, len(self.executor), self._places, alike=in_slots)
         # One replica with one slice, and nothing to clip: there is nothing to add or to share.
         self._alone = (
-            isinstance(self.crew, ThreadCrew)
-            and len(self.crew) == 1
+            isinstance(self.executor, ThreadExecutor)
+            and len(self.executor) == 1
             and self._cutter.microbatches is None
             and self._clip_norm is None
         )
         self._stepper = self._open_stepper()
 
     def close(self) -> None:
-        """Dismiss the crew, and give the parameters memory of their own."""
-        self.crew.close()
+        """Dismiss the executor, and give the parameters memory of their own."""
+        self.executor.close()
         if isinstance(self._stepper, FlatStepper):
             self._stepper.dissolve()
         self._flat.release()
@@ -169,8 +169,8 @@ class Engine:
             StateError: There is no whole state: a step failed half way.
             PeerError: Ranks' weights differ.
         """
-        if changed and isinstance(self.crew, RankCrew):
-            self.crew.agree_to_open_anew()
+        if changed and isinstance(self.executor, RankExecutor):
+            self.executor.agree_to_open_anew()
         self._check_whole()
         self._stepper.complete()
         self.check_alike()
@@ -181,13 +181,13 @@ class Engine:
         Raises:
             PeerError: They differ.
         """
-        if isinstance(self.crew, RankCrew):
-            self.crew.check_alike(self._module)
+        if isinstance(self.executor, RankExecutor):
+            self.executor.check_alike(self._module)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """The worker processes' numbers; empty without any."""
-        return tuple(self.crew.pids) if isinstance(self.crew, ProcessCrew) else ()
+        return tuple(self.executor.pids) if isinstance(self.executor, ProcessExecutor) else ()
 
     def fits(self) -> bool:
         """Tell whether module and memory are still as they were when this was opened."""
@@ -196,26 +196,26 @@ class Engine:
             [[id(p) for p in group] for group in now] == [[id(p) for p in group] for group in then]
             and self._stepper.fits()
             and self._flat.intact()
-            and self.crew.matches_source()
+            and self.executor.matches_source()
         )
 
     def reload_state(self) -> None:
         """Take over a state that was loaded into the optimizer, and into the module."""
         self._torn = False
         self._stepper = self._open_stepper()
-        self.crew.outdate()
+        self.executor.outdate()
 
     def _open_stepper(self) -> Stepper:
         if self._alone or self._history.plain_steps:
             return WholeStepper(self._optimizer, self._flat)
-        crew = self.crew
+        executor = self.executor
         sharing: Callable[[Optimizer, FlatParameters], FlatStepper]
-        if isinstance(crew, RankCrew) and isinstance(self._sums, RankSums):
-            sharing = partial(RankStepper, crew=crew, sums=self._sums)
-        elif isinstance(crew, ProcessCrew):
-            sharing = partial(SharedStepper, crew=crew)
+        if isinstance(executor, RankExecutor) and isinstance(self._sums, RankSums):
+            sharing = partial(RankStepper, executor=executor, sums=self._sums)
+        elif isinstance(executor, ProcessExecutor):
+            sharing = partial(SharedStepper, executor=executor)
         else:
-            sharing = partial(FlatStepper, num_parts=len(crew))
+            sharing = partial(FlatStepper, num_parts=len(executor))
         stepper = open_stepper(self._optimizer, self._flat, sharing)
         self._history.plain_steps = isinstance(stepper, WholeStepper)
         return stepper
@@ -236,8 +236,8 @@ class Engine:
             StateError: As :meth:`complete_state`: nothing may be added to it.
         """
         self._check_whole()
-        crew = self.crew
-        everybody = crew.all_workloads if isinstance(crew, RankCrew) else workloads
+        executor = self.executor
+        everybody = executor.all_workloads if isinstance(executor, RankExecutor) else workloads
         return self._cutter.cut(batch, everybody)
 
     def _check_whole(self) -> None:
@@ -250,7 +250,7 @@ class Engine:
 
     def compute(self, pieces: Cut, run: Callable[[Turn], Outcome], seed: tuple[int, ...]) -> Report:
         """Run all microbatches; nothing that the caller can see changes."""
-        return compute(self.crew, pieces, run, seed, None)
+        return compute(self.executor, pieces, run, seed, None)
 
     def update(
         self,
@@ -288,9 +288,9 @@ class Engine:
             for parameter in self._flat.parameters:
                 parameter.grad = None
         plain = isinstance(self._stepper, FlatStepper) and not self._stepper.is_untouched()
-        if isinstance(self.crew, RankCrew):
-            self.crew.steps_plainly = plain or isinstance(self._stepper, WholeStepper)
-        report = compute(self.crew, pieces, run, seed, self._feedback)
+        if isinstance(self.executor, RankExecutor):
+            self.executor.steps_plainly = plain or isinstance(self._stepper, WholeStepper)
+        report = compute(self.executor, pieces, run, seed, self._feedback)
         statistics = sum_statistics(operand.statistics for operand in report.operands)
         buffers = self._buffers() if statistics else {}
         check_statistics(buffers, statistics)
@@ -304,7 +304,7 @@ class Engine:
             assert isinstance(self._sums, LocalSums)
             self._stepper.show(self._sums.operands[0])
         elif summed:
-            self.crew.each(self._sums.sum_part)
+            self.executor.each(self._sums.sum_part)
             self._sums.share()
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
@@ -321,12 +321,12 @@ class Engine:
             self._stepper.step_part(part)
             with lock:
                 spans.append(Span(replica=part, microbatch=None, start_s=start_s, stop_s=now_s()))
-                if len(spans) < len(self.crew):
+                if len(spans) < len(self.executor):
                     return
             self._finish(buffers, statistics)
             commit(loss)
 
-        self.crew.each(finish, whole=True)
+        self.executor.each(finish, whole=True)
         self._sums.forget()
         self._untrained.note([self._flat.parameters[index] for index in missing])
         self._num_steps += 1
@@ -341,13 +341,13 @@ class Engine:
         write_statistics(buffers, statistics)
         self._history.buffers.update(statistics)
         self._torn = False
-        self.crew.outdate()
+        self.executor.outdate()
 
     def _clip(self, clip_norm: float) -> None:
         """Scale the gradients so that their norm is at most ``clip_norm``."""
-        count = len(self.crew)
+        count = len(self.executor)
         norm = norm_of_gradients(
-            self._flat, lambda work: self.crew.each(lambda thread: work(thread, count))
+            self._flat, lambda work: self.executor.each(lambda thread: work(thread, count))
         )
         if not torch.isfinite(norm):
             raise ConfigError(
@@ -361,7 +361,7 @@ class Engine:
             for each in self._parts[part].ranges:
                 each.gradients.mul_(coefficient)
 
-        self.crew.each(scale)
+        self.executor.each(scale)
 
     def _buffers(self) -> dict[str, Tensor]:
         found = ((name, owner._buffers[key]) for name, owner, key in self._homes)
@@ -372,7 +372,7 @@ class Engine:
             parameter.grad = self._flat.gradient(index)
 
     def _describe(self, pieces: Cut, report: Report, spans: Sequence[Span], loss: Loss) -> Updated:
-        count = len(self.crew)
+        count = len(self.executor)
         shares, busy_s, work_s = [0] * count, [0.0] * count, [0.0] * count
         for place, replica in enumerate(report.replica_of):
             if replica >= 0:
@@ -416,14 +416,14 @@ def _trainable(optimizer: Optimizer) -> list[list[nn.Parameter]]:
 
 
 def compute(
-    crew: Crew,
+    executor: Executor,
     pieces: Cut,
     run: Callable[[Turn], Outcome],
     seed: tuple[int, ...],
     feedback: Feedback | None,
 ) -> Report:
-    """Run all microbatches of ``pieces`` on ``crew``."""
-    return crew.run(
+    """Run all microbatches of ``pieces`` on ``executor``."""
+    return executor.run(
         pieces.microbatches,
         run,
         weights=pieces.weights,

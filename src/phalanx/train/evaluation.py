@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import ConfigError
-from phalanx.executor import ReplicaMetrics
+from phalanx.executor_group import ReplicaMetrics
 from phalanx.plan import check_iterable
 from phalanx.replicas import Turn
 from phalanx.train.engine import Engine, counted, loss_of

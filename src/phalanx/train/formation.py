@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.clock import now_s
+from phalanx.distributed import num_ranks_here
 from phalanx.replicas import default_intra_op, num_cores, resolve_devices
 from phalanx.types import Device
-from phalanx.world import num_ranks_here
 
 __all__ = ["Formation", "candidates", "try_out"]
 
@@ -59,7 +59,7 @@ def candidates(
 
 
 def given(
-    replicas: int | str | Sequence[Device], home: torch.device, intra_op: int | None, crew: str
+    replicas: int | str | Sequence[Device], home: torch.device, intra_op: int | None, executor: str
 ) -> Formation | None:
     """Return the formation that the user asked for; None for one that is to be found out.
 
@@ -67,11 +67,11 @@ def given(
     caller's own thread is one replica.
     """
     if isinstance(replicas, str):
-        if crew not in ("ranks", "inline"):
+        if executor not in ("ranks", "inline"):
             return None
         replicas = 1
     devices = resolve_devices(replicas, home, name="replicas")
-    everybody = devices * (num_ranks_here() if crew == "ranks" else 1)
+    everybody = devices * (num_ranks_here() if executor == "ranks" else 1)
     return Formation(devices, intra_op or default_intra_op(everybody))
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from phalanx.memory import FlatParameters, Segment
 from phalanx.train.elementwise import STEP
-from phalanx.train.ranks import RankCrew, RankSums
+from phalanx.train.ranks import RankExecutor, RankSums
 from phalanx.train.stepping import FlatStepper
 
 __all__ = ["RankStepper"]
@@ -27,18 +27,18 @@ class RankStepper(FlatStepper):
     Args:
         optimizer: The user's; its options and state stay the truth.
         flat: The parameters.
-        crew: This rank's replicas, each with a part of the slice.
+        executor: This rank's replicas, each with a part of the slice.
         sums: Who knows the slices.
     """
 
     def __init__(
-        self, optimizer: Optimizer, flat: FlatParameters, crew: RankCrew, sums: RankSums
+        self, optimizer: Optimizer, flat: FlatParameters, executor: RankExecutor, sums: RankSums
     ) -> None:
-        self._exchange = crew.exchange
+        self._exchange = executor.exchange
         self._sums = sums
         self._wholes: dict[tuple[int, str], Tensor] = {}  # by segment and name
-        own = range(crew.first, crew.first + len(crew))
-        super().__init__(optimizer, flat, sum(crew.counts), own=own)
+        own = range(executor.first, executor.first + len(executor))
+        super().__init__(optimizer, flat, sum(executor.counts), own=own)
         self._known_options = self._options_that_matter() if optimizer.state else None
 
     def finish(self) -> None:

@@ -23,25 +23,25 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.codecs import Feedback
+from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError, PeerError
 from phalanx.memory import FlatParameters
 from phalanx.plan import Node, flatten, workload_sizes
 from phalanx.replicas import (
-    Crew,
+    Executor,
     Job,
     Partial,
     Report,
     Statistic,
-    ThreadCrew,
+    ThreadExecutor,
     TreeSums,
     Turn,
     merge_statistics,
 )
 from phalanx.train.accounts import Account
 from phalanx.types import Nested
-from phalanx.world import Exchange
 
-__all__ = ["RankCrew", "RankReport", "RankSums", "open_ranks", "write_once"]
+__all__ = ["RankExecutor", "RankReport", "RankSums", "open_ranks", "write_once"]
 
 T = TypeVar("T")
 _TRACED = 64  # elements of each microbatch that tell one batch from another
@@ -61,7 +61,7 @@ class RankReport(Report):
     accounts: list[Account] = dataclasses.field(default_factory=list)
 
 
-class RankCrew(Crew):
+class RankExecutor(Executor):
     """This rank's replicas, as a part of the job's.
 
     Args:
@@ -77,7 +77,7 @@ class RankCrew(Crew):
         ConfigError: Ranks differ in their model; it says which.
     """
 
-    def __init__(self, local: ThreadCrew, module: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, local: ThreadExecutor, module: nn.Module, exchange: Exchange) -> None:
         self.local = local
         self.exchange = exchange
         self.steps_plainly = False
@@ -250,7 +250,7 @@ class RankCrew(Crew):
         self.local._work_on(job)
 
 
-def open_ranks(local: ThreadCrew, module: nn.Module) -> RankCrew:
+def open_ranks(local: ThreadExecutor, module: nn.Module) -> RankExecutor:
     """Join the replicas of all ranks, and begin with rank 0's parameters and buffers.
 
     Raises:
@@ -258,12 +258,12 @@ def open_ranks(local: ThreadCrew, module: nn.Module) -> RankCrew:
         ConfigError: Ranks differ in their model.
     """
     try:
-        crew = RankCrew(local, module, Exchange())
-        crew.align(module)
+        executor = RankExecutor(local, module, Exchange())
+        executor.align(module)
     except BaseException:
         local.close()
         raise
-    return crew
+    return executor
 
 
 def write_once(write: Callable[[], None]) -> None:
@@ -351,19 +351,19 @@ class RankSums:
 
     Args:
         flat: Parameters and gradients.
-        crew: This rank's replicas.
-        places: Where each of the flat parameters stands among the crew's, or -1.
+        executor: This rank's replicas.
+        places: Where each of the flat parameters stands among the executor's, or -1.
 
     Attributes:
         slices: By rank, its ranges of the segments: (start, stop) each.
     """
 
-    def __init__(self, flat: FlatParameters, crew: RankCrew, places: Sequence[int]) -> None:
+    def __init__(self, flat: FlatParameters, executor: RankExecutor, places: Sequence[int]) -> None:
         self._flat = flat
-        self._crew = crew
-        self._exchange = crew.exchange
+        self._executor = executor
+        self._exchange = executor.exchange
         self._places = places
-        self.slices = _slices_of(flat, crew.counts)
+        self.slices = _slices_of(flat, executor.counts)
         self._sent = _Buffer(flat, self.slices)
 
     def take(self, report: Report) -> list[int]:

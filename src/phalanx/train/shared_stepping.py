@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from phalanx.memory import FlatParameters
-from phalanx.replicas import ProcessCrew
+from phalanx.replicas import ProcessExecutor
 from phalanx.train.slices import Key, Options, Slice, SlicePlan, SliceStep, plan_slice
 from phalanx.train.stepping import FlatStepper
 
@@ -35,16 +35,18 @@ class SharedStepper(FlatStepper):
 
     Args:
         optimizer: The user's; its options and state stay the truth.
-        flat: The parameters, on the crew's shelf.
-        crew: Whose workers step.
+        flat: The parameters, on the executor's shelf.
+        executor: Whose workers step.
     """
 
-    def __init__(self, optimizer: Optimizer, flat: FlatParameters, crew: ProcessCrew) -> None:
-        self._crew = crew
+    def __init__(
+        self, optimizer: Optimizer, flat: FlatParameters, executor: ProcessExecutor
+    ) -> None:
+        self._executor = executor
         self._slices: list[_Planned] = []
-        super().__init__(optimizer, flat, len(crew), allocate=crew.shelf.allocate)
+        super().__init__(optimizer, flat, len(executor), allocate=executor.shelf.allocate)
         elements = sum(segment.values.numel() for segment in flat.segments)
-        self._is_worth_sending = is_worth_sending(elements, len(crew))
+        self._is_worth_sending = is_worth_sending(elements, len(executor))
         self._has_state = bool(optimizer.state)
 
     def prepare(self, missing: Sequence[int]) -> None:
@@ -76,7 +78,7 @@ class SharedStepper(FlatStepper):
             plan = None if known else planned.plan
             return SliceStep(planned.number, plan, self._options, steps)
 
-        if not self._crew.errand(part, errand):
+        if not self._executor.errand(part, errand):
             planned.slice.step(self._options, steps)
         for _, state in owned:
             if isinstance(state.get("step"), Tensor):
@@ -88,9 +90,9 @@ class SharedStepper(FlatStepper):
 
     def _plan(self, part: int) -> _Planned:
         plan, ranges = plan_slice(
-            type(self._optimizer), self._pieces[part].everything(), self._crew.shelf
+            type(self._optimizer), self._pieces[part].everything(), self._executor.shelf
         )
-        own = Slice(plan, self._crew.shelf, self._options)
+        own = Slice(plan, self._executor.shelf, self._options)
         return _Planned(next(_numbers), plan, own, ranges)
 
 

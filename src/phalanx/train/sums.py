@@ -35,7 +35,7 @@ class LocalSums:
     Args:
         flat: Parameters and gradients.
         num_parts: Number of threads.
-        places: Where each of the flat parameters stands among the crew's, or -1.
+        places: Where each of the flat parameters stands among the executor's, or -1.
         alike: Whether what is to be summed may lie as the buffers do.
     """
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from phalanx.clock import now_s
 from phalanx.codecs import Codec, Feedback
 from phalanx.errors import ConfigError
-from phalanx.executor import ReplicaMetrics
+from phalanx.executor_group import ReplicaMetrics
 from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_workloads
 from phalanx.replicas import FailureLog, Report, caller_intra_op
 from phalanx.train.arguments import (
@@ -33,12 +33,12 @@ from phalanx.train.arguments import (
     make_scheduler,
     read_folder,
 )
-from phalanx.train.crews import CrewMaker, writer_of
 from phalanx.train.cutting import Cutter
 from phalanx.train.engine import Engine, check_members, counted
 from phalanx.train.evaluation import evaluate
 from phalanx.train.events import Callback, EpochDone, FormationChosen, StepDone, Teller, WorkerLost
 from phalanx.train.formation import Formation, given
+from phalanx.train.opening import ExecutorMaker, writer_of
 from phalanx.train.order import Reader, is_complete
 from phalanx.train.position import History, Loss, Position
 from phalanx.train.sharding import Loaders
@@ -75,7 +75,7 @@ class Trainer:
         intra_op: Threads inside operators, per replica. Part of what fixes the bits: 1 when
             ``microbatches`` is given, else cores divided by replicas.
         seed: Where dropout and its like start; each microbatch of each step has numbers of its own.
-        crew: "threads": replicas are threads of this process. "processes": they are worker
+        executor: "threads": replicas are threads of this process. "processes": they are worker
             processes of this host, which take nothing with them when they die. "inline": the one
             replica runs in the caller's thread, where a debugger finds it. "ranks": every process
             of a `torch.distributed` job has such a trainer, is given the same batches, and computes
@@ -130,7 +130,7 @@ class Trainer:
         microbatches: int | None = None,
         intra_op: int | None = None,
         seed: int = 0,
-        crew: str = "threads",
+        executor: str = "threads",
         timeout_s: float = 300.0,
         max_failures: int | None = 20,
         on_failure: Callable[[WorkerLost], None] | None = None,
@@ -147,15 +147,15 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         check_options(
-            module, replicas, microbatches, intra_op, crew, clip_norm, timeout_s, max_failures
+            module, replicas, microbatches, intra_op, executor, clip_norm, timeout_s, max_failures
         )
         check_told(seed, on_failure, metrics, channels_last, callbacks)
-        check_ranks(crew, workloads, codec)
+        check_ranks(executor, workloads, codec)
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
         self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
-        self._formation = given(replicas, self._home, self._intra_op, crew)
+        self._formation = given(replicas, self._home, self._intra_op, executor)
         self._workloads = fixed_workloads(workloads)
         if self._workloads is not None:
             check_workloads(self._workloads, len(self.devices) or None)
@@ -174,13 +174,13 @@ class Trainer:
         self._feedback = None if codec is None else Feedback(codec)
         self._channels_last = channels_last
         self._next_formation: Formation | None = None  # what `resize()` asked for
-        self._crew = crew
-        self._write = writer_of(crew)
+        self._executor = executor
+        self._write = writer_of(executor)
         self._failures = FailureLog(max_failures)
         self._teller = Teller(callbacks, on_failure, self._failures)
-        self._open_crew = partial(
-            CrewMaker,
-            crew,
+        self._open_executor = partial(
+            ExecutorMaker,
+            executor,
             self._work,
             timed=self._balances,
             timeout_s=timeout_s,
@@ -320,8 +320,7 @@ class Trainer:
 
         Raises:
             ConfigError: The batch cannot work, or its loss is not finite; nothing has changed then.
-            Exception: What the module or the loss raised in a replica, with a note that says in
-                which.
+            Exception: What the module or the loss raised, with a note that names the replica.
         """
         check_moment(closed=self._closed)
         self._cutter.check_rows(batch)
@@ -343,9 +342,9 @@ class Trainer:
             ConfigError: They cannot be, or do not fit the workloads given; nothing changes then.
         """
         check_moment(closed=self._closed)
-        check_replicas(replicas, self._crew)
-        check_resize(self._crew)
-        formation = given(replicas, self._home, self._intra_op, self._crew)
+        check_replicas(replicas, self._executor)
+        check_resize(self._executor)
+        formation = given(replicas, self._home, self._intra_op, self._executor)
         if formation is None:
             raise ConfigError("`replicas` must be a number or devices, but is 'auto'.")
         if self._workloads is not None:
@@ -441,7 +440,7 @@ class Trainer:
             self._metrics.count(
                 counted(report),
                 replica_of=[max(0, each) for each in report.replica_of],  # -1: another rank's
-                each=engine.crew.each,
+                each=engine.executor.each,
             )
 
         self._in_step = True
@@ -469,7 +468,7 @@ class Trainer:
     def save(self, folder: str | Path) -> None:
         """Write everything that :meth:`resume` needs to ``folder``, as a whole or not at all.
 
-        With crew="ranks" all ranks must call it; rank 0 writes.
+        With executor="ranks" all ranks must call it; rank 0 writes.
 
         Raises:
             CheckpointError: It cannot be written there; what was there before is whole.
@@ -560,7 +559,8 @@ class Trainer:
             self._channels_last = False  # settled: parameters keep their layout from now on
             if self._formation is None:
                 self._formation = self._choose_formation(trial)
-            engine = self._engine = self._make_engine(self._formation, open_crew=self._open_crew())
+            opening = self._open_executor()
+            engine = self._engine = self._make_engine(self._formation, open_executor=opening)
         self._balancer = self._balancer or self._open_balancer(None)
         return engine
 
@@ -569,7 +569,7 @@ class Trainer:
         if self._engine is not None:
             self._close_engine()
             try:
-                self._engine = self._make_engine(formation, open_crew=self._open_crew())
+                self._engine = self._make_engine(formation, open_executor=self._open_executor())
             except Exception as error:  # whatever the system lacks: no reason to end the training
                 self._next_formation = None
                 warnings.warn(

@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas import (
-    ThreadCrew,
+    ThreadExecutor,
     restore_memory_format,
     use_channels_last,
     wants_channels_last,
@@ -94,14 +94,14 @@ class Trial:
         self, formation: Formation, workloads: Sequence[float] | None
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return a function that computes the batch's gradients, and one that ends its threads."""
-        crew = ThreadCrew(
+        executor = ThreadExecutor(
             self._module, formation.devices, workloads=workloads, intra_op=formation.intra_op
         )
-        pieces = self._cutter.cut(self._batch, crew.workloads)
+        pieces = self._cutter.cut(self._batch, executor.workloads)
         work = self._work.training(pieces.scales, keep_outputs=False)
 
         def run() -> None:
             with torch.enable_grad():
-                compute(crew, pieces, work, seed=(0,), feedback=None)
+                compute(executor, pieces, work, seed=(0,), feedback=None)
 
-        return run, crew.close
+        return run, executor.close

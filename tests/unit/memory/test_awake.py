@@ -174,7 +174,7 @@ def test_worker_processes_stay_on_the_cores_of_their_threads():
         torch.nn.functional.mse_loss,
         lambda params: torch.optim.SGD(params, lr=0.1),
         replicas=NUM_CORES,
-        crew="processes",
+        executor="processes",
     ) as trainer:
         trainer.step((torch.ones(4, 3), torch.ones(4, 2)))
         cores = [os.sched_getaffinity(pid) for pid in trainer.worker_pids]

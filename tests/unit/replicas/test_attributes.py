@@ -1,6 +1,7 @@
 """What the user changes on the source after replicas exist: taken over, or noticed.
 
-`matches_source()` true: `refresh()` makes the replica follow. False: the crew makes new replicas.
+`matches_source()` true: `refresh()` makes the replica follow. False: the executor makes new
+replicas.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64; sums are taken in another ord
 SINGLE = {"rtol": 1e-5, "atol": 1e-5}
 
 
-class Crew:
+class Executor:
     """Copies of a module on threads, each with its slice, as a container runs them."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Crew:
         return torch.cat([part.grad for part in self.inputs if part.grad is not None])
 
     def parameter_grads(self) -> list[Tensor | None]:
-        """Return the sums over the replicas, as a crew takes them."""
+        """Return the sums over the replicas, as an executor takes them."""
         sums: list[Tensor | None] = []
         for parameters in zip(*(module.parameters() for module in self.modules), strict=True):
             grads = [p.grad for p in parameters if p.grad is not None]
@@ -92,20 +92,20 @@ def _raise_first(results: Sequence[object]) -> None:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Crew]]:
-    crews: list[Crew] = []
+def make() -> Iterator[Callable[..., Executor]]:
+    executors: list[Executor] = []
 
-    def make(*args: object, **kwargs: object) -> Crew:
-        crews.append(Crew(*args, **kwargs))  # type: ignore[arg-type]
-        return crews[-1]
+    def make(*args: object, **kwargs: object) -> Executor:
+        executors.append(Executor(*args, **kwargs))  # type: ignore[arg-type]
+        return executors[-1]
 
     yield make
-    for crew in crews:
-        crew.team.close()
+    for executor in executors:
+        executor.team.close()
 
 
 def assert_as_unsplit(
-    crew: Crew,
+    executor: Executor,
     source: nn.Module,
     x: Tensor,
     sizes: Sequence[int],
@@ -113,29 +113,32 @@ def assert_as_unsplit(
     *,
     input_grad: bool = True,
 ) -> None:
-    """Compare a step of ``crew`` with one of ``source``, which it changes."""
+    """Compare a step of ``executor`` with one of ``source``, which it changes."""
     whole = x.detach().clone().requires_grad_(input_grad)
     expected = source(whole)
-    outputs = crew.forward(x, sizes, input_grad=input_grad)
+    outputs = executor.forward(x, sizes, input_grad=input_grad)
     torch.testing.assert_close(outputs, expected, **tolerance)
     if expected.requires_grad:
         grad = torch.randn(expected.shape).to(expected.dtype)
         expected.backward(grad)
-        crew.backward(grad)
+        executor.backward(grad)
     if input_grad:
-        torch.testing.assert_close(crew.input_grad(), whole.grad, **tolerance)
-    for own, theirs in zip(crew.parameter_grads(), source.parameters(), strict=True):
+        torch.testing.assert_close(executor.input_grad(), whole.grad, **tolerance)
+    for own, theirs in zip(executor.parameter_grads(), source.parameters(), strict=True):
         assert (own is None) == (theirs.grad is None)
         if own is not None:
             torch.testing.assert_close(own, theirs.grad, **tolerance)
-    assert_statistics_as_unsplit(crew, source, tolerance)
+    assert_statistics_as_unsplit(executor, source, tolerance)
 
 
 def assert_statistics_as_unsplit(
-    crew: Crew, source: nn.Module, tolerance: dict[str, float]
+    executor: Executor, source: nn.Module, tolerance: dict[str, float]
 ) -> None:
-    for index in crew.used:
-        own, first = dict(crew.modules[index].named_buffers()), crew.modules[crew.used[0]]
+    for index in executor.used:
+        own, first = (
+            dict(executor.modules[index].named_buffers()),
+            executor.modules[executor.used[0]],
+        )
         for name, buffer in source.named_buffers():
             torch.testing.assert_close(own[name], buffer, **tolerance)
             assert torch.equal(own[name], dict(first.named_buffers())[name])
@@ -169,7 +172,7 @@ def rows(count: int, shape: tuple[int, ...] = (3,)) -> Tensor:
     ],
 )
 def test_everything_equals_the_unsplit_module(
-    make: Callable[..., Crew],
+    make: Callable[..., Executor],
     kind: Callable[..., nn.Module],
     shape: tuple[int, ...],
     sizes: tuple[int, ...],
@@ -178,13 +181,15 @@ def test_everything_equals_the_unsplit_module(
     source = kind(3, **options).double()
     for parameter in source.parameters():
         nn.init.normal_(parameter)
-    crew = make(source, len(sizes))
+    executor = make(source, len(sizes))
     for _ in range(2):  # the running statistics' second step depends on the first
-        crew.modules[1].load_state_dict(crew.modules[0].state_dict())  # it may have taken no part
-        assert_as_unsplit(crew, source, rows(sum(sizes), shape), sizes, EXACT)
+        executor.modules[1].load_state_dict(
+            executor.modules[0].state_dict()
+        )  # it may have taken no part
+        assert_as_unsplit(executor, source, rows(sum(sizes), shape), sizes, EXACT)
 
 
-def test_the_plain_batch_norm_of_a_slice_is_another(make: Callable[..., Crew]) -> None:
+def test_the_plain_batch_norm_of_a_slice_is_another(make: Callable[..., Executor]) -> None:
     """The control: without synchronising, the comparison above fails."""
     source = nn.BatchNorm1d(3).double()
     with pytest.raises(AssertionError, match="not close"):
@@ -216,17 +221,17 @@ class Activated(nn.BatchNorm2d):
         return F.gelu(super().forward(x))
 
 
-def test_a_deep_model_with_a_batch_norm_used_twice(make: Callable[..., Crew]) -> None:
+def test_a_deep_model_with_a_batch_norm_used_twice(make: Callable[..., Executor]) -> None:
     source = Deep().double()
-    crew = make(source, 3)
+    executor = make(source, 3)
     for _ in range(2):
         x = rows(13, (2, 5, 4))
-        assert_as_unsplit(crew, source, x, (1, 5, 7), EXACT, input_grad=False)
+        assert_as_unsplit(executor, source, x, (1, 5, 7), EXACT, input_grad=False)
     assert source.twice.num_batches_tracked is not None
     assert source.twice.num_batches_tracked.item() == 4
 
 
-def test_a_forward_of_its_own_that_calls_the_functional(make: Callable[..., Crew]) -> None:
+def test_a_forward_of_its_own_that_calls_the_functional(make: Callable[..., Executor]) -> None:
     class Scaled(nn.BatchNorm1d):
         def forward(self, x: Tensor) -> Tensor:
             out = F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
@@ -236,7 +241,7 @@ def test_a_forward_of_its_own_that_calls_the_functional(make: Callable[..., Crew
     assert_as_unsplit(make(source, 3), source, rows(15), (1, 5, 9), EXACT)
 
 
-def test_checkpointed_layers_meet_again_in_the_backward_pass(make: Callable[..., Crew]) -> None:
+def test_checkpointed_layers_meet_again_in_the_backward_pass(make: Callable[..., Executor]) -> None:
     class Saving(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -250,70 +255,70 @@ def test_checkpointed_layers_meet_again_in_the_backward_pass(make: Callable[...,
     assert_as_unsplit(make(source, 3), source, rows(15), (1, 5, 9), EXACT)
 
 
-def test_a_graph_that_is_kept_meets_twice(make: Callable[..., Crew]) -> None:
+def test_a_graph_that_is_kept_meets_twice(make: Callable[..., Executor]) -> None:
     source = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
-    crew, x, grad = make(source, 3), rows(15), torch.randn(15, 3, dtype=torch.float64)
+    executor, x, grad = make(source, 3), rows(15), torch.randn(15, 3, dtype=torch.float64)
     whole = x.clone().requires_grad_()
     output = source(whole)
-    crew.forward(x, (1, 5, 9))
+    executor.forward(x, (1, 5, 9))
     for keep in (True, False):
         output.backward(grad, retain_graph=keep)
-        crew.backward(grad, retain_graph=keep)
-    torch.testing.assert_close(crew.input_grad(), whole.grad, **EXACT)
+        executor.backward(grad, retain_graph=keep)
+    torch.testing.assert_close(executor.input_grad(), whole.grad, **EXACT)
 
 
-def test_a_first_layer_needs_no_input_gradient(make: Callable[..., Crew]) -> None:
+def test_a_first_layer_needs_no_input_gradient(make: Callable[..., Executor]) -> None:
     source = nn.BatchNorm1d(3).double()
-    crew = make(source, 3)
-    assert_as_unsplit(crew, source, rows(15), (1, 5, 9), EXACT, input_grad=False)
-    assert all(part.grad is None for part in crew.inputs)
+    executor = make(source, 3)
+    assert_as_unsplit(executor, source, rows(15), (1, 5, 9), EXACT, input_grad=False)
+    assert all(part.grad is None for part in executor.inputs)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_one_frozen_affine_parameter(make: Callable[..., Crew], frozen: str) -> None:
+def test_one_frozen_affine_parameter(make: Callable[..., Executor], frozen: str) -> None:
     source = nn.BatchNorm1d(3).double()
     getattr(source, frozen).requires_grad_(False)
     assert_as_unsplit(make(source, 3), source, rows(15), (1, 5, 9), EXACT)
 
 
-def test_expanded_and_strided_gradients(make: Callable[..., Crew]) -> None:
+def test_expanded_and_strided_gradients(make: Callable[..., Executor]) -> None:
     source = nn.BatchNorm2d(3).double()
-    crew, x = make(source, 2), rows(6, (3, 4, 4)).to(memory_format=torch.channels_last)
+    executor, x = make(source, 2), rows(6, (3, 4, 4)).to(memory_format=torch.channels_last)
     whole = x.clone().requires_grad_()
     output = source(whole)
-    torch.testing.assert_close(crew.forward(x, (5, 1)), output, **EXACT)
-    assert crew.outputs[0].is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(executor.forward(x, (5, 1)), output, **EXACT)
+    assert executor.outputs[0].is_contiguous(memory_format=torch.channels_last)
     grad = torch.randn(4, 4, dtype=torch.float64).T.expand(6, 3, 4, 4)
     output.backward(grad)
-    crew.backward(grad)
-    torch.testing.assert_close(crew.input_grad(), whole.grad, **EXACT)
+    executor.backward(grad)
+    torch.testing.assert_close(executor.input_grad(), whole.grad, **EXACT)
 
 
-def test_evaluation_is_plain_and_bitwise(make: Callable[..., Crew]) -> None:
+def test_evaluation_is_plain_and_bitwise(make: Callable[..., Executor]) -> None:
     source = nn.BatchNorm1d(3)
     source(torch.randn(9, 3))
     source.eval()
-    crew, x = make(source, 3), torch.randn(15, 3)
-    assert torch.equal(crew.forward(x, (1, 5, 9)), source(x))
-    assert crew.meeting.rounds == 0
+    executor, x = make(source, 3), torch.randn(15, 3)
+    assert torch.equal(executor.forward(x, (1, 5, 9)), source(x))
+    assert executor.meeting.rounds == 0
 
 
 def test_evaluation_without_running_statistics_looks_at_the_whole_batch(
-    make: Callable[..., Crew],
+    make: Callable[..., Executor],
 ) -> None:
     source = nn.BatchNorm1d(3, track_running_stats=False).double().eval()
     assert_as_unsplit(make(source, 3), source, rows(15), (1, 5, 9), EXACT)
 
 
-def test_one_replica_alone_is_plain_and_bitwise(make: Callable[..., Crew]) -> None:
+def test_one_replica_alone_is_plain_and_bitwise(make: Callable[..., Executor]) -> None:
     torch.set_num_threads(1)  # as replicas work: how sums are shared out decides over bits
     source, x = nn.BatchNorm1d(3), torch.randn(7, 3)
-    crew = make(source, 2)
-    assert torch.equal(crew.forward(x, (0, 7)), source(x))
-    assert torch.equal(crew.modules[1].running_var, source.running_var)
+    executor = make(source, 2)
+    assert torch.equal(executor.forward(x, (0, 7)), source(x))
+    assert torch.equal(executor.modules[1].running_var, source.running_var)
 
 
-def test_one_value_per_channel_is_refused_as_torch_does(make: Callable[..., Crew]) -> None:
+def test_one_value_per_channel_is_refused_as_torch_does(make: Callable[..., Executor]) -> None:
     source = nn.BatchNorm1d(3)
     with pytest.raises(ValueError, match="more than 1 value per channel") as plain:
         source(torch.zeros(1, 3))
@@ -335,24 +340,24 @@ class Picky(nn.Module):
 
 
 @pytest.mark.parametrize("above", [5, 0])
-def test_replicas_that_keep_no_row_take_part(make: Callable[..., Crew], above: int) -> None:
+def test_replicas_that_keep_no_row_take_part(make: Callable[..., Executor], above: int) -> None:
     source = Picky().double()
     x = -rows(9)
     x[:above] *= -1
-    crew = make(source, 3)
-    crew.forward(x, (6, 2, 1))  # the last two keep none
+    executor = make(source, 3)
+    executor.forward(x, (6, 2, 1))  # the last two keep none
     whole = x.clone().requires_grad_()
     expected = source(whole)
-    torch.testing.assert_close(crew.outputs[0][:above], expected[:above], **EXACT)
-    assert_statistics_as_unsplit(crew, source, EXACT)
+    torch.testing.assert_close(executor.outputs[0][:above], expected[:above], **EXACT)
+    assert_statistics_as_unsplit(executor, source, EXACT)
     grad = torch.zeros(9, 3, dtype=torch.float64)
     grad[:above] = torch.randn(above, 3, dtype=torch.float64)
     expected.backward(grad)
-    crew.backward(grad)
-    torch.testing.assert_close(crew.input_grad(), whole.grad, **EXACT)
+    executor.backward(grad)
+    torch.testing.assert_close(executor.input_grad(), whole.grad, **EXACT)
 
 
-def test_one_value_among_replicas_that_keep_none_is_refused(make: Callable[..., Crew]) -> None:
+def test_one_value_among_replicas_that_keep_none_is_refused(make: Callable[..., Executor]) -> None:
     x = -rows(6)
     x[0] *= -1
     with pytest.raises(ValueError, match=r"more than 1 value .* size torch.Size\(\[1, 3\]\)"):
@@ -362,7 +367,7 @@ def test_one_value_among_replicas_that_keep_none_is_refused(make: Callable[..., 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("half_module", [False, True])
 def test_half_inputs_are_accumulated_in_float(
-    make: Callable[..., Crew], dtype: torch.dtype, half_module: bool
+    make: Callable[..., Executor], dtype: torch.dtype, half_module: bool
 ) -> None:
     source = nn.BatchNorm2d(3)
     source = source.to(dtype) if half_module else source
@@ -372,66 +377,66 @@ def test_half_inputs_are_accumulated_in_float(
     assert_as_unsplit(make(source, 3), source, x, (1, 5, 9), tolerance)
 
 
-def test_autocast_gives_the_dtypes_that_torch_gives(make: Callable[..., Crew]) -> None:
+def test_autocast_gives_the_dtypes_that_torch_gives(make: Callable[..., Executor]) -> None:
     source = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     x = torch.randn(15, 3)
-    crew = make(source, 3)
-    crew.inputs = list(x.split([1, 5, 9]))
+    executor = make(source, 3)
+    executor.inputs = list(x.split([1, 5, 9]))
 
     def work(index: int) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return crew.modules[index](crew.inputs[index])
+            return executor.modules[index](executor.inputs[index])
 
-    outputs = [part for part in crew.each([0, 1, 2], work) if isinstance(part, Tensor)]
+    outputs = [part for part in executor.each([0, 1, 2], work) if isinstance(part, Tensor)]
     with torch.autocast("cpu", torch.bfloat16):
         expected = source(x)
     assert outputs[0].dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(torch.cat(outputs), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_inference_mode_updates_the_running_statistics(make: Callable[..., Crew]) -> None:
+def test_inference_mode_updates_the_running_statistics(make: Callable[..., Executor]) -> None:
     source, x = nn.BatchNorm1d(3).double(), rows(15)
-    crew, parts = make(source, 3), x.split([1, 5, 9])
+    executor, parts = make(source, 3), x.split([1, 5, 9])
 
     def work(index: int) -> Tensor:
         with torch.inference_mode():
-            return crew.modules[index](parts[index])
+            return executor.modules[index](parts[index])
 
-    outputs = [part for part in crew.each([0, 1, 2], work) if isinstance(part, Tensor)]
+    outputs = [part for part in executor.each([0, 1, 2], work) if isinstance(part, Tensor)]
     torch.testing.assert_close(torch.cat(outputs), source(x), **EXACT)
-    torch.testing.assert_close(crew.modules[2].running_var, source.running_var, **EXACT)
+    torch.testing.assert_close(executor.modules[2].running_var, source.running_var, **EXACT)
 
 
-def test_a_large_mean_does_not_eat_the_variance(make: Callable[..., Crew]) -> None:
+def test_a_large_mean_does_not_eat_the_variance(make: Callable[..., Executor]) -> None:
     source = nn.BatchNorm1d(3)
     x = torch.randn(48, 3) + 1000.0
-    crew = make(source, 3)
-    crew.forward(x, (1, 30, 17))
+    executor = make(source, 3)
+    executor.forward(x, (1, 30, 17))
     var = x.double().var(dim=0) * 0.1 + 0.9
-    torch.testing.assert_close(crew.modules[0].running_var, var.float(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(executor.modules[0].running_var, var.float(), rtol=1e-4, atol=0)
 
 
-def test_runs_are_repeatable_to_the_bit(make: Callable[..., Crew]) -> None:
+def test_runs_are_repeatable_to_the_bit(make: Callable[..., Executor]) -> None:
     source, x, grad = nn.BatchNorm1d(64), torch.randn(50, 64), torch.randn(50, 64)
     seen = set()
     for _ in range(5):
-        crew = make(source, 3)
-        outputs = crew.forward(x, (11, 19, 20))
-        crew.backward(grad)
-        seen.add((outputs.numpy().tobytes(), crew.input_grad().numpy().tobytes()))
+        executor = make(source, 3)
+        outputs = executor.forward(x, (11, 19, 20))
+        executor.backward(grad)
+        seen.add((outputs.numpy().tobytes(), executor.input_grad().numpy().tobytes()))
     assert len(seen) == 1
 
 
-def test_only_the_named_ones_are_synchronised(make: Callable[..., Crew]) -> None:
+def test_only_the_named_ones_are_synchronised(make: Callable[..., Executor]) -> None:
     source = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double()
     x = rows(15)
-    crew = make(source, 3, names=["0"])
-    crew.forward(torch.cat([x, x]), (15, 2, 13))
+    executor = make(source, 3, names=["0"])
+    executor.forward(torch.cat([x, x]), (15, 2, 13))
     source(torch.cat([x, x]))
-    first, second = crew.modules[0], source
+    first, second = executor.modules[0], source
     torch.testing.assert_close(first.get_buffer("0.running_var"), second[0].running_var, **EXACT)
     assert not torch.allclose(first.get_buffer("1.running_var"), second[1].running_var)
-    assert crew.meeting.rounds == 1
+    assert executor.meeting.rounds == 1
 
 
 def test_names_leave_torchs_own_alone() -> None:
@@ -440,21 +445,21 @@ def test_names_leave_torchs_own_alone() -> None:
     assert batch_norm_names(nn.BatchNorm1d(3)) == [""]
 
 
-def test_hooks_run_and_the_source_stays_as_it_is(make: Callable[..., Crew]) -> None:
+def test_hooks_run_and_the_source_stays_as_it_is(make: Callable[..., Executor]) -> None:
     source = nn.Sequential(nn.BatchNorm1d(3))
     seen: list[int] = []
     source[0].register_forward_hook(lambda *_: seen.append(1))
-    crew = make(source, 3)
+    executor = make(source, 3)
     assert type(source[0]) is nn.BatchNorm1d
-    norms = [module.get_submodule("0") for module in crew.modules]
+    norms = [module.get_submodule("0") for module in executor.modules]
     assert isinstance(norms[0], nn.BatchNorm1d)
     assert type(norms[0]) is type(norms[2])  # one class for all of a kind
-    assert repr(crew.modules[0]) == repr(source)
-    crew.forward(torch.randn(6, 3), (1, 2, 3))
+    assert repr(executor.modules[0]) == repr(source)
+    executor.forward(torch.randn(6, 3), (1, 2, 3))
     assert len(seen) == 3
     clone = copy.deepcopy(source)
     clone(torch.randn(6, 3))  # meets nobody
-    assert crew.meeting.rounds == 1
+    assert executor.meeting.rounds == 1
 
 
 def test_what_cannot_be_synchronised_is_refused_and_nothing_is_changed() -> None:
@@ -468,10 +473,12 @@ def test_what_cannot_be_synchronised_is_refused_and_nothing_is_changed() -> None
         synchronise_batch_norm([lazy], ["0"], Meeting())
 
 
-def test_outside_a_run_it_does_not_silently_see_its_slice_alone(make: Callable[..., Crew]) -> None:
-    crew = make(nn.BatchNorm1d(3), 3)
+def test_outside_a_run_it_does_not_silently_see_its_slice_alone(
+    make: Callable[..., Executor],
+) -> None:
+    executor = make(nn.BatchNorm1d(3), 3)
     with pytest.raises(StateError, match="needs an open meeting"):
-        crew.modules[0](torch.randn(4, 3))
+        executor.modules[0](torch.randn(4, 3))
 
 
 class Fails(torch.autograd.Function):
@@ -486,23 +493,23 @@ class Fails(torch.autograd.Function):
         raise ZeroDivisionError("in backward")
 
 
-def test_a_replica_that_raises_in_forward_is_no_hang(make: Callable[..., Crew]) -> None:
+def test_a_replica_that_raises_in_forward_is_no_hang(make: Callable[..., Executor]) -> None:
     def refuse(_: nn.Module, args: tuple[Tensor]) -> None:
         if len(args[0]) == 5:
             raise ZeroDivisionError("five")
 
     source = nn.Sequential(nn.BatchNorm1d(3), nn.Identity(), nn.BatchNorm1d(3))
     source[1].register_forward_pre_hook(refuse)
-    crew, parts = make(source, 3), torch.randn(15, 3).split([1, 5, 9])
-    first, cause, last = crew.each([0, 1, 2], lambda i: crew.modules[i](parts[i]))
+    executor, parts = make(source, 3), torch.randn(15, 3).split([1, 5, 9])
+    first, cause, last = executor.each([0, 1, 2], lambda i: executor.modules[i](parts[i]))
     assert isinstance(cause, ZeroDivisionError)
     for echo in (first, last):
         assert isinstance(echo, GroupAborted)
         assert "replica 1 at batch norm `2`, but cannot: ZeroDivisionError: five" in str(echo)
-    crew.forward(torch.randn(15, 3), (4, 3, 8))  # the next run is a new one
+    executor.forward(torch.randn(15, 3), (4, 3, 8))  # the next run is a new one
 
 
-def test_a_replica_that_raises_in_backward_is_no_hang(make: Callable[..., Crew]) -> None:
+def test_a_replica_that_raises_in_backward_is_no_hang(make: Callable[..., Executor]) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -512,9 +519,9 @@ def test_a_replica_that_raises_in_backward_is_no_hang(make: Callable[..., Crew])
             y = self.norm(x)
             return Fails.apply(y) if len(x) == 5 else y
 
-    crew = make(Net(), 3)
-    crew.forward(torch.randn(15, 3), (1, 5, 9))
-    results = crew.each([0, 1, 2], lambda i: crew.outputs[i].sum().backward())
+    executor = make(Net(), 3)
+    executor.forward(torch.randn(15, 3), (1, 5, 9))
+    results = executor.each([0, 1, 2], lambda i: executor.outputs[i].sum().backward())
     assert [type(result) for result in results] == [GroupAborted, ZeroDivisionError, GroupAborted]
     assert "the backward pass of batch norm `norm`" in str(results[0])
 
@@ -533,64 +540,66 @@ class Skips(nn.Module):
         return self.left(x) if len(x) == 4 else self.right(x)
 
 
-def test_a_replica_that_skips_a_batch_norm_is_no_hang(make: Callable[..., Crew]) -> None:
-    crew, parts = make(Skips(), 3), torch.randn(13, 3).split([4, 5, 4])
-    first, second, last = crew.each([0, 1, 2], lambda i: crew.modules[i](parts[i]))
+def test_a_replica_that_skips_a_batch_norm_is_no_hang(make: Callable[..., Executor]) -> None:
+    executor, parts = make(Skips(), 3), torch.randn(13, 3).split([4, 5, 4])
+    first, second, last = executor.each([0, 1, 2], lambda i: executor.modules[i](parts[i]))
     assert isinstance(second, Tensor)
     for error in (first, last):
         assert isinstance(error, UnsupportedError)
         assert "Replica 1 must come to batch norm `left`" in str(error)
 
 
-def test_replicas_in_different_batch_norms_do_not_mix(make: Callable[..., Crew]) -> None:
+def test_replicas_in_different_batch_norms_do_not_mix(make: Callable[..., Executor]) -> None:
     with pytest.raises(
         UnsupportedError, match=r"replica 0 came to batch norm `left` and replica 1 to .* `right`"
     ):
         make(Skips(), 2).forward(torch.randn(7, 3), (4, 3))
 
 
-def test_a_backward_pass_that_misses_a_replica_is_no_hang(make: Callable[..., Crew]) -> None:
-    crew = make(nn.BatchNorm1d(3), 3)
-    crew.forward(torch.randn(15, 3), (1, 5, 9))
-    results = crew.each([0, 1, 2], lambda i: None if i == 1 else crew.outputs[i].sum().backward())
+def test_a_backward_pass_that_misses_a_replica_is_no_hang(make: Callable[..., Executor]) -> None:
+    executor = make(nn.BatchNorm1d(3), 3)
+    executor.forward(torch.randn(15, 3), (1, 5, 9))
+    results = executor.each(
+        [0, 1, 2], lambda i: None if i == 1 else executor.outputs[i].sum().backward()
+    )
     assert [type(result) for result in results] == [UnsupportedError, type(None), UnsupportedError]
     assert "ended its pass without it" in str(results[0])
 
 
-def test_a_backward_pass_of_fewer_replicas_is_refused(make: Callable[..., Crew]) -> None:
-    crew = make(nn.BatchNorm1d(3), 3)
-    crew.forward(torch.randn(15, 3), (1, 5, 9))
-    (error, *_) = crew.each([0, 2], lambda i: crew.outputs[i].sum().backward())
+def test_a_backward_pass_of_fewer_replicas_is_refused(make: Callable[..., Executor]) -> None:
+    executor = make(nn.BatchNorm1d(3), 3)
+    executor.forward(torch.randn(15, 3), (1, 5, 9))
+    (error, *_) = executor.each([0, 2], lambda i: executor.outputs[i].sum().backward())
     assert isinstance(error, StateError)
     assert r"ran it forward (0, 1, 2), but these are (0, 2)" in str(error)
 
 
-def test_backward_passes_of_different_calls_do_not_mix(make: Callable[..., Crew]) -> None:
-    crew = make(nn.BatchNorm1d(3), 3)
+def test_backward_passes_of_different_calls_do_not_mix(make: Callable[..., Executor]) -> None:
+    executor = make(nn.BatchNorm1d(3), 3)
     outputs = []
     for _ in range(2):
-        crew.forward(torch.randn(15, 3), (1, 5, 9))
-        outputs.append(crew.outputs)
-    results = crew.each([0, 1, 2], lambda i: outputs[i % 2][i].sum().backward())
+        executor.forward(torch.randn(15, 3), (1, 5, 9))
+        outputs.append(executor.outputs)
+    results = executor.each([0, 1, 2], lambda i: outputs[i % 2][i].sum().backward())
     for error in results:
         assert isinstance(error, UnsupportedError)
         assert "(exchange 1) and replica 1 to" in str(error)
 
 
-def test_a_replica_that_does_not_come_in_time_is_named(make: Callable[..., Crew]) -> None:
-    crew = make(nn.BatchNorm1d(3), 3)
-    crew.meeting.timeout_s = 0.02
+def test_a_replica_that_does_not_come_in_time_is_named(make: Callable[..., Executor]) -> None:
+    executor = make(nn.BatchNorm1d(3), 3)
+    executor.meeting.timeout_s = 0.02
     over = threading.Event()
 
     def work(index: int) -> object:
         if index == 1:
             over.wait(DEADLINE_S)
         try:
-            return crew.modules[index](torch.randn(5, 3))
+            return executor.modules[index](torch.randn(5, 3))
         finally:
             over.set()
 
-    results = crew.each([0, 1, 2], work)
+    results = executor.each([0, 1, 2], work)
     timeouts = [result for result in results if isinstance(result, PeerTimeout)]
     assert timeouts
     assert all(error.rank == 1 for error in timeouts)
@@ -598,13 +607,13 @@ def test_a_replica_that_does_not_come_in_time_is_named(make: Callable[..., Crew]
 
 
 @pytest.mark.gpu
-def test_replicas_on_streams_of_one_gpu_and_on_the_cpu(make: Callable[..., Crew]) -> None:
+def test_replicas_on_streams_of_one_gpu_and_on_the_cpu(make: Callable[..., Executor]) -> None:
     """Backward of one GPU's replicas runs on one thread of torch's, unless told otherwise."""
     source = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
-    crew, x, grad = make(source, 3), rows(15), torch.randn(15, 3, dtype=torch.float64)
+    executor, x, grad = make(source, 3), rows(15), torch.randn(15, 3, dtype=torch.float64)
     devices = ["cuda:0", "cuda:0", "cpu"]
     parts, grads = x.split([1, 5, 9]), grad.split([1, 5, 9])
-    for module, device in zip(crew.modules, devices, strict=True):
+    for module, device in zip(executor.modules, devices, strict=True):
         module.to(device)
     torch.cuda.synchronize()
 
@@ -614,22 +623,22 @@ def test_replicas_on_streams_of_one_gpu_and_on_the_cpu(make: Callable[..., Crew]
             torch.autograd.set_multithreading_enabled(False),
         ):
             own = parts[index].to(devices[index]).requires_grad_()
-            return crew.modules[index](own)
+            return executor.modules[index](own)
 
-    outputs = crew.each([0, 1, 2], work)
+    outputs = executor.each([0, 1, 2], work)
     _raise_first(outputs)
-    crew.outputs = [output for output in outputs if isinstance(output, Tensor)]
+    executor.outputs = [output for output in outputs if isinstance(output, Tensor)]
 
     def back(index: int) -> None:
         with torch.autograd.set_multithreading_enabled(False):
-            crew.outputs[index].backward(grads[index].to(devices[index]))
+            executor.outputs[index].backward(grads[index].to(devices[index]))
 
-    _raise_first(crew.each([0, 1, 2], back))
+    _raise_first(executor.each([0, 1, 2], back))
     torch.cuda.synchronize()
     expected = source(x)
     expected.backward(grad)
-    together = torch.cat([output.detach().cpu() for output in crew.outputs])
+    together = torch.cat([output.detach().cpu() for output in executor.outputs])
     torch.testing.assert_close(together, expected, **EXACT)
-    own = [module.get_parameter("0.weight").grad for module in crew.modules]
+    own = [module.get_parameter("0.weight").grad for module in executor.modules]
     total = sum(value.cpu() for value in own if value is not None)
     torch.testing.assert_close(total, source[0].weight.grad, **EXACT)

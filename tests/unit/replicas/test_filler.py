@@ -142,7 +142,7 @@ def test_who_keeps_a_gradient_keeps_its_numbers(passing: Passing) -> None:
 
     found = passing.run(make)
     assert_told(found, [*values(10.0)])
-    for each in found:  # as the crew's process, or another worker may
+    for each in found:  # as the executor's process, or another worker may
         if each is not None:
             each.fill_(-1.0)
     assert [each.unique().item() for each in kept] == [10.0, 11.0, 12.0, 14.0]

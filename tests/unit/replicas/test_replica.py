@@ -156,7 +156,7 @@ def test_a_source_made_in_inference_mode_can_be_run_in_it() -> None:
 # --- gradients ------------------------------------------------------------------------------------
 
 
-def test_gradients_are_handed_over_once_in_the_order_of_the_crew() -> None:
+def test_gradients_are_handed_over_once_in_the_order_of_the_executor() -> None:
     first, second = nn.Linear(3, 2), nn.Linear(2, 4, bias=False)
     everything = [second.weight, *first.parameters(), nn.Parameter(torch.ones(7))]
     replica = Replica(first, CPU, 1, all_parameters=everything)

@@ -105,7 +105,7 @@ def test_a_trainer_that_is_stopped_in_mid_epoch_goes_on_behind(shard_loading: bo
         return torch.optim.SGD(parameters, lr=0.0)
 
     with phalanx.Trainer(
-        Noting(1, 1), nn.functional.mse_loss, sgd, crew="inline", shard_loading=shard_loading
+        Noting(1, 1), nn.functional.mse_loss, sgd, executor="inline", shard_loading=shard_loading
     ) as trainer:
         trainer.step((torch.zeros(2, 1), torch.zeros(2, 1)))  # whatever is tried out is over then
         trained_on.clear()

@@ -32,8 +32,8 @@ from phalanx.cli.bench.mpi import ProcessFailed, has_mpi, measure_mpi
 from phalanx.cli.bench.step import introduce, turn_progress
 from phalanx.cli.console import make_console
 from phalanx.clock import now_s
+from phalanx.distributed import RankFailed, launch
 from phalanx.errors import ConfigError
-from phalanx.world import RankFailed, launch
 
 __all__ = ["allreduce", "measure"]
 

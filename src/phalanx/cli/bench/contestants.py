@@ -181,11 +181,16 @@ def _ddp(*, backend: str = "gloo", channels_last: bool = False, reduces: bool = 
     return open_step
 
 
-def _trainer(microbatches: int | None = None, crew: str = "threads") -> Opener:
+def _trainer(microbatches: int | None = None, executor: str = "threads") -> Opener:
     @contextmanager
     def open_step(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
         trainer = phalanx.Trainer(
-            module, loss_of, _sgd, replicas=job.workers, microbatches=microbatches, crew=crew
+            module,
+            loss_of,
+            _sgd,
+            replicas=job.workers,
+            microbatches=microbatches,
+            executor=executor,
         )
         with trainer:
             yield lambda: trainer.step(batch)
@@ -287,7 +292,7 @@ CONTESTANTS: dict[str, Contestant] = {
     ),
     "trainer": Contestant(title="Trainer, {workers} replicas", open=_trainer(), of_phalanx=True),
     "processes": Contestant(
-        title="Trainer, {workers} processes", open=_trainer(crew="processes"), of_phalanx=True
+        title="Trainer, {workers} processes", open=_trainer(executor="processes"), of_phalanx=True
     ),
     **{
         f"trainer-m{count}": Contestant(

@@ -80,7 +80,7 @@ def _optimizer(job: Job) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer
 def _processes(job: Job) -> Iterator[Step]:
     module, batch = build(job)
     with phalanx.Trainer(
-        module, F.mse_loss, _optimizer(job), crew="processes", replicas=job.workers, intra_op=1
+        module, F.mse_loss, _optimizer(job), executor="processes", replicas=job.workers, intra_op=1
     ) as trainer:
         yield lambda: trainer.step(batch)
 

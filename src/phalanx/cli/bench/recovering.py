@@ -82,7 +82,7 @@ def _run_trainer(job: Job, tell: Callable[[Beat], None]) -> None:
         module,
         loss_of,
         lambda parameters: torch.optim.SGD(parameters, lr=_LEARNING_RATE),
-        crew="processes",
+        executor="processes",
         replicas=job.workers,
         max_failures=None,
         on_failure=lambda failure: lost.append(failure.pid),

@@ -1,0 +1,298 @@
+"""How a group does its operations where its ranks are on several hosts.
+
+What is for all alike crosses the network once per host, between the hosts' first ranks:
+
+    all_reduce    ranks 0 1 2 │ 3 4      each host reduces in rank order, its first rank has it
+                      ▼       │  ▼
+                      0 <──────> 3       the first ranks reduce each a part, in the order of hosts
+                      ▼       │  ▼
+                  0 1 2       │ 3 4      each host spreads the result
+
+so all ranks get the same bits, in every run; the sum of hosts (0 1 2) and (3 4) is
+((r0 + r1) + r2) + (r3 + r4). float16 and bfloat16 travel as float32 and are rounded once.
+
+What differs from rank to rank (gather, scatter, all_to_all) goes straight from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from phalanx.distributed import collectives
+from phalanx.distributed.arena import Arena, Steps
+from phalanx.distributed.blame import Blame
+from phalanx.distributed.board import Signature
+from phalanx.distributed.collectives import as_bytes, pieces
+from phalanx.distributed.hosts import Hosts
+from phalanx.distributed.ops import Reduction
+from phalanx.distributed.signature import pack
+from phalanx.distributed.wire import Gloo, Wire, gloo_between
+from phalanx.plan import equal_sizes
+
+__all__ = ["Across"]
+
+_PIECE_BYTES = 4 << 20
+_SMALL_BYTES = 64 << 10
+_PATIENCE_S = 1.0
+
+
+class Across:
+    """The operations over ``arena`` on each host and the network between.
+
+    Args:
+        arena: Of the ranks of this host.
+        hosts: Who is where.
+        rank: Who we are.
+        store: Where the group has met, for it alone.
+        timeout_s: How long a connection may take.
+        interfaces: Of the network; none for the one that has the host's name.
+
+    Attributes:
+        rank: Who we are in the group.
+        size: How many ranks it has.
+        patience_s: How much longer than asked this rank waits, for others to say first what is
+            wrong: the first of a host waits for other hosts, and its others for it.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        hosts: Hosts,
+        rank: int,
+        store: Store,
+        timeout_s: float,
+        interfaces: Sequence[str],
+    ) -> None:
+        self.rank = rank
+        self.size = hosts.size
+        self.blame = Blame(store, rank, hosts.size)
+        self._arena = arena
+        self._hosts = hosts
+        self._store = store
+        self._interfaces = interfaces
+        self._host = hosts.host_of(rank)
+        self._leads = rank == hosts.leaders[self._host]
+        self.patience_s = 0.0 if self._leads else 2 * _PATIENCE_S
+        self._number = 0
+        self._leaders = self._lay("leaders", self._host, hosts.leaders, timeout_s, lazy=False)
+        self._all = self._lay("all", rank, range(hosts.size), timeout_s, lazy=True)
+        if self._leads:
+            self._leaders.open()  # all at once; who is gone later is missed at once, too
+
+    def _lay(
+        self, name: str, place: int, names: Sequence[int], timeout_s: float, *, lazy: bool
+    ) -> Wire:
+        connect = partial(self.connect, name, place, len(names), timeout_s, lazy=lazy)
+        wire = Wire(connect, place, names, self.blame, self._arena.bells.ring_here)
+        wire.timeout_s = timeout_s + _PATIENCE_S
+        return wire
+
+    def connect(self, name: str, place: int, size: int, timeout_s: float, *, lazy: bool) -> Gloo:
+        """Return a connection of ``size`` members; each of them asks once, by the same name."""
+        store = PrefixStore(f"gloo/{name}/", self._store)
+        return gloo_between(store, place, size, timeout_s, self._interfaces, lazy=lazy)
+
+    def allow(self, timeout_s: float) -> None:
+        """Let exchanges take so long from now on."""
+        for wire in (self._leaders, self._all):
+            wire.timeout_s = timeout_s + _PATIENCE_S
+
+    def tell(self, error: BaseException) -> None:
+        """Let the other hosts know of an error that breaks the group."""
+        self.blame.write(error)
+        self._leaders.cut()
+        self._all.cut()
+
+    def close(self) -> None:
+        """End the connections."""
+        self._leaders.close()
+        self._all.close()
+
+    # --- for all alike ----------------------------------------------------------------------------
+
+    def barrier(self) -> Steps:
+        """Wait until all ranks have come."""
+        signature = self._sign("barrier", torch.uint8, 0)
+        yield from self._here(collectives.barrier)
+        if self._leads:
+            nothing = dict.fromkeys(self._leaders.others, torch.empty(0, dtype=torch.uint8))
+            yield from self._leaders.run(partial(self._leaders.swap, nothing, nothing, signature))
+        yield from self._here(collectives.barrier)
+
+    def all_reduce(self, flat: Tensor, reduction: Reduction) -> Steps:
+        """Reduce ``flat`` over the ranks, in place and with the same bits on all of them."""
+        signature = self._sign("all_reduce", flat.dtype, len(flat), reduction.number)
+        yield from self._reduce_to_all(flat, flat, reduction, signature)
+
+    def reduce(self, flat: Tensor, reduction: Reduction, root: int) -> Steps:
+        """Reduce ``flat`` over the ranks into that of ``root``; the others keep theirs."""
+        signature = self._sign("reduce", flat.dtype, len(flat), reduction.number, root)
+        into = flat if self.rank == root else torch.empty_like(flat)
+        yield from self._reduce_to_all(flat, into, reduction, signature)
+
+    def _reduce_to_all(
+        self, flat: Tensor, into: Tensor, reduction: Reduction, signature: Signature
+    ) -> Steps:
+        stage = reduction.stage
+        for piece in pieces(len(flat), _PIECE_BYTES // flat.itemsize):
+            part, result = flat[piece], into[piece]
+            total = stage.of(part) if into is flat else stage.of(part.clone())
+            yield from self._here(collectives.reduce, total, stage, 0)
+            if self._leads:
+                yield from self._leaders.run(
+                    partial(self._reduce_hosts, total, stage, _first(signature, piece))
+                )
+                reduction.finish(total, self.size, result)
+            yield from self._here(collectives.broadcast, result, 0)
+
+    def _reduce_hosts(self, flat: Tensor, stage: Reduction, signature: Signature | None) -> None:
+        """Reduce what the hosts' first ranks hold, in the order of hosts."""
+        wire = self._leaders
+        if flat.numel() * flat.itemsize <= _SMALL_BYTES:
+            theirs = {host: torch.empty_like(flat) for host in wire.others}
+            wire.swap(dict.fromkeys(theirs, flat), theirs, signature)
+            flat.copy_(self._in_host_order(flat, theirs, stage))
+            return
+        parts = flat.split(equal_sizes(len(flat), len(self._hosts.ranks)))
+        mine = parts[self._host]
+        theirs = {host: torch.empty_like(mine) for host in wire.others}
+        wire.swap({host: parts[host] for host in wire.others}, theirs, signature)
+        mine.copy_(self._in_host_order(mine, theirs, stage))
+        wire.swap(dict.fromkeys(theirs, mine), {host: parts[host] for host in theirs}, None)
+
+    def _in_host_order(self, mine: Tensor, theirs: dict[int, Tensor], stage: Reduction) -> Tensor:
+        sources = [theirs.get(host, mine) for host in range(len(self._hosts.ranks))]
+        result = torch.empty_like(mine)
+        stage(sources, result)
+        return result
+
+    def reduce_scatter(
+        self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction
+    ) -> Steps:
+        """Reduce over the ranks what each holds for this one, into ``output``."""
+        longest = max(len(part) for part in inputs)
+        count = sum(len(part) for part in inputs)
+        signature = self._sign("reduce_scatter", output.dtype, count, reduction.number)
+        stage, ranks = reduction.stage, self._hosts.ranks
+        for piece in pieces(longest, max(1, _PIECE_BYTES // output.itemsize // self.size)):
+            cuts = [inputs[rank][piece] for on_host in ranks for rank in on_host]
+            total = stage.of(torch.cat(cuts))
+            sizes = [sum(len(inputs[rank][piece]) for rank in on_host) for on_host in ranks]
+            by_host = total.split(sizes)
+            yield from self._here(collectives.reduce, total, stage, 0)
+            share = output.new_empty(sizes[self._host])
+            if self._leads:
+                mine = by_host[self._host]
+                yield from self._leaders.run(
+                    partial(self._swap_and_reduce, by_host, mine, stage, _first(signature, piece))
+                )
+                reduction.finish(mine, self.size, share)
+            yield from self._here(collectives.broadcast, share, 0)
+            lengths = [len(inputs[rank][piece]) for rank in ranks[self._host]]
+            output[piece].copy_(share.split(lengths)[self._arena.rank])
+
+    def _swap_and_reduce(
+        self,
+        by_host: Sequence[Tensor],
+        mine: Tensor,
+        stage: Reduction,
+        signature: Signature | None,
+    ) -> None:
+        theirs = {host: torch.empty_like(mine) for host in self._leaders.others}
+        self._leaders.swap({host: by_host[host] for host in theirs}, theirs, signature)
+        mine.copy_(self._in_host_order(mine, theirs, stage))
+
+    def broadcast(self, flat: Tensor, root: int) -> Steps:
+        """Give every rank the bytes of ``root``."""
+        signature = self._sign("broadcast", flat.dtype, len(flat), root=root)
+        home, wire, data = self._hosts.host_of(root), self._leaders, as_bytes(flat)
+        for piece in pieces(len(data), _PIECE_BYTES):
+            part = data[piece]
+            if self._host == home:
+                yield from self._here(
+                    collectives.broadcast, part, self._hosts.ranks[home].index(root)
+                )
+            if self._leads:
+                sent = dict.fromkeys(wire.others, part) if self._host == home else {}
+                received = {} if self._host == home else {home: part}
+                yield from wire.run(partial(wire.swap, sent, received, _first(signature, piece)))
+            if self._host != home:
+                yield from self._here(collectives.broadcast, part, 0)
+
+    def all_gather(self, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
+        """Give every rank the tensors of all, which may differ in length."""
+        count = sum(len(output) for output in outputs)
+        signature = self._sign("all_gather", flat.dtype, count)
+        data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
+        ranks, wire = self._hosts.ranks, self._leaders
+        longest = max(len(result) for result in results)
+        for piece in pieces(longest, max(1, _PIECE_BYTES // self.size)):
+            into = [results[rank][piece] for on_host in ranks for rank in on_host]
+            packed = torch.empty(sum(map(len, into)), dtype=torch.uint8)
+            slots = packed.split([len(one) for one in into])
+            sizes = [sum(len(results[rank][piece]) for rank in on_host) for on_host in ranks]
+            by_host = packed.split(sizes)
+            before = sum(len(on_host) for on_host in ranks[: self._host])
+            own = slots[before : before + len(ranks[self._host])]
+            yield from collectives.all_gather(self._arena, own, data[piece])
+            if self._leads:
+                sent = dict.fromkeys(wire.others, by_host[self._host])
+                received = {host: by_host[host] for host in wire.others}
+                yield from wire.run(partial(wire.swap, sent, received, _first(signature, piece)))
+            yield from self._here(collectives.broadcast, packed, 0)
+            for one, slot in zip(into, slots, strict=True):
+                one.copy_(slot)
+
+    # --- another for each -------------------------------------------------------------------------
+
+    def gather(self, outputs: Sequence[Tensor], flat: Tensor, root: int) -> Steps:
+        """Give ``root`` the tensors of all, which have one length; others have no ``outputs``."""
+        signature = self._sign("gather", flat.dtype, len(flat), root=root)
+        data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
+        if self.rank == root:
+            results[root].copy_(data)
+            sent, received = {}, {rank: results[rank] for rank in self._all.others}
+        else:
+            sent, received = {root: data}, {}
+        yield from self._all.run(partial(self._all.swap, sent, received, signature))
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> Steps:
+        """Give each rank its tensor of ``root``'s; others have no ``inputs``."""
+        signature = self._sign("scatter", output.dtype, len(output), root=root)
+        result, parts = as_bytes(output), [as_bytes(part) for part in inputs]
+        if self.rank == root:
+            result.copy_(parts[root])
+            sent, received = {rank: parts[rank] for rank in self._all.others}, {}
+        else:
+            sent, received = {}, {root: result}
+        yield from self._all.run(partial(self._all.swap, sent, received, signature))
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
+        """Give each rank one tensor of every other; lengths may all differ."""
+        signature = self._sign("all_to_all", outputs[0].dtype, 0)
+        outputs[self.rank].copy_(inputs[self.rank])
+        sent = {rank: as_bytes(inputs[rank]) for rank in self._all.others}
+        received = {rank: as_bytes(outputs[rank]) for rank in self._all.others}
+        yield from self._all.run(partial(self._all.swap, sent, received, signature))
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _here(self, operation: Callable[..., Steps], *args: object) -> Steps:
+        """Do an operation among the ranks of this host, if there are more than this one."""
+        if self._arena.size > 1:
+            yield from operation(self._arena, *args)
+
+    def _sign(
+        self, kind: str, dtype: torch.dtype, count: int, reduction: int = 0, root: int | None = None
+    ) -> Signature:
+        self._number += 1
+        return Signature(self._number, pack(kind, dtype, reduction=reduction, root=root), count)
+
+
+def _first(signature: Signature, piece: slice) -> Signature | None:
+    return signature if piece.start == 0 else None

@@ -1,0 +1,147 @@
+"""The process group of ranks on several hosts."""
+
+# As in group.py: torch's stubs know overloads of each call by type.
+# mypy: disable-error-code="override"
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from phalanx.distributed.across import Across
+from phalanx.distributed.arena import Arena
+from phalanx.distributed.call_forms import check_rank, only
+from phalanx.distributed.group import GroupMaker, SharedGroup
+from phalanx.distributed.tensors import Flat, flat_of, output_of
+from phalanx.distributed.uncompiled import uncompiled
+from phalanx.distributed.wire import Gloo
+
+__all__ = ["AcrossGroup"]
+
+
+# Any, below: as in group.py.
+@uncompiled
+class AcrossGroup(SharedGroup):
+    """Ranks of several hosts: through memory within each, over gloo between.
+
+    Messages go over gloo, from rank to rank. As gloo does, a send waits for its receiver.
+
+    Args:
+        arena: The memory of the ranks of this host.
+        ways: How the operations are done.
+        store: Where the ranks have met.
+        timeout_s: How long an operation may take, where the call does not say.
+        make_part: What makes a group of some of the ranks.
+    """
+
+    def __init__(
+        self, arena: Arena, ways: Across, store: Store, timeout_s: float, make_part: GroupMaker
+    ) -> None:
+        super().__init__(arena, ways, store, timeout_s, make_part)
+        self._across = ways
+        self._post: Gloo | None = None
+
+    def _seconds(self, opts: Any) -> float:
+        timeout_s = super()._seconds(opts)
+        self._across.allow(timeout_s)
+        return timeout_s
+
+    def _opened_post(self) -> Gloo:
+        if self._post is None:
+            connect = self._across.connect
+            self._post = connect("post", self.rank(), self.size(), self._timeout_s, lazy=True)
+        return self._post
+
+    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> dist.Work:
+        """Send to one rank."""
+        check_rank(self.size(), dstRank, "dstRank")
+        self._num_operations += 1
+        flat = flat_of(only(tensors), "tensor")
+        work = self._opened_post().send([flat.data], dstRank, tag)
+        return _Message(self._across, work, flat, dstRank, self._timeout_s)
+
+    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> dist.Work:
+        """Receive from one rank."""
+        check_rank(self.size(), srcRank, "srcRank")
+        self._num_operations += 1
+        flat = output_of(only(tensors), "tensor")
+        work = self._opened_post().recv([flat.data], srcRank, tag)
+        return _Message(self._across, work, flat, srcRank, self._timeout_s, received=True)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
+        """Receive from whoever sends first."""
+        flat = output_of(only(tensors), "tensor")
+        work = self._opened_post().recv_anysource([flat.data], tag)
+        return _Message(self._across, work, flat, None, self._timeout_s, received=True)
+
+    def shutdown(self) -> None:
+        """Leave the group; what is under way then fails."""
+        super().shutdown()
+        if self._post is not None and not self._engine.forked:
+            self._post.shutdown()
+            self._post = None
+
+    abort = shutdown
+
+    def __repr__(self) -> str:
+        return f"AcrossGroup({self._group_name!r}, rank {self.rank()} of {self.size()})"
+
+
+@uncompiled
+class _Message(dist.Work):
+    """A message under way over gloo."""
+
+    def __init__(
+        self,
+        ways: Across,
+        work: dist.Work,
+        flat: Flat,
+        other: int | None,
+        timeout_s: float,
+        *,
+        received: bool = False,
+    ) -> None:
+        super().__init__()
+        self._blame = ways.blame
+        self._work = work
+        self._flat = flat
+        self._other = other
+        self._timeout_s = timeout_s
+        self._received = received
+        self._ended = False
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Block until the message has gone, or come; raise if it cannot."""
+        if not self._ended:
+            seconds = timeout.total_seconds() or self._timeout_s
+            with self._blame.naming(self._other, seconds):
+                self._work.wait(datetime.timedelta(seconds=seconds))
+            self._ended = True
+            if self._received:
+                self._flat.write_back()
+        return True
+
+    def synchronize(self) -> None:
+        """Do what :meth:`wait` does."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Tell whether somebody has waited for it, and it has gone or come."""
+        return self._ended
+
+    is_success = is_completed
+
+    def result(self) -> list[Tensor]:
+        """Return the tensor that is sent or filled."""
+        return [self._flat.tensor]
+
+    def source_rank(self) -> int:
+        """Return who sent what a receive has taken."""
+        return self._work._source_rank()
+
+    _source_rank = source_rank

@@ -1,0 +1,203 @@
+"""The memory through which the ranks of a group pass their tensors, piece by piece.
+
+    region │ board │ rank 0: slot a, slot b │ rank 1: slot a, slot b │ ...
+
+A tensor of any size goes through slots of fixed size. Each piece of it is published in the slots of
+one letter while slower ranks may still read the other; who begins piece p waits until everybody is
+done with piece p − 2. Per piece a rank's mark goes through three numbers:
+
+    3p + 1   what others need of me is in my slot
+    3p + 2   what I have reduced is in the slots of all
+    3p + 3   I read nobody's slot any more
+
+Pieces are numbered through the life of the group, so that the marks only grow; ranks agree on the
+numbers because they agree on the operations, which the signatures check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.distributed.bell import Bells
+from phalanx.distributed.board import Board, Signature
+from phalanx.distributed.course import PIECE_POINTS, Course, State
+from phalanx.distributed.signature import Desync
+from phalanx.memory import Function, Region, fence, reach
+
+__all__ = ["POINTS", "Arena", "Need", "Steps"]
+
+POINTS = ("operation begun", *PIECE_POINTS)
+"""Where the tests stop a rank; the last but one is passed by `all_reduce` alone."""
+
+Need = tuple[Sequence[int], int]
+"""Whom a wait is for, and the mark that they must reach; no mark, but a place, if not positive."""
+
+Steps = Generator[Need | None, None, None]
+"""An operation under way: it stops wherever it would wait, and is resumed to look again.
+
+Where it waits for no rank of this host, it says None, and ends in time by itself.
+"""
+
+_NUM_SLOTS = 2
+_LARGEST_SLOT_BYTES = 1 << 20
+_ALL_SLOTS_BYTES = 8 << 20
+_MOST_CUTS = 16  # a cut of n ranks holds n² views
+_SMALLEST_SLOT_BYTES = 64 << 10
+_PUBLISHED, _REDUCED, _DONE, _PER_PIECE = 1, 2, 3, 3
+
+
+def slot_bytes(size: int) -> int:
+    """Return how many bytes one slot of a group of ``size`` ranks has."""
+    share = _ALL_SLOTS_BYTES // (size * _NUM_SLOTS)
+    return max(_SMALLEST_SLOT_BYTES, min(_LARGEST_SLOT_BYTES, 1 << (share.bit_length() - 1)))
+
+
+class Arena:
+    """The slots of a group as rank ``rank`` sees them."""
+
+    def __init__(self, region: Region, board: Board, bells: Bells) -> None:
+        self.bells = bells
+        self.rank = board.rank
+        self.size = board.size
+        self.board = board
+        self.slot_bytes = slot_bytes(board.size)
+        self._region = region
+        self._slots_by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
+        self._cuts: dict[tuple[torch.dtype, tuple[int, ...], int], list[Sequence[Tensor]]] = {}
+        self._piece = -1
+        self._operation = Signature(0, 0, 0)
+        self._unchecked: set[int] = set()
+        whole = region.tensor(torch.uint8, self.needed_bytes(board.size))
+        slots = whole[Board.needed_bytes(board.size) :]
+        self._course = Course(board, whole, slots, self.slot_bytes)
+
+    @staticmethod
+    def needed_bytes(size: int) -> int:
+        """Return how large the region of a group of ``size`` ranks is, board included."""
+        return Board.needed_bytes(size) + size * _NUM_SLOTS * slot_bytes(size)
+
+    @property
+    def operation(self) -> Signature:
+        """The operation that was begun last."""
+        return self._operation
+
+    def begin(self, what: int, num_elements: int) -> None:
+        """Begin the next operation, and say which it is."""
+        self._operation = Signature(self._operation.number + 1, what, num_elements)
+        self._unchecked = set(self.board.others)
+        self.board.sign(self._operation)
+        reach("operation begun")
+
+    def slots(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return the slots of this piece, by rank, as tensors of ``dtype``."""
+        if dtype not in self._slots_by_dtype:
+            self._slots_by_dtype[dtype] = self._view(dtype)
+        return self._slots_by_dtype[dtype][self._piece % _NUM_SLOTS]
+
+    def heads(self, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """Return the first ``count`` elements of the slots of this piece, by rank."""
+        return [slots[0] for slots in self.cut(dtype, (count,))]
+
+    def cut(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> list[Sequence[Tensor]]:
+        """Return the slots of this piece, by rank, each cut in parts of ``sizes`` elements."""
+        key = (dtype, sizes, self._piece % _NUM_SLOTS)
+        found = self._cuts.get(key)
+        if found is None:
+            if len(self._cuts) >= _MOST_CUTS:
+                self._cuts.clear()
+            used = sum(sizes)
+            found = [slot[:used].split(sizes) for slot in self.slots(dtype)]
+            self._cuts[key] = found
+        return found
+
+    def _view(self, dtype: torch.dtype) -> list[list[Tensor]]:
+        start = Board.needed_bytes(self.size)
+        count = self.slot_bytes // dtype.itemsize
+        return [
+            [
+                self._region.tensor(
+                    dtype, count, start + (rank * _NUM_SLOTS + letter) * self.slot_bytes
+                )
+                for rank in range(self.size)
+            ]
+            for letter in range(_NUM_SLOTS)
+        ]
+
+    def carry(self, function: Function, flat: Tensor) -> Steps:
+        """Let compiled code do the operation that was begun, with all pieces of ``flat``."""
+        course = self._course
+        course.begin(self._operation, self._piece + 1, flat)
+        while (state := course.go(function)) != State.ENDED:
+            if state == State.WAITS:
+                yield self.board.others, course.wanted
+            elif state == State.DIFFERS:
+                self._check(self.board.others)  # it raises, unless a test has it pass
+                course.agree()
+            else:
+                self.board.wake_sleepers(course.wanted)
+                course.reach()
+        self._piece = course.piece - 1
+
+    # --- the life of a piece ----------------------------------------------------------------------
+
+    def begin_piece(self) -> Steps:
+        """Take the next piece; afterwards this rank may write to its slot."""
+        self._piece += 1
+        done_before = _PER_PIECE * (self._piece - _NUM_SLOTS) + _DONE
+        if done_before > 0:
+            yield from self._reach(self.board.others, done_before)
+
+    def publish(self) -> None:
+        """Say that what others need of this rank is in its slot."""
+        reach("piece written")
+        self.board.post(_PER_PIECE * self._piece + _PUBLISHED)
+        reach("piece published")
+
+    def published(self, ranks: Sequence[int] | None = None) -> Steps:
+        """Wait until ``ranks``, or all, have published; see that they are in this operation."""
+        waited = self.board.others if ranks is None else ranks
+        yield from self._reach(waited, _PER_PIECE * self._piece + _PUBLISHED)
+        if self._unchecked:
+            self._check(waited)
+        fence()
+
+    def give_result(self) -> None:
+        """Say that what this rank has reduced is in the slots of all others."""
+        self.board.post(_PER_PIECE * self._piece + _REDUCED)
+        reach("result given")
+
+    def results_given(self) -> Steps:
+        """Wait until all have reduced."""
+        yield from self._reach(self.board.others, _PER_PIECE * self._piece + _REDUCED)
+        fence()
+
+    def end_piece(self) -> None:
+        """Say that this rank reads nobody's slot any more."""
+        self.board.post(_PER_PIECE * self._piece + _DONE)
+        reach("piece ended")
+
+    def _reach(self, ranks: Sequence[int], mark: int) -> Steps:
+        while not self.board.reached(ranks, mark):
+            yield ranks, mark
+
+    def _check(self, ranks: Sequence[int]) -> None:
+        ours = self._operation
+        for rank in ranks:
+            if rank in self._unchecked:
+                self._unchecked.discard(rank)
+                theirs = self.board.signature_of(rank, ours.number)
+                if theirs != ours:
+                    names = self.board.names
+                    raise Desync(names[self.rank], ours, names[rank], theirs)
+
+    def close(self) -> None:
+        """Let go of the memory; what was handed out keeps it until it goes, too."""
+        self._slots_by_dtype.clear()
+        self._cuts.clear()
+        self._course.close()
+        self.bells.close()
+        self.board.close()
+        self._region.close()

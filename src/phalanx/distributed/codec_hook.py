@@ -1,0 +1,221 @@
+"""Send DDP's gradients through a codec.
+
+Shape legend: W ranks.
+
+    gradients of a bucket ──▶ + errors ──▶ encode ──▶ one packet ──▶ all-gather, W packets
+                                                                         │
+    bucket ◀── divide by W ◀── add in the order of ranks ◀── decode each ┘
+"""
+
+# DDP compares a hook's annotations with the objects themselves, so they cannot be strings here:
+# no `from __future__ import annotations`.
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.codecs import Cast, Codec, Feedback, Payload, pack, unpack
+from phalanx.distributed.bucket import GradBucket, refuse_sparse
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.memory import dense_strides
+
+__all__ = ["CodecHook", "codec_hook"]
+
+
+def codec_hook(
+    codec: Codec | str, module: nn.Module, *, process_group: dist.ProcessGroup | None = None
+) -> "CodecHook":
+    """Make a hook with which DDP's gradients travel encoded.
+
+    The gradient is the mean over ranks, as DDP takes it, of what comes out of the codec. Codecs
+    with errors (``one_bit``, ``top_k``) remember them by parameter name, on each rank its own:
+    every rank saves and loads its own ``hook.state_dict()``. Give one hook to each model, before
+    its first backward pass.
+
+    Args:
+        codec: A codec or its name: ``"fp16"``, ``"bf16"``, ``"one_bit"``, ``"top_k"``,
+            ``"top_k(0.05)"``.
+        module: What DDP wraps, or the DDP module itself; errors are stored under its names.
+        process_group: The one that DDP was given, by default all ranks.
+
+    Raises:
+        ConfigError: There is no such codec.
+
+    Example:
+        >>> hook = codec_hook("one_bit", nn.Linear(5, 3))
+        >>> # ddp.register_comm_hook(None, hook.merge)
+        >>> hook
+        CodecHook(OneBit(min_elements=20), 2 parameters)
+
+    Determinism: the same bits on every rank, and however DDP cuts its buckets, with codecs that
+    have errors. ``fp16`` and ``bf16`` are added by the group's all-reduce, in 16 bits.
+    Collective: Yes, every rank's backward pass. Blocks: as DDP does, until all ranks have come.
+    Moves: W − 1 payloads into each rank, where DDP moves 2·(W − 1)/W gradients; so ``one_bit``
+    pays for dozens of ranks, not for thousands. ``fp16`` and ``bf16``: half of what DDP moves.
+    """
+    return CodecHook(codec, module, process_group)
+
+
+class CodecHook:
+    """The hook, made by :func:`codec_hook`, and the errors of this rank.
+
+    A backward pass that fails leaves the errors as they were. What is not finite arrives as not
+    finite. With a ``GradScaler``, errors are in the scale of the step that made them; keep its
+    scale constant (``growth_interval`` beyond the last step) or use bfloat16.
+    """
+
+    def __init__(
+        self, codec: Codec | str, module: nn.Module, process_group: dist.ProcessGroup | None
+    ) -> None:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        self._feedback = Feedback(codec)
+        self._parameters = dict(module.named_parameters())  # keeps them, so that ids stay theirs
+        self._name_by_id = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._group = process_group
+        self._under_way: list[Future[Tensor]] = []
+
+    def merge(self, _state: object, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Start to merge ``bucket``; give this to ``ddp.register_comm_hook(None, hook.merge)``."""
+        refuse_sparse(bucket)
+        if bucket.index() == 0:  # DDP hands them over in order; what is pending has failed
+            self._feedback.rollback()
+            self._under_way = []
+        codec = self._feedback.codec
+        if isinstance(codec, Cast):
+            return self._add_cast(codec, bucket.buffer())
+        self._under_way.append(self._gather(bucket))
+        if not bucket.is_last():
+            return self._under_way[-1]
+        merged: Future[Tensor] = torch.futures.collect_all(self._under_way).then(self._finish)
+        return merged
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's errors by parameter name."""
+        return self._feedback.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up the errors of a state that the same rank has saved.
+
+        Raises:
+            CheckpointError: It is of another model or of a codec with errors, where this one has
+                none. Nothing is changed.
+        """
+        for name, error in state.items():
+            if name not in self._parameters:
+                raise CheckpointError(
+                    f"Error `{name}` of the codec must belong to a parameter of the module, but "
+                    "there is none of that name. Load a state that was saved with this model."
+                )
+            shape = self._parameters[name].shape
+            if error.shape != shape:
+                raise CheckpointError(
+                    f"Error `{name}` of the codec must have its parameter's shape {tuple(shape)}, "
+                    f"but has {tuple(error.shape)}. Load a state that was saved with this model."
+                )
+        self._feedback.load_state_dict(state)
+
+    def __repr__(self) -> str:
+        return f"CodecHook({self._feedback.codec!r}, {len(self._parameters)} parameters)"
+
+    def _add_cast(self, codec: Cast, buffer: Tensor) -> Future[Tensor]:
+        """Let the group add what all ranks have cast; it is divided first, to stay in range."""
+        ranks = dist.get_world_size(self._group)
+        mean = buffer / ranks
+        narrow = codec.saturate(mean, ranks) if codec.takes(mean.shape, mean.dtype) else mean
+        future = dist.all_reduce(narrow, group=self._group, async_op=True).get_future()
+
+        def widen(arrived: Future[object]) -> Tensor:
+            arrived.value()  # raises what went wrong
+            return buffer.copy_(narrow)
+
+        merged: Future[Tensor] = future.then(widen)
+        return merged
+
+    def _gather(self, bucket: GradBucket) -> Future[Tensor]:
+        """Send each gradient of ``bucket`` encoded, and add what arrives."""
+        ranks = dist.get_world_size(self._group)
+        buffer: Tensor = bucket.buffer()
+        parameters = bucket.parameters()
+        gradients = list(map(_in_shape_of, _gradients_of(bucket), parameters))
+        payloads = [
+            self._feedback.encode(self._name(parameter), gradient)
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+        packet = pack([tensor for payload in payloads for tensor in payload])
+        packets = list(packet.new_empty(ranks, packet.numel()).unbind())
+        future = dist.all_gather(packets, packet, group=self._group, async_op=True).get_future()
+
+        def add(arrived: Future[object]) -> Tensor:
+            arrived.value()  # raises what went wrong
+            sums = _add_packets(self._feedback.codec, packets, payloads, gradients)
+            for gradient, total in zip(gradients, sums, strict=True):
+                gradient.copy_(total / ranks)
+            return buffer
+
+        merged: Future[Tensor] = future.then(add)
+        return merged
+
+    def _finish(self, arrived: Future[list[Future[Tensor]]]) -> Tensor:
+        """All buckets have arrived: keep the errors, and return the last bucket."""
+        buffers: list[Tensor] = [each.value() for each in arrived.value()]
+        self._feedback.commit()
+        return buffers[-1]
+
+    def _name(self, parameter: Tensor) -> str:
+        name = self._name_by_id.get(id(parameter))
+        if name is None:
+            raise ConfigError(
+                "`module` must be the one that DDP wraps, but has no parameter of shape "
+                f"{tuple(parameter.shape)} that DDP merges. Make the hook with the same module."
+            )
+        return name
+
+
+def _gradients_of(bucket: GradBucket) -> list[Tensor]:
+    """Return the gradients of ``bucket`` as views of its buffer.
+
+    Of complex parameters, which DDP never puts into a bucket with others, the buffer holds pairs of
+    real numbers, but `bucket.gradients()` counts as if each pair were one, and misses half.
+    """
+    buffer: Tensor = bucket.buffer()
+    parameters = bucket.parameters()
+    if buffer.is_complex() or not any(parameter.is_complex() for parameter in parameters):
+        return list(bucket.gradients())
+    flat = torch.view_as_complex(buffer.view(-1, 2))
+    pieces = flat.split([parameter.numel() for parameter in parameters])
+    return [piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=True)]
+
+
+def _in_shape_of(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """View ``gradient`` with the strides that its elements have.
+
+    DDP gives it the right shape, but lays the elements as they lie in a dense ``parameter``: one in
+    channels_last comes permuted.
+    """
+    stride = parameter.stride()
+    if stride == gradient.stride() or stride != dense_strides(parameter):
+        return gradient
+    return gradient.as_strided(gradient.shape, stride)
+
+
+def _add_packets(
+    codec: Codec, packets: list[Tensor], payloads: list[Payload], gradients: list[Tensor]
+) -> list[Tensor]:
+    """Decode every rank's packet, and add them gradient by gradient in the order of ranks."""
+    like = [tensor for payload in payloads for tensor in payload]
+    sums: list[Tensor] = []
+    for packet in packets:
+        tensors = iter(unpack(packet, like))
+        for place, gradient in enumerate(gradients):
+            payload = tuple(next(tensors) for _ in payloads[place])
+            value = codec.decode(payload, gradient.shape, gradient.dtype)
+            if packet is packets[0]:
+                sums.append(value.to(torch.promote_types(value.dtype, torch.float32)))
+            else:
+                sums[place] = sums[place] + value
+    return sums

@@ -1,0 +1,313 @@
+"""The collective operations, as steps over an arena. Every rank calls them in the same order.
+
+Tensors are flat and contiguous. What only moves is taken as bytes, so every dtype can travel.
+
+    all_reduce, one piece, three ranks; each cuts it in three, reduces one part, and puts the result
+    where each of the others has published its own:
+
+        rank 0   publishes  · B C    reduces A := a0 + a1 + a2    takes  · B C
+        rank 1   publishes  A · C    reduces B                    takes  A · C
+        rank 2   publishes  A B ·    reduces C                    takes  A B ·
+
+Small tensors are published whole and reduced by everybody: one wait instead of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.distributed.arena import Arena, Steps
+from phalanx.distributed.ops import Reduction
+from phalanx.distributed.signature import pack
+from phalanx.errors import ConfigError
+from phalanx.memory import compiled_for, copy_to
+from phalanx.plan import equal_sizes
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "as_bytes",
+    "barrier",
+    "broadcast",
+    "gather",
+    "pieces",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+_SMALL_BYTES = 16 << 10
+
+# What course.c carries where it was compiled, in pieces that stay in the caches of the cores.
+_CARRIED = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
+_CARRIED_BYTES = 256 << 10
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return the bytes of a flat contiguous tensor."""
+    return flat.view(torch.uint8)
+
+
+def pieces(num_elements: int, per_piece: int) -> Iterator[slice]:
+    """Cut a range into pieces; nothing is one empty piece, so that every operation has one."""
+    for start in range(0, max(1, num_elements), per_piece):
+        yield slice(start, min(start + per_piece, num_elements))
+
+
+def barrier(arena: Arena) -> Steps:
+    """Wait until all ranks have come."""
+    arena.begin(pack("barrier", torch.uint8), 0)
+    yield from arena.begin_piece()
+    arena.publish()
+    yield from arena.published()
+    arena.end_piece()
+
+
+# --- reducing -------------------------------------------------------------------------------------
+
+
+def all_reduce(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
+    """Reduce ``flat`` over the ranks, in place and with the same bits on all of them."""
+    arena.begin(pack("all_reduce", flat.dtype, reduction=reduction.number), flat.numel())
+    piece_bytes, function = arena.slot_bytes, None
+    if reduction.is_plain_sum and flat.dtype in _CARRIED:
+        piece_bytes = min(piece_bytes, _CARRIED_BYTES)  # also of ranks where nothing was compiled
+        function = compiled_for("all_reduce", flat.dtype)
+    if function is not None and arena.size > 1:
+        yield from arena.carry(function, flat)
+        return
+    if flat.numel() * flat.itemsize <= _SMALL_BYTES:
+        yield from _all_reduce_small(arena, flat, reduction)
+        return
+    cuts = [
+        tuple(equal_sizes(piece.stop - piece.start, arena.size))
+        for piece in pieces(flat.numel(), piece_bytes // flat.itemsize)
+    ]
+    parts = flat.split([size for sizes in cuts for size in sizes])  # one call instead of many
+    for at, sizes in enumerate(cuts):
+        own = parts[at * arena.size : (at + 1) * arena.size]
+        yield from _all_reduce_piece(arena, own, sizes, reduction)
+
+
+def _all_reduce_small(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
+    yield from arena.begin_piece()
+    sources = arena.heads(flat.dtype, flat.numel())
+    sources[arena.rank].copy_(flat)
+    arena.publish()
+    yield from arena.published()
+    reduction(sources, flat)
+    arena.end_piece()
+
+
+def _all_reduce_piece(
+    arena: Arena,
+    parts: Sequence[Tensor],
+    sizes: tuple[int, ...],
+    reduction: Reduction,
+) -> Steps:
+    me, others = arena.rank, arena.board.others
+    mine = parts[me]
+    yield from arena.begin_piece()
+    slots = arena.cut(mine.dtype, sizes)
+    own = slots[me]
+    for rank in others:
+        copy_to(parts[rank], own[rank])
+    arena.publish()
+    yield from arena.published()
+    sources = [slot[me] for slot in slots]
+    sources[me] = mine
+    # In place where the reduction can: what it writes to is in the cache already.
+    result = mine if me < 2 else own[me]
+    reduction(sources, result)
+    copy_to(result, mine)
+    for rank in others:
+        copy_to(result, slots[rank][me])
+    arena.give_result()
+    yield from arena.results_given()
+    for rank in others:
+        copy_to(own[rank], parts[rank])
+    arena.end_piece()
+
+
+def reduce(arena: Arena, flat: Tensor, reduction: Reduction, root: int) -> Steps:
+    """Reduce ``flat`` over the ranks into that of ``root``; the others keep theirs."""
+    what = pack("reduce", flat.dtype, reduction=reduction.number, root=root)
+    arena.begin(what, flat.numel())
+    for piece in pieces(flat.numel(), arena.slot_bytes // flat.itemsize):
+        part = flat[piece]
+        yield from arena.begin_piece()
+        sources = [slot[: part.numel()] for slot in arena.slots(flat.dtype)]
+        if arena.rank == root:
+            own = sources[root]
+            sources[root] = part
+            yield from arena.published()
+            reduction(sources, own)
+            copy_to(own, part)
+        else:
+            copy_to(part, sources[arena.rank])
+            arena.publish()
+        arena.end_piece()
+
+
+def reduce_scatter(
+    arena: Arena, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction
+) -> Steps:
+    """Reduce over the ranks what each holds for this one, into ``output``.
+
+    Args:
+        arena: The group's.
+        output: Of this rank, as long as its input.
+        inputs: One per rank, of any lengths, the same on all ranks.
+        reduction: How.
+    """
+    me, dtype = arena.rank, output.dtype
+    what = pack("reduce_scatter", dtype, reduction=reduction.number)
+    arena.begin(what, sum(len(part) for part in inputs))
+    per_rank = arena.slot_bytes // dtype.itemsize // arena.size
+    for piece in pieces(max(len(part) for part in inputs), per_rank):
+        yield from arena.begin_piece()
+        slots = arena.slots(dtype)
+        own = slots[me]
+        for rank, part in enumerate(inputs):
+            if rank != me:
+                _put(own, rank * per_rank, part[piece])
+        arena.publish()
+        yield from arena.published()
+        mine = inputs[me][piece]
+        start = me * per_rank
+        sources = [slot[start : start + len(mine)] for slot in slots]
+        result = sources[me]
+        sources[me] = mine
+        reduction(sources, result)
+        copy_to(result, output[piece])
+        arena.end_piece()
+
+
+# --- moving bytes ---------------------------------------------------------------------------------
+
+
+def _put(slot: Tensor, at: int, part: Tensor) -> None:
+    copy_to(part, slot[at : at + len(part)])
+
+
+def broadcast(arena: Arena, flat: Tensor, root: int) -> Steps:
+    """Give every rank the bytes of ``root``."""
+    arena.begin(pack("broadcast", flat.dtype, root=root), flat.numel())
+    data = as_bytes(flat)
+    for piece in pieces(len(data), arena.slot_bytes):
+        part = data[piece]
+        yield from arena.begin_piece()
+        slot = arena.slots(torch.uint8)[root][: len(part)]
+        if arena.rank == root:
+            copy_to(part, slot)
+            arena.publish()
+        else:
+            yield from arena.published([root])
+            copy_to(slot, part)
+        arena.end_piece()
+
+
+def all_gather(arena: Arena, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
+    """Give every rank the tensors of all, which may differ in length."""
+    arena.begin(pack("all_gather", flat.dtype), sum(len(output) for output in outputs))
+    data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
+    for piece in pieces(max(len(result) for result in results), arena.slot_bytes):
+        part = data[piece]
+        yield from arena.begin_piece()
+        slots = arena.slots(torch.uint8)
+        _put(slots[arena.rank], 0, part)
+        arena.publish()
+        yield from arena.published()
+        for rank, result in enumerate(results):
+            into = result[piece]
+            copy_to(part if rank == arena.rank else slots[rank][: len(into)], into)
+        arena.end_piece()
+
+
+def gather(arena: Arena, outputs: Sequence[Tensor], flat: Tensor, root: int) -> Steps:
+    """Give ``root`` the tensors of all, which have one length; others have no ``outputs``."""
+    arena.begin(pack("gather", flat.dtype, root=root), flat.numel())
+    data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
+    for piece in pieces(len(data), arena.slot_bytes):
+        part = data[piece]
+        yield from arena.begin_piece()
+        slots = arena.slots(torch.uint8)
+        if arena.rank == root:
+            yield from arena.published()
+            for rank, result in enumerate(results):
+                copy_to(part if rank == root else slots[rank][: len(part)], result[piece])
+        else:
+            _put(slots[arena.rank], 0, part)
+            arena.publish()
+        arena.end_piece()
+
+
+def scatter(arena: Arena, output: Tensor, inputs: Sequence[Tensor], root: int) -> Steps:
+    """Give each rank its tensor of ``root``'s; others have no ``inputs``."""
+    arena.begin(pack("scatter", output.dtype, root=root), output.numel())
+    result, parts = as_bytes(output), [as_bytes(part) for part in inputs]
+    per_rank = arena.slot_bytes // arena.size
+    for piece in pieces(len(result), per_rank):
+        into = result[piece]
+        yield from arena.begin_piece()
+        slot = arena.slots(torch.uint8)[root]
+        if arena.rank == root:
+            for rank, part in enumerate(parts):
+                if rank != root:
+                    _put(slot, rank * per_rank, part[piece])
+            arena.publish()
+            copy_to(parts[root][piece], into)
+        else:
+            yield from arena.published([root])
+            at = arena.rank * per_rank
+            copy_to(slot[at : at + len(into)], into)
+        arena.end_piece()
+
+
+def all_to_all(arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
+    """Give each rank one tensor of every other; lengths may all differ.
+
+    Nobody knows the longest of the tensors at first, and so how many pieces there are: the lengths
+    go round before.
+
+    Raises:
+        ConfigError: Somebody sends more or less than the other takes; all ranks raise.
+    """
+    size, me, dtype = arena.size, arena.rank, outputs[0].dtype
+    arena.begin(pack("all_to_all", dtype), 0)
+    yield from arena.begin_piece()
+    lengths = arena.slots(torch.int64)
+    lengths[me][: 2 * size] = torch.tensor(
+        [len(part) for part in inputs] + [len(part) for part in outputs]
+    )
+    arena.publish()
+    yield from arena.published()
+    table = [slot[: 2 * size].tolist() for slot in lengths]
+    arena.end_piece()
+    for giver, taker in ((giver, taker) for giver in range(size) for taker in range(size)):
+        given, taken = table[giver][taker], table[taker][size + giver]
+        if given != taken:
+            raise ConfigError(
+                f"`output_split_sizes` must fit what the others send, but rank {giver} sends "
+                f"{given} elements to rank {taker}, which takes {taken}."
+            )
+    longest = max(max(row[:size]) for row in table) * dtype.itemsize
+    sent, got = [as_bytes(part) for part in inputs], [as_bytes(part) for part in outputs]
+    per_rank = arena.slot_bytes // size
+    for piece in pieces(longest, per_rank):
+        yield from arena.begin_piece()
+        slots = arena.slots(torch.uint8)
+        for rank, part in enumerate(sent):
+            if rank != me:
+                _put(slots[me], rank * per_rank, part[piece])
+        arena.publish()
+        yield from arena.published()
+        for rank, result in enumerate(got):
+            into = result[piece]
+            at = me * per_rank
+            copy_to(sent[me][piece] if rank == me else slots[rank][at : at + len(into)], into)
+        arena.end_piece()

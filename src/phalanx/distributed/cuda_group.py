@@ -1,0 +1,169 @@
+"""Groups whose CUDA tensors go to NCCL; made only on hosts that have both.
+
+torch keeps one group where a backend's maker returns one written in Python, and forgets what is
+named beside it (decision 0012). So on such hosts ours holds the other, an ordinary group of
+torch's own, and each call goes by the device of its tensors:
+
+    on CUDA ──> NCCL, opened by the first such call
+    else    ──> this group (which refuses what is not on the CPU)
+"""
+
+# As in group.py: torch's stubs know overloads of each call by type.
+# mypy: disable-error-code="override"
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from phalanx.distributed.across_group import AcrossGroup
+from phalanx.distributed.group import SharedGroup
+from phalanx.distributed.uncompiled import uncompiled
+from phalanx.errors import UnsupportedError
+
+__all__ = ["CudaAcrossGroup", "CudaGroup", "nccl_is_here"]
+
+
+def nccl_is_here() -> bool:
+    """Tell whether this torch has NCCL, and this host a GPU."""
+    return dist.is_nccl_available() and torch.cuda.is_available()
+
+
+class CudaGroup(SharedGroup):
+    """A :class:`SharedGroup` that hands calls with CUDA tensors to a group over NCCL."""
+
+    _device_type = "cuda"
+    _inner: dist.ProcessGroup | None = None
+    _opening = threading.Lock()
+
+    def _inner_for(self, device_types: set[str]) -> dist.ProcessGroup | None:
+        """Return whose call it is: the inner group's, or None for this one's."""
+        if self._device_type not in device_types:
+            return None
+        if len(device_types) > 1:
+            raise UnsupportedError(
+                "The tensors of a call must be on one kind of device, but are on "
+                f"{' and '.join(sorted(device_types))}. Call once for each."
+            )
+        return self._opened()
+
+    def _opened(self) -> dist.ProcessGroup:
+        with self._opening:  # threads may bring their first CUDA tensors at the same time
+            if self._inner is None:
+                timeout = datetime.timedelta(seconds=self._timeout_s)
+                store = PrefixStore(f"{self._device_type}/", self._store)
+                self._inner = self._open(store, timeout)
+                self._inner._set_group_name(self.getGroupName())  # type: ignore[arg-type]
+            return self._inner
+
+    def _open(self, store: Store, timeout: datetime.timedelta) -> dist.ProcessGroup:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(store, self.rank(), self.size(), options)
+        nccl._set_sequence_number_for_group()
+        group = dist.ProcessGroup(store, self.rank(), self.size())
+        kind = dist.ProcessGroup.BackendType.NCCL
+        group._set_default_backend(kind)
+        group._register_backend(torch.device(self._device_type), kind, nccl)
+        return group
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        """Wait until all ranks have come; on a GPU's stream where ``opts.device`` is one."""
+        device = getattr(opts, "device", None)
+        inner = self._inner_for({device.type} if device is not None else set())
+        return super().barrier(opts, timeout) if inner is None else inner.barrier(opts)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [*super()._device_types, torch.device(self._device_type)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return the backend for a device, as torch asks where a ``device_id`` is given."""
+        inner = self._inner_for({torch.device(device).type})
+        return super()._get_backend(device) if inner is None else inner._get_backend(device)
+
+    def setTimeout(self, timeout: datetime.timedelta) -> None:
+        """Let operations take so long from now on."""
+        super().setTimeout(timeout)
+        if self._inner is not None:
+            self._inner.set_timeout(timeout)
+
+    set_timeout = setTimeout
+
+    def shutdown(self) -> None:
+        """Leave both groups."""
+        self._leave("shutdown")
+
+    def abort(self) -> None:
+        """Leave both groups; what is under way on a GPU fails."""
+        self._leave("abort")
+
+    def _leave(self, how: str) -> None:
+        inner, self._inner = self._inner, None
+        try:
+            if inner is not None and not self._engine.forked:
+                getattr(inner, how)()
+        finally:
+            super().shutdown()
+
+
+class CudaAcrossGroup(CudaGroup, AcrossGroup):
+    """The same for ranks of several hosts."""
+
+
+# Any: a call takes whatever torch gives it, in all its forms.
+def _tensors_in(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, list | tuple):
+        for one in given:
+            yield from _tensors_in(one)
+
+
+def _by_device(name: str) -> Callable[..., Any]:
+    def call(self: CudaGroup, *args: Any, **kwargs: Any) -> Any:
+        tensors = _tensors_in((*args, *kwargs.values()))
+        inner = self._inner_for({tensor.device.type for tensor in tensors})
+        return getattr(super(CudaGroup, self) if inner is None else inner, name)(*args, **kwargs)
+
+    call.__name__ = name
+    call.__doc__ = getattr(SharedGroup, name).__doc__
+    return call
+
+
+CALLS = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+
+for _name in CALLS:
+    setattr(CudaGroup, _name, _by_device(_name))
+uncompiled(CudaGroup)

@@ -1,0 +1,109 @@
+"""What ``torch.distributed`` asks of a group besides its operations: names, devices, limits.
+
+torch asks a group for its backend and asks the backend the same things. This group has no other
+backend behind it, so it answers as its own.
+"""
+
+# torch's stubs do not know the constructor for groups written in Python.
+# mypy: disable-error-code="override, assignment, call-arg"
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from phalanx.distributed.uncompiled import uncompiled
+
+__all__ = ["NAME", "DescribedGroup"]
+
+NAME = "phalanx"
+
+_CPU = torch.device("cpu")
+
+
+@uncompiled
+class DescribedGroup(dist.ProcessGroup):
+    """A group that can be asked what it is.
+
+    Args:
+        rank: Who we are.
+        size: How many ranks there are.
+        store: Where the ranks have met.
+        timeout_s: How long an operation may take, where the call does not say.
+    """
+
+    supports_coalescing = False
+    supports_splitting = False
+    supports_shrinking = False
+    supports_time_estimate = False
+
+    def __init__(self, rank: int, size: int, store: Store, timeout_s: float) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self._timeout_s = timeout_s
+        self._group_name = "default"
+        self._group_desc = "undefined"
+        self._num_operations = 0
+
+    # The next five have the names by which torch's Python asks; it has no public ones.
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device) -> dist.ProcessGroup:
+        """Return this group for a device that it serves, as torch asks for a group's backend."""
+        if torch.device(device).type not in {known.type for known in self._device_types}:
+            raise RuntimeError(
+                f"Group {self._group_name!r} has no backend for {torch.device(device).type}; it "
+                f"serves {', '.join(known.type for known in self._device_types)}."
+            )
+        return self
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._num_operations
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._num_operations = 0
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Tell that this group hands out no memory of its own."""
+        del device
+        return False
+
+    def get_group_store(self) -> Store:
+        """Return where the ranks have met."""
+        return self._store
+
+    def getBackendName(self) -> str:
+        """Return ``phalanx``."""
+        return NAME
+
+    def getGroupName(self) -> str:
+        """Return the group's name."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Take a name."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        """Return what the group is for."""
+        return self._group_desc
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take a description."""
+        self._group_desc = description
+
+    def setTimeout(self, timeout: datetime.timedelta) -> None:
+        """Let operations take so long from now on."""
+        self._timeout_s = timeout.total_seconds()
+
+    set_timeout = setTimeout
+    _set_default_timeout = setTimeout

@@ -1,0 +1,373 @@
+"""Who moves the operations of a group forward: whoever waits for one, or one thread for all groups.
+
+An operation stops wherever it would wait. It goes on when somebody looks again:
+
+    all_reduce(t)                 the caller looks until it is done
+    all_reduce(t, async_op=True)  the caller goes as far as it can at once; then the thread looks
+    work.wait()                   the caller looks, too
+
+Operations of one lane go one after the other; lanes are independent of each other. All collectives
+of a group share a lane, because they share its arena; messages have a lane per peer and tag.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+
+import torch
+
+from phalanx.clock import now_s
+from phalanx.distributed.arena import Need
+from phalanx.distributed.bell import Bells
+from phalanx.distributed.board import LEFT, Board
+from phalanx.distributed.mourning import cause_state, is_missing, look, out_of_time
+from phalanx.distributed.pump import pump
+from phalanx.distributed.turns import Turns
+from phalanx.distributed.work import Task
+from phalanx.errors import ConfigError, GroupAborted, StateError
+from phalanx.memory import Waiting, forget_in_child, keep_awake
+
+__all__ = ["COLLECTIVES", "Engine"]
+
+COLLECTIVES = "collectives"
+_LOOK_FOR_DEAD_S = 0.02
+_SHORTEST_SPIN_S, _LONGEST_SPIN_S = 20e-6, 300e-6
+_CROWDED_SPIN_S = 10e-6
+_LOOKS_PER_CLOCK = 16
+_NOBODY: Need = ((), 0)
+_FIRST_SLEEP_S = 1e-3
+_LONGEST_SLEEP_S = 10e-3
+_STUCK, _MOVED, _ENDED = range(3)
+
+
+class Engine:
+    """The operations of one group that have not ended.
+
+    Args:
+        board: The group's.
+        bells: The group's.
+        name: What the group is called in messages.
+        tell: Whom to tell of an error that breaks the group, beyond the ranks on the board.
+
+    Attributes:
+        forked: Whether this is a copy in a forked child, where the group is not to be touched.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        bells: Bells,
+        name: Callable[[], str],
+        tell: Callable[[BaseException], object] = bool,
+    ) -> None:
+        self._board = board
+        self._tell = tell
+        self._bells = bells
+        self._name = name
+        self._lock = threading.RLock()  # a step may run a signal's handler, which may wait again
+        self._lanes: dict[Hashable, deque[Task]] = {}
+        self._ended: deque[Task] = deque()  # whose futures have not been told yet
+        self._advancing = False
+        self._broken: BaseException | None = None
+        self._next_look_s = 0.0
+        # One caller moves the operations at a time: two would take each other's wake-ups.
+        self._mover = threading.RLock()
+        # How long to look before sleeping. Where each rank has a core, what is waited for is
+        # mostly a moment away, and a sleep takes longer to end than that; where other work keeps
+        # the cores busy, looking is in vain. Which it is shows by how long waits are.
+        num_cores = len(os.sched_getaffinity(0))
+        self._roomy = board.size <= num_cores
+        self._busy = num_cores < 2 * board.size  # no core is left for a second thread per rank
+        self._spin_s = _LONGEST_SPIN_S if self._roomy else _CROWDED_SPIN_S
+        self._turns = Turns()
+        self._stay_awake = keep_awake(board.size, place=board.rank, sharers=board.size)
+        self.forked = False
+        forget_in_child(self)
+
+    def forget(self) -> None:
+        """Give the group up in a forked child, where it would speak in its parent's name."""
+        self._lock, self._mover = threading.RLock(), threading.RLock()  # a thread may have had them
+        self._broken = StateError(
+            f"Group {self._name()!r} must be used by the process that made it, but this is a fork "
+            "of that. Make a group of its own here."
+        )
+        self.forked = True
+        self._ended.clear()
+        self._advancing = False
+        lanes, self._lanes = self._lanes, {}
+        for task in (task for tasks in lanes.values() for task in tasks):
+            task.error, task.done = self._broken, True  # who waits on a future is the parent
+
+    def start(self, task: Task, lane: Hashable, needs: Need, *, wait: bool) -> None:
+        """Begin ``task``, and finish it if ``wait``; a failure under way is kept in it.
+
+        Args:
+            task: The operation.
+            lane: What it goes after.
+            needs: Who must be there for it to begin.
+            wait: Whether to finish it.
+
+        Raises:
+            PhalanxError: The group has failed before, or somebody needed is gone.
+        """
+        self._stay_awake()
+        try:
+            with self._lock:
+                self._refuse_if_broken(task, needs)
+                self._lanes.setdefault(lane, deque()).append(task)
+                self._advance()
+        finally:
+            self._settle()
+        if task.done:
+            return
+        if wait:
+            self.drive(task)
+            return
+        if self._busy:
+            self._push(task)
+        if not task.done:
+            pump.add(self)
+
+    def _refuse_if_broken(self, task: Task, needs: Need) -> None:
+        if self._broken is None and now_s() >= self._next_look_s:
+            self._next_look_s = now_s() + _LOOK_FOR_DEAD_S
+            gone = look(self._board, *needs, task.title)
+            if gone is not None:
+                self._break(gone, task)
+        if self._broken is not None:
+            task.end(self._broken)
+            task.raise_error()
+
+    def _push(self, task: Task) -> None:
+        """Go on with ``task`` in the caller's thread while the others go on, too.
+
+        Where every core has a rank that computes, the pump would run in turns with it, and ranks
+        whose pumps seldom run at the same time wait for each other at every piece.
+        """
+        if not self._mover.acquire(blocking=False):
+            return
+        try:
+            while not task.done:
+                if not self.advance() and not self._spin(self._first_need() or _NOBODY, now_s()):
+                    return
+        finally:
+            self._mover.release()
+
+    def drive(self, task: Task, timeout_s: float | None = None) -> None:
+        """Look until ``task`` has ended."""
+        if timeout_s is not None:
+            task.deadline_s = min(task.deadline_s, now_s() + timeout_s)
+        pump.hand_over()
+        waiting, rests = Waiting(task.timeout_s), 0
+        try:
+            while not task.done:
+                if self._mover.acquire(blocking=False):
+                    try:
+                        rests = 0 if self._turn(task.need, rests) else rests + 1
+                    finally:
+                        self._mover.release()
+                else:
+                    waiting.rest()
+        except BaseException as exc:
+            with self._lock:
+                self._break(self._interrupted(task, exc), task)
+            self._settle()
+            raise
+
+    def _first_need(self) -> Need | None:
+        with self._lock:
+            return next((tasks[0].need for tasks in self._lanes.values() if tasks), None)
+
+    def _turn(self, need: Need | None, rests: int) -> bool:
+        """Move on, or look for a moment, or else sleep; tell whether it was not the last."""
+        if self.advance():
+            return True
+        if not rests:
+            since = now_s()
+            if self._spin(need or _NOBODY, since):
+                return True
+            self.rest(need, 1)
+            self._learn(now_s() - since)
+        else:
+            self.rest(need, rests + 1)
+        return False
+
+    def _spin(self, need: Need, since_s: float) -> bool:
+        ranks, mark = need
+        busy = self._roomy and self._turns.lost_lately()
+        until_s = since_s + (_CROWDED_SPIN_S if busy else self._spin_s)
+        while now_s() < until_s:
+            for _ in range(_LOOKS_PER_CLOCK):
+                if self._board.reached(ranks, mark) if mark > 0 else self.advance():
+                    return True
+        return False
+
+    def _learn(self, waited_s: float) -> None:
+        if self._roomy:
+            more = waited_s < 2 * _LONGEST_SPIN_S
+            spin_s = self._spin_s * (2 if more else 0.5)
+            self._spin_s = min(max(spin_s, _SHORTEST_SPIN_S), _LONGEST_SPIN_S)
+
+    def rest(self, need: Need | None, times: int) -> None:
+        """Sleep until the first of those needed rings, or for a moment that grows with ``times``.
+
+        Afterwards, what cannot go on fails.
+        """
+        ranks, mark = need or _NOBODY
+        awaited = next((rank for rank in ranks if is_missing(self._board, rank, mark)), None)
+        if awaited is not None:
+            self._bells.fall_asleep(awaited, mark)
+            if self.advance():
+                self._board.wait_for(None)
+                return
+        self._bells.sleep(min(times * _FIRST_SLEEP_S, _LONGEST_SLEEP_S))
+        self.examine()
+
+    def advance(self) -> bool:
+        """Move every operation that can go on; tell whether one could."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._advance()
+        finally:
+            self._lock.release()
+            if self._ended:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Tell the futures of what has ended, whose callbacks may begin other operations.
+
+        So it is called without the lock, and does nothing inside of a step, where a signal's
+        handler may call: whoever advances settles afterwards.
+        """
+        while self._ended and not self._advancing:
+            with suppress(IndexError):  # another thread has taken the last one
+                self._ended.popleft().settle()
+
+    @property
+    def broken(self) -> bool:
+        """Whether the group has failed."""
+        return self._broken is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._lanes
+
+    def _advance(self) -> bool:
+        outer, self._advancing = self._advancing, True
+        try:
+            return self._advance_lanes()
+        finally:
+            self._advancing = outer
+
+    def _advance_lanes(self) -> bool:
+        moved = False
+        for lane, tasks in list(self._lanes.items()):
+            step = _ENDED
+            while tasks and step == _ENDED:
+                step = self._step(tasks[0])
+                moved |= step != _STUCK
+                if step == _ENDED and tasks:  # none where the group has failed
+                    self._ended.append(tasks.popleft())
+            if not tasks:
+                self._lanes.pop(lane, None)
+        return moved
+
+    def _step(self, task: Task) -> int:
+        if task.done:
+            return _ENDED
+        try:
+            if torch.is_inference_mode_enabled():
+                # What a step makes and keeps, others write to who are not in that mode.
+                with torch.inference_mode(False):
+                    need = next(task.steps)
+            else:
+                need = next(task.steps)
+        except StopIteration:
+            task.end()
+        except ConfigError as exc:  # all ranks see it alike, or it concerns this message alone
+            task.end(exc)
+        except Exception as exc:
+            self._break(exc, task)
+        except BaseException as exc:
+            self._break(self._interrupted(task, exc), task)
+            raise
+        else:
+            before, task.need = task.need, need
+            return _STUCK if need == before else _MOVED
+        return _ENDED
+
+    def _interrupted(self, task: Task, by: BaseException) -> GroupAborted:
+        me = self._board.names[self._board.rank]
+        return GroupAborted(
+            f"Rank {me} gave up {task.title} ({type(by).__name__}). "
+            "Destroy the group and make a new one.",
+            me,
+        )
+
+    def examine(self) -> None:
+        """Fail what waits for somebody who is gone, or has waited for too long."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            now = now_s()
+            look_closely = now >= self._next_look_s
+            if look_closely:
+                self._next_look_s = now + _LOOK_FOR_DEAD_S
+            for tasks in list(self._lanes.values()):
+                if tasks and tasks[0].need is not None:
+                    self._examine(tasks[0], look_closely, now)
+        finally:
+            self._lock.release()
+            self._settle()
+
+    def _examine(self, task: Task, look_closely: bool, now: float) -> None:
+        if task.need is None or task.done:
+            return
+        ranks, mark = task.need
+        error = look(self._board, ranks, mark, task.title, closely=look_closely)
+        if error is None and now >= task.deadline_s:
+            error = out_of_time(self._board, ranks, mark, task.title, task.timeout_s)
+        if error is None:
+            return
+        before = task.need
+        if self._advance() and _has_gone_on(task, before):
+            return  # what it waited for came before its giver went, or it waits for others now
+        self._break(error, task)
+
+    def _break(self, error: BaseException, task: Task) -> None:
+        """Fail everything under way, now and from now on; the others learn of it."""
+        if self._broken is None:
+            self._broken = error
+            self._board.stop(*cause_state(error, self._board.names[self._board.rank]))
+            self._tell(error)
+        lanes, self._lanes = self._lanes, {}
+        task.end(error)
+        self._ended.append(task)
+        for other in (other for tasks in lanes.values() for other in tasks if not other.done):
+            other.end(error)
+            self._ended.append(other)
+
+    def close(self) -> list[str]:
+        """Leave the group; what is under way fails, and is returned by its title."""
+        pump.remove(self)
+        with self._lock:
+            if self._broken is None:
+                self._broken = GroupAborted(f"Group {self._name()!r} is destroyed.")
+                self._board.stop(LEFT, self._board.rank)
+            lanes, self._lanes = self._lanes, {}
+            left = [task for tasks in lanes.values() for task in tasks if not task.done]
+            for task in left:
+                task.end(self._broken)
+            self._ended.extend(left)
+        self._settle()
+        return [task.title for task in left]
+
+
+def _has_gone_on(task: Task, before: Need) -> bool:
+    return task.done or task.need != before

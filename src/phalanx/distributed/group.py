@@ -1,0 +1,574 @@
+"""The process group that ``torch.distributed`` sees: its calls, as steps for the engine.
+
+torch's own code calls it in two ways: from Python, by every name below, and from C++ (DDP's
+reducer, the functional collectives), by the names that its trampolines look up.
+"""
+
+# torch's stubs know overloads of each call by type; ours tell the forms apart when called. And
+# they do not know the constructor for groups written in Python.
+# mypy: disable-error-code="override, assignment, call-arg"
+
+from __future__ import annotations
+
+import datetime
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
+from torch.autograd import profiler
+
+from phalanx.distributed.across import Across
+from phalanx.distributed.arena import Arena, Need, Steps
+from phalanx.distributed.call_forms import (
+    check_count,
+    check_fit,
+    check_rank,
+    cut_input,
+    cut_output,
+    cut_rows,
+    listed,
+    only,
+    options,
+    share_memory,
+)
+from phalanx.distributed.collectives import as_bytes
+from phalanx.distributed.described import NAME, DescribedGroup
+from phalanx.distributed.engine import COLLECTIVES, Engine
+from phalanx.distributed.mail import Mail
+from phalanx.distributed.ops import reduction_of
+from phalanx.distributed.sparse import all_reduce_sparse, is_sparse
+from phalanx.distributed.tensors import Flat, count_as_changed, flat_of, output_of
+from phalanx.distributed.uncompiled import uncompiled
+from phalanx.distributed.within import Within
+from phalanx.distributed.work import SharedWork, Task
+from phalanx.errors import ConfigError, StateError
+
+__all__ = ["NAME", "SharedGroup"]
+
+GroupMaker = Callable[[Store, int, int, datetime.timedelta], dist.ProcessGroup]
+
+_NOBODY: Need = ((), 0)
+_MOST_KEPT, _LARGEST_KEPT_BYTES = 1024, 1024
+
+
+# Any, below: options are torch's own classes, which have no common base and no types.
+@uncompiled
+class SharedGroup(DescribedGroup):
+    """Ranks of one host that talk through memory; made by ``init_process_group("phalanx")``.
+
+    Args:
+        arena: The memory of the ranks of this host.
+        ways: How the operations are done.
+        store: Where the ranks have met.
+        timeout_s: How long an operation may take, where the call does not say.
+        make_part: What makes a group of some of the ranks, as torch makes one of all.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        ways: Within | Across,
+        store: Store,
+        timeout_s: float,
+        make_part: GroupMaker,
+    ) -> None:
+        super().__init__(ways.rank, ways.size, store, timeout_s)
+        self._make_part = make_part
+        self._arena = arena
+        self._ways = ways
+        self._mail = Mail(arena.board)
+        if isinstance(ways, Within):  # across hosts, messages go over gloo
+            self._mail.open()
+        # C++ that is given a work from Python, as DDP's `join` gives its reducer one, holds no
+        # more than its C++ half, which waits for ever once the Python half is gone.
+        self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
+        self._engine = Engine(arena.board, arena.bells, self.getGroupName, ways.tell)
+        self._closed = False
+
+    def _run(
+        self,
+        kind: str,
+        steps: Steps,
+        result: Any,
+        opts: Any = None,
+        lane: Hashable = COLLECTIVES,
+        needs: Need | None = None,
+    ) -> SharedWork:
+        if self._closed:
+            raise StateError(
+                f"Group {self._group_name!r} must be used before it is destroyed, but {kind} comes "
+                "after. Make a new group."
+            )
+        self._num_operations += 1
+        timeout_s = self._seconds(opts) + self._ways.patience_s
+        task = Task(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
+        if needs is None:  # everybody who has not begun it yet
+            board = self._arena.board
+            needs = board.others, board.mark_of(board.rank) + 1
+        wait = not getattr(opts, "asyncOp", True)
+        if profiler._is_profiler_enabled:  # torch has no public way to ask; 1 µs where it is off
+            with profiler.record_function(f"{NAME}:{kind.partition(' ')[0]}"):
+                self._engine.start(task, lane, needs, wait=wait)
+        else:
+            self._engine.start(task, lane, needs, wait=wait)
+        work = SharedWork(task, self._engine.drive)
+        if not wait and _is_small(result):
+            self._kept.append(work)
+        return work
+
+    def _seconds(self, opts: Any) -> float:
+        """Return how long a call with these options may take."""
+        timeout = getattr(opts, "timeout", None)
+        if timeout is not None and timeout >= datetime.timedelta(0):  # unset, it is negative
+            return float(timeout.total_seconds())
+        return self._timeout_s
+
+    def _root(self, opts: Any) -> int:
+        check_rank(self._ways.size, opts.rootRank, "root")
+        return int(opts.rootRank)
+
+    # --- reducing ---------------------------------------------------------------------------------
+
+    def allreduce(
+        self, tensors: Any, opts: Any = None, timeout: Any = None, op: Any = None
+    ) -> SharedWork:
+        """Reduce over all ranks, in place."""
+        opts = options(dist.AllreduceOptions, opts, timeout, op)
+        return self._all_reduce(listed(tensors), opts)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
+        """Reduce several tensors over all ranks, in place."""
+        return self._all_reduce(tensors, options(dist.AllreduceCoalescedOptions, opts))
+
+    def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:
+        if any(is_sparse(tensor) for tensor in tensors):
+            return self._all_reduce_sparse(only(tensors), opts)
+        if len(tensors) == 1:
+            flat = output_of(tensors[0], "tensor")
+            if not flat.copied:  # by far the most frequent call
+                reduction = reduction_of(opts.reduceOp, flat.data.dtype)
+                if reduction.factor is None:
+                    one = self._ways.all_reduce(flat.data, reduction)
+                    return self._run("all_reduce", one, tensors, opts)
+        flats = [output_of(tensor, "tensor") for tensor in tensors]
+        if share_memory([flat.data for flat in flats]):  # each is reduced as it is now
+            flats = [Flat(flat.tensor, flat.data.clone(), True) for flat in flats]
+        reductions = [reduction_of(opts.reduceOp, flat.data.dtype) for flat in flats]
+
+        def steps() -> Steps:
+            for flat, reduction in zip(flats, reductions, strict=True):
+                if reduction.factor is not None:
+                    flat.data.mul_(reduction.factor)
+                yield from self._ways.all_reduce(flat.data, reduction)
+                flat.write_back()
+
+        return self._run("all_reduce", steps(), list(tensors), opts)
+
+    def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> SharedWork:
+        reduction = reduction_of(opts.reduceOp, tensor.dtype)
+        steps = all_reduce_sparse(self._ways, tensor, reduction)
+        return self._run("all_reduce", steps, [tensor], opts)
+
+    def reduce(
+        self,
+        tensors: Any,
+        opts: Any = None,
+        op: Any = None,
+        timeout: Any = None,
+        root: int | None = None,
+    ) -> SharedWork:
+        """Reduce over all ranks into the root's tensor."""
+        opts = options(dist.ReduceOptions, opts, timeout, op, root)
+        root = self._root(opts)
+        taken = output_of if self._ways.rank == root else flat_of
+        flat = taken(only(listed(tensors)), "tensor")
+        reduction = reduction_of(opts.reduceOp, flat.data.dtype)
+
+        def steps() -> Steps:
+            given = reduction.scaled(flat.data)
+            yield from self._ways.reduce(given, reduction, root)
+            if self._ways.rank == root:
+                flat.data.copy_(given)
+                flat.write_back()
+
+        return self._run("reduce", steps(), [flat.tensor], opts)
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, op: Any = None
+    ) -> SharedWork:
+        """Reduce over all ranks what each holds for this one."""
+        opts = options(dist.ReduceScatterOptions, opts, timeout, op)
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        output, parts = only(outputs), only(inputs)
+        check_count(self._ways.size, parts, "input_list")
+        return self._reduce_scatter([(output, list(parts))], opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
+        """Reduce over all ranks, and keep this rank's part of the result."""
+        opts = options(dist.ReduceScatterOptions, opts)
+        return self._reduce_scatter([(output, cut_input(self._ways.size, input, output))], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> SharedWork:
+        """Do what :meth:`reduce_scatter_single` does, with several tensors."""
+        opts = options(dist.ReduceScatterOptions, opts)
+        pairs = zip(outputs, inputs, strict=True)
+        return self._reduce_scatter([(o, cut_input(self._ways.size, i, o)) for o, i in pairs], opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, pairs: list[tuple[Tensor, list[Tensor]]], opts: Any) -> SharedWork:
+        jobs = [
+            (
+                output_of(output, "output"),
+                [flat_of(part, "input").data for part in parts],
+                reduction_of(opts.reduceOp, output.dtype),
+            )
+            for output, parts in pairs
+        ]
+        count_as_changed(output for output, _ in pairs)
+        for output, parts, _ in jobs:
+            check_fit(output.data, parts[self._ways.rank], "output", "this rank's input")
+
+        def steps() -> Steps:
+            for output, parts, reduction in jobs:
+                given = [reduction.scaled(part) for part in parts]
+                yield from self._ways.reduce_scatter(output.data, given, reduction)
+                output.write_back()
+
+        return self._run("reduce_scatter", steps(), [output for output, _ in pairs], opts)
+
+    # --- moving -----------------------------------------------------------------------------------
+
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: Any = None, root: int | None = None
+    ) -> SharedWork:
+        """Give every rank the root's tensor."""
+        opts = options(dist.BroadcastOptions, opts, timeout, root=root)
+        root = self._root(opts)
+        taken = flat_of if self._ways.rank == root else output_of
+        flat = taken(only(listed(tensors)), "tensor")
+
+        def steps() -> Steps:
+            yield from self._ways.broadcast(flat.data, root)
+            if self._ways.rank != root:
+                flat.write_back()
+
+        return self._run("broadcast", steps(), [flat.tensor], opts)
+
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> SharedWork:
+        """Give every rank the tensors of all, as a list."""
+        opts = options(AllgatherOptions, opts, timeout)
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        parts = list(only(outputs))
+        check_count(self._ways.size, parts, "tensor_list")
+        return self._all_gather([(parts, only(inputs))], parts, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
+        """Give every rank the tensors of all, one after the other in one."""
+        return self._all_gather(
+            [(cut_output(self._ways.size, output, input), input)], [output], opts
+        )
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> SharedWork:
+        """Do what :meth:`all_gather_single` does, with several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._all_gather(
+            [(cut_output(self._ways.size, o, i), i) for o, i in pairs], list(outputs), opts
+        )
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> SharedWork:
+        """Do what :meth:`allgather` does, with several tensors."""
+        pairs = [
+            ([of_rank[place] for of_rank in output_lists], one) for place, one in enumerate(inputs)
+        ]
+        return self._all_gather(pairs, output_lists, opts)
+
+    def _all_gather(
+        self, pairs: list[tuple[list[Tensor], Tensor]], result: Any, opts: Any
+    ) -> SharedWork:
+        jobs = []
+        for outputs, given in pairs:
+            flats = [output_of(output, "output") for output in outputs]
+            flat = flat_of(given, "input")
+            check_fit(flats[self._ways.rank].data, flat.data, "output", "this rank's input")
+            count_as_changed(outputs)
+            jobs.append((flats, flat))
+
+        def steps() -> Steps:
+            for flats, flat in jobs:
+                yield from self._ways.all_gather([one.data for one in flats], flat.data)
+                for one in flats:
+                    one.write_back()
+
+        return self._run("all_gather", steps(), result, opts)
+
+    def gather(
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: Any = None,
+        root: int | None = None,
+    ) -> SharedWork:
+        """Give the root the tensors of all, as a list."""
+        opts = options(dist.GatherOptions, opts, timeout, root=root)
+        root = self._root(opts)
+        if isinstance(inputs, Tensor):
+            outputs = [outputs]
+        flat = flat_of(only(listed(inputs)), "tensor")
+        wanted = list(only(outputs)) if self._ways.rank == root else []
+        flats = [output_of(output, "gather_list") for output in wanted]
+        if wanted:
+            check_count(self._ways.size, wanted, "gather_list")
+            count_as_changed(wanted)
+        for one in flats:
+            check_fit(one.data, flat.data, "gather_list", "`tensor`")
+
+        def steps() -> Steps:
+            data = [one.data for one in flats]
+            yield from self._ways.gather(data, flat.data, root)
+            for one in flats:
+                one.write_back()
+
+        return self._run("gather", steps(), wanted, opts)
+
+    def scatter(
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: Any = None,
+        root: int | None = None,
+    ) -> SharedWork:
+        """Give each rank its tensor of the root's list."""
+        opts = options(dist.ScatterOptions, opts, timeout, root=root)
+        root = self._root(opts)
+        if isinstance(outputs, Tensor):
+            inputs = [inputs]
+        flat = output_of(only(listed(outputs)), "tensor")
+        given = list(only(inputs)) if self._ways.rank == root else []
+        parts = [flat_of(part, "scatter_list").data for part in given]
+        if given:
+            check_count(self._ways.size, given, "scatter_list")
+        for part in parts:
+            check_fit(part, flat.data, "scatter_list", "`tensor`")
+
+        def steps() -> Steps:
+            yield from self._ways.scatter(flat.data, parts, root)
+            flat.write_back()
+
+        return self._run("scatter", steps(), [flat.tensor], opts)
+
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> SharedWork:
+        """Give each rank one tensor of every other."""
+        check_count(self._ways.size, outputs, "output_tensor_list")
+        check_count(self._ways.size, inputs, "input_tensor_list")
+        taken = [output_of(output, "output_tensor_list") for output in outputs]
+        given = [flat_of(part, "input_tensor_list").data for part in inputs]
+        count_as_changed(outputs)
+        return self._all_to_all(taken, [one.data for one in taken], given, list(outputs), opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> SharedWork:
+        """Give each rank a range of rows of every other."""
+        taken, given = output_of(output, "output"), flat_of(input, "input")
+        into = cut_rows(
+            self._ways.size, output, taken.data, output_split_sizes, "output_split_sizes"
+        )
+        parts = cut_rows(self._ways.size, input, given.data, input_split_sizes, "input_split_sizes")
+        return self._all_to_all([taken], into, parts, [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    def _all_to_all(
+        self,
+        flats: Sequence[Flat],
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        result: list[Tensor],
+        opts: Any,
+    ) -> SharedWork:
+        def steps() -> Steps:
+            yield from self._ways.all_to_all(outputs, inputs)
+            for one in flats:
+                one.write_back()
+
+        return self._run("all_to_all", steps(), result, opts)
+
+    # --- meeting ----------------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> SharedWork:
+        """Wait until all ranks have come."""
+        opts = options(dist.BarrierOptions, opts, timeout)
+        return self._run("barrier", self._ways.barrier(), [], opts)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have come; all who are late are named, whatever is asked."""
+        del wait_all_ranks
+        opts = options(dist.BarrierOptions, None, timeout)
+        opts.asyncOp = False
+        self.barrier(opts).wait()
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> SharedWork:
+        """Send to one rank."""
+        check_rank(self._ways.size, dstRank, "dstRank")
+        data = as_bytes(flat_of(only(tensors), "tensor").data)
+        steps = self._mail.send(data, dstRank, tag)
+        return self._run(
+            f"send to rank {dstRank}",
+            steps,
+            tensors,
+            lane=("to", dstRank),
+            needs=((dstRank,), 0),
+        )
+
+    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> SharedWork:
+        """Receive from one rank."""
+        check_rank(self._ways.size, srcRank, "srcRank")
+        flat = output_of(only(tensors), "tensor")
+
+        def steps() -> Steps:
+            yield from self._mail.receive(as_bytes(flat.data), srcRank, tag)
+            flat.write_back()
+
+        work = self._run(
+            f"recv from rank {srcRank}",
+            steps(),
+            tensors,
+            lane=("from", srcRank, tag),
+            needs=_NOBODY,  # the message may be there already, and its sender gone
+        )
+        work.sources.append(srcRank)
+        return work
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> SharedWork:
+        """Receive from whoever sends first."""
+        flat = output_of(only(tensors), "tensor")
+        found: list[int] = []
+
+        def steps() -> Steps:
+            yield from self._mail.receive_any(as_bytes(flat.data), tag, found)
+            flat.write_back()
+
+        work = self._run(
+            "recv from any rank", steps(), tensors, lane=("from any", tag), needs=_NOBODY
+        )
+        work.sources = found
+        return work
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: datetime.timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> dist.ProcessGroup | None:
+        """Make a group of ``ranks`` of this one, in ascending order; None for who is not of them.
+
+        Args:
+            ranks: Ranks of this group. Others may make another part at the same time.
+            timeout: How long its operations may take; as here, unless told.
+            opts: For other backends; not read.
+            group_name: What it is called.
+            group_desc: What it is for.
+            device_types: For other backends; not read.
+
+        Collective: All of ``ranks``; it blocks until they have come.
+        """
+        del opts, device_types
+        chosen = sorted(ranks)
+        if (
+            not chosen
+            or len(set(chosen)) < len(chosen)
+            or not 0 <= chosen[0] <= chosen[-1] < self.size()
+        ):
+            raise ConfigError(
+                f"`ranks` must be some of the group's ranks (0 to {self.size() - 1}), each once, "
+                f"but is {list(ranks)}."
+            )
+        if self.rank() not in chosen:
+            return None
+        members = ",".join(map(str, chosen))
+        name = group_name or f"{self._group_name}:{members}"
+        part = self._make_part(
+            PrefixStore(f"part/{name}/{members}/", self._store),
+            chosen.index(self.rank()),
+            len(chosen),
+            timeout or datetime.timedelta(seconds=self._timeout_s),
+        )
+        part._set_group_name(name)  # type: ignore[arg-type]
+        part._set_group_desc(group_desc or f"{self._group_desc}:split")
+        return part
+
+    splitGroup = split_group
+
+    # --- leaving ----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Leave the group; what is under way then fails. What was sent whole can be received."""
+        if not self._closed and not self._engine.forked:
+            self._closed = True
+            self._warn_of(self._engine.close())
+            self._kept.clear()
+            self._mail.close()
+            self._ways.close()
+            self._arena.close()
+
+    abort = shutdown
+
+    def _warn_of(self, left: Sequence[str]) -> None:
+        if left:
+            warnings.warn(
+                f"The operations of group {self._group_name!r} must have ended before it is "
+                f"destroyed, but {len(left)} have not, the first of them {left[0]}: their tensors "
+                "are not filled. Call `wait()` on what `async_op=True` returned.",
+                stacklevel=4,  # where `destroy_process_group` is called
+            )
+
+    def __repr__(self) -> str:
+        return f"SharedGroup({self._group_name!r}, rank {self.rank()} of {self.size()})"
+
+
+def _is_small(result: Any) -> bool:
+    """Tell whether the tensors of a call are worth no thought when they are kept."""
+    return (
+        sum(
+            one.numel() * one.itemsize if isinstance(one, Tensor) else _LARGEST_KEPT_BYTES + 1
+            for one in result
+        )
+        <= _LARGEST_KEPT_BYTES
+    )

@@ -1,0 +1,321 @@
+"""How the ranks of a new group find each other's memory: through torch.distributed's store.
+
+    lobby   each rank says hello; rank 0 calls those that it has heard, and names a room
+    room    each that was called comes; rank 0 opens the room when all have, and clears the lobby
+            on each host, the first makes the region; the others map /proc/<pid>/fd/<fd>
+
+The region has no name, so nothing is left behind by whatever crash.
+
+A store may outlive a group, and another group may be made under the same name, also after a meeting
+that failed halfway. So every hello holds a word that nobody has said before, who reads his own
+word knows that he was heard in this meeting, and the room is named by rank 0's. Once the room is
+open nothing of this meeting is in the lobby, and when all have left it, nothing in the room.
+
+A hello of a process that is gone may be of a meeting before, so it counts as none; but whoever has
+been alive in this meeting and is gone has died in it. (Who dies before rank 0 has heard it is
+missed at the deadline only.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from phalanx.clock import now_s, pause
+from phalanx.distributed.arena import Arena
+from phalanx.distributed.bell import Bell, Bells
+from phalanx.distributed.blame import Blame
+from phalanx.distributed.board import Board
+from phalanx.distributed.hosts import Hosts, hosts_of, this_place
+from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
+from phalanx.memory import ProcessIdentity, Region, fence
+
+__all__ = ["Meeting"]
+
+_FIRST_PAUSE_S = 1e-4
+_LONGEST_PAUSE_S = 10e-3
+_SHOWN_BYTES = 60
+
+
+class _Hello(NamedTuple):
+    word: str
+    place: str
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of_this_process(cls) -> _Hello:
+        return cls(secrets.token_hex(8), this_place(), *ProcessIdentity.current())
+
+
+# What the store holds is a claim: whoever reaches it can write there. So its shape is looked at,
+# and a region is used only where it turns out to be one.
+
+
+def _read(key: str, text: bytes, is_right: Callable[[object], bool]) -> Any:  # Any: JSON
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not is_right(found):
+        raise _not_ours(key, repr(text[:_SHOWN_BYTES]))
+    return found
+
+
+def _not_ours(key: str, text: str) -> PeerError:
+    return PeerError(
+        f"The store where the ranks meet holds {text} as `{key}`, which no rank of the group has "
+        "written. Use a store that nothing else writes to, and one version of Phalanx."
+    )
+
+
+def _is_number(found: object) -> bool:
+    return type(found) is int and found >= 0
+
+
+def _is_word(found: object) -> bool:
+    return isinstance(found, str) and re.fullmatch("[0-9a-f]{16}", found) is not None
+
+
+def _is_hello(found: object) -> bool:
+    hello = found if isinstance(found, list) and len(found) == len(_Hello._fields) else [None] * 4
+    word, place, pid, ticks = hello
+    return _is_word(word) and isinstance(place, str) and _is_number(pid) and _is_number(ticks)
+
+
+class Meeting:
+    """The making of one group of ``size`` ranks; all ranks do the same in the same order.
+
+    Args:
+        store: Where they meet.
+        rank: Who we are.
+        size: How many come.
+        timeout_s: How long all of it may take.
+
+    Attributes:
+        store: The room: a part of the store that no other meeting uses; known with the hosts.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        # A job that is started again may have the store of the attempt before.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._lobby = PrefixStore(f"phalanx/{attempt}/", store)
+        self.store: Store = self._lobby
+        self.rank = rank
+        self.size = size
+        self._timeout_s = timeout_s
+        self._deadline_s = now_s() + timeout_s
+        self._pause_s = _FIRST_PAUSE_S
+        self._me = _Hello.of_this_process()
+        self._heard: list[_Hello | None] = [None] * size
+        self._met: set[str] = set()  # words of who was alive in this meeting
+        self._blame: Blame | None = None
+
+    def find_hosts(self) -> Hosts:
+        """Return who is on which host.
+
+        Raises:
+            PeerTimeout: A rank did not come.
+            PeerLost: A rank on this host came and died, or the store is gone.
+
+        Blocks: Until all have come.
+        """
+        with self._told():
+            self._lobby.set(f"hello/{self.rank}", json.dumps(self._me))
+            if self.rank == 0:
+                self._receive()
+            else:
+                self._come()
+        hellos = [hello for hello in self._heard if hello]
+        self._met.update(hello.word for hello in hellos)
+        return hosts_of([hello.place for hello in hellos])
+
+    def share_memory(self, ranks: Sequence[int]) -> Arena:
+        """Return the memory that ``ranks``, which are on this host, share.
+
+        Raises:
+            PeerTimeout: One of them did not come.
+            PeerLost: One of them died, or the store is gone.
+
+        Blocks: Until all of them have come.
+        """
+        bell = Bell()
+        try:
+            with self._told():
+                return self._map(ranks, bell)
+        except BaseException:
+            bell.close()
+            raise
+
+    # --- the lobby --------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        """As rank 0: call whom we hear, anew where one says hello anew, until all have come."""
+        self._enter(self._me.word)
+        absent = list(range(self.size))
+        while absent:
+            heard = [self._hello(r) if r in absent else self._heard[r] for r in range(self.size)]
+            if heard != self._heard:
+                self._heard, self._pause_s = heard, _FIRST_PAUSE_S
+                self.store.set("heard", json.dumps(heard))
+                self._lobby.set("called", json.dumps([hello and hello.word for hello in heard]))
+            absent = [r for r in absent if r and not self.store.check([f"here/{r}"])]
+            if absent:
+                self._rest([r for r in absent if self._heard[r] is None] or absent)
+        for rank in range(self.size):
+            self._lobby.delete_key(f"hello/{rank}")
+        self._lobby.delete_key("called")
+        self.store.set("open", "1")
+
+    def _come(self) -> None:
+        """As another rank: come when rank 0 has heard us, and wait until all have."""
+        while (room := self._called_to()) is None:
+            self._heard[0] = self._hello(0)
+            self._rest([0])
+        self._enter(room)
+        self._met.add(room)  # rank 0's word: it has lived to call us
+        self.store.set(f"here/{self.rank}", "1")
+        while not self.store.check(["open"]):
+            self._read_heard()
+            self._rest([r for r, hello in enumerate(self._heard) if hello is None] or [0])
+        self._read_heard()
+
+    def _enter(self, room: str) -> None:
+        self.store = PrefixStore(f"{room}/", self._lobby)
+        self._blame = Blame(self.store, self.rank, self.size)
+        self._pause_s = _FIRST_PAUSE_S
+
+    def _hello(self, rank: int) -> _Hello | None:
+        key = f"hello/{rank}"
+        if not self._lobby.check([key]):
+            return None
+        hello = _Hello(*_read(key, self._lobby.get(key), _is_hello))
+        is_old = self._is_dead(hello) and hello.word not in self._met
+        return None if is_old else hello
+
+    def _called_to(self) -> str | None:
+        """Return the room to which we were called; a call from before does not have our word."""
+        if not self._lobby.check(["called"]):
+            return None
+        words: list[str] = _read("called", self._lobby.get("called"), self._are_words)
+        return words[0] if words[self.rank] == self._me.word else None
+
+    def _are_words(self, found: object) -> bool:
+        words = found if isinstance(found, list) else []
+        return len(words) == self.size and all(word is None or _is_word(word) for word in words)
+
+    def _are_hellos(self, found: object) -> bool:
+        hellos = found if isinstance(found, list) else []
+        return len(hellos) == self.size and all(
+            hello is None or _is_hello(hello) for hello in hellos
+        )
+
+    def _read_heard(self) -> None:
+        heard = _read("heard", self.store.get("heard"), self._are_hellos)
+        self._heard = [hello and _Hello(*hello) for hello in heard]
+
+    # --- the room ---------------------------------------------------------------------------------
+
+    def _map(self, ranks: Sequence[int], bell: Bell) -> Arena:
+        first = ranks[0]
+        needed_bytes = Arena.needed_bytes(len(ranks))
+        if self.rank == first:
+            region = Region.create(needed_bytes, label="group")
+        else:
+            region = self._borrow(first, len(ranks), needed_bytes)
+        board = Board(region, ranks.index(self.rank), ranks, self.size)
+        board.offer_bell(bell.fd)
+        fence()
+        # Of the cards only the first's says anything; the others' pages are in the region then.
+        self.store.set(f"card/{self.rank}", str(region.fd))
+        for rank in ranks:
+            self._wait_for(f"card/{rank}", rank)
+        bells = Bells(board, bell)
+        for other in board.others:
+            bells.reach(other)
+        arena = Arena(region, board, bells)
+        # All have mapped the region, so that the first may go as soon as it likes.
+        self.store.set(f"mapped/{self.rank}", "1")
+        for rank in ranks:
+            self._wait_for(f"mapped/{rank}", rank)
+        self._tidy()
+        return arena
+
+    def _borrow(self, first: int, size: int, needed_bytes: int) -> Region:
+        """Map the region of rank ``first``, if it is what the store says that it is."""
+        hello = self._heard[first]
+        assert hello is not None
+        fd = _read(f"card/{first}", self._wait_for(f"card/{first}", first), _is_number)
+        region = Region.borrow(hello.pid, fd, needed_bytes, label="group")
+        if not Board.is_in(region, 0, size, ProcessIdentity(hello.pid, hello.start_ticks)):
+            region.close()
+            raise _not_ours(f"card/{first}", str(fd))
+        return region
+
+    def _wait_for(self, key: str, rank: int) -> bytes:
+        self._pause_s = _FIRST_PAUSE_S
+        while not self.store.check([key]):
+            self._rest([rank])
+        return bytes(self.store.get(key))
+
+    def _tidy(self) -> None:
+        """Take out of the store what all have read, so that it does not grow with each group."""
+        if self.store.add("left", 1) == self.size:
+            for rank in range(self.size):
+                for what in ("here", "card", "mapped"):
+                    self.store.delete_key(f"{what}/{rank}")
+            for key in ("heard", "open", "left"):
+                self.store.delete_key(key)
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def _rest(self, awaited: Sequence[int]) -> None:
+        """Wait a moment for the first of ``awaited``, unless it is in vain."""
+        for rank, hello in enumerate(self._heard):
+            if hello and self._is_dead(hello) and hello.word in self._met:
+                raise PeerLost(
+                    f"Rank {rank} of {self.size} must be alive, but its process is gone while the "
+                    "group is made. Make a new one.",
+                    rank,
+                )
+        if self._blame and self.store.check(["blame"]):
+            raise self._blame.read() or GroupAborted(f"Some rank of {self.size} gave up.")
+        if now_s() >= self._deadline_s:
+            raise PeerTimeout(
+                f"Rank {awaited[0]} of {self.size} did not come to make the group within "
+                f"{self._timeout_s:g} s.",
+                awaited[0],
+            )
+        pause(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def _is_dead(self, hello: _Hello) -> bool:
+        """Tell whether who said hello is gone; of another host nobody here can know."""
+        if hello.place != self._me.place:
+            return False
+        if ProcessIdentity(hello.pid, hello.start_ticks).alive():
+            self._met.add(hello.word)
+            return False
+        return True
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Let the others in the room know why we fail, in good time."""
+        try:
+            yield
+        except PeerError as exc:
+            if self._blame:
+                self._blame.write(exc)
+            raise
+        except RuntimeError as exc:
+            raise PeerLost(
+                f"The store where the ranks meet must answer, but does not ({exc}). Most likely "
+                "the process that keeps it is gone.",
+            ) from exc

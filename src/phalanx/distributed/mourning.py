@@ -1,0 +1,120 @@
+"""Who is gone, who is late, and what the others are told about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.distributed.board import GAVE_UP, HERE, LEFT, LOST, Board
+from phalanx.distributed.signature import describe
+from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
+
+__all__ = ["cause_state", "is_missing", "look", "out_of_time"]
+
+
+def look(
+    board: Board, ranks: Sequence[int], mark: int, title: str = "", *, closely: bool = True
+) -> PeerError | None:
+    """Return why a wait for ``ranks`` to reach ``mark`` cannot end well, or None.
+
+    Args:
+        board: The group's.
+        ranks: Who is waited for.
+        mark: What they must reach; who has reached it may be gone.
+        title: The operation that waits.
+        closely: Whether to ask the kernel who lives; else only what the ranks say themselves.
+    """
+    missing = [rank for rank in ranks if is_missing(board, rank, mark)]
+    during = f" during {title}" if title else ""
+    if closely:
+        for rank in missing:
+            name = board.names[rank]
+            state, _ = board.state_of(rank)
+            if state == HERE and not board.alive(rank) and is_missing(board, rank, mark):
+                return PeerLost(
+                    f"Rank {name} of {board.group_size} must be alive, but its process is gone"
+                    f"{during}. {_last_of(board, rank, board.rank)} Destroy the group and make a "
+                    "new one.",
+                    name,
+                )
+    for rank in missing:
+        name = board.names[rank]
+        state, cause = board.state_of(rank)
+        if state == LOST:
+            return PeerLost(
+                f"Rank {cause} of {board.group_size} must be alive, but rank {name} has found it "
+                f"gone{during}. {_last_of(board, *_places(board, cause), board.rank)} Destroy the "
+                "group and make a new one.",
+                cause,
+            )
+        if state == LEFT and is_missing(board, rank, mark):
+            return PeerLost(
+                f"Rank {name} of {board.group_size} must take part, but has destroyed its group"
+                f"{during}. {_last_of(board, rank, board.rank)}",
+                name,
+            )
+        if state == GAVE_UP:
+            return GroupAborted(
+                f"Rank {name} of {board.group_size} gave up the group{during}, because of rank "
+                f"{cause}. See what it says.",
+                cause,
+            )
+    return None
+
+
+def is_missing(board: Board, rank: int, mark: int) -> bool:
+    """Tell whether ``rank`` has not reached ``mark``; for no mark, always."""
+    return mark <= 0 or board.mark_of(rank) < mark
+
+
+def out_of_time(
+    board: Board, ranks: Sequence[int], mark: int, title: str, timeout_s: float
+) -> PeerTimeout | None:
+    """Say who did not come, and what everybody was in; None if all have come after all.
+
+    They have where this rank itself did not run for a while.
+    """
+    missing = [rank for rank in ranks if is_missing(board, rank, mark)]
+    if not missing:
+        return None
+    names = [str(board.names[rank]) for rank in missing]
+    who = f"Rank {names[0]}" if len(names) == 1 else f"Ranks {', '.join(names)}"
+    return PeerTimeout(
+        f"{who} of {board.group_size} did not come to {title} within {timeout_s:g} s. "
+        f"{_last_of(board, *range(board.size))}",
+        board.names[min(missing, key=lambda rank: _progress(board, rank))],
+    )
+
+
+def _progress(board: Board, rank: int) -> tuple[bool, int, int]:
+    """Return what grows with how far ``rank`` is; who is behind may wait for who is further."""
+    identity = board.identity_of(rank)
+    runs = identity is not None and not identity.stopped()
+    return runs, board.latest_of(rank).number, board.mark_of(rank)
+
+
+def _last_of(board: Board, *ranks: int) -> str:
+    """Say what each of ``ranks`` began last, with its number."""
+    told = "; ".join(
+        f"rank {board.names[rank]}: {describe(board.latest_of(rank))}{_hint(board, rank)}"
+        for rank in ranks
+    )
+    return f"The last that each began: {told}."
+
+
+def _places(board: Board, name: int) -> list[int]:
+    """Return where on the board the rank of that name is, unless it is on another host."""
+    return [rank for rank, known in enumerate(board.names) if known == name]
+
+
+def _hint(board: Board, rank: int) -> str:
+    identity = board.identity_of(rank)
+    if identity is None:
+        return " (it has not joined)"
+    return " (its process is stopped)" if identity.stopped() else ""
+
+
+def cause_state(error: BaseException, name: int) -> tuple[int, int]:
+    """Return what the rank ``name`` tells the others when it stops: a state, and whose fault."""
+    cause = getattr(error, "rank", None)
+    cause = name if cause is None else cause
+    return (LOST if isinstance(error, PeerLost) else GAVE_UP), cause

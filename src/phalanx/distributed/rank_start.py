@@ -1,0 +1,123 @@
+"""What a rank of ``phalanx launch`` runs first: our backend as the default, then the user's script.
+
+    phalanx launch ──> python -u -c '…main()' launcher folder script.py args…
+
+Where the script fails, the moment and the traceback go into the file that the launcher has named,
+so that the first failure can be told from those that it caused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from phalanx.clock import wall_clock_s
+from phalanx.distributed.backend import NAME
+from phalanx.distributed.rendezvous import meet_in_folder
+from phalanx.errors import PeerError, PhalanxError
+from phalanx.memory import die_with_parent
+
+__all__ = ["main", "prepare", "record_failures"]
+
+_OURS = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_LEADING = (_OURS, runpy.__file__, "<string>", "<frozen runpy>")
+"""Where frames lie that come before the user's own, in a rank's traceback."""
+
+
+def prepare(launcher: int, folder: str) -> None:
+    """Make this process a rank, before it runs any code of the user's.
+
+    It ends with its launcher. On one host it meets the others through files in a folder. And
+    ``init_process_group()`` without a backend means ours for the CPU, unless there is a CUDA
+    device: that ours hands CUDA tensors to NCCL was never tried on one.
+
+    Args:
+        launcher: The process that has started this one.
+        folder: Where the ranks of a job on one host meet; empty for torch's own way.
+    """
+    die_with_parent(launcher)
+    if folder:
+        meet_in_folder(Path(folder))
+    if not torch.cuda.is_available():
+        dist.Backend.default_device_backend_map["cpu"] = NAME
+
+
+def record_failures(run: Callable[[], object]) -> None:
+    """Call ``run``; if it fails, write down how and when, and let the error go on."""
+    try:
+        run()
+    except SystemExit as exc:
+        if exc.code:
+            _record(exc)
+        raise
+    except BaseException as exc:
+        _record(exc)
+        raise
+
+
+def _record(exc: BaseException) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    at_s = wall_clock_s()
+    code = exc.code if isinstance(exc, SystemExit) else None
+    said = {
+        "message": {
+            "message": f"{type(exc).__name__}: {exc}",
+            "extraInfo": {
+                "py_callstack": _said(exc),
+                "timestamp": str(int(at_s)),
+                "at_s": at_s,
+                "exit_code": code & 0xFF if isinstance(code, int) else 1,
+                "echo": isinstance(exc, PeerError | dist.DistError),
+            },
+        }
+    }
+    Path(path).write_text(json.dumps(said), encoding="utf-8")
+
+
+def _from_user_on(exc: BaseException) -> TracebackType | None:
+    """Return the traceback of ``exc`` without the frames that lead to the user's own code."""
+    found = exc.__traceback__
+    while found is not None and found.tb_frame.f_code.co_filename.startswith(_LEADING):
+        found = found.tb_next
+    return found
+
+
+def _said(exc: BaseException) -> str:
+    """Return the traceback of ``exc`` as far as it is the user's; our own errors say the rest."""
+    if not isinstance(exc, PhalanxError):
+        return "".join(traceback.format_exception(type(exc), exc, _from_user_on(exc)))
+    frames = traceback.extract_tb(exc.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith((*_LEADING, _TORCH))]
+    return "".join(
+        [
+            "Traceback (most recent call last):\n",
+            *traceback.format_list(users or frames),
+            *traceback.format_exception_only(exc),
+        ]
+    )
+
+
+def main() -> None:
+    """Run the script that the command line names, as Python itself would."""
+    _, launcher, folder, *sys.argv = sys.argv
+    script = sys.argv[0]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    prepare(int(launcher), folder)
+    try:
+        record_failures(lambda: runpy.run_path(script, run_name="__main__"))
+    except Exception as exc:
+        exc.__traceback__ = _from_user_on(exc)
+        sys.excepthook(type(exc), exc, exc.__traceback__)
+        sys.exit(1)

@@ -1,0 +1,92 @@
+"""What an operation is: in one number that ranks can compare, and in words for people."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.distributed.board import Signature
+from phalanx.errors import StateError
+
+__all__ = ["Desync", "describe", "pack", "unpack"]
+
+_KINDS = (
+    "nothing",
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+)
+_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_DTYPES = tuple(
+    sorted(
+        {value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+        key=str,
+    )
+)
+_NUMBER_BY_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_NO_ROOT = 0xFFFFFF
+
+
+def pack(kind: str, dtype: torch.dtype, *, reduction: int = 0, root: int | None = None) -> int:
+    """Put what must agree into one number of 56 bits.
+
+    Example:
+        >>> unpack(pack("broadcast", torch.float32, root=2))
+        ('broadcast', torch.float32, 0, 2)
+    """
+    packed = _KINDS.index(kind) | _NUMBER_BY_DTYPE[dtype] << 8 | reduction << 16
+    return packed | (_NO_ROOT if root is None else root) << 24
+
+
+def unpack(packed: int) -> tuple[str, torch.dtype, int, int | None]:
+    """Undo :func:`pack`."""
+    root = packed >> 24
+    return (
+        _KINDS[packed & 0xFF],
+        _DTYPES[packed >> 8 & 0xFF],
+        packed >> 16 & 0xFF,
+        None if root == _NO_ROOT else root,
+    )
+
+
+def describe(signature: Signature) -> str:
+    """Say an operation as ``all_reduce #7 (SUM of 1000 × float32)``."""
+    number, what, num_elements = signature
+    if number == 0:
+        return "no operation yet"
+    kind, dtype, reduction, root = unpack(what)
+    if kind == "barrier":
+        return f"barrier #{number}"
+    reduced = f"{_REDUCTIONS[reduction]} of " if "reduce" in kind else ""
+    at = "" if root is None else f", root {root}"
+    return f"{kind} #{number} ({reduced}{num_elements} × {str(dtype).removeprefix('torch.')}{at})"
+
+
+def _way_out(ours: Signature, theirs: Signature) -> str:
+    if ours[0] == theirs[0] != 0 and unpack(ours[1])[0] == unpack(theirs[1])[0]:
+        return "Give it tensors of one size and dtype, one reduction and one root, on all ranks."
+    return "Look for a call that only some ranks make."
+
+
+class Desync(StateError):
+    """Two ranks are in different operations, or in one with different arguments.
+
+    Attributes:
+        rank: The other rank.
+    """
+
+    def __init__(self, rank: int, ours: Signature, other: int, theirs: Signature) -> None:
+        super().__init__(
+            f"All ranks must make the same calls in the same order, but rank {rank} is in "
+            f"{describe(ours)} and rank {other} in {describe(theirs)}. {_way_out(ours, theirs)}"
+        )
+        self.rank = other
+        self._made_of = (rank, ours, other, theirs)
+
+    def __reduce__(self) -> tuple[type[Desync], tuple[int, Signature, int, Signature]]:
+        return type(self), self._made_of

@@ -1,0 +1,74 @@
+"""All-reduce of sparse tensors: every rank gets the others' entries, and adds them up.
+
+    rank 0  {1: a, 2: b}          all  {0: c, 1: a + d, 2: b}
+    rank 1  {0: c, 1: d}
+
+So each moves the entries of all, and sums of one place are made in rank order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.distributed.across import Across
+from phalanx.distributed.arena import Steps
+from phalanx.distributed.ops import Reduction
+from phalanx.distributed.within import Within
+from phalanx.errors import ConfigError, UnsupportedError
+
+__all__ = ["all_reduce_sparse", "is_sparse"]
+
+_NOT_ADDED = (torch.float16, torch.bool)
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Tell whether ``tensor`` lists its entries (COO) and is on the CPU."""
+    return tensor.layout is torch.sparse_coo and tensor.is_cpu
+
+
+def all_reduce_sparse(ways: Within | Across, tensor: Tensor, reduction: Reduction) -> Steps:
+    """Sum ``tensor`` over the ranks, in place; it is coalesced afterwards.
+
+    Raises:
+        UnsupportedError: The operation is another than SUM, or torch cannot add this dtype.
+        ConfigError: The ranks' tensors differ in shape; all ranks raise.
+    """
+    if not reduction.is_plain_sum or reduction.factor is not None:
+        raise UnsupportedError(
+            f"`op` must be SUM for sparse tensors, but is {reduction.name}. Give `.to_dense()`."
+        )
+    if tensor.dtype in _NOT_ADDED:
+        raise UnsupportedError(
+            f"`tensor` must be of a dtype that torch adds up where it is sparse, but is of "
+            f"{tensor.dtype}. Give `.to_dense()` or another dtype."
+        )
+    return _steps(ways, tensor)
+
+
+def _steps(ways: Within | Across, tensor: Tensor) -> Steps:
+    with torch.no_grad():
+        given = tensor.coalesce()
+        indices, values = given.indices(), given.values()
+    own = torch.tensor([values.shape[0], tensor.sparse_dim(), *tensor.shape])
+    facts = [torch.empty_like(own) for _ in range(ways.size)]
+    yield from ways.all_gather(facts, own)
+    counts = [int(one[0]) for one in facts]
+    if any(one[1:].tolist() != own[1:].tolist() for one in facts):
+        raise ConfigError(
+            "`tensor` must have one shape on all ranks, but they have "
+            f"{[(*one[2:].tolist(),) for one in facts]}."
+        )
+    all_indices = [indices.new_empty((indices.shape[0], count)) for count in counts]
+    yield from ways.all_gather([one.view(-1) for one in all_indices], _line(indices))
+    all_values = [values.new_empty((count, *values.shape[1:])) for count in counts]
+    yield from ways.all_gather([one.view(-1) for one in all_values], _line(values))
+    with torch.no_grad():
+        total = torch.zeros_like(given)
+        for place, numbers in zip(all_indices, all_values, strict=True):
+            total += torch.sparse_coo_tensor(place, numbers, tensor.shape, is_coalesced=True)
+        tensor.copy_(total.coalesce())
+
+
+def _line(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1)

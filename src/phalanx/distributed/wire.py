@@ -1,0 +1,241 @@
+"""The network between members of a group: bytes that go both ways at once, over gloo.
+
+    member 0   head, data ──> 1      head, data ──> 2        all at once, then
+               head, data <── 1      head, data <── 2        wait for everything
+
+Before the first bytes of an operation goes a head that says which operation it is. So members in
+different calls are told so, where gloo would write one tensor into another.
+
+gloo blocks, so a thread does what is put on a wire, in order; the engine is rung when it is done.
+"""
+
+from __future__ import annotations
+
+import datetime
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
+
+from phalanx.clock import now_s
+from phalanx.distributed.arena import Steps
+from phalanx.distributed.blame import Blame
+from phalanx.distributed.board import Signature
+from phalanx.distributed.signature import Desync
+from phalanx.errors import PeerTimeout, StateError
+from phalanx.memory import reach
+
+__all__ = ["Gloo", "Wire", "gloo_between"]
+
+_TAG = 1
+_HEAD_WORDS = 4
+_JOIN_S = 1.0
+
+
+Gloo = Any
+"""A `ProcessGroupGloo`; torch's stubs do not know what can be called on one."""
+
+
+def gloo_between(
+    store: Store,
+    place: int,
+    size: int,
+    timeout_s: float,
+    interfaces: Sequence[str],
+    *,
+    lazy: bool,
+) -> Gloo:
+    """Connect ``size`` members.
+
+    Args:
+        store: Where they find each other's addresses; of these members alone.
+        place: Which of them we are.
+        size: How many there are.
+        timeout_s: How long a connection may take.
+        interfaces: Of the network, by name; none for the one that has the host's name.
+        lazy: Whether each pair connects when it is first used; else all do, and wait for all.
+
+    Raises:
+        PeerTimeout: They did not all come.
+    """
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = datetime.timedelta(seconds=timeout_s)
+    options._devices = [
+        ProcessGroupGloo.create_device(interface=name, lazy_init=lazy) for name in interfaces
+    ] or [ProcessGroupGloo.create_default_device(lazy_init=lazy)]
+    try:
+        return ProcessGroupGloo(store, place, size, options)
+    except RuntimeError as exc:
+        raise PeerTimeout(
+            f"{size} members must connect over the network within {timeout_s:g} s, but do not: "
+            f"{exc}. Name the interface of the network in GLOO_SOCKET_IFNAME."
+        ) from exc
+
+
+class _Job:
+    __slots__ = ("ended", "error", "run")
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+        self.ended = False
+        self.error: BaseException | None = None
+
+
+class Wire:
+    """A member's end.
+
+    Args:
+        connect: Makes the connection, when it is first used.
+        place: Which of the members we are.
+        names: What each member is called in the group.
+        blame: Where the first error of the group stands.
+        ring: Called, from the thread, when something is done.
+
+    Attributes:
+        others: The places of the other members.
+        timeout_s: How long an exchange may take.
+    """
+
+    timeout_s: float
+
+    def __init__(
+        self,
+        connect: Callable[[], Gloo],
+        place: int,
+        names: Sequence[int],
+        blame: Blame,
+        ring: Callable[[], None],
+    ) -> None:
+        self._connect = connect
+        self._gloo: Gloo | None = None
+        self._is_cut = False
+        self._names = names
+        self._place = place
+        self._blame = blame
+        self._ring = ring
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.others = [other for other in range(len(names)) if other != place]
+
+    def run(self, job: Callable[[], None]) -> Steps:
+        """Have ``job`` done by the thread; the operation goes on when it is done."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="phalanx wire", daemon=True)
+            self._thread.start()
+        put = _Job(job)
+        self._jobs.put(put)
+        while not put.ended:
+            yield None
+        if put.error is not None:
+            raise put.error
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.run()
+            except BaseException as exc:
+                job.error = exc
+            job.ended = True
+            self._ring()
+
+    def swap(
+        self,
+        sent: Mapping[int, Tensor],
+        received: Mapping[int, Tensor],
+        signature: Signature | None,
+    ) -> None:
+        """Send tensors to members and receive others, all at once; both are flat.
+
+        Args:
+            sent: By receiver.
+            received: By sender; they are filled.
+            signature: The operation, before its first bytes; None for further ones.
+
+        Raises:
+            PeerLost: A member is gone, or another rank because of which it has given up.
+            PeerTimeout: Or one is late.
+            Desync: Or in another operation.
+            StateError: It sends more or less than is taken here.
+        """
+        reach("exchange begun")
+        deadline_s = now_s() + self.timeout_s
+        works: list[tuple[int, Work]] = []
+        kept: list[Tensor] = []  # what is under way must live as long
+
+        def send(member: int, data: Tensor) -> None:
+            if len(data):
+                kept.append(data)
+                works.append((member, self.open().send([data], member, _TAG)))
+
+        def receive(member: int, data: Tensor) -> None:
+            if len(data):
+                works.append((member, self.open().recv([data], member, _TAG)))
+
+        def wait() -> None:
+            for member, work in works:
+                with self._naming(member):
+                    left_s = max(0.001, deadline_s - now_s())
+                    work.wait(datetime.timedelta(seconds=left_s))
+            works.clear()
+
+        heads = {member: torch.empty(_HEAD_WORDS, dtype=torch.int64) for member in received}
+        if signature is not None:
+            for member, data in sent.items():
+                with self._naming(member):
+                    send(member, torch.tensor([*signature, len(data)]))
+            for member, head in heads.items():
+                with self._naming(member):
+                    receive(member, head)
+            wait()
+            for member, head in heads.items():
+                self._check(signature, member, head.tolist(), len(received[member]))
+        for member, data in sent.items():
+            with self._naming(member):
+                send(member, data)
+        for member, data in received.items():
+            with self._naming(member):
+                receive(member, data)
+        wait()
+
+    def open(self) -> Gloo:
+        """Return the connection, made if there is none."""
+        if self._is_cut:
+            raise RuntimeError("the connection was cut")  # told by whoever asks as what it means
+        if self._gloo is None:
+            self._gloo = self._connect()
+        return self._gloo
+
+    def _check(self, ours: Signature, member: int, head: list[int], length: int) -> None:
+        *words, sent = head
+        theirs = Signature(*words)
+        if theirs != ours:
+            raise Desync(self._names[self._place], ours, self._names[member], theirs)
+        if sent != length:
+            raise StateError(
+                f"`output_split_sizes` must fit what the others send, but rank "
+                f"{self._names[member]} sends {sent} bytes to rank "
+                f"{self._names[self._place]}, which takes {length}."
+            )
+
+    def _naming(self, member: int) -> AbstractContextManager[None]:
+        return self._blame.naming(self._names[member], self.timeout_s)
+
+    def cut(self) -> None:
+        """End the connection: who waits for this member learns at once that it does not come."""
+        self._is_cut = True
+        gloo, self._gloo = self._gloo, None
+        if gloo is not None:
+            gloo.abort()
+
+    def close(self) -> None:
+        """End the connection and the thread."""
+        self.cut()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join(_JOIN_S)

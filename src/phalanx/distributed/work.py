@@ -1,0 +1,148 @@
+"""What a collective call returns, and what is known of it while it is under way."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from phalanx.clock import now_s
+from phalanx.distributed.arena import Need, Steps
+from phalanx.distributed.uncompiled import uncompiled
+
+__all__ = ["SharedWork", "Task"]
+
+
+class Task:
+    """One operation under way.
+
+    Attributes:
+        title: What it is called in messages; longer once it has begun.
+        steps: The operation.
+        result: Tensors that it fills.
+        need: Whom it waits for, where it does.
+        error: Why it has failed.
+        done: Whether it has ended, well or not.
+        futures: Those that have not been told of the end yet.
+    """
+
+    __slots__ = (
+        "deadline_s",
+        "done",
+        "error",
+        "futures",
+        "need",
+        "result",
+        "steps",
+        "timeout_s",
+        "title",
+    )
+
+    def __init__(self, title: str, steps: Steps, result: Any, timeout_s: float) -> None:
+        self.title = title
+        self.steps = steps
+        self.result = result  # Any: nested lists of tensors, as torch gives them
+        self.timeout_s = timeout_s
+        self.deadline_s = now_s() + timeout_s
+        self.need: Need | None = None
+        self.error: BaseException | None = None
+        self.futures: list[Future[Any]] = []
+        self.done = False
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Mark the end; the futures are told by :meth:`settle`."""
+        self.error = error
+        self.done = True
+
+    def settle(self) -> None:
+        """Tell each future of the end, once; their callbacks run here.
+
+        They are the user's code and may begin another operation. So this is called after
+        :meth:`end`, and without any lock.
+        """
+        while self.futures:
+            with suppress(IndexError):  # another thread has taken the last one
+                self.futures.pop().set_result(self.result)
+
+    def raise_error(self) -> None:
+        """Raise why it has failed, if it has."""
+        error = self.error
+        if error is not None:
+            # A copy: one error may be told to many callers, and each adds its own traceback.
+            raise copy.copy(error).with_traceback(error.__traceback__) from error.__cause__
+
+
+@uncompiled
+class SharedWork(dist.Work):
+    """A collective call under way or finished; what ``async_op=True`` returns.
+
+    Attributes:
+        sources: Who sent what a receive has taken, once it has.
+    """
+
+    def __init__(self, task: Task, drive: Callable[[Task, float | None], None]) -> None:
+        super().__init__()
+        self._task = task
+        self._drive = drive
+        self.sources: list[int] = []
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Block until the operation has ended, and raise if it has failed.
+
+        Args:
+            timeout: At most so long, beyond which the group fails; zero for the group's own limit.
+        """
+        task = self._task
+        if not task.done:
+            self._drive(task, timeout.total_seconds() or None)
+        task.raise_error()
+        return True
+
+    def synchronize(self) -> None:
+        """Do what :meth:`wait` does."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Tell whether the operation has ended, well or not."""
+        return self._task.done
+
+    def is_success(self) -> bool:
+        """Tell whether the operation has ended well."""
+        return self._task.done and self._task.error is None
+
+    def exception(self) -> BaseException | None:
+        """Return why the operation has failed, if it has."""
+        return self._task.error
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that the operation fills."""
+        return list(self._task.result)
+
+    def source_rank(self) -> int:
+        """Return who sent what a receive has taken."""
+        return self.sources[0] if self.sources else -1
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the tensors; in C++ a failure is a ``RuntimeError`` with our words."""
+        task = self._task
+        future: Future[Any] = Future()
+
+        def checked(future: Future[Any]) -> Any:
+            task.raise_error()
+            return future.value()
+
+        told = future.then(checked)
+        task.futures.append(future)
+        if task.done:  # asked for after the append: else nobody might tell it
+            task.settle()
+        return told
+
+    getFuture = get_future

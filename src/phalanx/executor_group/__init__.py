@@ -1,0 +1,37 @@
+"""Groups of devices with named inputs, exact metrics over their slices, and monitors."""
+
+from __future__ import annotations
+
+import typing
+
+from phalanx.executor_group.data import DataBatch, DataDesc
+from phalanx.executor_group.group import DataParallelExecutorGroup
+from phalanx.executor_group.loop import Epoch
+from phalanx.executor_group.monitor import Monitor
+from phalanx.executor_group.records import NonFinite, Record
+from phalanx.executor_group.replica_metrics import ReplicaMetrics
+
+if typing.TYPE_CHECKING:
+    from phalanx.executor_group.metrics import Collected, GroupMetrics
+
+__all__ = [
+    "Collected",
+    "DataBatch",
+    "DataDesc",
+    "DataParallelExecutorGroup",
+    "Epoch",
+    "GroupMetrics",
+    "Monitor",
+    "NonFinite",
+    "Record",
+    "ReplicaMetrics",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs torchmetrics when it is asked for; see ``replica_metrics``."""
+    if name in ("Collected", "GroupMetrics"):
+        from phalanx.executor_group import metrics  # slow to import
+
+        return getattr(metrics, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,600 @@
+"""A module on several devices behind named inputs: cut by layouts and workloads, merged by layouts.
+
+    batch ── binding: names, layouts ── shares ── DataParallel.forward_parts ── outputs, per device
+                                                        │                           │
+                     input gradients, per device ───────┴───── backward ────────────┘
+
+Shape legend: B rows of the batch; device i has rows_i of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.executor_group.arguments import (
+    check_buffer_rules,
+    check_devices,
+    check_optimizer,
+    read_flag,
+    read_pair,
+)
+from phalanx.executor_group.binding import Binding
+from phalanx.executor_group.data import DataDesc, read_descs
+from phalanx.executor_group.feeding import feed, read_shares
+from phalanx.executor_group.gradients import GradientRequests
+from phalanx.executor_group.loop import Epoch, fit, predict, score
+from phalanx.executor_group.monitor import Monitor, check_monitor
+from phalanx.executor_group.opening import ExecutorChoice, share_shelf
+from phalanx.executor_group.outputs import Output, measured, pick_gradients, read_outputs
+from phalanx.executor_group.parameters import read_tensors, share_tensors, write_params
+from phalanx.executor_group.passes import Pass, check_graph, mode_of, telling_shapes
+from phalanx.executor_group.shapes import infer_shapes
+from phalanx.executor_group.states import States
+from phalanx.parallel import RemoteParallel
+from phalanx.plan import Decision, read_whole, workload_sizes
+from phalanx.replicas import FailureLog, WorkerLost
+from phalanx.types import Device, Nested
+
+if TYPE_CHECKING:
+    from phalanx.executor_group.metrics import GroupMetrics
+
+__all__ = ["DataParallelExecutorGroup"]
+
+
+class DataParallelExecutorGroup:
+    """Run ``module`` on several devices, with inputs, labels and outputs by name.
+
+    Args:
+        module: Its forward takes the named inputs. If it returns losses (a number per device, the
+            mean over its rows), :meth:`backward` needs no gradients. It is trained in place.
+        devices: One per replica; default as for `DataParallel`.
+        data: `DataDesc`s or (name, shape) of the inputs.
+        labels: Likewise. The module gets those that its forward names; metrics get all.
+        workloads: Relative share of each device, 0 switches one off; "auto" follows their speed.
+        for_training: Whether passes keep what a backward pass needs, unless told otherwise.
+        inputs_need_grad: Whether :meth:`backward` computes gradients of the data, too.
+        grad_req: "write" replaces a parameter's `grad` in each backward pass, "add" adds to it,
+            "null" computes none; or these by name or shell pattern.
+        fixed_parameters: Names or patterns of parameters that get no gradient.
+        states: Inputs that stay until they are set anew, such as those of a recurrent net.
+        shared_group: A group whose parameters and buffers this module has from now on, wherever
+            names are equal. Make optimizers after it.
+        outputs: `DataDesc`s of all outputs, for their names and layouts. Default: cut along the
+            data's batch axis.
+        buffers: What becomes of buffers that replicas write, as for `DataParallel`.
+        executor: "threads": replicas are threads of this process. "processes": they are worker
+            processes of this host, started with the first pass; one that dies takes nothing along.
+        timeout_s: How long one pass may take in a worker process before it counts as hung.
+        max_failures: How many worker processes may be lost in all; None for any number.
+        on_failure: Called with every `WorkerLost`, after the pass that it was lost in.
+        memory_dir: A folder for files in the place of the memory that worker processes share;
+            default: anonymous memory.
+
+    Shapes:
+        B: rows of the batch, 0 or more. Tensors with an N in their layout have B there.
+
+    Raises:
+        ConfigError: Something does not fit; the module is as it was.
+        UnsupportedError: Worker processes cannot do it; see `docs/process_executor.md`.
+
+    Determinism: as for `DataParallel`, the same bits in either executor, whichever worker dies.
+
+    Example:
+        >>> net = nn.Linear(4, 2)
+        >>> with DataParallelExecutorGroup(net, 2, data=[("input", (3, 4))]) as group:
+        ...     group.forward(torch.ones(3, 4))
+        ...     group.backward([torch.ones(3, 2)])
+        ...     [tuple(part.shape) for part in group.outputs(merge=False)[0]]
+        [(2, 2), (1, 2)]
+        >>> net.bias.grad
+        tensor([3., 3.])
+
+    Source: MXNet's ``DataParallelExecutorGroup``; unlike it any batch size is cut, padded rows
+    count nowhere, and there is one set of parameters, not one per device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[Device] | int | None = None,
+        *,
+        data: Any,  # Any: descriptions in any of their forms
+        labels: Any = (),
+        workloads: Sequence[float] | str | None = None,
+        for_training: bool = True,
+        inputs_need_grad: bool = False,
+        grad_req: str | Mapping[str, str] = "write",
+        fixed_parameters: Sequence[str] = (),
+        states: Any = (),
+        shared_group: DataParallelExecutorGroup | None = None,
+        outputs: Any = None,
+        buffers: str | Mapping[str, str] = "mean",
+        executor: str = "threads",
+        timeout_s: float = 300.0,
+        max_failures: int | None = 20,
+        on_failure: Callable[[WorkerLost], object] | None = None,
+        memory_dir: str | Path | None = None,
+    ) -> None:
+        if inputs_need_grad and not for_training:
+            raise ConfigError(
+                "`inputs_need_grad` must be False for a group that does not train, but is True. "
+                "Give for_training=True."
+            )
+        check_devices(devices)
+        check_buffer_rules(buffers)
+        choice = ExecutorChoice(
+            executor=executor,
+            timeout_s=timeout_s,
+            max_failures=max_failures,
+            on_failure=on_failure,
+            memory_dir=memory_dir,
+        )
+        self._failures, self._on_failure = FailureLog(max_failures), on_failure
+        self._model = choice.open(
+            module, devices, self._failures, workloads=workloads, buffers=buffers
+        )
+        self._declared = read_descs(outputs, "outputs")
+        self._binding = Binding.of(module, data, labels, states)
+        self._asked = grad_req, fixed_parameters
+        self._requests = GradientRequests(module, *self._asked)
+        self.for_training = for_training
+        self.inputs_need_grad = inputs_need_grad
+        self._states = States(len(self._model.devices))
+        self._metrics: GroupMetrics | None = None
+        self._pass: Pass | None = None
+        self._num_passes = 0
+        self._closed = False
+        if shared_group is not None:
+            self._share(shared_group)
+            self._requests = GradientRequests(module, *self._asked)
+        if for_training:
+            self._requests.apply()
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{each.name} {each.shape}" for each in self._binding.data)
+        return f"DataParallelExecutorGroup({self._model.extra_repr()}, {inputs})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Dismiss the workers, and let fixed parameters need gradients again; idempotent."""
+        self._closed = True
+        self._model.close()
+        self._requests.close()
+
+    # -- what it is --------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, whose parameters are those of all devices."""
+        module: nn.Module = self._model.module
+        return module
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each replica."""
+        return self._model.devices
+
+    @property
+    def workloads(self) -> tuple[float, ...]:
+        """Each device's relative share of the next batch."""
+        return self._model.workloads
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What `workloads="auto"` has decided after each batch, and why: the last 10,000."""
+        return self._model.decisions
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The worker processes' numbers; empty before the first pass, and without any."""
+        return tuple(self._model.pids) if isinstance(self._model, RemoteParallel) else ()
+
+    @property
+    def batch_size(self) -> int:
+        """B, padded rows included."""
+        return self._binding.batch_size
+
+    @property
+    def slices(self) -> list[slice]:
+        """Each device's rows in the last batch, without padded ones; of the next one before it."""
+        sizes = self._next_sizes() if self._pass is None else self._pass.sizes
+        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+    @property
+    def data_shapes(self) -> tuple[DataDesc, ...]:
+        """The inputs, as bound now."""
+        return self._binding.data
+
+    @property
+    def label_shapes(self) -> tuple[DataDesc, ...]:
+        """The labels, as bound now."""
+        return self._binding.labels
+
+    @property
+    def output_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the outputs for ``batch_size`` rows.
+
+        Raises:
+            StateError: They are not declared, there was no forward pass yet, and the module does
+                not run without values.
+        """
+        if self._pass is None:
+            return infer_shapes(self.module, self._binding, self._declared, self.for_training)
+        return [(each.name, each.shape(self.batch_size)) for each in self._pass.outputs]
+
+    @property
+    def output_axes(self) -> list[int | None]:
+        """The batch axis of each output of the last batch; None for one without rows."""
+        return [each.axis if each.kind == "rows" else None for each in self._last().outputs]
+
+    # -- binding -----------------------------------------------------
+
+    def bind(
+        self,
+        data: Any,  # Any: descriptions in any of their forms
+        labels: Any = (),
+        shared_group: DataParallelExecutorGroup | None = None,
+        reshape: bool = False,
+    ) -> None:
+        """Bind to other shapes, dtypes, layouts or names; ``reshape`` says that this is meant.
+
+        Raises:
+            StateError: ``reshape`` is not True, or the group is closed.
+            ConfigError: They do not fit; the group stays bound as it was.
+        """
+        self._check_open()
+        binding = Binding.of(self.module, data, labels, self._binding.followed(data).states)
+        if not reshape:
+            raise StateError(
+                "`bind()` must be told reshape=True for a group that is bound, as it is from the "
+                "beginning, but is not."
+            )
+        if shared_group is not None:
+            self._requests.close()
+            try:
+                self._share(shared_group)
+            finally:
+                self._requests = GradientRequests(self.module, *self._asked)
+                if self.for_training:
+                    self._requests.apply()
+        self._binding, self._pass = binding, None
+
+    def reshape(self, data: Any, labels: Any = None) -> None:
+        """Bind to other shapes, dtypes or layouts; labels that are not given follow the batch size.
+
+        Nothing is allocated: shapes may alternate at no cost. A batch of another size needs no call
+        of it at all.
+        """
+        known = self._binding.followed(data).labels if labels is None else labels
+        self.bind(data, known, reshape=True)
+
+    # -- passes ------------------------------------------------------
+
+    # Any: a batch in any of its forms.
+    def forward(self, batch: Any, is_train: bool | None = None) -> None:
+        """Run the module on every device's share of ``batch``; :meth:`outputs` has the result.
+
+        Args:
+            batch: A `DataBatch`, inputs by name (labels may be among them), a tuple of inputs, or
+                the one input; or a list of `DataBatch`es, one per device, None for one that rests.
+                Another batch size or image size than bound is bound by itself.
+            is_train: Whether dropout and batch norm train, and gradients can follow; default:
+                ``for_training``.
+
+        Raises:
+            ConfigError: The batch does not fit; the group is as it was.
+        """
+        self._check_open()
+        trains = self.for_training if is_train is None else read_flag("is_train", is_train)
+        binding, shares, pads = read_shares(self._binding, batch, self.workloads)
+        inferred = torch.is_inference_mode_enabled()
+        graph = trains and self.for_training and not inferred
+        fed = feed(
+            binding,
+            shares,
+            self._states,
+            self.devices,
+            pad=pads[0] if len(pads) == 1 else 0,
+            graph=graph,
+            needs_grad=self.inputs_need_grad,
+        )
+
+        def read(found: Sequence[Nested]) -> list[Output]:
+            return read_outputs(found, fed.sizes, fed.stands_for, self._declared, fed.axis)
+
+        with telling_shapes(self._binding, binding), mode_of(self.module, trains, graph):
+            outputs = read(self._model.forward_parts(fed.parts, fed.sizes, check=read))
+        self._binding = binding
+        self._pass = Pass(
+            fed.shares, fed.leaves, outputs, sum(fed.sizes), pads, trains, graph, inferred
+        )
+        self._num_passes += 1
+        self._tell_of_failures()
+
+    def backward(self, out_grads: Nested = None) -> None:
+        """Compute gradients of the last forward pass: of the whole batch, as on one device.
+
+        Args:
+            out_grads: One for each output, in their order or by name, shaped like the merged
+                output; padded rows may be there or not. None for an output without one. Default:
+                losses are differentiated, other outputs have no gradient.
+
+        Raises:
+            StateError: There is no forward pass to go back through, or it was none of training, or
+                `torch.inference_mode` was on in it or is now; nothing is changed.
+            ConfigError: ``out_grads`` does not fit; the pass can still be gone back through.
+        """
+        self._check_open()
+        self._check_training("backward")
+        last = check_graph(self._pass)
+        given = pick_gradients(out_grads, last.outputs)
+        pairs = [
+            pair
+            for output, gradient in zip(last.outputs, given, strict=True)
+            if gradient is not None or out_grads is None
+            for pair in output.gradients(gradient, last.rows, last.pad)
+        ]
+        last.graph = False  # whatever becomes of it: torch frees a graph on the way back
+        tensors, gradients = zip(*pairs, strict=True) if pairs else ((), ())
+
+        def compute() -> None:
+            if tensors:
+                torch.autograd.backward(tensors, gradients)
+
+        self._requests.write(compute)
+        last.went_back = True
+        self._tell_of_failures()
+
+    def outputs(self, merge: bool = True, begin: int = 0, end: int | None = None) -> list[Any]:
+        """Return the outputs from ``begin`` to ``end``, without padded rows and without a graph.
+
+        Args:
+            merge: Whole ones, on the first device: joined along their batch axis; losses are the
+                mean over all rows. Otherwise a list per output, None for devices that rested.
+
+        Raises:
+            StateError: There was no forward pass.
+        """
+        stop = None if end is None else read_whole("end", end)
+        chosen = self._last().outputs[read_whole("begin", begin) : stop]
+        return [output.merged() if merge else output.per_device() for output in chosen]
+
+    def input_grads(self, merge: bool = True) -> list[Any]:
+        """Return the gradients of the data in the order of their names, None for integers.
+
+        Args:
+            merge: Whole ones: joined along the batch axis, with zeros for padded rows; summed where
+                the input was given whole. Otherwise a list per input.
+
+        Raises:
+            StateError: They are not computed, or there was no backward pass, or it failed.
+        """
+        if not self.inputs_need_grad:
+            raise StateError(
+                "`input_grads()` needs a group with inputs_need_grad=True, but it is False."
+            )
+        last = self._last()
+        if not last.went_back:
+            raise StateError("`input_grads()` needs a backward pass. Call `backward()` first.")
+        return [last.input_gradient(desc, merge) for desc in self._binding.data]
+
+    # -- states ------------------------------------------------------
+
+    def states(self) -> list[list[Tensor | None]]:
+        """Return each state's parts by device; zeros before they are set.
+
+        A part is None where :meth:`set_states` was given None for a device without rows.
+        """
+        last = self._pass
+        sizes, pad = (self._next_sizes(), 0) if last is None else (last.sizes, last.pad)
+        parts = self._states.cut(self._binding.states, sizes, pad)
+        return [[part.get(desc.name) for part in parts] for desc in self._binding.states]
+
+    def set_states(self, states: Nested = None, value: float | None = None) -> None:
+        """Set all states: to tensors, each whole or a list by device, or to one ``value``.
+
+        Whether they have the next batch's rows is known when it comes: `forward` says so.
+
+        Raises:
+            ConfigError: Neither or both are given, or they do not fit what is bound or each other;
+                they stay as they were.
+        """
+        self._states.set(self._binding.states, states, value)
+
+    # -- parameters --------------------------------------------------
+
+    def get_params(
+        self,
+        into: tuple[MutableMapping[str, Tensor], MutableMapping[str, Tensor]] | None = None,
+    ) -> tuple[MutableMapping[str, Tensor], MutableMapping[str, Tensor]]:
+        """Return copies of parameters and buffers by name, or copy them into those given."""
+        params, buffers = read_pair("into", into)
+        read_tensors(
+            (self.module.named_parameters(), params), (self.module.named_buffers(), buffers)
+        )
+        return params, buffers
+
+    def set_params(
+        self,
+        params: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor] | None = None,
+        allow_extra: bool = False,
+        allow_missing: bool = False,
+    ) -> None:
+        """Copy parameters, and buffers if given, into the module, which all devices follow.
+
+        Raises:
+            ConfigError: Names are missing or extra and that is not allowed, or a shape differs;
+                nothing is changed then.
+        """
+        write_params(
+            self.module, params, buffers, allow_extra=allow_extra, allow_missing=allow_missing
+        )
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Step ``optimizer``. Gradients are the whole batch's, so nothing is to be rescaled."""
+        check_optimizer(optimizer)
+        optimizer.step()
+
+    # -- around it ---------------------------------------------------
+
+    # Any: a metric, or what has an `update` like one; labels in any of their forms.
+    def update_metric(
+        self,
+        metric: Any,
+        labels: Any = None,
+        pre_sliced: bool = False,
+        output: str | None = None,
+    ) -> bool:
+        """Count the last batch: exactly as one device would have, padded rows left out.
+
+        Args:
+            metric: A `torchmetrics.Metric`, a collection, or what has ``update(outputs, labels)``
+                or, by these names, ``update(labels, preds)``.
+            labels: Of the whole batch, or one per device if ``pre_sliced``; default: the batch's.
+            output: Which output is measured; default: all that are no losses; else the losses.
+
+        Returns:
+            Whether there were rows to count.
+
+        Raises:
+            StateError: There was no forward pass.
+            ConfigError: Labels do not fit, or no output has that name.
+        """
+        last = self._last()
+        outputs = measured(last.outputs, output)
+        own = last.labels(self._binding, labels, pre_sliced)
+        named = last.shares[0].labels if labels is None else labels
+        dims = outputs[0].axis or 0, self._binding.label_axis(named)
+        if self._metrics is None:
+            from phalanx.executor_group.metrics import GroupMetrics  # slow: see `replica_metrics`
+
+            self._metrics = GroupMetrics()
+        return self._metrics.update_metric(metric, last.parts(outputs, own, dims[1]), dims)
+
+    def install_monitor(self, monitor: Monitor) -> None:
+        """Let ``monitor`` watch the module on every device.
+
+        Raises:
+            UnsupportedError: It would look into worker processes, where no hook of this one runs.
+        """
+        check_monitor(monitor)
+        if monitor.sees_passes and isinstance(self._model, RemoteParallel):
+            raise UnsupportedError(
+                "`monitor` must look at neither inputs nor outputs for executor='processes', but "
+                "does. "
+                "Use executor='threads', or give it which=('parameters', 'gradients', 'buffers')."
+            )
+        monitor.install(self)
+
+    # Any: batches in any of their forms, as loaders yield them.
+    def fit(
+        self,
+        loader: Iterable[Any],
+        *,
+        optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer],
+        epochs: int = 1,
+        metrics: Mapping[str, Any] | None = None,
+        validate: Iterable[Any] | None = None,
+        monitor: Monitor | None = None,
+        on_epoch: Callable[[Epoch], object] | None = None,
+    ) -> list[Epoch]:
+        """Train a module that returns its loss: forward, backward, update for every batch.
+
+        Args:
+            loader: Yields batches as :meth:`forward` takes them, or (data, labels), or data and
+                labels in the order of their names; anew in each epoch.
+            optimizer: One, or a function that makes one from the parameters that need gradients.
+            epochs: How often.
+            metrics: By name; copies of them count, over training batches and over ``validate``.
+            validate: Yields batches to measure after each epoch.
+            monitor: Watches every batch, while this runs.
+            on_epoch: Called after each epoch.
+
+        Returns:
+            One entry per epoch.
+
+        Raises:
+            ConfigError: An argument cannot work, which is said first; or a batch does not fit.
+            StateError: The group is not for training, or is closed.
+        """
+        self._check_open()
+        self._check_training("fit")
+        return fit(
+            self,
+            loader,
+            optimizer=optimizer,
+            epochs=epochs,
+            metrics=metrics,
+            validate=validate,
+            monitor=monitor,
+            on_epoch=on_epoch,
+        )
+
+    # Any: batches in any of their forms, metrics or functions, and their values.
+    def score(self, loader: Iterable[Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the metrics over all rows of ``loader``, padded ones left out.
+
+        Args:
+            loader: As for :meth:`fit`.
+            metrics: By name: torchmetrics, or functions of all (outputs, labels), joined along
+                their batch axes.
+        """
+        self._check_open()
+        return score(self, loader, metrics)
+
+    # Any: batches in any of their forms.
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Return the outputs for all rows of ``loader``, padded ones left out: one, or a list.
+
+        An output without rows, such as a loss, is a list with each batch's.
+        """
+        self._check_open()
+        return predict(self, loader)
+
+    # -- inside ------------------------------------------------------
+
+    def _share(self, other: DataParallelExecutorGroup) -> None:
+        if not isinstance(other, DataParallelExecutorGroup):
+            raise ConfigError(
+                f"`shared_group` must be a `DataParallelExecutorGroup`, but is {other!r:.80}."
+            )
+        if other.module is not self.module:
+            share_tensors(self.module, other.module)
+        share_shelf(self._model, other._model)
+
+    def _tell_of_failures(self) -> None:
+        for lost in self._failures.take(self._num_passes):
+            if self._on_failure is not None:
+                self._on_failure(lost)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("A closed group must not be used, but is. Make a new one.")
+
+    def _check_training(self, method: str) -> None:
+        if not self.for_training:
+            raise StateError(
+                f"`{method}()` needs a group that is for training, but for_training is False."
+            )
+
+    def _last(self) -> Pass:
+        if self._pass is None:
+            raise StateError("The group must have run, but has not. Call `forward()` first.")
+        return self._pass
+
+    def _next_sizes(self) -> list[int]:
+        return workload_sizes(self.batch_size, self.workloads)

@@ -1,0 +1,169 @@
+"""Parameters and buffers by name: read out, written in, shared with another module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.executor_group.arguments import check_mapping
+from phalanx.executor_group.tensors import check_dense, read_tensor
+
+__all__ = ["read_tensors", "share_tensors", "write_params"]
+
+
+def read_tensors(*pairs: tuple[Iterable[tuple[str, Tensor]], MutableMapping[str, Tensor]]) -> None:
+    """Copy every tensor (the first of a pair) into that of its name (the second), or add a copy.
+
+    Raises:
+        ConfigError: ``into`` has other names, or another shape, or an expanded tensor; nothing is
+            written then.
+    """
+    checked = [(dict(known), into) for known, into in pairs]
+    for tensors, into in checked:
+        _check(into, tensors)
+        for name, target in into.items():
+            _check_apart(name, target)
+    with torch.no_grad():
+        for tensors, into in checked:
+            for name, tensor in tensors.items():
+                if name in into:
+                    into[name].copy_(tensor)
+                else:
+                    into[name] = tensor.detach().clone()
+
+
+# Any: tensors or arrays, or what is refused.
+def write_params(
+    module: nn.Module,
+    params: Mapping[str, Any],
+    buffers: Mapping[str, Any] | None,
+    *,
+    allow_extra: bool,
+    allow_missing: bool,
+) -> None:
+    """Copy parameters, and buffers if given, tensors or arrays, into those of ``module``.
+
+    Raises:
+        ConfigError: As for :func:`_checked`; nothing is written then.
+    """
+    check_mapping("params", params, "tensors")
+    known: dict[str, Tensor] = dict(module.named_parameters())
+    given = dict(params)
+    if buffers is not None:
+        check_mapping("buffers", buffers, "tensors")
+        known.update(module.named_buffers())
+        given.update(buffers)
+    given = {
+        name: read_tensor(name, value) if isinstance(value, np.ndarray) else value
+        for name, value in given.items()
+    }
+    targets = _checked(known.items(), given, allow_extra=allow_extra, allow_missing=allow_missing)
+    _copy(given, targets)
+
+
+def _checked(
+    known: Iterable[tuple[str, Tensor]],
+    given: Mapping[str, Tensor],
+    *,
+    allow_extra: bool,
+    allow_missing: bool,
+) -> dict[str, Tensor]:
+    """Return what is to be copied into, by name, after all checks.
+
+    Raises:
+        ConfigError: Names are missing or extra and that is not allowed; a shape differs.
+    """
+    tensors = dict(known)
+    missing = [name for name in tensors if name not in given]
+    extra = [name for name in given if name not in tensors]
+    for names, allowed, told, option in (
+        (missing, allow_missing, "hold all of the module's names", "allow_missing"),
+        (extra, allow_extra, "hold no other names than the module's", "allow_extra"),
+    ):
+        if names and not allowed:
+            raise ConfigError(
+                f"`params` and `buffers` must {told}, but {', '.join(map(repr, names))} "
+                f"{'is' if len(names) == 1 else 'are'} "
+                f"{'missing' if names is missing else 'extra'}. Give {option}=True to let it be."
+            )
+    _check({name: value for name, value in given.items() if name in tensors}, tensors)
+    return {name: tensors[name] for name in given if name in tensors}
+
+
+def share_tensors(module: nn.Module, other: nn.Module) -> None:
+    """Put the other module's parameters and buffers into ``module`` where it has the same names.
+
+    Raises:
+        ConfigError: One has another shape, dtype or device; nothing is shared then.
+    """
+    theirs: dict[str, Tensor] = dict(other.named_parameters(remove_duplicate=False))
+    theirs.update(other.named_buffers(remove_duplicate=False))
+    places: list[tuple[dict[str, Tensor], str, Tensor]] = []
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for own in (owner._parameters, owner._buffers):
+            for key, tensor in own.items():
+                name = f"{prefix}.{key}" if prefix else key
+                found = theirs.get(name)
+                if tensor is None or found is None:
+                    continue
+                mine = (tuple(tensor.shape), tensor.dtype, tensor.device)
+                if mine != (tuple(found.shape), found.dtype, found.device) or isinstance(
+                    tensor, nn.Parameter
+                ) != isinstance(found, nn.Parameter):
+                    raise ConfigError(
+                        f"`shared_group` must have `{name}` as the module has it, {mine}, but has "
+                        f"it as {(tuple(found.shape), found.dtype, found.device)}."
+                    )
+                places.append((own, key, found))
+    for own_tensors, key, found in places:
+        own_tensors[key] = found
+
+
+def _copy(given: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    """Copy each of ``given`` into that of its name, as if all were read before one is written."""
+    written = {_memory(target) for target in targets.values()}
+    with torch.no_grad():
+        read = {
+            name: given[name].clone() if _memory(given[name]) in written else given[name]
+            for name in targets
+        }
+        for name, target in targets.items():
+            target.copy_(read[name])
+
+
+def _memory(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _check_apart(name: str, target: Tensor) -> None:
+    """Refuse to copy into elements that are one and the same in memory."""
+    if any(
+        step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)
+    ):
+        raise ConfigError(
+            f"`{name}` must have memory for each element to be copied into, but is expanded. Give "
+            f"{name}.clone()."
+        )
+
+
+# Any: whatever the user gave.
+def _check(given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    for name, value in given.items():
+        if name not in tensors:
+            raise ConfigError(
+                f"`into` must name parameters and buffers of the module, but names {name!r}."
+            )
+        if not isinstance(value, Tensor) or value.shape != tensors[name].shape:
+            shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(
+                f"`{name}` must have shape {tuple(tensors[name].shape)}, but has {shown}."
+            )
+        check_dense(name, value)
+        if value.is_complex() != tensors[name].is_complex():
+            kind = "complex" if tensors[name].is_complex() else "real"
+            raise ConfigError(f"`{name}` must be {kind} as in the module, but is {value.dtype}.")

@@ -1,0 +1,326 @@
+"""What the executors have in common: the run over microbatches, and what it gives back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from phalanx.codecs import Feedback
+from phalanx.plan import Node, Shares, workload_sizes
+from phalanx.replicas.compiling import has_compiled
+from phalanx.replicas.draws import derive_seed
+from phalanx.replicas.intra_op import num_cores
+from phalanx.replicas.replica import Replica
+from phalanx.replicas.rng import MicrobatchRng, RngPlan, RngUse, has_fused_evaluation
+from phalanx.replicas.sums import Partial, PartialSums
+from phalanx.replicas.team import Inline, Team
+from phalanx.replicas.unchanged import same_afterwards
+from phalanx.types import Nested
+
+__all__ = ["Executor", "Job", "Report", "Span", "Turn", "blame", "default_intra_op"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """What one replica did when; ``microbatch`` None stands for merging and the optimizer."""
+
+    replica: int
+    microbatch: int | None
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One microbatch in the hands of one replica.
+
+    Attributes:
+        replica: Who computes it.
+        index: Which microbatch it is.
+        batch: Its rows.
+        seed: Where its random numbers start.
+        rng: How it gets them.
+        rng_use: Told whether it drew any.
+        kept: In a worker process, what it keeps from run to run, by name.
+        in_worker: Whether this is a worker process.
+    """
+
+    replica: Replica
+    index: int
+    batch: Nested
+    seed: int
+    rng: RngPlan = RngPlan()  # noqa: RUF009  # frozen
+    rng_use: RngUse = field(default_factory=RngUse)
+    kept: dict[str, Any] = field(default_factory=dict)  # Any: whatever runs leave there
+    in_worker: bool = False
+
+    def drawing(self, seed: int | None = None) -> MicrobatchRng:
+        """Return what gives the model its random numbers, entered around the user's code only.
+
+        Args:
+            seed: For a backward pass on its own, where its numbers start; default: the forward's.
+        """
+        return MicrobatchRng(self.seed if seed is None else seed, self.rng, self.rng_use)
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What a run over microbatches gave.
+
+    Attributes:
+        results: What `run` returned, by microbatch; None for microbatches of weight 0.
+        operands: The last one or two partial sums of gradients and statistics, left one first.
+        sums: Where only some microbatches were run: what their sums have come to, by node of the
+            tree.
+        replica_of: Who computed each microbatch; -1 for those left out.
+        drew: Whether the model drew random numbers from the microbatches' own generators.
+        seconds: What each pinned microbatch took until its gradients were there: without waiting
+            for other replicas, and before any merging; 0 for those left out.
+    """
+
+    results: list[Any]  # Any: whatever the caller's `run` returns
+    operands: list[Partial] = field(default_factory=list)
+    sums: dict[Node, Partial | None] = field(default_factory=dict)
+    replica_of: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    drew: bool = False
+
+
+class Executor(ABC):
+    """Replicas that run microbatches, each with a thread of this process that looks after it.
+
+    Attributes:
+        workloads: Relative shares of the replicas.
+        devices: Each replica's.
+        sources: Each replica's module, or the one that all are replicas of.
+        parameters: All parameters, each once, in whose order gradients are summed.
+        one_source: Whether all are replicas of one module.
+    """
+
+    workloads: list[float]
+    devices: tuple[torch.device, ...]
+    sources: tuple[nn.Module, ...]
+    parameters: list[nn.Parameter]
+    _team: Team | Inline
+    one_source: bool = True
+    _compared: frozenset[bool] = frozenset()  # modes, training or not, whose first run is done
+    _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
+    _rng_hidden: threading.Event | None = None  # see `RngUse`; None before the first run
+    _fused: bool | None = None  # see `has_fused_evaluation`; None: not known yet
+    _compiled = False  # see `has_compiled`
+
+    def each(self, task: Callable[[int], T], *, whole: bool = False) -> list[T]:
+        """Run ``task(replica index)`` in every replica's thread at once.
+
+        After :meth:`close`, for a backward pass that is still to come, on threads of its own.
+
+        Args:
+            whole: A Ctrl-C arrives after it, also where the one replica is the caller's thread.
+        """
+        if whole and isinstance(self._team, Inline):
+            return self._team.each_whole(task)
+        if not self._team.closed:
+            return self._team.each(task)
+        with contextlib.closing(Team(len(self), intra_op=self.intra_op)) as team:
+            return team.each(task)
+
+    def run(
+        self,
+        microbatches: Sequence[Nested],
+        run: Callable[[Turn], Any],  # Any: the caller's own result type
+        *,
+        weights: Sequence[float],
+        seed: tuple[int, ...],
+        pinned: bool = False,
+        feedback: Feedback | None = None,
+        only: range | None = None,
+    ) -> Report:
+        """Run every microbatch of weight above 0 on some replica.
+
+        Args:
+            run: Called by a replica, under the caller's grad, inference and autocast modes.
+            weights: What each microbatch stands for; one of weight 0 is left out.
+            seed: Where the random numbers of this run start; each microbatch appends its index.
+            pinned: Microbatch i goes to replica i, and to another only if that one is lost.
+            feedback: Each microbatch's gradient passes through its codec, in the slot of the
+                microbatch's index; new errors are pending when this returns.
+            only: Run these, while others run elsewhere; default: all.
+
+        Returns:
+            The results by microbatch, and the sums along the tree of the gradients that ``run``
+            left in the replicas' parameters and of the statistics that it left in their buffers.
+
+        Raises:
+            Exception: What ``run`` raised, with a note that names replica and microbatch. Nothing
+                that the caller can see has changed then.
+        """
+        trains = tuple(source.training for source in self.sources)
+        kind = getattr(run, "__qualname__", type(run).__qualname__), trains, torch.is_grad_enabled()
+        self._rng_hidden = self._rng_hidden or threading.Event()
+        plan = RngPlan(
+            watched=kind not in self._rng_watched,
+            throughout=self._rng_hidden.is_set() or self._sees_operators(all(trains)),
+            alone=self.is_alone(),
+        )
+        job = Job(
+            microbatches,
+            run,
+            weights,
+            seed,
+            pinned,
+            rng=plan,
+            rng_use=RngUse(hidden=self._rng_hidden),
+            feedback=feedback,
+            only=only,
+        )
+        self._start(job)
+        self._rng_watched |= {kind}
+        return job.report()
+
+    def is_alone(self) -> bool:
+        """Tell whether the program has no threads of Python's but these and the calling one."""
+        return self._team.is_alone()
+
+    def _sees_operators(self, trains: bool) -> bool:
+        """Tell whether a mode that sees calls would keep torch from a faster way."""
+        if self._fused is None:
+            self._fused = any(map(has_fused_evaluation, self.sources))
+            self._compiled = any(map(has_compiled, self.sources))
+        return self._compiled or (self._fused and not trains)
+
+    def _start(self, job: Job) -> None:
+        if job.pinned:
+            own = [int(job.weights[index] > 0) for index in job.leaves]
+            job.shares = Shares(own, stealing=False)
+        else:
+            job.shares = Shares(workload_sizes(len(job.queue), self.workloads))
+        trains = self.sources[0].training
+        if trains in self._compared or not self.one_source:
+            self._work_on(job)
+            return
+        with same_afterwards(self.sources[0]):
+            self._work_on(job)
+        self._compared |= {trains}
+
+    @property
+    @abstractmethod
+    def intra_op(self) -> int:
+        """Threads inside operators, per replica."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of replicas."""
+
+    @abstractmethod
+    def matches_source(self) -> bool:
+        """Tell whether the replicas can follow all that was done to the module since."""
+
+    @abstractmethod
+    def outdate(self) -> None:
+        """Make the next run take over everything from the module, whatever its versions say."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Take over everything from the module now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Dismiss threads and replicas; closing twice does nothing."""
+
+    @abstractmethod
+    def _work_on(self, job: Job) -> None:
+        """Run all microbatches of ``job`` that weigh something."""
+
+
+class Job:
+    """The state of one run, shared by the threads of the executor.
+
+    Args:
+        only: The microbatches that this executor runs, while others run elsewhere; None for all.
+    """
+
+    def __init__(
+        self,
+        microbatches: Sequence[Nested],
+        run: Callable[[Turn], Any],
+        weights: Sequence[float],
+        seed: tuple[int, ...],
+        pinned: bool,
+        rng: RngPlan,
+        rng_use: RngUse,
+        feedback: Feedback | None,
+        only: range | None,
+    ) -> None:
+        self.microbatches = microbatches
+        self.run = run
+        self.weights = weights
+        self.seed = seed
+        self.pinned = pinned
+        self.rng = rng
+        self.feedback = feedback
+        self.rng_use = rng_use
+        self.sums = PartialSums(len(microbatches))
+        self.leaves = range(len(microbatches)) if only is None else only
+        self.queue = [index for index in self.leaves if weights[index] > 0]
+        for index in self.leaves:
+            if not weights[index] > 0:
+                self.sums.put(index, None)
+        self.shares = Shares([])
+        self.failed = False
+        self.lock = threading.Lock()
+        self.results: list[Any] = [None] * len(microbatches)
+        self.replica_of = [-1] * len(microbatches)
+        self.spans: list[Span] = []
+        self.seconds = [0.0] * len(microbatches)
+
+    def take(self, replica: int) -> int | None:
+        """Return the next microbatch for ``replica``; None when none is left or one failed."""
+        with self.lock:
+            place = None if self.failed else self.shares.take(replica)
+        return None if place is None else self.queue[place]
+
+    def turn(self, replica: Replica, index: int) -> Turn:
+        """Put microbatch ``index`` into the hands of ``replica``."""
+        return Turn(
+            replica=replica,
+            index=index,
+            batch=self.microbatches[index],
+            seed=derive_seed(*self.seed, index),
+            rng=self.rng,
+            rng_use=self.rng_use,
+        )
+
+    def report(self) -> Report:
+        """Return what the run gave, when it is over."""
+        return Report(
+            results=self.results,
+            operands=self.sums.operands(),
+            sums=self.sums.waiting(),
+            replica_of=self.replica_of,
+            spans=sorted(self.spans, key=lambda span: span.start_s),
+            seconds=self.seconds,
+            drew=self.rng_use.drew.is_set(),
+        )
+
+
+def default_intra_op(devices: Sequence[torch.device]) -> int:
+    """Return the threads inside operators that give every CPU replica its share of the cores."""
+    on_cpu = sum(device.type == "cpu" for device in devices)
+    return max(1, num_cores() // max(1, on_cpu))
+
+
+def blame(error: BaseException, replica: Replica, microbatch: int) -> None:
+    """Note on ``error`` where it was raised."""
+    error.add_note(
+        f"Raised by replica {replica.index} on {replica.device}, microbatch {microbatch}."
+    )

@@ -1,0 +1,562 @@
+"""An executor of worker processes that runs microbatches and outlives each of its workers.
+
+    this process                                 worker processes
+    module ──── parameters on the shelf ───────► the same memory
+    thread i ── microbatch i ─────────────────►  forward, backward
+             ◄─ loss, outputs, statistics ─────
+             ◄─ gradients, in a slot on the shelf
+
+Each worker has a thread here that hands it one microbatch after another, adds what comes back
+along the tree, and notices at once when the worker is gone. Everything that has come back lies
+here, so a death costs the microbatch in the worker's hands and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from phalanx.errors import PeerLost, StateError, UnsupportedError
+from phalanx.plan import BufferRules, check_workloads
+from phalanx.replicas.compiling import refuse_compiled_in_place
+from phalanx.replicas.desk import Desk
+from phalanx.replicas.executor import Executor, Job, Span, default_intra_op
+from phalanx.replicas.failures import WorkerFailure
+from phalanx.replicas.global_values import GlobalValues
+from phalanx.replicas.intra_op import num_cores
+from phalanx.replicas.mailbox import Mailbox
+from phalanx.replicas.mirror import Changes, Mirrored
+from phalanx.replicas.modes import CallerModes
+from phalanx.replicas.parcel import pack, pack_data, picklable_or_named
+from phalanx.replicas.patience import LONGEST_S
+from phalanx.replicas.replica import refuse_lazy, refuse_scripts
+from phalanx.replicas.sent_once import Keep, OnceNames, SentOnce
+from phalanx.replicas.settings import read_settings
+from phalanx.replicas.shelf import Shelf
+from phalanx.replicas.slots import Slot, Slots
+from phalanx.replicas.statistics import heads_of
+from phalanx.replicas.sums import Partial
+from phalanx.replicas.team import Team
+from phalanx.replicas.worker import (
+    Birth,
+    BirthPlace,
+    Done,
+    Errand,
+    Failed,
+    Order,
+    Packed,
+    Task,
+    Worker,
+)
+from phalanx.replicas.worker_process import START_S, Lost, WorkerProcess, dismiss_all, rebuilt
+
+__all__ = ["Portion", "ProcessExecutor", "check_shareable"]
+
+_LOOK_S = 0.02  # how often a thread whose worker has nothing to do looks how all is
+_CPU = torch.device("cpu")
+
+
+class Portion(ABC):
+    """A base for microbatches of which a worker is sent what it does not keep already."""
+
+    # Any: whatever the run takes for its batch.
+    @abstractmethod
+    def for_worker(self, kept: dict[str, int]) -> Any:
+        """Return what is to be sent; called in the worker's thread here.
+
+        Args:
+            kept: Notes on what runs have left there, which die with the worker; it may write to
+                them.
+        """
+
+
+class ProcessExecutor(Executor):
+    """Replicas of one module in worker processes of this host.
+
+    Args:
+        source: The module that the user trains; all its parameters lie on the CPU.
+        num_workers: Number of processes.
+        shelf: Where its parameters lie, or will: those that do not yet are moved there. Kept as
+            an attribute.
+        shared: Objects that the run refers to, such as the loss; sent once, with the module.
+        workloads: Relative shares; equal by default; 0 switches a worker off.
+        intra_op: Threads inside operators, per worker.
+        rules: What becomes of buffers that workers write.
+        steps: Whether errands will step an optimizer: a worker is ready only when it has imported
+            what that takes.
+        timeout_s: How long one microbatch may take before its worker counts as hung; what is
+            longer than three weeks, as infinity is, counts as that.
+        on_failure: Called for every lost worker, in any thread; what it raises ends the run.
+
+    Raises:
+        ConfigError: The module cannot be sent, or options do not fit.
+        UnsupportedError: It has parameters or buffers that processes cannot share.
+
+    Determinism: as `ThreadExecutor`, with the same bits, whoever dies.
+    """
+
+    _team: Team
+
+    def __init__(
+        self,
+        source: nn.Module,
+        num_workers: int,
+        *,
+        shelf: Shelf,
+        shared: Sequence[object] = (),
+        workloads: Sequence[float] | None = None,
+        intra_op: int | None = None,
+        rules: BufferRules | None = None,
+        steps: bool = False,
+        timeout_s: float = 300.0,
+        on_failure: Callable[[WorkerFailure], None] = lambda _: None,
+    ) -> None:
+        self.workloads = list(workloads) if workloads is not None else [1.0] * num_workers
+        check_workloads(self.workloads, num_workers)
+        self.devices = (_CPU,) * num_workers
+        self._intra_op = intra_op or default_intra_op(self.devices)
+        _warn_of_crowd(num_workers, self._intra_op)
+        self.parameters = list(source.parameters())
+        check_shareable(source)
+        self._source = source
+        self.sources = (source,)
+        self.shelf = shelf
+        self._shared = list(shared)
+        self._timeout_s = min(float(timeout_s), LONGEST_S)
+        self._on_failure = on_failure
+        self._pid = os.getpid()
+        self._once = OnceNames()
+        self._deferred: Exception | None = None
+        self._moment: Changes | None = None
+        self._as_of: Changes | None = None
+        self._settings = read_settings()
+        self._mail = [(Mailbox(shelf), Mailbox(shelf)) for _ in range(num_workers)]
+        self._team = Team(num_workers, intra_op=self._intra_op, name="phalanx-executor")
+        self._workers: list[WorkerProcess] = []
+        self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
+        self._moved: list[nn.Parameter] = []
+        try:
+            elsewhere = [p for p in self.parameters if p.numel() and shelf.place_of(p) is None]
+            self._moved = _move(elsewhere, shelf)
+            self._places = [
+                (owner, key, parameter, parameter.data_ptr())
+                for owner in source.modules()
+                for key, parameter in owner._parameters.items()
+                if parameter is not None
+            ]
+            self._mirrored = Mirrored(source, shelf)
+            heads = heads_of(source, rules if rules is not None else BufferRules())
+            self._slots = Slots(self.parameters, heads, shelf)
+            places, layout = self._mirrored.places, self._slots.layout
+            self._globals = GlobalValues([source, *self._shared])
+            blob, values = self._packed_module(), self._globals.at_first
+            self._birth = self._shelved(Birth(blob, places, layout, rules, steps, values))
+            # Noted one by one: where another does not start, these are dismissed.
+            self._team.each(lambda index: self._workers.append(self._launch(index)))
+            self._workers.sort(key=lambda worker: worker.index)
+            self._team.each(self._await_first)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- what executors have ---------------------------------------------
+
+    @property
+    def intra_op(self) -> int:
+        """Threads inside operators, per worker."""
+        return self._intra_op
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process numbers."""
+        return [worker.pid for worker in self._workers]
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def matches_source(self) -> bool:
+        """Tell whether the workers can follow all that was done to the module since."""
+        return (
+            not self._team.closed
+            and self._mirrored.can_follow()
+            and all(
+                owner._parameters[key] is parameter and parameter.data_ptr() == pointer
+                for owner, key, parameter, pointer in self._places
+            )
+        )
+
+    def outdate(self) -> None:
+        """Make the next run take over all buffers, whatever their versions say."""
+        self._mirrored.outdate()
+
+    def refresh(self) -> None:
+        """Take over everything from the module with the next run, before which nothing is due."""
+        self.outdate()
+
+    @property
+    def moment(self) -> Changes:
+        """The module as the last run saw it."""
+        assert self._moment is not None
+        return self._moment
+
+    def knows(self, moment: Changes) -> bool:
+        """Tell whether workers can still be given the module as it was at ``moment``."""
+        return self._mirrored.is_at(moment)
+
+    @contextlib.contextmanager
+    def as_of(self, moment: Changes) -> Iterator[None]:
+        """Let workers see the module as it was at ``moment`` in runs of the body.
+
+        For the backward pass of an earlier run, which may have to repeat the forward.
+        """
+        self._as_of = moment
+        try:
+            yield
+        finally:
+            self._as_of = None
+
+    def close(self) -> None:
+        """Dismiss threads and workers, and give moved parameters memory of their own."""
+        if self._team.closed and os.getpid() == self._pid:
+            for worker in self._workers:  # threads left by an interrupt may wait for them still
+                worker.end()
+        self._team.close()  # a call that is on in another thread ends first
+        if not self._team.closed:
+            return  # from inside of a call: threads go after it, and the workers with them
+        self._dismiss()
+        for parameter in self._moved:
+            parameter.data = parameter.data.clone()
+        self._moved = []
+
+    # -- workers -----------------------------------------------------
+
+    def _packed_module(self) -> bytes:
+        numbers = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+
+        def aside(obj: Any) -> Any:
+            if not isinstance(obj, nn.Parameter) or id(obj) not in numbers:
+                return None
+            place = self.shelf.place_of(obj)
+            value = None if place is not None else pack(obj.detach())
+            kind, others = type(obj), dict(obj.__dict__)
+            return ("parameter", numbers[id(obj)], kind, place, value, obj.requires_grad, others)
+
+        try:
+            return pack((self._source, self._shared), aside)
+        except Exception as error:  # whatever the user's objects raise when pickled
+            raise picklable_or_named(self._source, error) from error
+
+    def _shelved(self, birth: Birth) -> BirthPlace:
+        """Put it where workers read it; a message that long would wait until one has started."""
+        packed = np.frombuffer(pack(birth), dtype=np.uint8)
+        room = self.shelf.allocate(len(packed), torch.uint8, _CPU)
+        room.numpy()[:] = packed
+        place = self.shelf.place_of(room)
+        assert place is not None
+        return BirthPlace(place)
+
+    def _launch(self, index: int) -> WorkerProcess:
+        mail = self._mail[index]  # a dead worker's, for its replacement: the shelf frees nothing
+        return WorkerProcess(index, mail, self._intra_op, self._birth, self.shelf)
+
+    def _await_first(self, index: int) -> None:
+        try:
+            if not self._workers[index].poll_ready(START_S):
+                raise PeerLost(
+                    f"Worker {index} must be ready within {START_S:g} s, but is not. Importing "
+                    "what the module needs takes too long here; use executor='threads'.",
+                    index,
+                )
+        except Lost as lost:
+            if lost.own_doing:
+                raise PeerLost(
+                    f"Worker {index} must start, but {lost.reason} before it was ready. Its own "
+                    "output says why; most often a script starts its work outside of `if __name__ "
+                    "== '__main__':`.",
+                    index,
+                ) from None
+            self._replace(index, lost, None)
+            self._await_first(index)
+
+    def _replace(self, index: int, lost: Lost, microbatch: int | None) -> None:
+        failure = WorkerFailure(
+            worker=index,
+            pid=self._workers[index].pid,
+            reason=lost.reason,
+            microbatch=microbatch,
+            dump=lost.dump,
+            noticed_s=lost.at_s,
+        )
+        if not self._team.closed:  # else it was left behind by an interrupt, and is being closed
+            self._workers[index] = self._launch(index)
+        self._on_failure(failure)
+
+    def errand(
+        self, index: int, make: Callable[[dict[str, int]], Callable[[Worker], object]]
+    ) -> bool:
+        """Send worker ``index`` on an errand; return False if it is not there to complete it.
+
+        To be called in the worker's thread (see :meth:`each`). A loss on the way is told by the
+        next run: in the middle of an optimizer step nothing may be raised.
+
+        Args:
+            make: Returns what is called with the `Worker`, over there, from notes on what earlier
+                errands have left there; it may write to them. It has the last run's settings.
+        """
+        worker = self._workers[index]
+        try:
+            if not worker.poll_ready(0.0):
+                return False
+            notes = dict(worker.kept)
+            answer = worker.ask(pack(Errand(make(notes), self._settings)), self._timeout_s)
+        except Lost as lost:
+            try:
+                self._replace(index, lost, None)
+            except Exception as error:  # too many losses, or the system starts no more processes
+                self._deferred = error
+            return False
+        except Exception as error:  # what its replacement raised when it was started
+            self._deferred = error
+            return False
+        if isinstance(answer, Failed):
+            return False  # and what it failed to keep is not noted
+        worker.kept = notes
+        return True
+
+    # -- a run -------------------------------------------------------
+
+    def _work_on(self, job: Job) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                "A process executor must be used by the process that made it, but this is a fork "
+                "of "
+                "it. Make a trainer or a group in the child."
+            )
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            raise deferred
+        self._moment = self._mirrored.changes() if self._as_of is None else self._as_of
+        self._settings = read_settings()  # here: some of them are the calling thread's
+        modes = CallerModes.capture(self.devices)
+        run = _Run(
+            job=job,
+            order=self._packed_order(job, modes),
+            wants_gradients=modes.grad,
+            moment=self._moment,
+            desk=Desk(job, [workload > 0 for workload in self.workloads]),
+            shapes=[parameter.shape for parameter in self.parameters] if job.feedback else [],
+        )
+        self._prepare_first(run)
+        self._team.each(lambda index: self._look_after(index, run), on_interrupt=run.desk.fail)
+
+    def _packed_order(self, job: Job, modes: CallerModes) -> bytes:
+        numbers = {id(each): index for index, each in enumerate(self._shared)}
+        return pack(
+            Order(
+                job.run,
+                modes,
+                self._settings,
+                dataclasses.replace(job.rng, alone=True),
+                self._globals.changes(),
+            ),
+            lambda obj: ("shared", numbers[id(obj)]) if id(obj) in numbers else None,
+        )
+
+    def _prepare_first(self, run: _Run) -> None:
+        """Prepare what workers do first, here: threads of their own would wait for each other."""
+        if any(isinstance(batch, Portion) for batch in run.job.microbatches):
+            return  # that notes what its worker is about to be sent, and the run may end before
+        for index, worker in enumerate(self._workers):
+            microbatch = run.job.take(index) if worker.ready else None
+            if microbatch is not None:
+                run.first[index] = self._prepare(index, microbatch, run)
+
+    def _look_after(self, index: int, run: _Run) -> None:
+        """Keep worker ``index`` busy until the run is over."""
+        try:
+            parcel = run.first.pop(index, None)
+            while not run.desk.over:
+                if parcel is None:
+                    if not self._is_ready(index, run):
+                        continue
+                    microbatch = run.desk.take(index, _LOOK_S)
+                    if microbatch is None:
+                        continue
+                    parcel = self._prepare(index, microbatch, run)
+                try:
+                    self._compute(index, parcel, run)
+                except Lost as lost:
+                    run.desk.give_back(parcel.microbatch)
+                    self._replace(index, lost, parcel.microbatch)
+                parcel = None
+        except BaseException:
+            run.desk.fail()
+            raise
+
+    def _is_ready(self, index: int, run: _Run) -> bool:
+        worker = self._workers[index]
+        try:
+            if worker.poll_ready(0.0):
+                worker.check_alive()
+                return True
+            run.desk.leave_to_others(index)
+            if worker.poll_ready(_LOOK_S):
+                return True
+            worker.check_start()
+        except Lost as lost:
+            self._replace(index, lost, None)
+        return False
+
+    def _prepare(self, index: int, microbatch: int, run: _Run) -> _Parcel:
+        """Pack a microbatch for worker ``index``; its rows go where that one reads them."""
+        worker, job = self._workers[index], run.job
+        batch, once = job.microbatches[microbatch], {}
+        if isinstance(batch, Portion):
+            batch = batch.for_worker(worker.kept)
+        worker.mailbox.clear()
+
+        def aside(obj: Any) -> Any:
+            if isinstance(obj, Packed):
+                return ("order", obj.order)
+            if not isinstance(obj, SentOnce):
+                return worker.mailbox.put(obj)
+            once[name := self._once.of(obj)] = obj
+            return ("once", name)
+
+        slot = self._slots.take() if run.wants_gradients else None
+        task = Task(
+            index=microbatch,
+            order=Packed(run.order),
+            batch=batch,
+            weight=job.weights[microbatch],
+            seed=job.seed,
+            slot=-1 if slot is None else slot.region,
+            changes=run.moment.since(worker.knows),
+            reply=worker.answers.place,
+        )
+        return _Parcel(microbatch, slot, once, pack_data(task, aside))
+
+    def _compute(self, index: int, parcel: _Parcel, run: _Run) -> None:
+        worker = self._workers[index]
+        self._send_once(worker, parcel.once)
+        answer = worker.ask(parcel.message, self._timeout_s)
+        if isinstance(answer, Failed):
+            raise rebuilt(
+                answer,
+                f"Raised by replica {index} in process {worker.pid}, "
+                f"microbatch {parcel.microbatch}.",
+            )
+        worker.knows = run.moment.version
+        worker.answers.reserve(answer.result_bytes)
+        self._count(index, parcel, answer, run)
+
+    def _send_once(self, worker: WorkerProcess, things: dict[str, SentOnce]) -> None:
+        for name in [name for name in things if name not in worker.kept]:
+            keep = Keep(name, things[name], self._once.alive())
+            answer = worker.ask(pack_data(Errand(keep)), START_S)
+            if isinstance(answer, Failed):
+                raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
+            keep.note(worker.kept)
+
+    def _count(self, index: int, parcel: _Parcel, done: Done, run: _Run) -> None:
+        job, microbatch, slot = run.job, parcel.microbatch, parcel.slot
+        heads, weight = self._slots.layout.heads, job.weights[microbatch]
+        gradients, statistics = done.filling.read(slot, heads, weight)
+        if job.feedback is not None:
+            gradients = job.feedback.compress(microbatch, gradients, run.shapes)
+        if done.drew:
+            job.rng_use.drew.set()
+        if done.drew_hidden:
+            job.rng_use.hidden.set()
+        job.results[microbatch] = done.result
+        job.seconds[microbatch] = done.busy_s
+        job.replica_of[microbatch] = index
+        job.spans.append(
+            Span(
+                replica=index,
+                microbatch=microbatch,
+                start_s=done.start_s,
+                stop_s=done.stop_s,
+            )
+        )
+        job.sums.put(microbatch, Partial(gradients, statistics, owners=(slot,)))
+        run.desk.count()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the threads of one run share."""
+
+    job: Job
+    order: bytes  # what all tasks of the run have in common
+    wants_gradients: bool
+    moment: Changes
+    desk: Desk
+    shapes: list[torch.Size]
+    first: dict[int, _Parcel] = field(default_factory=dict)  # by worker
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A microbatch as it is sent to one worker."""
+
+    microbatch: int
+    slot: Slot | None  # takes its gradients
+    once: dict[str, SentOnce]  # what goes before it, where the worker lacks it
+    message: bytes
+
+
+def _move(parameters: list[nn.Parameter], shelf: Shelf) -> list[nn.Parameter]:
+    """Move parameters that the optimizer does not hold, such as frozen ones, to the shelf."""
+    for parameter, place in zip(parameters, shelf.allocate_like(parameters), strict=True):
+        parameter.data = place.copy_(parameter.detach())
+    return parameters
+
+
+def _warn_of_crowd(num_workers: int, intra_op: int) -> None:
+    if num_workers * intra_op > num_cores():
+        warnings.warn(
+            f"`replicas` should be at most the {num_cores()} cores of this machine, but is "
+            f"{num_workers} processes × {intra_op} threads: they will wait for each other.",
+            stacklevel=2,
+        )
+
+
+def check_shareable(source: nn.Module) -> None:
+    """Refuse a module whose tensors processes cannot share; nothing is done to it.
+
+    Raises:
+        ConfigError: A parameter has no shape yet.
+        UnsupportedError: A tensor lies on another device, or is not dense; or copies of the module
+            would not be compiled as it is.
+    """
+    refuse_lazy(source)
+    refuse_scripts(source)
+    refuse_compiled_in_place(source)
+    tensors = {"Parameter": source.named_parameters(), "Buffer": source.named_buffers()}
+    for kind, named in tensors.items():
+        for name, tensor in named:
+            if tensor.device.type != "cpu":
+                raise UnsupportedError(
+                    f"{kind} `{name}` must lie on the CPU for executor='processes', but is on "
+                    f"{tensor.device}. Use executor='threads', which serves several devices from "
+                    "one "
+                    "process."
+                )
+            if tensor.layout is not torch.strided or tensor.is_quantized:
+                told = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
+                raise UnsupportedError(
+                    f"{kind} `{name}` must be dense for executor='processes', but is {told}. Use "
+                    "executor='threads'."
+                )

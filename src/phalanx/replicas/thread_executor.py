@@ -1,0 +1,240 @@
+"""An executor of threads in this process that runs microbatches on replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from phalanx.clock import now_s
+from phalanx.errors import UnsupportedError
+from phalanx.memory import keep_freed_memory
+from phalanx.plan import BufferRules, check_workloads, read_intra_op
+from phalanx.replicas.batch_norm import batch_norm_names, synchronise_batch_norm
+from phalanx.replicas.compiling import CompileOnce
+from phalanx.replicas.executor import Executor, Job, Span, blame, default_intra_op
+from phalanx.replicas.meeting import Meeting
+from phalanx.replicas.modes import CallerModes
+from phalanx.replicas.replica import Replica, refuse_lazy
+from phalanx.replicas.source_gradients import SourceGradients
+from phalanx.replicas.stopwatch import Stopwatch
+from phalanx.replicas.sums import Partial
+from phalanx.replicas.team import Inline, Team
+
+__all__ = ["ThreadExecutor"]
+
+
+class ThreadExecutor(Executor):
+    """Replicas of one module, or of one module each, on threads of this process.
+
+    Replicas on a module's own device share its parameter memory. Microbatches are handed out in
+    consecutive shares by ``workloads``; a replica that runs dry takes from the one with most left.
+
+    Args:
+        source: The module that the user trains, or one for each device; parameters are read in
+            place. Buffers of several modules go by their name after the module's index, such as
+            ``"0.seen"``.
+        devices: One per replica.
+        workloads: Relative shares; equal by default; 0 switches a replica off.
+        intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
+        rules: What becomes of buffers that replicas write.
+        timed: Wait for devices that work behind their thread's back, so that seconds are theirs.
+        inline: Run the only replica in the caller's thread.
+
+    Attributes:
+        sources: Each replica's module.
+        parameters: All parameters, each once, in whose order gradients are summed.
+
+    Raises:
+        ConfigError: Workloads or `intra_op` do not fit the devices.
+
+    Determinism: with the same microbatches and `intra_op`, the operands' sum is bitwise the same
+    for any number of replicas on the same kind of device and for any timing.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module | Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        *,
+        workloads: Sequence[float] | None = None,
+        intra_op: int | None = None,
+        rules: BufferRules | None = None,
+        timed: bool = False,
+        inline: bool = False,
+    ) -> None:
+        self.workloads = list(workloads) if workloads is not None else [1.0] * len(devices)
+        check_workloads(self.workloads, len(devices))
+        alone = isinstance(source, nn.Module)
+        sources = [source] * len(devices) if isinstance(source, nn.Module) else list(source)
+        self.sources = tuple(sources)
+        self.one_source = alone
+        self.parameters = _all_parameters(sources)
+        self.devices = tuple(devices)
+        self._intra_op = read_intra_op(intra_op) or default_intra_op(devices)
+        self._timed = timed
+        keep_freed_memory()
+        for own in self.sources:
+            refuse_lazy(own)
+        reaching = SourceGradients(self.parameters)
+        self.replicas = [
+            Replica(
+                own,
+                device,
+                index,
+                all_parameters=self.parameters,
+                prefix="" if alone else f"{index}.",
+                rules=rules,
+                reaching=reaching,
+                only_one=not alone and sources.count(own) == 1,
+            )
+            for index, (own, device) in enumerate(zip(sources, devices, strict=True))
+        ]
+        # Replicas of one module see the same changes, so one of them watches for all.
+        self._watchers = self.replicas[:1] if alone else self.replicas
+        self._places = [
+            (owner, key, parameter, parameter.data_ptr())
+            for own in dict.fromkeys(sources)
+            for owner in own.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        self.compile_once = CompileOnce(sources)
+        self._meeting = self._synchronise(sources[0], rules) if alone and rules else None
+        if inline:
+            self._team = Inline(intra_op=self.intra_op)
+        else:
+            self._team = Team(len(devices), intra_op=self.intra_op)
+
+    def _synchronise(self, source: nn.Module, rules: BufferRules) -> Meeting | None:
+        """Let the replicas' batch norms meet where statistics are to be the whole batch's."""
+        names = [
+            name
+            for name in batch_norm_names(source)
+            if rules.of(f"{name}.running_mean" if name else "running_mean") == "sync"
+        ]
+        if not names or len(self.replicas) == 1:
+            return None
+        if self.compile_once:
+            raise UnsupportedError(
+                "`module` must not be compiled where batch norms wait for each other "
+                "(buffers='sync'), but is. Do not compile it, or give its buffers another rule."
+            )
+        meeting = Meeting()
+        synchronise_batch_norm([replica.module for replica in self.replicas], names, meeting)
+        return meeting
+
+    @property
+    def meets(self) -> bool:
+        """Whether replicas wait for each other inside the model (synchronised batch norm)."""
+        return self._meeting is not None
+
+    def open_meeting(self, members: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """Say which replicas take part in the run of the body, where they wait for each other."""
+        if self._meeting is None:
+            return contextlib.nullcontext()
+        return self._meeting.open(members)
+
+    @contextlib.contextmanager
+    def attending(self, replica: int) -> Iterator[None]:
+        """Take part in the meeting until the body ends, so that nobody waits any longer then."""
+        if self._meeting is None:
+            yield
+            return
+        # Torch runs all backward passes of one GPU on one thread of its own, where the first
+        # replica would wait for those behind it.
+        with self._meeting.attending(replica), torch.autograd.set_multithreading_enabled(False):
+            yield
+
+    def stopwatch(self, replica: int) -> Stopwatch:
+        """Measure what ``replica`` does from now on; to be called in its thread."""
+        meeting = self._meeting
+        return Stopwatch(
+            self.devices[replica],
+            waited_s=lambda: 0.0 if meeting is None else meeting.waited_s(replica),
+            settles=self._timed,
+        )
+
+    def matches_source(self) -> bool:
+        """Tell whether the replicas can follow all that was done to the module since."""
+        if self._team.closed:  # a second Ctrl-C leaves threads behind
+            return False
+        return all(
+            owner._parameters.get(key) is parameter and parameter.data_ptr() == pointer
+            for owner, key, parameter, pointer in self._places
+        ) and all(replica.matches_source() for replica in self._watchers)
+
+    def refresh(self) -> None:
+        """Take over everything from the module now."""
+        self.outdate()
+        self.each(lambda index: self.replicas[index].refresh())
+
+    def outdate(self) -> None:
+        """Make the next run copy everything from the module, whatever its versions say."""
+        for replica in self.replicas:
+            replica.outdate()
+
+    @property
+    def intra_op(self) -> int:
+        """Threads inside operators, per replica."""
+        return self._intra_op
+
+    def __len__(self) -> int:
+        return len(self.replicas)
+
+    def close(self) -> None:
+        """Dismiss the threads; closing twice does nothing."""
+        self._team.close()
+
+    def _work_on(self, job: Job) -> None:
+        modes = CallerModes.capture(self.devices)
+        shapes = [parameter.shape for parameter in self.parameters] if job.feedback else []
+        members = [index for index, weight in enumerate(job.weights) if weight > 0]
+
+        def serve(index: int) -> None:
+            with modes.entered(self.devices[index]), self.attending(index):
+                _serve(self.replicas[index], job, shapes, self.stopwatch(index), self.compile_once)
+
+        with self.open_meeting(members):
+            self._team.each(serve)
+
+
+def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
+    found = {id(p): p for source in dict.fromkeys(sources) for p in source.parameters()}
+    return list(found.values())
+
+
+def _serve(
+    replica: Replica,
+    job: Job,
+    shapes: Sequence[torch.Size],
+    watch: Stopwatch,
+    compile_once: CompileOnce,
+) -> None:
+    replica.refresh()
+    while (index := job.take(replica.index)) is not None:
+        start_s = now_s()
+        try:
+            batch = job.microbatches[index]
+            with compile_once.running("run", replica.device, batch), replica.running():
+                job.results[index] = job.run(job.turn(replica, index))
+            written = replica.statistics.collect(job.weights[index])
+            replica.statistics.refresh()
+            gradients = replica.take_gradients()
+            if job.feedback is not None:
+                gradients = job.feedback.compress(index, gradients, shapes)
+            job.seconds[index] = watch.lap()
+            job.sums.put(index, Partial(gradients, written))
+        except BaseException as error:
+            job.failed = True
+            replica.drop_gradients()
+            replica.statistics.collect(0.0)
+            replica.statistics.refresh()
+            blame(error, replica, index)
+            raise
+        job.replica_of[index] = replica.index
+        job.spans.append(
+            Span(replica=replica.index, microbatch=index, start_s=start_s, stop_s=now_s())
+        )

@@ -1,0 +1,258 @@
+"""Process executors in bad places: little memory, odd scripts, modules that cannot be sent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx import ConfigError, PeerLost, StateError
+
+SOURCE = Path(__file__).parents[2] / "src"
+PATIENCE_S = 120.0
+DATA = [(torch.ones(6, 3), torch.zeros(6, 1))]
+
+SCRIPT = """
+import phalanx
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+    def forward(self, rows):
+        return self.layer(rows)
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+def main():
+    data = [(torch.ones(6, 3), torch.zeros(6, 1))]
+    with phalanx.Trainer(
+        Net(), nn.functional.mse_loss, sgd, replicas=2, executor="processes"
+    ) as trainer:
+        trainer.fit(data)
+        print("trained", trainer.steps)
+"""
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def make(
+    module: nn.Module | None = None, loss: Any = nn.functional.mse_loss, **options: Any
+) -> Any:
+    return phalanx.Trainer(
+        nn.Linear(3, 1) if module is None else module,
+        loss,
+        sgd,
+        **{"replicas": 2, "executor": "processes", **options},
+    )
+
+
+def run(*words: str, text: str | None = None, cwd: Path | None = None) -> Any:
+    return subprocess.run(
+        [sys.executable, *words],
+        input=text,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def test_a_script_works(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + "\nif __name__ == '__main__':\n    main()\n")
+    done = run(str(script))
+    assert done.stdout == "trained 1\n", done.stderr
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + "\nmain()\n")
+    done = run(str(script))
+    assert done.returncode == 1
+    assert "PeerLost: Worker" in done.stderr
+    assert "if __name__ == '__main__':" in done.stderr.split("PeerLost")[-1]
+
+
+def test_a_command_line_works_with_what_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(SCRIPT)
+    done = run("-c", "import net; net.main()", cwd=tmp_path)
+    assert done.stdout == "trained 1\n", done.stderr
+
+
+def test_a_model_made_at_a_prompt_is_named(tmp_path: Path) -> None:
+    done = run("-c", SCRIPT + "\nmain()\n", cwd=tmp_path)
+    assert "ConfigError: `Net` must be importable by worker processes" in done.stderr
+    assert "Move it to a file" in done.stderr
+
+
+class Held(nn.Module):
+    """A module with something in a child that cannot be sent."""
+
+    def __init__(self, thing: Any) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 1))
+        self.inner[0].hook = thing
+
+    def forward(self, rows: Tensor) -> Tensor:
+        scores: Tensor = self.inner(rows)
+        return scores
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    net = Held(lambda: None)
+    before = [parameter.data_ptr() for parameter in net.parameters()]
+    with make(net) as trainer, pytest.raises(ConfigError, match=r"`inner\.0\.hook` of `module`"):
+        trainer.fit(DATA)
+    assert len(before) == 2
+    net(torch.ones(1, 3)).sum().backward()
+
+
+def test_a_loss_that_cannot_be_sent_is_told() -> None:
+    with (
+        make(loss=lambda outputs, targets: (outputs - targets).square().mean()) as trainer,
+        pytest.raises(ConfigError, match="no lambda"),
+    ):
+        trainer.fit(DATA)
+
+
+def test_more_workers_than_cores_are_warned_of() -> None:
+    count = len(os.sched_getaffinity(0)) + 1
+    with (
+        make(replicas=count, microbatches=count) as trainer,
+        pytest.warns(UserWarning, match="`replicas` should be at most"),
+    ):
+        trainer.fit(DATA)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_cannot_use_the_workers() -> None:
+    with make() as trainer:
+        trainer.fit(DATA)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                trainer.fit(DATA)
+            except StateError:
+                code = 0
+            trainer.close()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        trainer.fit(DATA)
+        assert trainer.steps == 2
+
+
+def test_files_in_a_folder_do_where_memory_is_short(tmp_path: Path) -> None:
+    with make(memory_dir=tmp_path) as trainer:
+        trainer.fit(DATA)
+        assert trainer.steps == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with (
+        make(memory_dir=tmp_path / "nowhere") as trainer,
+        pytest.raises(ConfigError, match="nowhere"),
+    ):
+        trainer.fit(DATA)
+
+
+@pytest.fixture
+def small_place(tmp_path: Path) -> Any:
+    """A file system of 64 KB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_place_is_an_error_with_the_way_out_and_no_crash(small_place: Path) -> None:
+    net = nn.Linear(300, 300)
+    before = net.weight.detach().clone()
+    with (
+        phalanx.Trainer(
+            net,
+            nn.functional.mse_loss,
+            sgd,
+            replicas=2,
+            executor="processes",
+            memory_dir=small_place,
+        ) as trainer,
+        pytest.raises(phalanx.PhalanxError, match="There must be") as caught,
+    ):
+        trainer.fit([(torch.ones(4, 300), torch.ones(4, 300))])
+    assert str(small_place) in str(caught.value)
+    assert torch.equal(net.weight, before)
+
+
+def test_too_many_losses_end_the_run(tmp_path: Path) -> None:
+    with make(Deadly(), max_failures=2) as trainer, pytest.raises(PeerLost, match="max_failures"):
+        trainer.fit(DATA)
+
+
+class Deadly(nn.Linear):
+    """Kills whoever runs it, except where it is tried out first."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.home = os.getpid()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if os.getpid() != self.home:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(rows)
+
+
+class OddError(ValueError):
+    """An exception that pickle cannot make again from its arguments."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+        self.first = first
+
+
+class Odd(nn.Linear):
+    """Raises in worker processes."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.home = os.getpid()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if os.getpid() != self.home:
+            raise OddError(1, 2)
+        return super().forward(rows)
+
+
+def test_a_failure_arrives_with_its_own_type_attributes_and_traceback() -> None:
+    with make(Odd()) as trainer, pytest.raises(OddError, match="1 and 2") as caught:
+        trainer.fit(DATA)
+    assert caught.value.first == 1
+    notes = "\n".join(caught.value.__notes__)
+    assert "Raised by replica" in notes
+    assert "raise OddError(1, 2)" in notes

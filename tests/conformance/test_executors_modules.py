@@ -1,0 +1,178 @@
+"""Modules that torch itself cannot pickle train in worker processes as they do in threads."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import phalanx
+from phalanx.errors import ConfigError
+from phalanx.replicas.parcel import load, pack
+
+F = nn.functional
+
+
+class Symmetric(nn.Module):
+    """A parametrization of one's own, with a buffer that it writes."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.triu() + x.triu(1).T
+
+
+def own() -> nn.Module:
+    layer = nn.Linear(5, 5)
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    parametrizations.weight_norm(layer, "bias", None)
+    return nn.Sequential(layer, nn.ReLU(), parametrizations.spectral_norm(nn.Linear(5, 3)))
+
+
+def made_by(wrap: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
+    return nn.Sequential(wrap(nn.Linear(5, 5), *arguments), nn.ReLU(), nn.Linear(5, 3))
+
+
+def checkpointed() -> nn.Module:
+    """What `gradient_checkpointing_enable()` of Hugging Face's models does."""
+    module = Checkpointed()
+    module.function = functools.partial(checkpoint, use_reentrant=True)
+    module.enable_input_grads()
+    return module
+
+
+class Checkpointed(nn.Module):
+    function: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(7, 5), nn.Linear(5, 3)
+        self.handles: list[Any] = []
+
+    def enable_input_grads(self) -> None:
+        def make_inputs_require_grads(module: nn.Module, args: Any, output: Tensor) -> None:
+            output.requires_grad_(True)
+
+        self.handles.append(self.first.register_forward_hook(make_inputs_require_grads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.function(self.second, self.first(x.abs().long() % 7).mean(1))
+        return out
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "spectral_norm": functools.partial(made_by, parametrizations.spectral_norm),
+    "weight_norm": functools.partial(made_by, parametrizations.weight_norm),
+    "orthogonal": functools.partial(made_by, parametrizations.orthogonal),
+    "several": own,
+    "checkpointed": checkpointed,
+}
+
+
+def trained(build: Callable[[], nn.Module], executor: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = build()
+    with phalanx.Trainer(
+        module,
+        F.mse_loss,
+        lambda p: torch.optim.AdamW(p, lr=1e-2),
+        executor=executor,
+        replicas=2,
+        microbatches=2,
+    ) as trainer:
+        for _ in range(3):
+            trainer.step((torch.randn(8, 5), torch.randn(8, 3)))
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_they_train_alike_in_threads_and_processes(name: str) -> None:
+    threads, processes = (trained(MODELS[name], executor) for executor in ("threads", "processes"))
+    assert threads.keys() == processes.keys()
+    for key, value in threads.items():
+        assert torch.equal(value, processes[key]), key
+
+
+def test_an_inner_function_that_captures_a_variable_is_refused() -> None:
+    seen: list[Tensor] = []
+    module = nn.Linear(5, 3)
+    module.register_forward_hook(lambda _, args, output: seen.append(output))
+    with (
+        phalanx.Trainer(
+            module,
+            F.mse_loss,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            executor="processes",
+            replicas=2,
+        ) as trainer,
+        pytest.raises(ConfigError, match="`_forward_hooks` of `module` must be picklable"),
+    ):
+        trainer.step((torch.randn(8, 5), torch.randn(8, 3)))
+
+
+def scaled(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs, targets)
+
+
+def make_loss(gain: float) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(outputs: Tensor, targets: Tensor, gain: float = gain) -> Tensor:
+        return scaled(outputs, targets) * gain
+
+    def other(outputs: Tensor, targets: Tensor) -> Tensor:
+        return scaled(outputs, targets) * 0
+
+    return loss if gain else other
+
+
+def test_inner_functions_without_captured_variables_arrive_as_themselves() -> None:
+    module = sys.modules[__name__]
+    for gain in (2.0, 0.0):
+        loss = load(pack(make_loss(gain)))
+        assert loss(torch.ones(2), torch.zeros(2)) == gain
+        assert loss.__globals__ is vars(module)
+        assert loss.__qualname__ == make_loss(gain).__qualname__
+
+
+class WithHole(nn.Module):
+    """Has a place for a buffer, as batch norms without running statistics have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+def odd(tensor: Tensor) -> Tensor:
+    """Return the same numbers at an address that is no multiple of their size."""
+    raw = bytearray(b"\0" + tensor.numpy().tobytes())
+    return torch.frombuffer(raw, dtype=tensor.dtype, offset=1).view(tensor.shape)
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_a_buffer_that_was_none_can_go_and_rows_may_lie_anywhere(executor: str) -> None:
+    torch.manual_seed(0)
+    module = WithHole()
+    x, y = torch.randn(8, 5), torch.randn(8, 3)
+    with phalanx.Trainer(
+        module, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), executor=executor, replicas=2
+    ) as trainer:
+        first = trainer.evaluate([(x, y)])
+        del module.mean
+        assert trainer.evaluate([(x, y)]) == first
+        assert trainer.evaluate([(odd(x), odd(y))]) == first

@@ -1,0 +1,208 @@
+"""The same bits in every formation: executors, sizes, a resize under way, a stop and a resume."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import phalanx
+
+STEPS = 60
+FORMATIONS = [
+    ("inline", 1),
+    ("threads", 1),
+    ("threads", 2),
+    ("threads", 3),
+    ("processes", 1),
+    ("processes", 2),
+    ("processes", 3),
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+
+
+class Everything(nn.Module):
+    """A convolution, batch norm, dropout, attention, and a parameter that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 5)
+        self.out.bias = nn.Parameter(torch.zeros(5))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x_NCL: Tensor) -> Tensor:
+        self.seen += 1
+        hidden = self.drop(torch.relu(self.norm(self.conv(x_NCL))))
+        hidden = self.attention(hidden.transpose(1, 2)).mean(1)
+        hidden = self.frozen(torch.relu(self.head(self.head(hidden))))
+        scores: Tensor = self.out(hidden)
+        return scores
+
+
+def warm_up(step: int) -> float:
+    return min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(step / STEPS))
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    half = len(parameters) // 2
+    return torch.optim.AdamW(
+        [
+            {"params": parameters[:half], "lr": 3e-3, "weight_decay": 0.1},
+            {"params": parameters[half:], "lr": 1e-3},
+        ]
+    )
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, warm_up)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """20 batches of 13 rows, the last of 5, of which some microbatches are smaller or empty."""
+    draw = torch.Generator().manual_seed(5)
+    sizes = [13] * 19 + [5]
+    return [
+        (
+            torch.randn(size, 3, 9, generator=draw),
+            torch.randint(0, 5, (size,), generator=draw),
+        )
+        for size in sizes
+    ]
+
+
+@dataclass
+class Run:
+    """What a run left behind."""
+
+    state: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    rates: list[float]
+    losses: list[float]
+
+
+def trainer(executor: str, replicas: int, losses: list[float], net: nn.Module) -> phalanx.Trainer:
+    def note(event: object) -> None:
+        if isinstance(event, phalanx.StepDone):
+            losses.append(event.loss)
+
+    return phalanx.Trainer(
+        net,
+        nn.functional.cross_entropy,
+        adamw,
+        executor=executor,
+        replicas=replicas,
+        microbatches=7,
+        seed=11,
+        clip_norm=0.5,
+        scheduler=schedule,
+        callbacks=[note],
+    )
+
+
+def made() -> nn.Module:
+    torch.manual_seed(3)
+    return Everything()
+
+
+def result(trained: phalanx.Trainer, losses: list[float]) -> Run:
+    moments = {
+        f"{index}.{key}": value.clone()
+        for index, entries in trained.optimizer.state_dict()["state"].items()
+        for key, value in entries.items()
+    }
+    state = {name: value.clone() for name, value in trained.module.state_dict().items()}
+    rates = [group["lr"] for group in trained.optimizer.param_groups]
+    return Run(state, moments, rates, list(losses))
+
+
+def train(executor: str, replicas: int, *, between: Callable[[phalanx.Trainer, int], None]) -> Run:
+    losses: list[float] = []
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        trainer(executor, replicas, losses, made()) as trained,
+    ):
+        for epoch in range(3):
+            between(trained, epoch)
+            trained.fit(batches())
+        assert trained.steps == STEPS
+        return result(trained, losses)
+
+
+def assert_same_bits(run: Run, expected: Run) -> None:
+    assert run.losses == expected.losses
+    assert run.rates == expected.rates
+    for ours, theirs in ((run.state, expected.state), (run.optimizer, expected.optimizer)):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            assert torch.equal(value, theirs[name]), name
+
+
+@pytest.fixture(scope="module")
+def expected() -> Run:
+    return train("threads", 1, between=lambda _, __: None)
+
+
+@pytest.mark.parametrize(("executor", "replicas"), FORMATIONS)
+def test_weights_buffers_moments_and_losses_are_the_same_bits(
+    executor: str, replicas: int, expected: Run
+) -> None:
+    assert_same_bits(train(executor, replicas, between=lambda _, __: None), expected)
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_a_run_that_is_resized_gives_the_same_bits(executor: str, expected: Run) -> None:
+    sizes = [2, 3, 1]
+
+    def resize(trained: phalanx.Trainer, epoch: int) -> None:
+        trained.resize(sizes[epoch])
+
+    assert_same_bits(train(executor, 2, between=resize), expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(("processes", 2), ("threads", 3)), (("inline", 1), ("processes", 3))]
+)
+def test_a_run_that_is_stopped_and_resumed_on_another_executor_gives_the_same_bits(
+    first: tuple[str, int], second: tuple[str, int], expected: Run, tmp_path: Path
+) -> None:
+    losses: list[float] = []
+    folder = tmp_path / "checkpoint"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with trainer(*first, losses, made()) as trained:
+            trained.fit(batches())
+            trained.fit(batches(), epochs=2, steps=7)  # in the middle of an epoch
+            trained.save(folder)
+        with trainer(*second, losses, copy.deepcopy(made())) as trained:
+            trained.resume(folder)
+            rest: Iterable[tuple[Tensor, Tensor]] = batches()
+            trained.fit(rest, epochs=2)
+            assert trained.steps == STEPS
+            assert_same_bits(result(trained, losses), expected)
+
+
+def test_the_comparison_notices_another_formation_of_the_batch(expected: Run) -> None:
+    losses: list[float] = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        other = phalanx.Trainer(
+            made(), nn.functional.cross_entropy, adamw, replicas=2, microbatches=6, seed=11,
+            clip_norm=0.5, scheduler=schedule, callbacks=[],
+        )  # fmt: skip
+        with other:
+            other.fit(batches(), epochs=3)
+            run = result(other, losses)
+    with pytest.raises(AssertionError):
+        assert_same_bits(run, expected)

@@ -1,0 +1,448 @@
+"""A process executor in clumsy hands: settings, limits, data that cannot be sent, Ctrl-C in a "
+"hang."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import phalanx
+from phalanx import ConfigError, PeerLost, UnsupportedError
+
+PATIENCE_S = 60.0
+
+Batch = tuple[Tensor, Tensor]
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def batch(seed: int = 0, rows: int = 7) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(rows, n, generator=draw, dtype=torch.float32) for n in (5, 3))
+    return x, y
+
+
+def make(module: nn.Module | None = None, executor: str = "processes", **options: Any) -> Any:
+    torch.manual_seed(0)
+    return phalanx.Trainer(
+        nn.Linear(5, 3) if module is None else module,
+        nn.functional.mse_loss,
+        adamw,
+        **{"replicas": 2, "executor": executor, "microbatches": 3, **options},
+    )
+
+
+def weights(trainer: Any) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.module.parameters()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(map(torch.equal, left, right))
+
+
+# -- many deaths --------------------------------------------------------
+
+
+def test_deaths_leave_neither_memory_nor_descriptors_behind() -> None:
+    """A replacement takes over where rows for the dead one were written."""
+    x, y = torch.randn(7, 4000), torch.randn(7, 3)  # rows that travel through shared memory
+    with make(nn.Linear(4000, 3), max_failures=None) as trainer:
+        trainer.fit([(x, y)], steps=2)
+        executor = trainer._engine.executor
+        held = []
+        for _ in range(3):
+            for worker in executor._workers:
+                os.kill(worker.pid, signal.SIGKILL)
+                assert wait([worker._process.sentinel], PATIENCE_S)
+            trainer.fit([(x, y)], steps=1)  # notices it
+            assert all(worker.poll_ready(PATIENCE_S) for worker in executor._workers)
+            trainer.fit([(x, y)], steps=2)
+            held.append((len(executor.shelf), descriptors()))
+        assert held[1:] == held[:1] * 2
+
+
+def descriptors() -> int:
+    gc.collect()  # dead workers' pipes go with them
+    return len(os.listdir("/proc/self/fd"))
+
+
+# -- settings of the process ------------------------------------------
+
+
+def flushes_denormals() -> bool:
+    return bool(torch.tensor(1e-40) * 1.0 == 0.0)
+
+
+SETTINGS = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "flushed denormals": (flushes_denormals, torch.set_flush_denormal, True),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        True,
+    ),
+    "precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        "medium",
+    ),
+    "oneDNN": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    "fast path": (
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+        False,
+    ),
+    "flash attention": (
+        torch.backends.cuda.flash_sdp_enabled,
+        torch.backends.cuda.enable_flash_sdp,
+        False,
+    ),
+    "anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, True),
+}
+
+
+class Told(nn.Module):
+    """Computes something else under each setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        scale = 1.0
+        for place, (read, _, changed) in enumerate(SETTINGS.values()):
+            scale += (read() == changed) * 2.0**place
+        scores: Tensor = self.layer(rows) * scale
+        return scores
+
+
+@contextlib.contextmanager
+def changed(name: str) -> Iterator[None]:
+    read, write, value = SETTINGS[name]
+    before = read()
+    assert before != value
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+class Waiting(nn.Linear):
+    """Says whose it is, and waits for a word, from its second pass on."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(5, 3)
+        self.folder = folder
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        if self.passes > 1:
+            (self.folder / "who").write_text(str(os.getpid()))
+            assert wait([(self.folder / "word").open("rb", buffering=0)], PATIENCE_S)
+        return super().forward(x)
+
+
+def test_a_worker_that_dies_with_nothing_to_do_is_replaced_while_another_computes(
+    tmp_path: Path,
+) -> None:
+    for name in ("who", "word"):
+        os.mkfifo(tmp_path / name)
+    lost: list[phalanx.WorkerLost] = []
+    with make(Waiting(tmp_path), microbatches=1, on_failure=lost.append) as trainer:
+        trainer.step(batch())
+
+        def kill_the_other() -> list[int]:
+            before = trainer._engine.worker_pids
+            computing = int((tmp_path / "who").read_text())
+            (idle,) = (pid for pid in before if pid != computing)
+            os.kill(idle, signal.SIGKILL)
+            deadline_s = time.monotonic() + PATIENCE_S / 2
+            while trainer._engine.worker_pids == before and time.monotonic() < deadline_s:
+                threading.Event().wait(0.005)
+            now = list(trainer._engine.worker_pids)
+            (tmp_path / "word").write_text("go on")
+            return now if now != list(before) else []
+
+        with ThreadPoolExecutor(1) as killer:
+            replaced = killer.submit(kill_the_other)
+            trainer.step(batch())
+            assert replaced.result(PATIENCE_S), "nobody missed it"
+        assert [(each.step, each.microbatch) for each in lost] == [(2, None)]
+
+
+def test_workers_compute_under_the_settings_of_the_process_that_has_them() -> None:
+    """Threads have them by nature."""
+    with make(Told(), intra_op=1) as trainer, make(Told(), "inline", replicas=1) as judge:
+        trainer.step(batch())
+        judge.step(batch())
+        for seed, name in enumerate(SETTINGS):
+            with changed(name):
+                trainer.step(batch(seed))
+                judge.step(batch(seed))
+            assert same(weights(trainer), weights(judge)), name
+        trainer.step(batch())  # all are put back
+        judge.step(batch())
+        assert same(weights(trainer), weights(judge))
+
+
+def must_flush(_: object) -> None:
+    assert flushes_denormals()
+
+
+def test_a_worker_that_has_computed_nothing_steps_under_these_settings_too() -> None:
+    with make(microbatches=None, workloads=[1, 0], intra_op=1) as trainer:
+        trainer.step(batch())
+        executor = trainer._engine.executor
+
+        def errands() -> list[bool]:
+            done: list[bool] = executor.each(
+                lambda index: executor.errand(index, lambda _: must_flush)
+            )
+            return done
+
+        with changed("flushed denormals"):
+            trainer.step(batch())
+        assert errands() == [True, True]
+        trainer.step(batch())
+        assert errands() == [False, False]
+
+
+def fail(_: object) -> None:
+    raise MemoryError
+
+
+def test_what_an_errand_failed_to_leave_is_not_noted() -> None:
+    """Else the next one would count on it, and fail for ever."""
+    with make() as trainer:
+        trainer.step(batch())
+        executor = trainer._engine.executor
+        seen: list[bool] = []
+
+        def errand(deed: Any) -> Any:
+            def note(kept: dict[str, int]) -> Any:
+                seen.append("left" in kept)
+                kept["left"] = 1
+                return deed
+
+            return lambda index: index == 0 and executor.errand(0, note)
+
+        assert [executor.each(errand(deed))[0] for deed in (fail, print, print)] == [
+            False,
+            True,
+            True,
+        ]
+        assert seen == [False, False, True]
+
+
+# -- options -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), np.float32(PATIENCE_S)])
+def test_any_time_above_zero_is_a_time_to_wait(timeout_s: float) -> None:
+    with make(timeout_s=timeout_s) as trainer:
+        trainer.step(batch())
+        assert trainer.steps == 1
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_a_lazy_parameter_is_named_and_may_get_its_shape_later(executor: str) -> None:
+    net = nn.Sequential(nn.LazyLinear(3))
+    with make(net, executor) as trainer:
+        with pytest.raises(ConfigError, match=r"Parameter `0\.weight` must have a shape"):
+            trainer.step(batch())
+        net(batch()[0])
+        trainer.step(batch())
+        assert trainer.steps == 1
+
+
+# -- data that cannot be sent ------------------------------------------
+
+
+class Sealed:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("sealed")
+
+
+class Rows(Dataset[Batch]):
+    def __init__(self) -> None:
+        self.sealed: object = Sealed()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, place: int) -> Batch:
+        return torch.full((5,), float(place)), torch.zeros(3)
+
+
+def test_what_a_batch_cannot_bring_to_a_worker_is_told_and_changes_nothing() -> None:
+    x, y = batch()
+    with make() as trainer, make(executor="threads") as judge:
+        before = weights(trainer)
+        with pytest.raises(ConfigError, match=r"What a batch holds must be picklable.*: sealed"):
+            trainer.step(((x, Sealed()), y))
+        assert same(weights(trainer), before)
+        trainer.step((x, y))
+        judge.step((x, y))
+        assert same(weights(trainer), weights(judge))
+
+
+def test_a_data_set_that_cannot_be_sent_is_told() -> None:
+    rows = Rows()
+    with make(shard_loading=True) as trainer:
+        with pytest.raises(ConfigError, match=r"its data set and `collate_fn`.*: sealed"):
+            trainer.fit(DataLoader(rows, batch_size=6))
+        rows.sealed = None
+        trainer.fit(DataLoader(rows, batch_size=6))
+        assert trainer.steps == 1
+
+
+# -- a system that starts no process -----------------------------------
+
+
+def test_a_daemon_which_may_have_no_children_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(multiprocessing.current_process())["_config"], "daemon", True)
+    with make() as trainer, pytest.raises(UnsupportedError, match="daemon of `multiprocessing`"):
+        trainer.step(batch())
+
+
+def test_a_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "gone"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    with make() as trainer:
+        with pytest.raises(PeerLost, match=r"Worker 0 must be started .* current directory"):
+            trainer.step(batch())
+        os.chdir(tmp_path)
+        trainer.step(batch())
+        assert trainer.steps == 1
+
+
+@contextlib.contextmanager
+def open_files_left(count: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    with contextlib.ExitStack() as gaps:
+        while (last := os.open(os.devnull, os.O_RDONLY)) <= highest:
+            gaps.callback(os.close, last)
+        os.close(last)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + count, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_too_few_open_files_are_told_and_may_become_more() -> None:
+    told = pytest.raises(PeerLost, match=r"Too many open files.*`ulimit -n`")
+    with make() as trainer:
+        with open_files_left(12), told:
+            trainer.step(batch())
+        trainer.step(batch())
+        assert trainer.steps == 1
+
+
+# -- Ctrl-C in a hang ---------------------------------------------------
+
+
+class Hangs(nn.Module):
+    """Hangs in worker processes where a row says so, and leaves a file for each time."""
+
+    MARK = 1e3
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 3)
+        self.folder = str(folder)
+        self.home = os.getpid()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if os.getpid() != self.home and bool((rows == self.MARK).any()):
+            Path(self.folder, str(os.getpid())).touch()
+            threading.Event().wait()
+        scores: Tensor = self.layer(rows)
+        return scores
+
+
+@contextlib.contextmanager
+def interrupted_when(folder: Path, files: int, times: int) -> Iterator[None]:
+    """Send Ctrl-C ``times`` times, once there are so many ``files``."""
+
+    def watch() -> None:
+        while len(list(folder.iterdir())) < files and not over.wait(0.01):
+            pass
+        for _ in range(times):
+            heard.clear()
+            os.kill(os.getpid(), signal.SIGINT)
+            heard.wait(PATIENCE_S)
+
+    def hear(*_: object) -> None:
+        heard.set()
+        raise KeyboardInterrupt
+
+    over, heard = threading.Event(), threading.Event()
+    before = signal.signal(signal.SIGINT, hear)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_a_step_whose_workers_hang_with_their_microbatches(tmp_path: Path) -> None:
+    """Nobody else is given them, to hang as long, and nobody the third one."""
+    bad = torch.full((7, 5), Hangs.MARK), torch.zeros(7, 3)
+    with make(Hangs(tmp_path), timeout_s=3.0) as trainer, make(executor="threads") as judge:
+        trainer.step(batch())
+        before = weights(trainer)
+        with interrupted_when(tmp_path, files=2, times=1), pytest.raises(KeyboardInterrupt):
+            trainer.step(bad)
+        assert len(list(tmp_path.iterdir())) == 2
+        assert same(weights(trainer), before)
+        trainer.step(batch(1))
+        judge.step(batch())
+        judge.step(batch(1))
+        assert same(weights(trainer), weights(judge))
+
+
+def test_closing_after_a_second_ctrl_c_does_not_wait_for_workers_that_hang(tmp_path: Path) -> None:
+    bad = torch.full((7, 5), Hangs.MARK), torch.zeros(7, 3)
+    others = set(threading.enumerate())
+    trainer = make(Hangs(tmp_path), timeout_s=10 * PATIENCE_S)
+    trainer.step(batch())
+    pids = trainer.worker_pids
+    with interrupted_when(tmp_path, files=2, times=2), pytest.raises(KeyboardInterrupt):
+        trainer.step(bad)
+    start_s = time.monotonic()
+    trainer.close()
+    assert time.monotonic() - start_s < PATIENCE_S
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    for thread in set(threading.enumerate()) - others:  # they hear of their workers' end
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()

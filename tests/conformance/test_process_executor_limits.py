@@ -1,0 +1,147 @@
+"""A process executor where the system gives no more: memory, room in a folder, processes."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+
+import phalanx
+from phalanx.errors import OutOfSpace, PeerLost
+from phalanx.replicas import process_executor
+from phalanx.replicas.shelf import Shelf
+from phalanx.replicas.worker_process import WorkerProcess
+from phalanx.train import shared_stepping
+from phalanx.train.shared_stepping import LEAST_SLICE_ELEMENTS
+
+PATIENCE_S = 60.0
+MOST_REFUSED = 100  # a first step asks for some twenty regions
+
+
+def adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    return AdamW(parameters, lr=1e-2)
+
+
+def sgd(parameters: list[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def adagrad(parameters: list[nn.Parameter]) -> Optimizer:
+    return Adagrad(parameters, lr=1e-2)
+
+
+def make(executor: str, optimizer: Any) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2000, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    options: dict[str, Any] = {"replicas": 2, "executor": executor, "microbatches": 3}
+    return phalanx.Trainer(net, nn.functional.mse_loss, optimizer, **options)
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    """Rows that travel through shared memory."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(7, 2000, generator=draw), torch.randn(7, 3, generator=draw)
+
+
+def everything(trainer: Any) -> list[Tensor]:
+    states = trainer.optimizer.state_dict()["state"].values()
+    moments = [value for state in states for value in state.values() if value is not None]
+    return [each.detach().clone() for each in [*trainer.module.state_dict().values(), *moments]]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def size_of_shelf(trainer: Any) -> int:
+    return 0 if trainer._engine is None else len(trainer._engine.executor.shelf)
+
+
+class Ration:
+    """How many more times a shelf gives out memory."""
+
+    left: float = math.inf
+
+
+@pytest.fixture
+def ration(monkeypatch: pytest.MonkeyPatch) -> Ration:
+    ration = Ration()
+    allocate = Shelf.allocate
+
+    def give(self: Shelf, *wanted: Any) -> Tensor:
+        if ration.left <= 0:
+            raise OutOfSpace("There must be more bytes free.")
+        ration.left -= 1
+        return allocate(self, *wanted)
+
+    monkeypatch.setattr(Shelf, "allocate", give)
+    return ration
+
+
+@pytest.mark.parametrize("least", [0, LEAST_SLICE_ELEMENTS], ids=["slices", "whole"])
+@pytest.mark.parametrize("optimizer", [adamw, sgd, adagrad])
+def test_memory_that_ends_anywhere_in_first_steps_refuses_them_whole(
+    optimizer: Any, least: int, ration: Ration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_stepping, "LEAST_SLICE_ELEMENTS", least)
+    batch = make_batch()
+    with make("threads", optimizer) as trainer:
+        for _ in range(3):
+            trainer.step(batch)
+        expected = everything(trainer)
+    with make("processes", optimizer) as trainer:
+        refused = [step_once(trainer, batch, ration) for _ in range(3)]
+        assert refused[0] > 5  # parameters, gradients, a slot, the module; rows, more slots, state
+        assert (sum(refused[1:]) > 0) == (least == 0 and optimizer is not adagrad)  # undo records
+        assert same(everything(trainer), expected)
+
+
+def step_once(trainer: Any, batch: tuple[Tensor, Tensor], ration: Ration) -> int:
+    """Return how often a step was refused, with less and less memory missing, until it was done."""
+    before, done = everything(trainer), trainer.steps
+    refused, allocations = 0, 0
+    while trainer.steps == done:
+        assert refused < MOST_REFUSED, "it asks for memory again and again"
+        size = size_of_shelf(trainer)
+        ration.left = allocations
+        try:
+            trainer.step(batch)
+        except OutOfSpace:
+            refused += 1
+            assert trainer.steps == done
+            assert same(everything(trainer), before)
+            # What was given out is kept: the next one is refused first, too.
+            allocations = 0 if size_of_shelf(trainer) > size else allocations + 1
+    ration.left = math.inf
+    return refused
+
+
+def test_workers_that_did_start_are_gone_when_another_did_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[WorkerProcess] = []
+    is_started = threading.Event()
+
+    def start(index: int, *details: Any) -> WorkerProcess:
+        if index == 1:
+            assert is_started.wait(PATIENCE_S)
+            raise PeerLost("Worker 1 must be started as a process, but is not.", 1)
+        started.append(WorkerProcess(index, *details))
+        is_started.set()
+        return started[0]
+
+    with make("processes", adamw) as trainer:
+        with monkeypatch.context() as patch:
+            patch.setattr(process_executor, "WorkerProcess", start)
+            with pytest.raises(PeerLost, match="Worker 1"):
+                trainer.step(make_batch())
+        with pytest.raises(ProcessLookupError):
+            os.kill(started[0].pid, 0)
+        trainer.step(make_batch())
+        assert trainer.steps == 1

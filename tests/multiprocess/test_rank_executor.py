@@ -1,0 +1,356 @@
+"""A trainer in every rank of a job: the bits of one process, and failures that all hear of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+import phalanx
+from phalanx.errors import ConfigError, PeerError, StateError, UnsupportedError
+from tests.conformance.test_executors_same_bits import (
+    STEPS,
+    Run,
+    assert_same_bits,
+    batches,
+    made,
+    result,
+    train,
+    trainer,
+)
+from tests.multiprocess.ranks import Ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+
+
+@pytest.fixture(scope="module")
+def expected() -> Run:
+    return train("threads", 1, between=lambda _, __: None)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3, backend="phalanx") as ranks:
+        yield ranks
+
+
+def trained_everything(rank: int, replicas: int, folder: Path, stop: int) -> Run:
+    torch.manual_seed(100 + rank)  # what rank 0 has is what counts
+    losses: list[float] = []
+    net = made() if rank == 0 else type(made())()
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        trainer("ranks", replicas, losses, net) as trained,
+    ):
+        trained.fit(batches(), epochs=3, steps=stop)
+        trained.save(folder)
+        return result(trained, losses)
+
+
+@pytest.mark.parametrize(("size", "replicas"), [(2, 2), (3, 1)])
+def test_weights_buffers_moments_and_losses_are_those_of_one_process(
+    size: int, replicas: int, two: Ranks, three: Ranks, expected: Run, tmp_path: Path
+) -> None:
+    ranks = two if size == 2 else three
+    for run in ranks.run(trained_everything, replicas, tmp_path / "checkpoint", STEPS):
+        assert_same_bits(run, expected)
+
+
+def test_a_stopped_job_is_resumed_by_one_process(
+    three: Ranks, expected: Run, tmp_path: Path
+) -> None:
+    runs = three.run(trained_everything, 1, tmp_path / "checkpoint", 27)
+    losses = list(runs[0].losses)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        trainer("threads", 2, losses, made()) as trained,
+    ):
+        trained.resume(tmp_path / "checkpoint")
+        trained.fit(batches(), epochs=2)
+        assert_same_bits(result(trained, losses), expected)
+
+
+def resumed(rank: int, folder: Path) -> Run:
+    losses: list[float] = []
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        trainer("ranks", 1, losses, made()) as trained,
+    ):
+        trained.resume(folder)
+        trained.fit(batches(), epochs=2)
+        trained.save(folder.with_name(f"end of {len(losses)}"))
+        return result(trained, losses)
+
+
+def test_a_stopped_process_is_resumed_by_a_job(two: Ranks, expected: Run, tmp_path: Path) -> None:
+    losses: list[float] = []
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        trainer("threads", 3, losses, made()) as trained,
+    ):
+        trained.fit(batches(), epochs=3, steps=31)
+        trained.save(tmp_path / "checkpoint")
+    for run in two.run(resumed, tmp_path / "checkpoint"):
+        run.losses[:0] = losses
+        assert_same_bits(run, expected)
+
+
+# -- one slice per replica, metrics, other optimizers --------------------
+
+
+class Partly(nn.Module):
+    """A part of it is used for some batches only, so its parameters get no gradient in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 4)
+        self.side = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.body(x) + (self.side(x) if float(x[0, 0]) > 0 else 0.0)
+        return scores
+
+
+def rows(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(n, 5, generator=draw), torch.randint(0, 4, (n,), generator=draw))
+        for n in sizes
+    ]
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
+    "whole": lambda params: torch.optim.Adadelta(params),
+}
+
+
+def small_run(
+    rank: int, executor: str, optimizer: str, microbatches: int | None, folder: Path
+) -> tuple[dict[str, Tensor], list[object], dict[str, float]]:
+    torch.manual_seed(1)
+    told: list[object] = []
+    with phalanx.Trainer(
+        nn.Linear(5, 4) if microbatches is None else Partly(),
+        nn.functional.cross_entropy,
+        OPTIMIZERS[optimizer],
+        replicas=1,
+        microbatches=microbatches,
+        executor=executor,
+        metrics={"accuracy": MulticlassAccuracy(4)},
+    ) as trained:
+        for done in trained.fit(rows([7, 3, 9, 4, 1]), epochs=3):
+            told.append(done.train)
+        trained.save(folder)
+        values = {name: p.clone() for name, p in trained.module.state_dict().items()}
+        for index, entries in trained.optimizer.state_dict()["state"].items():
+            values |= {f"{index}.{key}": value.clone() for key, value in entries.items()}
+        return values, told, trained.evaluate(rows([5, 2]))
+
+
+@pytest.mark.filterwarnings("ignore:.*microbatches")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_and_metric_is_as_in_one_process(
+    three: Ranks, optimizer: str, tmp_path: Path
+) -> None:
+    expected = small_run(0, "threads", optimizer, 1, tmp_path / "one")
+    assert expected[0].keys() > {"body.weight"}
+    # With one microbatch the first rank has all, and the others only their slice of the step.
+    for ranks_own in three.run(small_run, "ranks", optimizer, 1, tmp_path / "many"):
+        for name, value in ranks_own[0].items():
+            assert torch.equal(value, expected[0][name]), name
+        assert ranks_own[1:] == expected[1:]
+
+
+def test_one_slice_per_replica_is_the_whole_batch_too(two: Ranks, tmp_path: Path) -> None:
+    expected = small_run(0, "threads", "sgd", None, tmp_path / "one")
+    for values, told, evaluated in two.run(small_run, "ranks", "sgd", None, tmp_path / "many"):
+        for name, value in values.items():
+            torch.testing.assert_close(value, expected[0][name], rtol=1e-5, atol=1e-6)
+        assert [each.keys() for each in told] == [each.keys() for each in expected[1]]  # type: ignore[attr-defined]
+        assert evaluated == pytest.approx(expected[2], rel=1e-5)
+
+
+# -- what goes wrong -----------------------------------------------------
+
+
+def refused(rank: int, kind: str) -> tuple[str, str, bool]:
+    """Do one thing wrong at rank 1, and see that both hear of it and can go on."""
+    torch.manual_seed(0)
+    net = nn.Linear(5 if not (kind == "model" and rank == 1) else 6, 4)
+    good = rows([8])[0]
+    batch = good
+    if rank == 1 and kind == "raises":
+        batch = (good[0], good[1] + 4)  # targets that are no classes
+    if rank == 1 and kind == "sharded":
+        batch = (good[0] + 1, good[1])
+    kept = [p.clone() for p in net.parameters()]
+    with phalanx.Trainer(
+        net, nn.functional.cross_entropy, OPTIMIZERS["sgd"], executor="ranks", microbatches=4
+    ) as trained:
+        try:
+            trained.step(batch)
+        except Exception as error:
+            same = all(map(torch.equal, kept, net.parameters())) or kind == "model"
+            if kind != "model":
+                trained.step(good)
+            return type(error).__name__, str(error), same
+    return "", "", False
+
+
+def test_what_one_rank_raises_all_ranks_hear(two: Ranks) -> None:
+    (first, told, same), (second, own, own_same) = two.run(refused, "raises")
+    assert (first, second) == (PeerError.__name__, "IndexError")
+    assert "rank 1 raised IndexError" in told
+    assert "Target" in own
+    assert same
+    assert own_same
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"), [("sharded", "same batches"), ("model", "same model")]
+)
+def test_ranks_that_differ_are_refused_everywhere(two: Ranks, kind: str, sentence: str) -> None:
+    for name, told, same in two.run(refused, kind):
+        assert name == ConfigError.__name__
+        assert sentence in told
+        assert same
+
+
+# -- ranks that drift apart ---------------------------------------------------
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to the weights, as Langevin dynamics does."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def drifting(rank: int, how: str, folder: Path) -> tuple[str, str, int]:
+    """Train three epochs of three batches, and save; on rank 1 only something else is done."""
+    torch.manual_seed(0)
+    net = Partly()
+    net.register_parameter("odd", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
+    net.odd.requires_grad_(False)
+    kind = Noisy if "noise" in how else torch.optim.SGD
+    net.body.weight.requires_grad_(not (how == "frozen" and rank == 1))
+    torch.manual_seed(0 if how == "equal noise" else rank)
+
+    def act(event: object) -> None:
+        if not isinstance(event, phalanx.train.StepDone) or event.step != 5:
+            return
+        if rank != 1 and "everywhere" not in how:
+            return
+        with torch.no_grad():
+            if "frozen later" in how:
+                net.body.bias.requires_grad_(False)
+            elif how == "frozen weight":
+                net.odd[1] += 1e-7
+            elif how == "state everywhere":
+                trained.optimizer.state[net.body.bias]["momentum_buffer"] = torch.ones(4)
+            elif how == "callback":
+                net.side.bias[2].add_(1e-6)
+            elif how == "hooked":
+                trained.optimizer.register_step_post_hook(lambda *_: None)
+
+    with phalanx.Trainer(
+        net,
+        nn.functional.cross_entropy,
+        lambda parameters: kind(parameters, lr=0.1, momentum=0.5),
+        executor="ranks",
+        microbatches=4,
+        callbacks=[act],
+    ) as trained:
+        try:
+            trained.fit(rows([8, 8, 8]), epochs=2 if how == "callback" else 1, steps=5)
+            trained.save(folder)
+            trained.fit(rows([8, 8, 8]), epochs=2)
+        except Exception as error:
+            return type(error).__name__, str(error), trained.steps
+    return "", "", trained.steps
+
+
+@pytest.mark.parametrize(
+    ("how", "steps", "names", "sentence"),
+    [
+        ("noise", 1, {"PeerError"}, "rank 1's differ from rank 0's, first in `odd`"),
+        ("callback", 5, {"PeerError"}, "rank 1's differ from rank 0's, first in `side.bias`"),
+        ("frozen weight", 6, {"PeerError"}, "rank 1's differ from rank 0's, first in `odd`"),
+        ("frozen", 0, {"ConfigError"}, "`body.weight` is frozen on rank 1 and not on rank 0"),
+        ("frozen later", 5, {"ConfigError", "PeerError"}, "not on "),
+        ("hooked", 5, {"ConfigError"}, "All ranks must step the optimizer in the same way"),
+        ("nothing", 9, {""}, ""),
+        ("frozen later everywhere", 9, {""}, ""),
+        ("state everywhere", 9, {""}, ""),
+        ("equal noise", 9, {""}, ""),
+    ],
+)
+def test_ranks_that_drift_apart_are_told(
+    two: Ranks, how: str, steps: int, names: set[str], sentence: str, tmp_path: Path
+) -> None:
+    told = two.run(drifting, how, tmp_path / "c")
+    assert {name for name, _, _ in told} == names
+    assert [done for _, _, done in told] == [steps, steps]
+    for _, error, _ in told:
+        assert sentence in error
+
+
+def stepped(rank: int, dies: bool) -> None:
+    net = nn.Linear(5, 4)
+    with phalanx.Trainer(
+        net, nn.functional.cross_entropy, OPTIMIZERS["sgd"], executor="ranks", microbatches=4
+    ) as trained:
+        trained.step(rows([8])[0])
+        if rank == 1 and dies:
+            os._exit(3)
+        trained.step(rows([8])[0])
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_rank_that_dies_is_told_to_the_others(backend: str) -> None:
+    with Ranks(2, backend=backend) as ranks:
+        ranks.run(stepped, False)
+        with pytest.raises(AssertionError, match="PeerLost"):
+            ranks.run(stepped, True)
+
+
+def test_without_a_group_it_is_refused() -> None:
+    net = nn.Linear(5, 4)
+    with (
+        phalanx.Trainer(
+            net, nn.functional.cross_entropy, OPTIMIZERS["sgd"], executor="ranks"
+        ) as trained,
+        pytest.raises(StateError, match="process group"),
+    ):
+        trained.step(rows([8])[0])
+
+
+@pytest.mark.parametrize("options", [{"codec": "bf16"}, {"workloads": "auto"}])
+def test_what_ranks_cannot_do_is_refused(options: dict[str, str]) -> None:
+    with pytest.raises(UnsupportedError, match="executor='ranks'"):
+        phalanx.Trainer(
+            nn.Linear(5, 4),
+            nn.functional.cross_entropy,
+            OPTIMIZERS["sgd"],
+            executor="ranks",
+            **options,  # type: ignore[arg-type]
+        )

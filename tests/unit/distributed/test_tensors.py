@@ -1,0 +1,38 @@
+"""What collectives refuse before anybody waits for anybody."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx.distributed.tensors import flat_of
+from phalanx.errors import UnsupportedError
+
+
+def freed() -> Tensor:
+    tensor = torch.ones(20_000)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(20_000)
+
+
+@pytest.mark.parametrize("make", [freed, fake])
+def test_a_tensor_without_memory_is_refused(make):
+    with pytest.raises(UnsupportedError, match=r"`tensor` must hold numbers, but is a \w*Tensor"):
+        flat_of(make(), "tensor")
+
+
+def test_nothing_has_no_memory_and_is_no_less_for_it():
+    assert flat_of(torch.empty(0, 3), "tensor").data.shape == (0,)
+
+
+def test_negative_views_are_copies_of_what_they_show():
+    flat = flat_of(torch._neg_view(torch.ones(3)), "tensor")
+    assert flat.copied
+    assert flat.data.tolist() == [-1, -1, -1]
