@@ -14,6 +14,7 @@ from phalanx.errors import (
     StateError,
     UnsupportedError,
 )
+from phalanx.execution import Span, WorkerLost
 from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
 from phalanx.parallel import (
     AbstractParallel,
@@ -30,12 +31,10 @@ from phalanx.train import (
     EpochDone,
     ExactSampler,
     FormationChosen,
-    Span,
     StepDone,
     Stragglers,
     Trainer,
     Update,
-    WorkerLost,
     merge_updates,
     split_batch,
 )

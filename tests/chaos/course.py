@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import phalanx
+from phalanx.execution import ProcessExecutor
+from phalanx.execution.worker_client import WorkerProcess
 from phalanx.memory import faults
-from phalanx.replicas import ProcessExecutor
-from phalanx.replicas.worker_process import WorkerProcess
 from phalanx.train import shared_stepping, slices
 from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur
 

@@ -52,7 +52,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Report:
+class RunResult:
     """How a survivor fared.
 
     Attributes:
@@ -85,7 +85,7 @@ def serve(parent: Parent) -> None:
         report = _take_part(parent, rank, store, case)
         plant(None)
         gc.collect()
-        parent.tell(Report(**report, left_over=sorted(held() - before)))
+        parent.tell(RunResult(**report, left_over=sorted(held() - before)))
 
 
 def held() -> set[str]:
@@ -185,7 +185,7 @@ class Troop:
     def pids(self) -> list[int]:
         return [child.pid for child in self._children]
 
-    def go_through(self, case: Case) -> tuple[float, dict[int, Report]]:
+    def go_through(self, case: Case) -> tuple[float, dict[int, RunResult]]:
         """Make a group, hit the victim; return when, and what the ranks say, by rank.
 
         Somebody who was stopped is woken once the others have ended, and reports too.

@@ -30,8 +30,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import phalanx
+from phalanx.execution import points
 from phalanx.memory import faults
-from phalanx.replicas import points
 from phalanx.train import shared_stepping
 from tests.chaos.saboteur import MODULE_POINTS, REASONS, Order, Orders, Saboteur
 

@@ -14,7 +14,7 @@ import pytest
 
 from phalanx.distributed.arena import POINTS
 from tests.chaos.calls import WITH_POINTS
-from tests.chaos.ranks import CALLS, SIZE, Case, Report, Troop
+from tests.chaos.ranks import CALLS, SIZE, Case, RunResult, Troop
 
 TOLD_WITHIN_S = 10.0  # of a promised 0.2: a busy machine may not run a survivor for long
 HALTED_S = 1.5  # a timeout that no busy machine reaches by itself
@@ -32,7 +32,7 @@ def troop(troops: list[Troop]) -> Troop:
     return troops[0]
 
 
-def offences_of(rank: int, report: Report) -> list[str]:
+def offences_of(rank: int, report: RunResult) -> list[str]:
     """Say what is not as promised after any failure."""
     found = [f"rank {rank} still holds {what}" for what in report.left_over]
     if report.num_right >= CALLS:
@@ -40,7 +40,7 @@ def offences_of(rank: int, report: Report) -> list[str]:
     return found
 
 
-def offences(case: Case, hit_at_s: float, reports: dict[int, Report]) -> list[str]:
+def offences(case: Case, hit_at_s: float, reports: dict[int, RunResult]) -> list[str]:
     """Say what is not as promised after a death."""
     found = []
     for rank, report in reports.items():
@@ -57,7 +57,7 @@ def offences(case: Case, hit_at_s: float, reports: dict[int, Report]) -> list[st
     return found
 
 
-def halting_offences(case: Case, hit_at_s: float, reports: dict[int, Report]) -> list[str]:
+def halting_offences(case: Case, hit_at_s: float, reports: dict[int, RunResult]) -> list[str]:
     """Say what is not as promised after somebody was halted, and woken when the others had failed.
 
     Of the others some wait for the halted rank, the rest for those; the first to run out of time

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.ranks import SIZE, Case, Report, Troop
+from tests.chaos.ranks import SIZE, Case, RunResult, Troop
 from tests.chaos.test_collectives import TOLD_WITHIN_S
 
 HOSTS = "aab"
 
 
-def offences(case: Case, hit_at_s: float, reports: dict[int, Report]) -> list[str]:
+def offences(case: Case, hit_at_s: float, reports: dict[int, RunResult]) -> list[str]:
     """Say what is not as promised after a death: who it was is told, on other hosts not in what."""
     found = []
     for rank, report in reports.items():

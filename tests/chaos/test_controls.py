@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.replicas import ProcessExecutor
-from phalanx.replicas.desk import Desk
-from phalanx.replicas.worker import Birth
+from phalanx.execution import ProcessExecutor
+from phalanx.execution.work_queue import WorkQueue
+from phalanx.execution.worker_main import WorkerInit
 from phalanx.train import events, slices
 from phalanx.train.position import Loss
 from tests.chaos.course import DEADLINE_S, Course, differing
@@ -30,13 +30,13 @@ def assert_caught(course: Course, name: str) -> None:
 def returned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Return a set that gets every microbatch that a worker has died with."""
     microbatches: set[int] = set()
-    real = Desk.give_back
+    real = WorkQueue.give_back
 
     def give_back(desk: Any, microbatch: int) -> None:
         microbatches.add(microbatch)
         real(desk, microbatch)
 
-    monkeypatch.setattr(Desk, "give_back", give_back)
+    monkeypatch.setattr(WorkQueue, "give_back", give_back)
     return microbatches
 
 
@@ -45,7 +45,7 @@ def test_a_lost_microbatch_is_caught(course: Course, monkeypatch: pytest.MonkeyP
         desk._job.sums.put(microbatch, None)
         desk.count()
 
-    monkeypatch.setattr(Desk, "give_back", give_back)
+    monkeypatch.setattr(WorkQueue, "give_back", give_back)
     course.suffer({1: Order("gradients written")}, compared=False)
     assert_caught(course, "model.first.weight")
 
@@ -130,7 +130,7 @@ def test_stale_statistics_are_caught(course: Course, monkeypatch: pytest.MonkeyP
     course.await_workers()
     executor = course.executor
     nowhere = [None] * len(executor._mirrored.places)
-    old = executor._shelved(Birth(executor._packed_module(), nowhere, executor._slots.layout))
+    old = executor._shelved(WorkerInit(executor._packed_module(), nowhere, executor._slots.layout))
     with monkeypatch.context() as patch:
         patch.setattr(executor, "_birth", old)
         course.suffer({1: Order("slice taken")})

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.replicas import sums
-from phalanx.replicas.points import POINTS
+from phalanx.execution import partial_sums
+from phalanx.execution.points import POINTS
 from phalanx.train import checkpoint
 from tests.chaos.course import DEADLINE_S, MICROBATCHES, Course, batches
 from tests.chaos.saboteur import MODULE_POINTS, Order
@@ -154,17 +154,19 @@ def test_a_death_while_partial_sums_are_added_changes_nothing(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At both levels of the tree that threads add: additions 1 and 4 of 5."""
-    real = sums._add
+    real = partial_sums._add
     done = itertools.count(1)
     kill_at: dict[int, int] = {}
 
-    def add(left: sums.Partial | None, right: sums.Partial | None) -> sums.Partial | None:
+    def add(
+        left: partial_sums.PartialSum | None, right: partial_sums.PartialSum | None
+    ) -> partial_sums.PartialSum | None:
         victim = kill_at.pop(next(done), None)
         if victim is not None:
             course.kill(victim)
         return real(left, right)
 
-    monkeypatch.setattr(sums, "_add", add)
+    monkeypatch.setattr(partial_sums, "_add", add)
     course.await_workers()
     course.disturbed.lost.clear()
     assert MICROBATCHES == 7

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.errors import PeerLost, StateError
+from phalanx.execution import ProcessExecutor
+from phalanx.execution.work_queue import WorkQueue
 from phalanx.executor_group import DataParallelExecutorGroup
 from phalanx.memory import faults
-from phalanx.replicas import ProcessExecutor
-from phalanx.replicas.desk import Desk
 from tests.chaos.course import DEADLINE_S, differing
 from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur
 from tests.conformance.containers import draw
@@ -287,13 +287,13 @@ def assert_caught(pair: Pair, name: str) -> None:
 def returned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Return a set that gets every microbatch that a worker has died with."""
     microbatches: set[int] = set()
-    real = Desk.give_back
+    real = WorkQueue.give_back
 
     def give_back(desk: Any, microbatch: int) -> None:
         microbatches.add(microbatch)
         real(desk, microbatch)
 
-    monkeypatch.setattr(Desk, "give_back", give_back)
+    monkeypatch.setattr(WorkQueue, "give_back", give_back)
     return microbatches
 
 

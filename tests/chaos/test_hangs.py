@@ -10,8 +10,8 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from phalanx.replicas.sent_once import Keep
-from phalanx.replicas.worker_process import START_S
+from phalanx.execution.sent_once import Keep
+from phalanx.execution.worker_client import START_S
 from tests.chaos.course import DEADLINE_S, Course
 from tests.chaos.saboteur import Order
 

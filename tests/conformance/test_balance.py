@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.execution import stopwatch
 from phalanx.plan import workload_sizes
 from phalanx.replicas import meeting as meeting_module
-from phalanx.replicas import stopwatch
 from phalanx.train import checkpoint
 from tests.conformance.models import (
     assert_close,

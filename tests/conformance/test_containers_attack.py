@@ -313,7 +313,7 @@ def test_a_script_inside_is_refused() -> None:
 # --- drawing in inference mode --------------------------------------------------------------------
 
 
-class Draws(nn.Module):
+class RngMode(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         drawn = F.dropout(inputs, 0.3) + torch.randn_like(inputs) + torch.rand(inputs.shape)
         F.dropout(drawn, 0.1, inplace=True)
@@ -322,7 +322,7 @@ class Draws(nn.Module):
 
 DRAWING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()), (6, 4)),
-    "functions": (Draws, (6, 4)),
+    "functions": (RngMode, (6, 4)),
     "channels": (lambda: nn.Dropout2d(), (6, 3, 5, 5)),
     "rnn": (lambda: nn.GRU(4, 4, 2, dropout=0.5, batch_first=True), (6, 5, 4)),
     "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (6, 5, 8)),

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.execution import ProcessExecutor
 from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
 from phalanx.parallel import DataParallel, RemoteParallel, SharedShelf
-from phalanx.replicas import ProcessExecutor
 from tests.conformance.containers import draw
 from tests.conformance.groups import THREE, Loss, classes, labels_desc
 from tests.conformance.zoo import CLASSES, RULES, Zoo

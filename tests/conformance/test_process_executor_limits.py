@@ -14,11 +14,11 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import phalanx
 from phalanx.errors import OutOfSpace, PeerLost
-from phalanx.replicas import process_executor
-from phalanx.replicas.shelf import Shelf
-from phalanx.replicas.worker_process import WorkerProcess
+from phalanx.execution import processes
+from phalanx.execution.shared_stepping import LEAST_SLICE_ELEMENTS
+from phalanx.execution.worker_client import WorkerProcess
+from phalanx.memory.shared_memory_pool import SharedMemoryPool
 from phalanx.train import shared_stepping
-from phalanx.train.shared_stepping import LEAST_SLICE_ELEMENTS
 
 PATIENCE_S = 60.0
 MOST_REFUSED = 100  # a first step asks for some twenty regions
@@ -72,15 +72,15 @@ class Ration:
 @pytest.fixture
 def ration(monkeypatch: pytest.MonkeyPatch) -> Ration:
     ration = Ration()
-    allocate = Shelf.allocate
+    allocate = SharedMemoryPool.allocate
 
-    def give(self: Shelf, *wanted: Any) -> Tensor:
+    def give(self: SharedMemoryPool, *wanted: Any) -> Tensor:
         if ration.left <= 0:
             raise OutOfSpace("There must be more bytes free.")
         ration.left -= 1
         return allocate(self, *wanted)
 
-    monkeypatch.setattr(Shelf, "allocate", give)
+    monkeypatch.setattr(SharedMemoryPool, "allocate", give)
     return ration
 
 
@@ -138,7 +138,7 @@ def test_workers_that_did_start_are_gone_when_another_did_not(
 
     with make("processes", adamw) as trainer:
         with monkeypatch.context() as patch:
-            patch.setattr(process_executor, "WorkerProcess", start)
+            patch.setattr(processes, "WorkerProcess", start)
             with pytest.raises(PeerLost, match="Worker 1"):
                 trainer.step(make_batch())
         with pytest.raises(ProcessLookupError):

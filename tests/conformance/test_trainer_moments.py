@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.errors import StateError
-from phalanx.replicas import FailureLog, WorkerFailure
-from phalanx.train import FormationChosen, StepDone, WorkerLost, executors, trial
+from phalanx.execution import FailureLog, WorkerFailure, WorkerLost
+from phalanx.train import FormationChosen, StepDone, executors, trial
 from phalanx.train.events import Teller
 
 

@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
 )
 
 import phalanx
+from phalanx.execution.elementwise import state_is_uniform, steps_as_torch_does
 from phalanx.memory import FlatParameters
-from phalanx.train.elementwise import state_is_uniform, steps_as_torch_does
 
 FORMATIONS: tuple[dict[str, Any], ...] = (
     {"replicas": 1},

@@ -23,7 +23,8 @@ FLOORS = (
     ("plan",),
     ("memory", "codecs"),
     ("distributed", "replicas"),
-    ("parallel", "tables"),
+    ("execution", "tables"),
+    ("parallel",),
     ("executor_group",),
     ("train", "cluster"),
     ("__init__",),  # gathers the public names of the rooms below; what stands above is their user

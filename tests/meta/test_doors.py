@@ -235,7 +235,7 @@ DOORS: dict[str, Door] = {
             "multiprocessing.dummy",
         ),
         allowed=(
-            "replicas/team.py",
+            "execution/thread_pool.py",
             "tables/snapshots.py",  # writes while the next block is hashed
             "distributed/blame.py",
             "distributed/pump.py",
@@ -270,7 +270,7 @@ DOORS: dict[str, Door] = {
                 "multiprocessing.reduction",
             ),
         ),
-        allowed=("cli/bench/", "replicas/worker_process.py"),
+        allowed=("cli/bench/", "execution/worker_client.py"),
         caught=(
             "import subprocess",
             "from torch import multiprocessing as mp",
@@ -282,7 +282,7 @@ DOORS: dict[str, Door] = {
         allowed=(
             "cli/bench/",
             "memory/region.py",
-            "replicas/patience.py",
+            "execution/timeouts.py",
             "distributed/rendezvous.py",  # where the launchers of several hosts meet
         ),
         caught=("import socket", "from http.server import HTTPServer", "import urllib.request"),
@@ -293,9 +293,9 @@ DOORS: dict[str, Door] = {
         allowed=(
             "cli/bench/arena.py",  # stops whoever is not at work
             "cli/train.py",
-            "replicas/team.py",  # holds them back where the caller's thread is the replica
-            "replicas/worker.py",
-            "replicas/worker_process.py",
+            "execution/thread_pool.py",  # holds them back where the caller's thread is the replica
+            "execution/worker_main.py",
+            "execution/worker_client.py",
             "distributed/launch.py",
         ),
         caught=("import signal", "from signal import SIGINT"),

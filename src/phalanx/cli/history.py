@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from phalanx.clock import now_s
-from phalanx.train import EpochDone, StepDone, WorkerLost
+from phalanx.execution import WorkerLost
+from phalanx.train import EpochDone, StepDone
 
 # One line of metrics.jsonl. Any: JSON.
 Record = dict[str, Any]

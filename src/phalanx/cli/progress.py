@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.clock import now_s
-from phalanx.train import EpochDone, FormationChosen, StepDone, WorkerLost
+from phalanx.execution import WorkerLost
+from phalanx.train import EpochDone, FormationChosen, StepDone
 
 _WINDOW = 64  # steps
 _LIVE_INTERVAL_S = 1 / 8

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from phalanx.train import Span, StepDone
+from phalanx.execution import Span
+from phalanx.train import StepDone
 
 _MAX_STEPS = 6
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.execution import FailureLog, WorkerLost
 from phalanx.executor_group.arguments import (
     check_buffer_rules,
     check_devices,
@@ -39,7 +40,6 @@ from phalanx.executor_group.shapes import infer_shapes
 from phalanx.executor_group.states import States
 from phalanx.parallel import RemoteParallel
 from phalanx.plan import Decision, read_whole, workload_sizes
-from phalanx.replicas import FailureLog, WorkerLost
 from phalanx.types import Device, Nested
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
+from phalanx.execution import Span
 from phalanx.executor_group.arguments import read_names
 from phalanx.executor_group.records import (
     Board,
@@ -43,7 +44,6 @@ from phalanx.executor_group.records import (
 )
 from phalanx.parallel import DataParallel
 from phalanx.plan import check_function, flatten, leaf_paths, read_count
-from phalanx.replicas import Span
 from phalanx.types import Nested
 
 __all__ = ["Monitor", "check_monitor", "norm"]

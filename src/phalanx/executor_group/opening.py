@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import nn
 
+from phalanx.execution import FailureLog, WorkerLost, check_patience
 from phalanx.parallel import DataParallel, RemoteParallel, SharedShelf
 from phalanx.plan import check_argument, check_function
-from phalanx.replicas import FailureLog, WorkerLost, check_patience
 from phalanx.types import Device
 
 __all__ = ["ExecutorChoice", "share_shelf"]

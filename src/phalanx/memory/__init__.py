@@ -31,6 +31,7 @@ from phalanx.memory.region import Region
 from phalanx.memory.room import available_memory_bytes
 from phalanx.memory.rows import MatrixRows, all_within, clamp_rows
 from phalanx.memory.run_directory import RunDirectory
+from phalanx.memory.shared_memory_pool import SharedMemoryPool, TensorHandle
 from phalanx.memory.waiting import Waiting
 
 __all__ = [
@@ -53,6 +54,8 @@ __all__ = [
     "RunDirectory",
     "Segment",
     "SharedBarrier",
+    "SharedMemoryPool",
+    "TensorHandle",
     "Waiting",
     "all_finite",
     "all_within",

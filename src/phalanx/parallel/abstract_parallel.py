@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, StateError
+from phalanx.execution import Executor, ThreadExecutor
 from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
 from phalanx.parallel.pinning import keeping
@@ -22,14 +23,7 @@ from phalanx.plan import (
     least_loaded,
     read_whole,
 )
-from phalanx.replicas import (
-    Executor,
-    ThreadExecutor,
-    known_devices,
-    present_devices,
-    resolve_device,
-    uncompiled,
-)
+from phalanx.replicas import known_devices, present_devices, resolve_device, uncompiled
 from phalanx.types import Device, Nested
 
 __all__ = ["AbstractParallel", "join_columns"]

@@ -24,8 +24,8 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import TreeSpec
 
 from phalanx.errors import StateError, UnsupportedError
+from phalanx.execution import Executor, MicrobatchContext, RunResult
 from phalanx.plan import flatten, overlaps, part_bounds, unflatten
-from phalanx.replicas import Executor, Report, Turn
 from phalanx.types import Nested
 
 __all__ = [
@@ -90,11 +90,13 @@ class Connection(ABC):
         """Return what the executor hands out, by worker."""
 
     @abstractmethod
-    def work(self, run: RunPart) -> Callable[[Turn], Any]:  # Any: what `outputs` takes in
+    def work(
+        self, run: RunPart
+    ) -> Callable[[MicrobatchContext], Any]:  # Any: what `outputs` takes in
         """Return the executor's run over the batches; ``run`` is the module's forward pass."""
 
     @abstractmethod
-    def outputs(self, report: Report) -> list[Nested]:
+    def outputs(self, report: RunResult) -> list[Nested]:
         """Return the workers' outputs, in the caller's graph where they need gradients."""
 
     @abstractmethod

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.execution import Executor, RunResult, ThreadExecutor
 from phalanx.memory import FlatParameters
 from phalanx.parallel.balancing import Balancing
 from phalanx.parallel.connection import Connection, RunPart, refuse_transforms
@@ -20,11 +21,8 @@ from phalanx.parallel.graph import ExecutorGraph, HeldGradients
 from phalanx.parallel.redrawing import redraw_of, refuse_unreached
 from phalanx.plan import check_argument, check_function, read_intra_op
 from phalanx.replicas import (
-    Executor,
     Inputs,
-    Report,
     Statistic,
-    ThreadExecutor,
     advance_process_generator,
     check_statistics,
     hold_caller_at_one_thread,
@@ -383,7 +381,7 @@ class Container(nn.Module):
         """
         self._inputs = Inputs()
 
-    def _merged_statistics(self, report: Report) -> dict[str, Statistic]:
+    def _merged_statistics(self, report: RunResult) -> dict[str, Statistic]:
         merged = sum_statistics(operand.statistics for operand in report.operands)
         if merged:
             check_statistics(self._buffers_by_name(), merged)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from phalanx.codecs import Codec, Feedback, resolve_codec
 from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.execution import Executor, ThreadExecutor
 from phalanx.parallel.balancing import Balancing
 from phalanx.parallel.call import Call, CallPart
 from phalanx.parallel.connection import refuse_transforms
@@ -33,8 +34,6 @@ from phalanx.plan import (
     workload_sizes,
 )
 from phalanx.replicas import (
-    Executor,
-    ThreadExecutor,
     batch_norm_names,
     present_devices,
     resolve_devices,

@@ -13,21 +13,23 @@ from torch.utils._pytree import TreeSpec
 
 from phalanx.codecs import Feedback
 from phalanx.errors import StateError
+from phalanx.execution import (
+    MicrobatchContext,
+    PartialSum,
+    PartialSums,
+    RunResult,
+    ThreadExecutor,
+    blame,
+)
 from phalanx.memory import dense_strides
 from phalanx.parallel.connection import Connection, Gradients, RunPart, add_shared, freed
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas import (
     CallerModes,
     Inputs,
-    Partial,
-    PartialSums,
-    Report,
-    ThreadExecutor,
-    Turn,
     add_gradients,
     advance_process_generator,
     apart,
-    blame,
     derive_seed,
     placed,
     run_backward,
@@ -85,7 +87,7 @@ class _Part:
     """One worker's own graph: its own inputs, and what the module made of them."""
 
     inputs: list[Any] = field(default_factory=list)  # Any: whatever the module takes and returns
-    turn: Turn | None = None
+    turn: MicrobatchContext | None = None
     outputs: list[Any] | None = None
     outputs_spec: TreeSpec | None = None
 
@@ -129,10 +131,10 @@ class ExecutorGraph(Connection):
         """Return the parts; a worker's own inputs are made in its thread."""
         return self._batches
 
-    def work(self, run: RunPart) -> Callable[[Turn], None]:
+    def work(self, run: RunPart) -> Callable[[MicrobatchContext], None]:
         """Return what runs the module and keeps its graph here."""
 
-        def work(turn: Turn) -> None:
+        def work(turn: MicrobatchContext) -> None:
             trains = turn.replica.module.training
             copies = self._inputs is not None and self._inputs.copies(trains)
             inputs = self._inputs_of(turn, copies)
@@ -146,7 +148,7 @@ class ExecutorGraph(Connection):
 
         return work
 
-    def _inputs_of(self, turn: Turn, copies: bool) -> Nested:
+    def _inputs_of(self, turn: MicrobatchContext, copies: bool) -> Nested:
         """Return the worker's inputs: on its device, cut off from the caller's graph."""
         part, given = self._parts[turn.index], self._given[turn.index]
         part.turn = turn
@@ -156,11 +158,11 @@ class ExecutorGraph(Connection):
         ]
         return unflatten(part.inputs, given.spec)
 
-    def _keep_outputs(self, turn: Turn, outputs: Nested) -> None:
+    def _keep_outputs(self, turn: MicrobatchContext, outputs: Nested) -> None:
         part = self._parts[turn.index]
         part.outputs, part.outputs_spec = flatten(outputs)
 
-    def outputs(self, report: Report) -> list[Nested]:  # noqa: ARG002
+    def outputs(self, report: RunResult) -> list[Nested]:  # noqa: ARG002
         """Return the workers' outputs, which have come by themselves."""
         places = [
             (worker, place)
@@ -202,7 +204,7 @@ class ExecutorGraph(Connection):
                 if settle:
                     own = self._with_held(worker, own)
                 if not hold:
-                    sums.put(worker, None if own is None else Partial(own, {}))
+                    sums.put(worker, None if own is None else PartialSum(own, {}))
                 return own
 
         try:
@@ -303,7 +305,7 @@ class ExecutorGraph(Connection):
                     gradients.append(None if gradient is None else gradient.to(leaf.device))
         return gradients
 
-    def _merged(self, operands: Sequence[Partial], settle: bool) -> Gradients:
+    def _merged(self, operands: Sequence[PartialSum], settle: bool) -> Gradients:
         """Add the last two partial sums, every thread its share of the elements.
 
         What workers kept of a parameter that was frozen since goes to its `grad` at once: autograd

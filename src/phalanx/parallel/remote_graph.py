@@ -23,6 +23,14 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from phalanx.errors import StateError
+from phalanx.execution import (
+    CachedPayload,
+    Changes,
+    MicrobatchContext,
+    PartialSum,
+    ProcessExecutor,
+    RunResult,
+)
 from phalanx.memory import dense_strides
 from phalanx.parallel.connection import (
     Connection,
@@ -36,12 +44,6 @@ from phalanx.parallel.connection import (
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas import (
     CallerModes,
-    Changes,
-    Partial,
-    Portion,
-    ProcessExecutor,
-    Report,
-    Turn,
     advance_process_generator,
     derive_seed,
     run_backward,
@@ -103,12 +105,12 @@ class RemoteGraph(Connection):
             for worker in range(self._num_workers)
         ]
 
-    def work(self, run: RunPart) -> Callable[[Turn], _Found]:
+    def work(self, run: RunPart) -> Callable[[MicrobatchContext], _Found]:
         """Return what runs the module, and keeps its graph there."""
         self._run = run
         return _Forward(run, f"{_PREFIX} {self.number}" if self._records else None)
 
-    def outputs(self, report: Report) -> list[Nested]:
+    def outputs(self, report: RunResult) -> list[Nested]:
         """Return what has come back."""
         assert self._executor is not None
         self._moment = self._executor.moment
@@ -197,14 +199,14 @@ class RemoteGraph(Connection):
     def _name(self, worker: int) -> str:
         return f"{_PREFIX} {self.number} {worker}"
 
-    def _input_gradients(self, report: Report) -> Gradients:
+    def _input_gradients(self, report: RunResult) -> Gradients:
         gradients: Gradients = []
         for worker, given in self._given.items():
             found = report.results[worker]
             gradients += [None] * sum(given.wanted) if found is None else found
         return gradients
 
-    def _merged(self, executor: ProcessExecutor, operands: Sequence[Partial]) -> Gradients:
+    def _merged(self, executor: ProcessExecutor, operands: Sequence[PartialSum]) -> Gradients:
         """Add the last two partial sums; the slots that they lie in are others' afterwards."""
         if not operands:
             return [None] * len(self._trainable)
@@ -233,7 +235,7 @@ class _Leaves:
         leaves = [each.detach() if isinstance(each, Tensor) else each for each in given.leaves]
         return cls(unflatten(leaves, given.spec), given.wanted)
 
-    def evaluate(self, run: RunPart, turn: Turn) -> _Graph:
+    def evaluate(self, run: RunPart, turn: MicrobatchContext) -> _Graph:
         """Run the module, in the worker."""
         leaves, _ = flatten(self.nested)
         wanted = [leaf.requires_grad_() for leaf, w in zip(leaves, self.wanted, strict=True) if w]
@@ -260,7 +262,7 @@ class _Found:
 
 
 @dataclass(frozen=True)
-class _Inputs(Portion):
+class _Inputs(CachedPayload):
     """The inputs of a forward pass."""
 
     name: str
@@ -275,7 +277,7 @@ class _Inputs(Portion):
 
 
 @dataclass(frozen=True)
-class _Gradients(Portion):
+class _Gradients(CachedPayload):
     """The output gradients of a backward pass, with their places."""
 
     name: str
@@ -301,7 +303,7 @@ class _Forward:
     run: RunPart
     name: str | None
 
-    def __call__(self, turn: Turn) -> _Found:
+    def __call__(self, turn: MicrobatchContext) -> _Found:
         inputs, alive = turn.batch
         _forget_others(turn.kept, alive)
         graph = inputs.evaluate(self.run, turn)
@@ -331,7 +333,7 @@ class _Backward:
     keep_graph: bool
     seed: int
 
-    def __call__(self, turn: Turn) -> Gradients:
+    def __call__(self, turn: MicrobatchContext) -> Gradients:
         pairs, inputs = turn.batch
         name = f"{self.name} {turn.index}"
         graph: _Graph

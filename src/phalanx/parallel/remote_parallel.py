@@ -10,17 +10,12 @@ from typing import Any, NoReturn
 from torch import nn
 
 from phalanx.errors import UnsupportedError
+from phalanx.execution import Executor, ProcessExecutor, WorkerFailure, check_shareable
+from phalanx.memory import SharedMemoryPool
 from phalanx.parallel.connection import Connection
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.remote_graph import RemoteGraph
-from phalanx.replicas import (
-    Executor,
-    ProcessExecutor,
-    Shelf,
-    WorkerFailure,
-    batch_norm_names,
-    check_shareable,
-)
+from phalanx.replicas import batch_norm_names
 from phalanx.types import Device, Nested
 
 __all__ = ["RemoteParallel", "SharedShelf"]
@@ -35,11 +30,11 @@ class SharedShelf:
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._shelves: weakref.WeakSet[Shelf] = weakref.WeakSet()
+        self._shelves: weakref.WeakSet[SharedMemoryPool] = weakref.WeakSet()
 
-    def open(self, parameters: Iterable[nn.Parameter]) -> Shelf:
+    def open(self, parameters: Iterable[nn.Parameter]) -> SharedMemoryPool:
         """Return a shelf for one more executor, with what others have of its ``parameters``."""
-        shelf = Shelf(self._directory)
+        shelf = SharedMemoryPool(self._directory)
         for parameter in parameters:
             for other in self._shelves:
                 shelf.share(other, parameter)

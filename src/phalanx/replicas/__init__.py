@@ -1,6 +1,8 @@
 """One model many times: the threads, copies and sums behind every container."""
 
-from phalanx.replicas.batch_norm import batch_norm_names
+from phalanx.replicas.attributes import Attributes
+from phalanx.replicas.batch_norm import batch_norm_names, synchronise_batch_norm
+from phalanx.replicas.compiling import CompileOnce, has_compiled, refuse_compiled_in_place
 from phalanx.replicas.devices import (
     known_devices,
     num_devices,
@@ -8,106 +10,123 @@ from phalanx.replicas.devices import (
     resolve_device,
     resolve_devices,
 )
-from phalanx.replicas.draws import (
-    Draws,
-    derive_seed,
-    preserve_rng,
-    seed_of_process,
-)
-from phalanx.replicas.executor import Executor, Job, Report, Span, Turn, blame, default_intra_op
-from phalanx.replicas.failures import FailureLog, WorkerFailure, WorkerLost, check_patience
+from phalanx.replicas.draws import RngMode, derive_seed, preserve_rng, seed_of_process
+from phalanx.replicas.global_values import GlobalValues, PackedGlobals, adopt_globals
+from phalanx.replicas.hooks import Registered
 from phalanx.replicas.inputs import Inputs, placed
-from phalanx.replicas.intra_op import caller_intra_op, hold_caller_at_one_thread, num_cores
+from phalanx.replicas.intra_op import (
+    caller_intra_op,
+    hold_caller_at_one_thread,
+    num_cores,
+    num_threads,
+    set_intra_op,
+)
+from phalanx.replicas.meeting import Meeting
 from phalanx.replicas.memory_format import (
     restore_memory_format,
     use_channels_last,
     wants_channels_last,
 )
-from phalanx.replicas.mirror import Changes
 from phalanx.replicas.modes import CallerModes
-from phalanx.replicas.process_executor import Portion, ProcessExecutor, check_shareable
+from phalanx.replicas.parcel import (
+    Form,
+    alignment_of,
+    bytes_of,
+    copy_of,
+    is_plain,
+    load,
+    pack,
+    pack_data,
+    picklable_or_named,
+    span_bytes,
+)
 from phalanx.replicas.replica import Replica, add_gradients, apart, refuse_lazy, refuse_scripts
 from phalanx.replicas.rng import (
     MicrobatchRng,
     RngPlan,
     RngUse,
     advance_process_generator,
+    has_fused_evaluation,
     run_backward,
 )
-from phalanx.replicas.rng_watch import RngWatch, numpy_swap
-from phalanx.replicas.sent_once import SentOnce
-from phalanx.replicas.shelf import Place, Shelf
+from phalanx.replicas.rng_watch import numpy_swap
+from phalanx.replicas.seen import TensorVersion
+from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.statistics import (
+    Head,
     Statistic,
+    Statistics,
     check_statistics,
+    heads_of,
     merge_statistics,
     sum_statistics,
     write_statistics,
 )
-from phalanx.replicas.sums import Partial, PartialSums, TreeSums
-from phalanx.replicas.team import Team
-from phalanx.replicas.thread_executor import ThreadExecutor
+from phalanx.replicas.unchanged import same_afterwards
 from phalanx.replicas.uncompiled import uncompiled
-from phalanx.replicas.worker import Worker
 
 __all__ = [
+    "Attributes",
     "CallerModes",
-    "Changes",
-    "Draws",
-    "Executor",
-    "FailureLog",
+    "CompileOnce",
+    "Form",
+    "GlobalValues",
+    "Head",
     "Inputs",
-    "Job",
+    "Meeting",
     "MicrobatchRng",
-    "Partial",
-    "PartialSums",
-    "Place",
-    "Portion",
-    "ProcessExecutor",
+    "PackedGlobals",
+    "Registered",
     "Replica",
-    "Report",
+    "RngMode",
     "RngPlan",
     "RngUse",
-    "RngWatch",
-    "SentOnce",
-    "Shelf",
-    "Span",
+    "SourceGradients",
     "Statistic",
-    "Team",
-    "ThreadExecutor",
-    "TreeSums",
-    "Turn",
-    "Worker",
-    "WorkerFailure",
-    "WorkerLost",
+    "Statistics",
+    "TensorVersion",
     "add_gradients",
+    "adopt_globals",
     "advance_process_generator",
+    "alignment_of",
     "apart",
     "batch_norm_names",
-    "blame",
+    "bytes_of",
     "caller_intra_op",
-    "check_patience",
-    "check_shareable",
     "check_statistics",
-    "default_intra_op",
+    "copy_of",
     "derive_seed",
+    "has_compiled",
+    "has_fused_evaluation",
+    "heads_of",
     "hold_caller_at_one_thread",
+    "is_plain",
     "known_devices",
+    "load",
     "merge_statistics",
     "num_cores",
     "num_devices",
+    "num_threads",
     "numpy_swap",
+    "pack",
+    "pack_data",
+    "picklable_or_named",
     "placed",
     "present_devices",
     "preserve_rng",
+    "refuse_compiled_in_place",
     "refuse_lazy",
     "refuse_scripts",
     "resolve_device",
     "resolve_devices",
     "restore_memory_format",
     "run_backward",
+    "same_afterwards",
     "seed_of_process",
+    "set_intra_op",
+    "span_bytes",
     "sum_statistics",
+    "synchronise_batch_norm",
     "uncompiled",
     "use_channels_last",
     "wants_channels_last",

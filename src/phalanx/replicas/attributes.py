@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.replicas.seen import Seen
+from phalanx.replicas.seen import TensorVersion
 
 __all__ = ["Attributes"]
 
@@ -92,7 +92,9 @@ class _Member:
         """Remember what there is now; tensors with their versions, as they may be written to."""
         self._seen = dict(self._source.__dict__)
         self._tensors = {
-            key: Seen(value) for key, value in self._seen.items() if isinstance(value, Tensor)
+            key: TensorVersion(value)
+            for key, value in self._seen.items()
+            if isinstance(value, Tensor)
         }
 
     # Any: attributes of the user's own modules.

@@ -1,7 +1,7 @@
 """Random numbers inside a model, reproducible whoever computes which microbatch.
 
 The CPU's default generator is one for all threads, so what a replica draws from it depends on what
-the others draw meanwhile. Inside `Draws` every operator that draws is given a generator that was
+the others draw meanwhile. Inside `RngMode` every operator that draws is given a generator that was
 seeded for this very microbatch. The mode sees every operator, which is slow; `phalanx.replicas.rng`
 says where it is entered.
 """
@@ -24,7 +24,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.replicas.rng_watch import WRAPPERS
 from phalanx.replicas.uncompiled import uncompiled
 
-__all__ = ["Draws", "current_draws", "derive_seed", "preserve_rng", "seed_of_process"]
+__all__ = ["RngMode", "current_draws", "derive_seed", "preserve_rng", "seed_of_process"]
 
 aten = torch.ops.aten
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
@@ -39,7 +39,7 @@ def derive_seed(*path: int) -> int:
 def seed_of_process() -> int:
     """Return a seed that belongs to the present state of the process's own generator.
 
-    Inside `Draws` (a container in a replica of another), of the microbatch's own.
+    Inside `RngMode` (a container in a replica of another), of the microbatch's own.
     """
     state = _stack.draws[-1].state() if _stack.draws else torch.get_rng_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
@@ -50,14 +50,14 @@ class _Stack(threading.local):
     """The microbatches' generators that are in use in this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.draws: list[Draws] = []
+        self.draws: list[RngMode] = []
 
 
 _stack = _Stack()
 
 
 @contextlib.contextmanager
-def current_draws(draws: Draws) -> Iterator[None]:
+def current_draws(draws: RngMode) -> Iterator[None]:
     """Let ``draws`` be those of the body, for containers inside the model and `preserve_rng`."""
     _stack.draws.append(draws)
     try:
@@ -89,7 +89,7 @@ _State = tuple[int, dict[torch.device, Tensor]]
 
 
 @contextlib.contextmanager
-def _keep(draws: Draws, kept: list[_State]) -> Iterator[None]:
+def _keep(draws: RngMode, kept: list[_State]) -> Iterator[None]:
     kept.append(draws.states())
     draws.num_preserved += 1
     try:
@@ -111,7 +111,7 @@ def _repeat(kept: list[_State]) -> Iterator[None]:
         draws.set_states(before)
 
 
-class Draws(TorchDispatchMode):
+class RngMode(TorchDispatchMode):
     """Give every drawing operator of the calling thread a generator of this microbatch's own.
 
     Args:

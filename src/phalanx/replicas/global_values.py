@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.replicas.parcel import is_plain, load, pack
-from phalanx.replicas.seen import Seen
+from phalanx.replicas.seen import TensorVersion
 
 __all__ = ["GlobalValues", "PackedGlobals", "adopt_globals"]
 
@@ -126,7 +126,7 @@ class _Followed:
 
     def _note(self, value: Any) -> None:
         self.value = value
-        self._seen = Seen(value) if isinstance(value, Tensor) else None
+        self._seen = TensorVersion(value) if isinstance(value, Tensor) else None
         self._is_compared = _is_plain(value, _members)
         # A comparison costs less than pickling, but arrays and most objects have none.
         self._is_pickled = not self._is_compared and _is_plain(value, _members_of_any)

@@ -17,7 +17,7 @@ from phalanx.plan import BufferRules
 from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.compiling import refuse_compiled_in_place, shared_compilers
 from phalanx.replicas.hooks import Hooks, kept_outside, shared_hooks, went_back_outside
-from phalanx.replicas.seen import Seen
+from phalanx.replicas.seen import TensorVersion
 from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.statistics import StatisticsOfReplica
 from phalanx.replicas.unchanged import SameParameters
@@ -80,7 +80,7 @@ class Replica:
         self._reaching = SourceGradients(everything) if reaching is None else reaching
         self._caught: dict[int, Tensor] = {}
         self._shared = [original.device == device for original in self._originals]
-        self._seen = [Seen()] * len(self._originals)
+        self._seen = [TensorVersion()] * len(self._originals)
         self._same = SameParameters(source, self.parameters, self._shared, only_one=only_one)
 
     def matches_source(self) -> bool:
@@ -112,7 +112,7 @@ class Replica:
         with torch.no_grad():
             (own.data if is_still else own).copy_(original, non_blocking=True)
         if not is_still:
-            self._seen[place] = Seen(original)
+            self._seen[place] = TensorVersion(original)
 
     def leaves(self) -> frozenset[int]:
         """Return the ids of its parameters and of the source's."""

@@ -6,7 +6,7 @@
 
 Seeing every operator costs a small transformer 40 % of its step, seeing every call a few percent.
 The first run of a kind is made under both. If something is drawn there that `CallRng` does not
-foresee, such as inside a function of TorchScript, all later runs are made under `Draws` alone.
+foresee, such as inside a function of TorchScript, all later runs are made under `RngMode` alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from phalanx.replicas.draws import Draws, current_draws
+from phalanx.replicas.draws import RngMode, current_draws
 from phalanx.replicas.rng_watch import RngWatch
 
 __all__ = [
@@ -102,11 +102,11 @@ class MicrobatchRng:
 
     Raises:
         UnsupportedError: In a watched run, the body draws numbers that no formation can repeat; or
-            see `Draws`.
+            see `RngMode`.
     """
 
     def __init__(self, seed: int, plan: RngPlan, use: RngUse, *, reads: bool = False) -> None:
-        self._draws = draws = Draws(seed)
+        self._draws = draws = RngMode(seed)
         self._use = use
         self._may_hide = plan.watched and not plan.throughout
         watch = RngWatch(alone=plan.alone, reads=reads) if plan.watched else None
@@ -147,7 +147,7 @@ class CallRng(TorchFunctionMode):
             told which draws are foreseen.
     """
 
-    def __init__(self, draws: Draws, watch: RngWatch | None = None) -> None:
+    def __init__(self, draws: RngMode, watch: RngWatch | None = None) -> None:
         super().__init__()
         self._draws = draws
         self._watch = watch

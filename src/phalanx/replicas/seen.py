@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["Seen"]
+__all__ = ["TensorVersion"]
 
 
-class Seen:
+class TensorVersion:
     """A tensor as it was at a moment; nothing is still as it was when there was none.
 
     It is held and not only numbered: the address of a tensor that is gone, and its version too,

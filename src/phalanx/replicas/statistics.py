@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.errors import UnsupportedError
 from phalanx.plan import BufferRules
-from phalanx.replicas.seen import Seen
+from phalanx.replicas.seen import TensorVersion
 
 __all__ = [
     "Head",
@@ -191,7 +191,7 @@ class StatisticsOfReplica:
     def outdate(self) -> None:
         """Make the next :meth:`refresh` copy all buffers, whatever their versions say."""
         for home in self._homes:
-            home.seen = Seen()
+            home.seen = TensorVersion()
 
     def refresh(self) -> None:
         """Give the replica the source's buffers where either's have changed since."""
@@ -234,7 +234,7 @@ class StatisticsOfReplica:
                 now = home.owner._buffers[home.key]
                 if now is not None and not home.was_collected(now):
                     found[home.name] = home.statistic(now, weight, source)
-                home.seen = Seen()
+                home.seen = TensorVersion()
         return found
 
 
@@ -248,7 +248,7 @@ class _Home:
         self.key = key
         self._rule = _rule_for(name, source, rules)
         self.owner = owner
-        self.seen = Seen()  # what it was copied from
+        self.seen = TensorVersion()  # what it was copied from
         self._source = source
         self._start: Tensor | None = None
         self._version = -1
@@ -269,14 +269,14 @@ class _Home:
         first = self.first
         if first is not None and first.seen.is_still(source) and not first.was_written(source):
             self.owner._buffers[self.key] = self._start = first._start
-            self._version, self.seen = first._version, Seen(source)
+            self._version, self.seen = first._version, TensorVersion(source)
             return
         before = self.owner._buffers[self.key]
         own = source.detach().clone()
         own = own if before is None else own.to(before.device)
         self.owner._buffers[self.key] = own
         self._start, self._version = own, own._version
-        self.seen = Seen(source)
+        self.seen = TensorVersion(source)
 
     def was_collected(self, now: Tensor) -> bool:
         """Tell whether ``now`` was read just before, under the buffer's first name."""

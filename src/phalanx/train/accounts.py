@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from phalanx.errors import UnsupportedError
+from phalanx.execution import PartialSum
 from phalanx.plan import Node
-from phalanx.replicas import Partial, Statistic
-from phalanx.train.work import Outcome
+from phalanx.replicas import Statistic
+from phalanx.train.work import MicrobatchResult
 from phalanx.types import Nested
 
 __all__ = ["Account"]
@@ -41,13 +42,16 @@ class Account:
 
     moment: str
     error: str | None = None
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, MicrobatchResult] = field(default_factory=dict)
     absent: dict[Node, frozenset[int]] = field(default_factory=dict)
     statistics: dict[Node, dict[str, Statistic]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, moment: str, results: Sequence[Outcome | None], sums: Mapping[Node, Partial | None]
+        cls,
+        moment: str,
+        results: Sequence[MicrobatchResult | None],
+        sums: Mapping[Node, PartialSum | None],
     ) -> Account:
         """Return the account of what was computed here."""
         account = cls(moment, outcomes={i: r for i, r in enumerate(results) if r is not None})
@@ -86,7 +90,7 @@ class Account:
         text = json.loads(tensors[_TEXT].numpy().tobytes())
         account = cls(text["moment"], text["error"])
         for index, loss, outputs, targets in text["outcomes"]:
-            account.outcomes[index] = Outcome(
+            account.outcomes[index] = MicrobatchResult(
                 float.fromhex(loss), _take(tensors, outputs), _take(tensors, targets)
             )
         for level, index, absent in text["absent"]:

@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.execution import check_patience
 from phalanx.plan import (
     Layout,
     check_argument,
@@ -25,7 +26,7 @@ from phalanx.plan import (
     read_number,
     read_whole,
 )
-from phalanx.replicas import check_patience, refuse_scripts
+from phalanx.replicas import refuse_scripts
 from phalanx.train.opening import EXECUTORS
 from phalanx.types import Device, WeightFn
 

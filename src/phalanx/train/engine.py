@@ -17,15 +17,24 @@ from torch.optim import Optimizer
 from phalanx.clock import now_s
 from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.execution import (
+    Executor,
+    FlatStepper,
+    LocalSums,
+    MicrobatchContext,
+    ProcessExecutor,
+    RunResult,
+    SharedStepper,
+    Span,
+    Stepper,
+    ThreadExecutor,
+    WholeStepper,
+    norm_of_gradients,
+    open_stepper,
+)
 from phalanx.memory import FlatParameters
 from phalanx.replicas import (
-    Executor,
-    ProcessExecutor,
-    Report,
-    Span,
     Statistic,
-    ThreadExecutor,
-    Turn,
     check_statistics,
     refuse_lazy,
     refuse_scripts,
@@ -39,17 +48,8 @@ from phalanx.train.opening import ExecutorMaker
 from phalanx.train.position import History, Loss, Position
 from phalanx.train.rank_stepping import RankStepper
 from phalanx.train.ranks import RankExecutor, RankSums
-from phalanx.train.shared_stepping import SharedStepper
-from phalanx.train.stepping import (
-    FlatStepper,
-    Stepper,
-    WholeStepper,
-    norm_of_gradients,
-    open_stepper,
-)
-from phalanx.train.sums import LocalSums
 from phalanx.train.untrained import Untrained
-from phalanx.train.work import Outcome
+from phalanx.train.work import MicrobatchResult
 from phalanx.types import Nested
 
 __all__ = ["Engine", "Updated", "check_members", "compute", "counted", "loss_of"]
@@ -248,17 +248,22 @@ class Engine:
                 "`resume()`, or begin with another trainer."
             )
 
-    def compute(self, pieces: Cut, run: Callable[[Turn], Outcome], seed: tuple[int, ...]) -> Report:
+    def compute(
+        self,
+        pieces: Cut,
+        run: Callable[[MicrobatchContext], MicrobatchResult],
+        seed: tuple[int, ...],
+    ) -> RunResult:
         """Run all microbatches; nothing that the caller can see changes."""
         return compute(self.executor, pieces, run, seed, None)
 
     def update(
         self,
         pieces: Cut,
-        run: Callable[[Turn], Outcome],
+        run: Callable[[MicrobatchContext], MicrobatchResult],
         seed: tuple[int, ...],
         *,
-        count: Callable[[Report], None] | None,
+        count: Callable[[RunResult], None] | None,
         commit: Callable[[Loss], None],
     ) -> Updated:
         """Do one optimizer update.
@@ -279,9 +284,9 @@ class Engine:
     def _update(
         self,
         pieces: Cut,
-        run: Callable[[Turn], Outcome],
+        run: Callable[[MicrobatchContext], MicrobatchResult],
         seed: tuple[int, ...],
-        count: Callable[[Report], None] | None,
+        count: Callable[[RunResult], None] | None,
         commit: Callable[[Loss], None],
     ) -> Updated:
         if self._alone:  # as `zero_grad()` does: the new gradients find the old ones' memory
@@ -371,7 +376,9 @@ class Engine:
         for index, parameter in enumerate(self._flat.parameters):
             parameter.grad = self._flat.gradient(index)
 
-    def _describe(self, pieces: Cut, report: Report, spans: Sequence[Span], loss: Loss) -> Updated:
+    def _describe(
+        self, pieces: Cut, report: RunResult, spans: Sequence[Span], loss: Loss
+    ) -> Updated:
         count = len(self.executor)
         shares, busy_s, work_s = [0] * count, [0.0] * count, [0.0] * count
         for place, replica in enumerate(report.replica_of):
@@ -418,10 +425,10 @@ def _trainable(optimizer: Optimizer) -> list[list[nn.Parameter]]:
 def compute(
     executor: Executor,
     pieces: Cut,
-    run: Callable[[Turn], Outcome],
+    run: Callable[[MicrobatchContext], MicrobatchResult],
     seed: tuple[int, ...],
     feedback: Feedback | None,
-) -> Report:
+) -> RunResult:
     """Run all microbatches of ``pieces`` on ``executor``."""
     return executor.run(
         pieces.microbatches,
@@ -433,7 +440,7 @@ def compute(
     )
 
 
-def loss_of(pieces: Cut, report: Report) -> float:
+def loss_of(pieces: Cut, report: RunResult) -> float:
     """Return the loss of the whole batch: the microbatches' mean losses, weighted, in order."""
     return math.fsum(
         scale * outcome.loss
@@ -443,7 +450,7 @@ def loss_of(pieces: Cut, report: Report) -> float:
 
 
 # Any: outputs and targets are whatever the user's code makes.
-def counted(report: Report) -> list[tuple[Any, Any, None] | None]:
+def counted(report: RunResult) -> list[tuple[Any, Any, None] | None]:
     """Return what metrics count of each microbatch."""
     return [
         None if outcome is None else (outcome.outputs, outcome.targets, None)

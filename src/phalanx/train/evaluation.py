@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from phalanx.errors import ConfigError
+from phalanx.execution import MicrobatchContext
 from phalanx.executor_group import ReplicaMetrics
 from phalanx.plan import check_iterable
-from phalanx.replicas import Turn
 from phalanx.train.engine import Engine, counted, loss_of
-from phalanx.train.work import Outcome
+from phalanx.train.work import MicrobatchResult
 from phalanx.types import Nested
 
 __all__ = ["evaluate"]
@@ -22,7 +22,7 @@ def evaluate(
     loader: Iterable[Nested],
     module: nn.Module,
     open_engine: Callable[[Nested], Engine],
-    run: Callable[[Turn], Outcome],
+    run: Callable[[MicrobatchContext], MicrobatchResult],
     *,
     metrics: ReplicaMetrics,
     workloads: Callable[[], Sequence[float]],

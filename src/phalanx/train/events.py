@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.replicas import FailureLog, Span, WorkerLost
+from phalanx.execution import FailureLog, Span, WorkerLost
 
 __all__ = [
     "Callback",

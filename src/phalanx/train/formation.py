@@ -11,7 +11,8 @@ import torch
 
 from phalanx.clock import now_s
 from phalanx.distributed import num_ranks_here
-from phalanx.replicas import default_intra_op, num_cores, resolve_devices
+from phalanx.execution import default_intra_op
+from phalanx.replicas import num_cores, resolve_devices
 from phalanx.types import Device
 
 __all__ = ["Formation", "candidates", "try_out"]

@@ -7,18 +7,17 @@ from pathlib import Path
 
 from torch import nn
 
-from phalanx.memory import Allocate, zeros
-from phalanx.replicas import (
+from phalanx.execution import (
     Executor,
     FailureLog,
     ProcessExecutor,
-    Shelf,
     ThreadExecutor,
     WorkerFailure,
+    is_worth_sending,
 )
+from phalanx.memory import Allocate, SharedMemoryPool, zeros
 from phalanx.train.formation import Formation
 from phalanx.train.ranks import open_ranks, write_once
-from phalanx.train.shared_stepping import is_worth_sending
 from phalanx.train.work import Work
 
 __all__ = ["EXECUTORS", "ExecutorMaker", "writer_of"]
@@ -62,7 +61,7 @@ class ExecutorMaker:
         self._timeout_s = timeout_s
         self._on_failure: Callable[[WorkerFailure], None] = failures.add
         self._kind = kind
-        self._shelf = Shelf(memory_dir) if kind == "processes" else None
+        self._shelf = SharedMemoryPool(memory_dir) if kind == "processes" else None
 
     @property
     def allocate(self) -> Allocate:

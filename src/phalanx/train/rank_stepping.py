@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from phalanx.execution import STEP, FlatStepper
 from phalanx.memory import FlatParameters, Segment
-from phalanx.train.elementwise import STEP
 from phalanx.train.ranks import RankExecutor, RankSums
-from phalanx.train.stepping import FlatStepper
 
 __all__ = ["RankStepper"]
 

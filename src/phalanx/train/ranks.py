@@ -25,19 +25,18 @@ from torch import Tensor, nn
 from phalanx.codecs import Feedback
 from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError, PeerError
-from phalanx.memory import FlatParameters
-from phalanx.plan import Node, flatten, workload_sizes
-from phalanx.replicas import (
+from phalanx.execution import (
     Executor,
-    Job,
-    Partial,
-    Report,
-    Statistic,
+    MicrobatchContext,
+    PartialSum,
+    RunResult,
+    RunState,
     ThreadExecutor,
     TreeSums,
-    Turn,
-    merge_statistics,
 )
+from phalanx.memory import FlatParameters
+from phalanx.plan import Node, flatten, workload_sizes
+from phalanx.replicas import Statistic, merge_statistics
 from phalanx.train.accounts import Account
 from phalanx.types import Nested
 
@@ -50,7 +49,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by 
 
 
 @dataclasses.dataclass(kw_only=True)
-class RankReport(Report):
+class RankReport(RunResult):
     """What a run over all ranks gave.
 
     Attributes:
@@ -113,7 +112,7 @@ class RankExecutor(Executor):
     def run(
         self,
         microbatches: Sequence[Nested],
-        run: Callable[[Turn], Any],
+        run: Callable[[MicrobatchContext], Any],
         *,
         weights: Sequence[float],
         seed: tuple[int, ...],
@@ -246,7 +245,7 @@ class RankExecutor(Executor):
         """Dismiss the threads; closing twice does nothing."""
         self.local.close()
 
-    def _work_on(self, job: Job) -> None:
+    def _work_on(self, job: RunState) -> None:
         self.local._work_on(job)
 
 
@@ -324,13 +323,13 @@ def _trace_of(microbatches: Sequence[Nested]) -> int:
     return trace
 
 
-def _statistics_of(accounts: Sequence[Account], num_leaves: int) -> list[Partial]:
+def _statistics_of(accounts: Sequence[Account], num_leaves: int) -> list[PartialSum]:
     """Return what all ranks' microbatches left in the buffers, added along the tree."""
     sums: TreeSums[dict[str, Statistic]] = TreeSums(num_leaves, merge_statistics)
     _put_all(
         sums, num_leaves, {node: s for each in accounts for node, s in each.statistics.items()}
     )
-    return [Partial([], operand) for operand in sums.operands()]
+    return [PartialSum([], operand) for operand in sums.operands()]
 
 
 def _checksum_of(parameter: Tensor) -> int:
@@ -366,7 +365,7 @@ class RankSums:
         self.slices = _slices_of(flat, executor.counts)
         self._sent = _Buffer(flat, self.slices)
 
-    def take(self, report: Report) -> list[int]:
+    def take(self, report: RunResult) -> list[int]:
         """Add up this rank's slice, and return which parameters got no gradient from anybody."""
         assert isinstance(report, RankReport)
         nodes = [sorted(account.absent) for account in report.accounts]

@@ -21,7 +21,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from phalanx.errors import ConfigError
-from phalanx.replicas import MicrobatchRng, RngPlan, RngUse, SentOnce, derive_seed, numpy_swap
+from phalanx.execution import SentOnce
+from phalanx.replicas import MicrobatchRng, RngPlan, RngUse, derive_seed, numpy_swap
 from phalanx.train.order import begin_epoch
 from phalanx.types import Nested
 

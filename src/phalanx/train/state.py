@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.codecs import Feedback
 from phalanx.errors import CheckpointError, PhalanxError, UnsupportedError
+from phalanx.execution import ELEMENTWISE, MOMENTS
 from phalanx.train.checkpoint import (
     Stored,
     check_packed,
@@ -25,7 +26,6 @@ from phalanx.train.checkpoint import (
     save_stored,
     unpack_like,
 )
-from phalanx.train.elementwise import ELEMENTWISE, MOMENTS
 from phalanx.train.order import Order
 from phalanx.train.position import History, Position
 from phalanx.train.stored_state import (

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.train.elementwise import ELEMENTWISE, MOMENTS, STEP
+from phalanx.execution import ELEMENTWISE, MOMENTS, STEP
 from phalanx.train.position import Position
 
 __all__ = [

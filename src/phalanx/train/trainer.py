@@ -17,9 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from phalanx.clock import now_s
 from phalanx.codecs import Codec, Feedback
 from phalanx.errors import ConfigError
+from phalanx.execution import FailureLog, RunResult
 from phalanx.executor_group import ReplicaMetrics
 from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_workloads
-from phalanx.replicas import FailureLog, Report, caller_intra_op
+from phalanx.replicas import caller_intra_op
 from phalanx.train.arguments import (
     check_fit,
     check_moment,
@@ -436,12 +437,9 @@ class Trainer:
             if self.scheduler is not None:
                 self.scheduler.step()
 
-        def count(report: Report) -> None:
-            self._metrics.count(
-                counted(report),
-                replica_of=[max(0, each) for each in report.replica_of],  # -1: another rank's
-                each=engine.executor.each,
-            )
+        def count(report: RunResult) -> None:
+            own = [max(0, each) for each in report.replica_of]  # -1: another rank's
+            self._metrics.count(counted(report), replica_of=own, each=engine.executor.each)
 
         self._in_step = True
         try:

@@ -8,13 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from phalanx.execution import ThreadExecutor
 from phalanx.plan import flatten, unflatten
-from phalanx.replicas import (
-    ThreadExecutor,
-    restore_memory_format,
-    use_channels_last,
-    wants_channels_last,
-)
+from phalanx.replicas import restore_memory_format, use_channels_last, wants_channels_last
 from phalanx.train.cutting import Cutter
 from phalanx.train.engine import compute
 from phalanx.train.formation import Formation, candidates, try_out

@@ -12,18 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
+from phalanx.execution import MicrobatchContext
 from phalanx.plan import check_function, flatten, unflatten
-from phalanx.replicas import Inputs, MicrobatchRng, Turn, run_backward
+from phalanx.replicas import Inputs, MicrobatchRng, run_backward
 from phalanx.train.foreign_leaves import find_foreign_leaves, refuse_foreign_leaves
 from phalanx.train.loss_buffers import LossBuffers
 from phalanx.train.sharding import Shard
 from phalanx.types import ForwardFn, LossFn, Nested
 
-__all__ = ["Outcome", "Work", "enter_training", "leave_evaluation"]
+__all__ = ["MicrobatchResult", "Work", "enter_training", "leave_evaluation"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MicrobatchResult:
     """What one microbatch gave.
 
     Attributes:
@@ -81,7 +82,9 @@ class Work:
         self._leaves_checked = False
         self._inputs = Inputs()
 
-    def training(self, scales: Sequence[float], keep_outputs: bool) -> Callable[[Turn], Outcome]:
+    def training(
+        self, scales: Sequence[float], keep_outputs: bool
+    ) -> Callable[[MicrobatchContext], MicrobatchResult]:
         """Return what runs a microbatch forward and backward.
 
         Args:
@@ -90,18 +93,18 @@ class Work:
         """
         return _Training(self, tuple(scales), keep_outputs)
 
-    def evaluation(self, keep_outputs: bool) -> Callable[[Turn], Outcome]:
+    def evaluation(self, keep_outputs: bool) -> Callable[[MicrobatchContext], MicrobatchResult]:
         """Return what runs a microbatch forward only."""
         return _Evaluation(self, keep_outputs)
 
     def evaluate(
         self,
-        turn: Turn,
+        turn: MicrobatchContext,
         rng: MicrobatchRng,
         keep_outputs: bool,
         *,
         trains: bool = False,
-    ) -> tuple[Tensor, Outcome]:
+    ) -> tuple[Tensor, MicrobatchResult]:
         """Run one microbatch forward; one that ``trains`` must bring no graph."""
         rows = turn.batch.read() if isinstance(turn.batch, Shard) else turn.batch
         with self._inputs.lent(rows, turn.replica.device, trains=trains) as batch:
@@ -117,9 +120,9 @@ class Work:
             )
         kept = _detached(outputs) if keep_outputs else None
         own = _detached(targets) if keep_outputs else None
-        return loss, Outcome(loss.item(), kept, own)
+        return loss, MicrobatchResult(loss.item(), kept, own)
 
-    def foreign_leaves(self, turn: Turn, loss: Tensor) -> list[weakref.ref[Tensor]]:
+    def foreign_leaves(self, turn: MicrobatchContext, loss: Tensor) -> list[weakref.ref[Tensor]]:
         """Return what else a loss may train in a worker process; the first one tells."""
         if not turn.in_worker or self._leaves_checked:
             return []
@@ -164,12 +167,12 @@ class _Training:
     scales: tuple[float, ...]
     keep_outputs: bool
 
-    def __call__(self, turn: Turn) -> Outcome:
+    def __call__(self, turn: MicrobatchContext) -> MicrobatchResult:
         outcome, foreign = self._train(turn)
         self.work.check_leaves(foreign)
         return outcome
 
-    def _train(self, turn: Turn) -> tuple[Outcome, list[weakref.ref[Tensor]]]:
+    def _train(self, turn: MicrobatchContext) -> tuple[MicrobatchResult, list[weakref.ref[Tensor]]]:
         rng = turn.drawing()
         loss, outcome = self.work.evaluate(turn, rng, self.keep_outputs, trains=True)
         if not math.isfinite(outcome.loss):
@@ -198,7 +201,7 @@ class _Evaluation:
     work: Work
     keep_outputs: bool
 
-    def __call__(self, turn: Turn) -> Outcome:
+    def __call__(self, turn: MicrobatchContext) -> MicrobatchResult:
         return self.work.evaluate(turn, turn.drawing(), self.keep_outputs)[1]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.train import EpochDone, Span, StepDone
+from phalanx.execution import Span
+from phalanx.train import EpochDone, StepDone
 
 
 def step_done(

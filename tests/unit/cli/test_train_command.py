@@ -20,7 +20,7 @@ from phalanx.cli.app import main
 from phalanx.cli.data import open_data
 from phalanx.cli.models import build_model
 from phalanx.cli.train import Interruption
-from phalanx.replicas import stopwatch
+from phalanx.execution import stopwatch
 from phalanx.train import Trainer
 
 SOURCE = Path(__file__).parents[3] / "src"

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from phalanx import DataParallel, Trainer
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
+from phalanx.execution import Span
 from phalanx.executor_group import Monitor, Record
-from phalanx.replicas import Span
 
 SIZES = [1, 5, 9]
 THREE = ["cpu"] * 3

@@ -10,8 +10,8 @@ import torch
 
 from phalanx import Trainer
 from phalanx.clock import now_s, pause
+from phalanx.execution.thread_pool import ThreadPool
 from phalanx.memory import Waiting, awake, compiled, keep_awake, tie_to_core
-from phalanx.replicas.team import Team
 from tests.multiprocess.children import Children, Parent
 
 DEADLINE_S = 30.0
@@ -48,11 +48,11 @@ def until(condition) -> None:
 def watch(parent: Parent) -> None:
     """See in a process of its own, where no test before has had a team."""
     assert watchers() == []
-    with_few = Team(NUM_CORES, intra_op=2)
+    with_few = ThreadPool(NUM_CORES, intra_op=2)
     if NUM_CORES > 1:
-        Team(NUM_CORES - 1, intra_op=1).close()
+        ThreadPool(NUM_CORES - 1, intra_op=1).close()
     assert watchers() == []  # operators' own threads fill the cores, or there are cores left
-    teams = [Team(NUM_CORES, intra_op=1), Team(NUM_CORES + 1, intra_op=1)]
+    teams = [ThreadPool(NUM_CORES, intra_op=1), ThreadPool(NUM_CORES + 1, intra_op=1)]
     until(lambda: len(watchers()) == NUM_CORES)
     found = watchers()
     on = sorted(core for thread in found for core in os.sched_getaffinity(thread))
@@ -62,7 +62,7 @@ def watch(parent: Parent) -> None:
         team.close()
     before = sum(map(ticks, found))
     for _ in range(3):
-        teams = [Team(NUM_CORES, intra_op=1)]
+        teams = [ThreadPool(NUM_CORES, intra_op=1)]
         teams[0].each(lambda index: index)
         teams[0].close()
         until(lambda: all(map(sleeps, found)))
@@ -89,7 +89,7 @@ def burn_a_little(parent: Parent, core: int) -> None:
 
 
 def watch_beside_others(parent: Parent) -> None:
-    team = Team(NUM_CORES, intra_op=1)
+    team = ThreadPool(NUM_CORES, intra_op=1)
     until(lambda: len(watchers()) == NUM_CORES)
     team.each(lambda index: index)
     parent.tell("watched")
@@ -110,10 +110,10 @@ def test_what_others_do_keeps_no_watcher_from_its_sleep():
 
 
 def fork(parent: Parent) -> None:
-    team = Team(NUM_CORES, intra_op=1)
+    team = ThreadPool(NUM_CORES, intra_op=1)
     child = os.fork()
     if child == 0:
-        own = Team(NUM_CORES, intra_op=1)  # the fork has none of its parent's
+        own = ThreadPool(NUM_CORES, intra_op=1)  # the fork has none of its parent's
         own.each(lambda index: index)
         until(lambda: len(watchers()) == NUM_CORES)
         os._exit(7)
@@ -141,16 +141,16 @@ def test_processes_share_the_cores():
         assert children.start(share).get() == "well"
 
 
-def cores_of_threads(team: Team) -> list[set[int]]:
+def cores_of_threads(team: ThreadPool) -> list[set[int]]:
     return team.each(lambda _: os.sched_getaffinity(0))
 
 
 def tie(parent: Parent) -> None:
     every = os.sched_getaffinity(0)
     one_each, with_pools, more = (
-        Team(NUM_CORES, intra_op=1),
-        Team(NUM_CORES, intra_op=2),
-        Team(NUM_CORES + 1, intra_op=1),
+        ThreadPool(NUM_CORES, intra_op=1),
+        ThreadPool(NUM_CORES, intra_op=2),
+        ThreadPool(NUM_CORES + 1, intra_op=1),
     )
     assert cores_of_threads(one_each) == [{core} for core in sorted(every)]
     assert cores_of_threads(with_pools) == [every] * NUM_CORES

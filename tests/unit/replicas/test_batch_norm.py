@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import ConfigError, GroupAborted, PeerTimeout, StateError, UnsupportedError
-from phalanx.replicas import Team
+from phalanx.execution import ThreadPool
 from phalanx.replicas.batch_norm import batch_norm_names, synchronise_batch_norm
 from phalanx.replicas.meeting import Meeting
 
@@ -29,7 +29,7 @@ class Executor:
         self, source: nn.Module, size: int, *, names: list[str] | None = None, sync: bool = True
     ) -> None:
         self.meeting = Meeting(DEADLINE_S)
-        self.team = Team(size, intra_op=1)
+        self.team = ThreadPool(size, intra_op=1)
         self.modules = [copy.deepcopy(source) for _ in range(size)]
         if sync:
             wanted = batch_norm_names(source) if names is None else names

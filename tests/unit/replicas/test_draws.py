@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import UnsupportedError
 from phalanx.replicas import (
-    Draws,
     MicrobatchRng,
+    RngMode,
     RngPlan,
     RngUse,
     derive_seed,
@@ -54,18 +54,18 @@ WAYS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_the_numbers_belong_to_the_seed(way: str) -> None:
     before = torch.get_rng_state()
-    with Draws(7) as draws:
+    with RngMode(7) as draws:
         first = WAYS[way]()
     assert draws.used
     torch.rand(3)  # the process's own generator must not matter
-    with Draws(7):
+    with RngMode(7):
         again = WAYS[way]()
-    with Draws(8):
+    with RngMode(8):
         other = WAYS[way]()
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     torch.set_rng_state(before)
-    with Draws(7):
+    with RngMode(7):
         WAYS[way]()
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -73,7 +73,7 @@ def test_the_numbers_belong_to_the_seed(way: str) -> None:
 @pytest.mark.parametrize("plan", [RngPlan(), RngPlan(throughout=True), RngPlan(watched=True)])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_numbers_are_the_same_however_draws_are_found(way: str, plan: RngPlan) -> None:
-    with Draws(7):
+    with RngMode(7):
         expected = WAYS[way]()
     before, use = torch.get_rng_state(), RngUse()
     with MicrobatchRng(7, plan, use):
@@ -91,7 +91,7 @@ def test_a_draw_that_no_call_from_python_shows_is_told() -> None:
     with MicrobatchRng(7, RngPlan(watched=True), use):
         found = scripted(X)
     assert use.hidden.is_set()
-    with Draws(7):
+    with RngMode(7):
         assert torch.equal(found, scripted(X))
 
 
@@ -141,14 +141,14 @@ def test_nested_preserved_parts_repeat_their_numbers() -> None:
 
 
 def test_dropout_keeps_its_law() -> None:
-    with Draws(0):
+    with RngMode(0):
         out = F.dropout(torch.ones(100_000), 0.3)
     assert out.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
     assert abs((out == 0).double().mean().item() - 0.3) < 0.01  # 7 standard deviations
 
 
 def test_what_does_not_draw_is_not_noted() -> None:
-    with Draws(0) as draws:
+    with RngMode(0) as draws:
         F.scaled_dot_product_attention(
             X.view(1, 2, 3, 10), X.view(1, 2, 3, 10), X.view(1, 2, 3, 10)
         )
@@ -160,14 +160,14 @@ def test_calls_that_are_told_not_to_draw_are_not_looked_into(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A model in evaluation has many of them, and looking takes longer than they do."""
-    entered: list[Draws] = []
-    enter = Draws.__enter__
+    entered: list[RngMode] = []
+    enter = RngMode.__enter__
 
-    def note(self: Draws) -> Draws:
+    def note(self: RngMode) -> RngMode:
         entered.append(self)
         return enter(self)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(Draws, "__enter__", note)
+    monkeypatch.setattr(RngMode, "__enter__", note)
     heads = X.view(1, 2, 3, 10)
     with MicrobatchRng(7, RngPlan(), RngUse()):
         F.dropout(X, 0.5, training=False)
@@ -183,7 +183,7 @@ def test_calls_that_are_told_not_to_draw_are_not_looked_into(
 
 def test_a_generator_of_the_models_own_is_left_alone() -> None:
     own = torch.Generator().manual_seed(3)
-    with Draws(0) as draws:
+    with RngMode(0) as draws:
         drawn = torch.rand(5, generator=own)
     assert not draws.used
     assert torch.equal(drawn, torch.rand(5, generator=torch.Generator().manual_seed(3)))
@@ -192,7 +192,7 @@ def test_a_generator_of_the_models_own_is_left_alone() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_drawing_under_activation_checkpointing_is_refused(reentrant: bool) -> None:
     x = X.clone().requires_grad_()
-    with Draws(0), pytest.raises(UnsupportedError, match="checkpoint"):
+    with RngMode(0), pytest.raises(UnsupportedError, match="checkpoint"):
         checkpoint(lambda v: F.dropout(v, 0.5), x, use_reentrant=reentrant)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from phalanx.errors import GroupAborted, PeerTimeout, StateError, UnsupportedError
-from phalanx.replicas import Team
+from phalanx.execution import ThreadPool
 from phalanx.replicas.meeting import Meeting
 
 DEADLINE_S = 30
@@ -32,14 +32,14 @@ def watch(meeting: Meeting) -> threading.Event:
 
 
 @pytest.fixture
-def team() -> Iterator[Team]:
-    team = Team(3, intra_op=1)
+def team() -> Iterator[ThreadPool]:
+    team = ThreadPool(3, intra_op=1)
     yield team
     team.close()
 
 
 def attend(
-    team: Team,
+    team: ThreadPool,
     meeting: Meeting,
     work: Callable[[int], object],
     members: tuple[int, ...] = (0, 1, 2),
@@ -59,7 +59,7 @@ def attend(
         return team.each(task)
 
 
-def test_all_get_all_values_in_member_order_round_after_round(team: Team) -> None:
+def test_all_get_all_values_in_member_order_round_after_round(team: ThreadPool) -> None:
     meeting = Meeting(DEADLINE_S)
 
     def work(index: int) -> list[list[int]]:
@@ -70,7 +70,7 @@ def test_all_get_all_values_in_member_order_round_after_round(team: Team) -> Non
     assert attend(team, meeting, work) == [expected] * 3
 
 
-def test_values_come_in_the_order_of_the_numbers_whoever_is_last(team: Team) -> None:
+def test_values_come_in_the_order_of_the_numbers_whoever_is_last(team: ThreadPool) -> None:
     meeting = Meeting(DEADLINE_S)
     others = threading.Event()
 
@@ -84,7 +84,7 @@ def test_values_come_in_the_order_of_the_numbers_whoever_is_last(team: Team) -> 
     assert attend(team, meeting, work, members=(2, 0)) == [["a", "c"], None, ["a", "c"]]
 
 
-def test_rounds_number_the_exchanges_alike_for_all_members(team: Team) -> None:
+def test_rounds_number_the_exchanges_alike_for_all_members(team: ThreadPool) -> None:
     meeting = Meeting(DEADLINE_S)
 
     def work(index: int) -> list[int]:
@@ -98,14 +98,14 @@ def test_rounds_number_the_exchanges_alike_for_all_members(team: Team) -> None:
     assert attend(team, meeting, work) == [list(range(21, 41))] * 3
 
 
-def test_members_are_those_of_the_run_and_nobody_between_runs(team: Team) -> None:
+def test_members_are_those_of_the_run_and_nobody_between_runs(team: ThreadPool) -> None:
     meeting = Meeting(DEADLINE_S)
     assert meeting.members == ()
     assert attend(team, meeting, lambda _: meeting.members, (0, 2)) == [(0, 2), None, (0, 2)]
     assert meeting.members == ()
 
 
-def test_a_failure_reaches_who_waits_and_who_comes_later(team: Team) -> None:
+def test_a_failure_reaches_who_waits_and_who_comes_later(team: ThreadPool) -> None:
     meeting = Meeting(DEADLINE_S)
     waits, failed = watch(meeting), threading.Event()
 
@@ -131,7 +131,7 @@ def test_a_failure_reaches_who_waits_and_who_comes_later(team: Team) -> None:
         )
 
 
-def test_the_first_to_fail_is_named_and_not_its_echoes(team: Team) -> None:
+def test_the_first_to_fail_is_named_and_not_its_echoes(team: ThreadPool) -> None:
     meeting = Meeting(DEADLINE_S)
     echoed = threading.Event()
 
@@ -152,7 +152,7 @@ def test_the_first_to_fail_is_named_and_not_its_echoes(team: Team) -> None:
     assert late.rank == 1
 
 
-def test_a_member_that_ends_without_coming_is_no_hang(team: Team) -> None:
+def test_a_member_that_ends_without_coming_is_no_hang(team: ThreadPool) -> None:
     meeting = Meeting(DEADLINE_S)
 
     def work(index: int) -> object:
@@ -168,7 +168,7 @@ def test_a_member_that_ends_without_coming_is_no_hang(team: Team) -> None:
         )
 
 
-def test_after_a_run_that_failed_the_next_one_meets(team: Team) -> None:
+def test_after_a_run_that_failed_the_next_one_meets(team: ThreadPool) -> None:
     meeting = Meeting(DEADLINE_S)
 
     def fail(index: int) -> object:
@@ -183,7 +183,7 @@ def test_after_a_run_that_failed_the_next_one_meets(team: Team) -> None:
     )
 
 
-def test_a_deadline_names_who_did_not_come(team: Team) -> None:
+def test_a_deadline_names_who_did_not_come(team: ThreadPool) -> None:
     meeting = Meeting(timeout_s=0.02)
     over = threading.Event()
 
@@ -203,7 +203,7 @@ def test_a_deadline_names_who_did_not_come(team: Team) -> None:
     assert "PeerTimeout: Replicas 1, 2 did not come" in str(late[0])
 
 
-def test_members_at_different_places_are_told_so(team: Team) -> None:
+def test_members_at_different_places_are_told_so(team: ThreadPool) -> None:
     meeting = Meeting(DEADLINE_S)
 
     def work(index: int) -> object:
@@ -214,7 +214,7 @@ def test_members_at_different_places_are_told_so(team: Team) -> None:
         assert "replica 0 came to the left and replica 2 to the right" in str(error)
 
 
-def test_who_is_not_expected_is_turned_away(team: Team) -> None:
+def test_who_is_not_expected_is_turned_away(team: ThreadPool) -> None:
     meeting = Meeting(DEADLINE_S)
     with pytest.raises(StateError, match="expects replica 0, but this one expects nobody"):
         meeting.exchange(0, None, "here")
@@ -237,7 +237,7 @@ def test_leaving_twice_or_without_being_a_member_does_nothing() -> None:
             meeting.exchange(0, None, "here")
 
 
-def test_one_member_from_two_threads_is_refused(team: Team) -> None:
+def test_one_member_from_two_threads_is_refused(team: ThreadPool) -> None:
     meeting = Meeting(DEADLINE_S)
     refused = threading.Event()
 

@@ -12,13 +12,13 @@ from torch import nn
 
 import phalanx
 from phalanx import StateError
-from phalanx.replicas import Team
+from phalanx.execution import ThreadPool
 
 DEADLINE_S = 60.0
 
 
 def test_closing_from_another_thread_waits_for_the_call() -> None:
-    team = Team(2, intra_op=1)
+    team = ThreadPool(2, intra_op=1)
     inside, go_on = threading.Barrier(3), threading.Event()
 
     def task(index: int) -> int:
@@ -42,7 +42,7 @@ def test_closing_from_another_thread_waits_for_the_call() -> None:
 
 def test_calls_and_closings_from_two_threads_never_hang() -> None:
     for _ in range(200):
-        team = Team(2, intra_op=1)
+        team = ThreadPool(2, intra_op=1)
         closer = threading.Thread(target=team.close)
         closer.start()
         try:
@@ -55,7 +55,7 @@ def test_calls_and_closings_from_two_threads_never_hang() -> None:
 
 
 def test_closing_from_inside_a_call_ends_it_first() -> None:
-    team = Team(2, intra_op=1)
+    team = ThreadPool(2, intra_op=1)
 
     def task(index: int) -> int:
         team.close()
@@ -68,7 +68,7 @@ def test_closing_from_inside_a_call_ends_it_first() -> None:
 
 
 def test_a_call_from_inside_of_a_call_is_refused() -> None:
-    team = Team(2, intra_op=1)
+    team = ThreadPool(2, intra_op=1)
     with pytest.raises(StateError, match="inner module"):
         team.each(lambda _: team.each(lambda index: index))
     assert team.each(lambda index: index) == [0, 1]
@@ -76,7 +76,7 @@ def test_a_call_from_inside_of_a_call_is_refused() -> None:
 
 
 def test_a_signals_handler_cannot_call_in_the_middle_of_a_call() -> None:
-    team = Team(2, intra_op=1)
+    team = ThreadPool(2, intra_op=1)
     errors: list[BaseException] = []
 
     def again(*_: object) -> None:

@@ -7,19 +7,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from phalanx.replicas.executor import Job
+from phalanx.execution.contract import RunState
 
-__all__ = ["Desk"]
+__all__ = ["WorkQueue"]
 
 
-class Desk:
+class WorkQueue:
     """Where threads fetch microbatches, and bring back those of workers that were lost.
 
     Args:
         active: Who may take what was brought back; not those that are switched off.
     """
 
-    def __init__(self, job: Job, active: Sequence[bool]) -> None:
+    def __init__(self, job: RunState, active: Sequence[bool]) -> None:
         self._job = job
         self._active = active
         self._changed = threading.Condition()

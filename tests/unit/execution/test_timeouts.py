@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from phalanx.replicas.patience import limit_patience
+from phalanx.execution.timeouts import limit_patience
 
 PATIENCE_S = 0.05
 

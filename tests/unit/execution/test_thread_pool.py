@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.errors import OutOfSpace, StateError
-from phalanx.replicas import Team
+from phalanx.execution import ThreadPool
 
 DEADLINE_S = 30
 
@@ -26,7 +26,7 @@ def test_each_runs_at_once_in_named_threads() -> None:
         barrier.wait(DEADLINE_S)  # three must be here together
         return index, threading.current_thread().name
 
-    team = Team(3, intra_op=1)
+    team = ThreadPool(3, intra_op=1)
     assert team.each(meet) == [(i, f"phalanx-replica-{i}") for i in range(3)]
     team.close()
 
@@ -35,7 +35,7 @@ def test_the_first_failure_keeps_its_type_and_the_others_are_notes() -> None:
     def fail(index: int) -> None:
         raise (KeyError if index else ZeroDivisionError)(f"of {index}")
 
-    team = Team(2, intra_op=1)
+    team = ThreadPool(2, intra_op=1)
     with pytest.raises(ZeroDivisionError, match="of 0") as caught:
         team.each(fail)
     assert "KeyError" in caught.value.__notes__[0]
@@ -45,7 +45,7 @@ def test_the_first_failure_keeps_its_type_and_the_others_are_notes() -> None:
 
 def test_threads_go_when_the_team_is_dropped() -> None:
     before = names()
-    team = Team(2, intra_op=1)
+    team = ThreadPool(2, intra_op=1)
     threads = team._threads
     del team
     gc.collect()
@@ -55,7 +55,7 @@ def test_threads_go_when_the_team_is_dropped() -> None:
 
 
 def test_closing_twice_is_fine_and_working_afterwards_is_not() -> None:
-    team = Team(1, intra_op=1)
+    team = ThreadPool(1, intra_op=1)
     team.close()
     team.close()
     with pytest.raises(StateError, match="needs open threads"):
@@ -64,7 +64,7 @@ def test_closing_twice_is_fine_and_working_afterwards_is_not() -> None:
 
 def test_intra_op_belongs_to_the_threads_and_not_to_the_caller() -> None:
     torch.set_num_threads(2)
-    team = Team(2, intra_op=1)
+    team = ThreadPool(2, intra_op=1)
     assert team.each(lambda _: torch.get_num_threads()) == [1, 1]
     assert torch.get_num_threads() == 2
     born_later: list[int] = []
@@ -91,7 +91,7 @@ def test_a_second_interrupt_does_not_wait_for_a_thread_that_hangs() -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, hear)
-    team = Team(1, intra_op=1)
+    team = ThreadPool(1, intra_op=1)
     try:
         with pytest.raises(KeyboardInterrupt):
             team.each(hang)
@@ -114,7 +114,7 @@ def test_an_interrupt_waits_for_the_threads(round_: int) -> None:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         finished.append(index)
 
-    team = Team(2, intra_op=1)
+    team = ThreadPool(2, intra_op=1)
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come after the last wait
         team.each(task)
         team.each(lambda index: index)
@@ -137,7 +137,7 @@ def test_threads_that_cannot_be_had_are_told_and_the_others_end(
 
     monkeypatch.setattr(threading.Thread, "start", start_two)
     with pytest.raises(OutOfSpace, match=r"room for 3 more threads.*ulimit -u"):
-        Team(3, intra_op=1)
+        ThreadPool(3, intra_op=1)
     for thread in started:
         thread.join(DEADLINE_S)
     assert len(started) == 2

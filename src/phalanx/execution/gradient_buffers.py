@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx.memory import ALIGN_BYTES
-from phalanx.replicas.shelf import Place, Shelf
-from phalanx.replicas.statistics import Head, Statistic, Statistics
+from phalanx.memory import ALIGN_BYTES, SharedMemoryPool, TensorHandle
+from phalanx.replicas import Head, Statistic, Statistics
 
 __all__ = ["LARGE_BYTES", "Filling", "Slot", "SlotLayout", "Slots"]
 
@@ -43,9 +42,9 @@ class Slot:
 class SlotLayout:
     """Where things lie in every slot; the region's number is that of the first one."""
 
-    gradients: list[Place | None]
+    gradients: list[TensorHandle | None]
     heads: list[Head]
-    statistics: list[Place]
+    statistics: list[TensorHandle]
 
 
 class Slots:
@@ -59,7 +58,7 @@ class Slots:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], heads: Sequence[Head], shelf: Shelf
+        self, parameters: Sequence[nn.Parameter], heads: Sequence[Head], shelf: SharedMemoryPool
     ) -> None:
         self.shelf = shelf
         self._parameters = [(p.numel(), p.dtype, shelf.place_of(p)) for p in parameters]
@@ -106,7 +105,9 @@ class Slots:
         return number, gradients, rooms[len(self._spans) :]
 
 
-_Lying = tuple[int, torch.dtype, Place | None]  # a parameter: elements, dtype, and where they lie
+_Lying = tuple[
+    int, torch.dtype, TensorHandle | None
+]  # a parameter: elements, dtype, and where they lie
 
 
 def _spans(parameters: Sequence[_Lying]) -> dict[int, tuple[int, int]]:

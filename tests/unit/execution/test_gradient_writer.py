@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx.execution.gradient_buffers import Slot, Slots
+from phalanx.execution.gradient_writer import GradientWriter
 from phalanx.memory import Field, Placement
-from phalanx.replicas.filler import Filler
-from phalanx.replicas.shelf import Shelf
-from phalanx.replicas.slots import Slot, Slots
+from phalanx.memory.shared_memory_pool import SharedMemoryPool
 
 SHAPES = [(5, 3), (131, 137), (131, 137), (0,), (131, 139)]  # the three large ones have places
 COUNTS = [torch.Size(shape).numel() for shape in SHAPES]
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.skipif(not Placement.hook(), reason="torch's calls cann
 class Passing:
     """A filler and a slot, and what microbatches leave there."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: SharedMemoryPool) -> None:
         parameters = shelf.allocate_like([torch.zeros(shape) for shape in SHAPES])
         self.slots = Slots([nn.Parameter(each) for each in parameters], [], shelf)
-        self.filler = Filler(self.slots.layout, shelf)
+        self.filler = GradientWriter(self.slots.layout, shelf)
         self.slot: Slot = self.slots.take()
 
     def run(self, make: Callable[[], Gradients]) -> Gradients:
@@ -57,7 +57,7 @@ class Passing:
 
 @pytest.fixture
 def passing() -> Iterator[Passing]:
-    shelf = Shelf()
+    shelf = SharedMemoryPool()
     yield Passing(shelf)
     shelf.close()
 

@@ -13,12 +13,11 @@ from typing import Any
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerLost, UnsupportedError
-from phalanx.memory import planted, signal_main_thread
-from phalanx.replicas.mailbox import Mailbox, collect
-from phalanx.replicas.parcel import load, pack
-from phalanx.replicas.patience import limit_patience
-from phalanx.replicas.shelf import Shelf
-from phalanx.replicas.worker import BirthPlace, Failed, NewRegions, Start, serve
+from phalanx.execution.mailbox import Mailbox, collect
+from phalanx.execution.timeouts import limit_patience
+from phalanx.execution.worker_main import BirthPlace, Failed, NewRegions, Start, serve
+from phalanx.memory import SharedMemoryPool, planted, signal_main_thread
+from phalanx.replicas import load, pack
 
 __all__ = ["START_S", "Lost", "WorkerProcess"]
 
@@ -79,7 +78,7 @@ class WorkerProcess:
         mail: tuple[Mailbox, Mailbox],
         intra_op: int,
         birth: BirthPlace,
-        shelf: Shelf,
+        shelf: SharedMemoryPool,
     ) -> None:
         self.index = index
         self.knows = -1

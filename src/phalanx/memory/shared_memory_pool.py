@@ -12,13 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.memory import ALIGN_BYTES, Field, Placement, Region, dense_strides
+from phalanx.memory.flat import ALIGN_BYTES, dense_strides
+from phalanx.memory.placement import Field, Placement
+from phalanx.memory.region import Region
 
-__all__ = ["Place", "Shelf"]
+__all__ = ["SharedMemoryPool", "TensorHandle"]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorHandle:
     """Where a tensor lies: in which region, from which byte on, and how."""
 
     region: int
@@ -28,7 +30,7 @@ class Place:
     strides: tuple[int, ...]
 
 
-class Shelf:
+class SharedMemoryPool:
     """Regions by number; the same numbers in the executor's process and in its workers.
 
     Regions are anonymous: the kernel frees them with the last process that holds them, however it
@@ -72,13 +74,13 @@ class Shelf:
                 for tensor, start in zip(tensors, offsets, strict=True)
             ]
 
-    def share(self, other: Shelf, tensor: Tensor) -> None:
+    def share(self, other: SharedMemoryPool, tensor: Tensor) -> None:
         """Have the region, too, in which ``tensor`` lies on another shelf, if it lies on that."""
         place = other.place_of(tensor)
         if place is not None and self.place_of(tensor) is None:
             self._add(other._regions[place.region])
 
-    def place_of(self, tensor: Tensor) -> Place | None:
+    def place_of(self, tensor: Tensor) -> TensorHandle | None:
         """Return where ``tensor`` lies, or None when it is not in one of the regions."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
@@ -90,9 +92,11 @@ class Shelf:
         start, number = starts[index]
         if address >= start + self._regions[number].nbytes:
             return None
-        return Place(number, address - start, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return TensorHandle(
+            number, address - start, tensor.dtype, tuple(tensor.shape), tensor.stride()
+        )
 
-    def at(self, place: Place) -> Tensor:
+    def at(self, place: TensorHandle) -> Tensor:
         """Return the tensor at ``place``, which begins at a whole number of elements."""
         key = place.region, place.dtype
         if key not in self._typed:

@@ -8,7 +8,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.replicas.worker import Worker
+from phalanx.execution.worker_main import Worker
 
 __all__ = ["Keep", "OnceNames", "SentOnce"]
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.replicas.filler import Filler
+from phalanx.execution.gradient_buffers import Slots
+from phalanx.execution.gradient_writer import GradientWriter
+from phalanx.memory.shared_memory_pool import SharedMemoryPool
 from phalanx.replicas.parcel import load, pack
-from phalanx.replicas.shelf import Shelf
-from phalanx.replicas.slots import Slots
 from phalanx.replicas.statistics import Head, Statistic, Statistics
 
 WEIGHT = 3.0
@@ -19,13 +19,13 @@ SHAPES = [(5, 3), (0,), (7,), (131, 137)]  # the last is large enough to be copi
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    shelf = Shelf()
+def shelf() -> Iterator[SharedMemoryPool]:
+    shelf = SharedMemoryPool()
     yield shelf
     shelf.close()
 
 
-def parameters(shelf: Shelf) -> list[nn.Parameter]:
+def parameters(shelf: SharedMemoryPool) -> list[nn.Parameter]:
     return [nn.Parameter(each) for each in shelf.allocate_like([torch.zeros(s) for s in SHAPES])]
 
 
@@ -45,7 +45,7 @@ def passed(
 ) -> tuple[list[Tensor | None], Statistics, int]:
     """Send what a microbatch leaves; return it as it arrives, and the size of the message."""
     slot = slots.take()
-    filler = Filler(slots.layout, slots.shelf)
+    filler = GradientWriter(slots.layout, slots.shelf)
     message = pack(filler.fill(slot.region if wanted else -1, gradients, statistics, "run"))
     slot = slot if wanted else None
     return *load(message).read(slot, slots.layout.heads, WEIGHT), len(message)
@@ -60,7 +60,7 @@ def assert_same(found: Statistics, expected: Statistics) -> None:
         assert torch.equal(found[name].value, statistic.value)
 
 
-def test_gradients_arrive_in_the_order_of_their_memory(shelf: Shelf) -> None:
+def test_gradients_arrive_in_the_order_of_their_memory(shelf: SharedMemoryPool) -> None:
     slots = Slots(parameters(shelf), [], shelf)
     gradients = [torch.randn(shape).flatten() for shape in SHAPES]
     found, statistics, size = passed(slots, [gradients[0], None, None, gradients[3]], {})
@@ -70,7 +70,7 @@ def test_gradients_arrive_in_the_order_of_their_memory(shelf: Shelf) -> None:
     assert (statistics, size < 1000) == ({}, True)
 
 
-def test_statistics_of_every_dtype_and_shape_arrive(shelf: Shelf) -> None:
+def test_statistics_of_every_dtype_and_shape_arrive(shelf: SharedMemoryPool) -> None:
     statistics = statistics_of(
         wide=torch.randn(3, 5, dtype=torch.float64),
         count=torch.tensor(7),
@@ -89,7 +89,7 @@ def test_statistics_of_every_dtype_and_shape_arrive(shelf: Shelf) -> None:
     found["wide"].value += 1  # it is the reader's own
 
 
-def test_what_differs_from_its_head_or_has_none_arrives_too(shelf: Shelf) -> None:
+def test_what_differs_from_its_head_or_has_none_arrives_too(shelf: SharedMemoryPool) -> None:
     slots = Slots(
         parameters(shelf), heads_for(statistics_of(a=torch.ones(2), b=torch.ones(3))), shelf
     )
@@ -103,7 +103,7 @@ def test_what_differs_from_its_head_or_has_none_arrives_too(shelf: Shelf) -> Non
         assert_same(passed(slots, [None] * len(SHAPES), statistics)[1], statistics)
 
 
-def test_where_no_gradients_are_wanted_statistics_arrive(shelf: Shelf) -> None:
+def test_where_no_gradients_are_wanted_statistics_arrive(shelf: SharedMemoryPool) -> None:
     statistics = statistics_of(a=torch.ones(2))
     slots = Slots(parameters(shelf), heads_for(statistics), shelf)
     gradients, found, _ = passed(slots, [None] * len(SHAPES), statistics, wanted=False)
@@ -111,7 +111,7 @@ def test_where_no_gradients_are_wanted_statistics_arrive(shelf: Shelf) -> None:
     assert_same(found, statistics)
 
 
-def test_gradients_lie_as_the_parameters_do(shelf: Shelf) -> None:
+def test_gradients_lie_as_the_parameters_do(shelf: SharedMemoryPool) -> None:
     first, second = parameters(shelf), parameters(shelf)  # as the groups of an optimizer
     mixed = [first[2], second[3], first[0], second[1], second[0], first[3]]
     slot = Slots(mixed, [], shelf).take()
@@ -125,21 +125,23 @@ def test_gradients_lie_as_the_parameters_do(shelf: Shelf) -> None:
     assert slot.gradients[3] is None
 
 
-def test_a_slot_is_no_larger_than_the_parameters(shelf: Shelf) -> None:
+def test_a_slot_is_no_larger_than_the_parameters(shelf: SharedMemoryPool) -> None:
     whole = shelf.allocate(1 << 20, torch.float32, torch.device("cpu"))
     slot = Slots([nn.Parameter(whole[5000:5003])], [], shelf).take()
     assert slot.gradients[0] is not None
     assert slot.gradients[0].untyped_storage().nbytes() < 4096
 
 
-def test_a_slot_that_is_made_in_inference_mode_may_be_written_outside(shelf: Shelf) -> None:
+def test_a_slot_that_is_made_in_inference_mode_may_be_written_outside(
+    shelf: SharedMemoryPool,
+) -> None:
     with torch.inference_mode():
         slot = Slots(parameters(shelf), heads_for(statistics_of(a=torch.ones(2))), shelf).take()
     for each in (*slot.gradients, *slot.statistics):
         assert each is None or each.fill_(2.0).sum() > 0
 
 
-def test_a_slot_is_taken_again_when_nobody_holds_it(shelf: Shelf) -> None:
+def test_a_slot_is_taken_again_when_nobody_holds_it(shelf: SharedMemoryPool) -> None:
     slots = Slots(parameters(shelf), [], shelf)
     first, second = slots.take(), slots.take()
     regions = {first.region, second.region}

@@ -28,46 +28,51 @@ import torch
 from torch import nn
 
 from phalanx.errors import PeerLost, StateError, UnsupportedError
-from phalanx.plan import BufferRules, check_workloads
-from phalanx.replicas.compiling import refuse_compiled_in_place
-from phalanx.replicas.desk import Desk
-from phalanx.replicas.executor import Executor, Job, Span, default_intra_op
-from phalanx.replicas.failures import WorkerFailure
-from phalanx.replicas.global_values import GlobalValues
-from phalanx.replicas.intra_op import num_cores
-from phalanx.replicas.mailbox import Mailbox
-from phalanx.replicas.mirror import Changes, Mirrored
-from phalanx.replicas.modes import CallerModes
-from phalanx.replicas.parcel import pack, pack_data, picklable_or_named
-from phalanx.replicas.patience import LONGEST_S
-from phalanx.replicas.replica import refuse_lazy, refuse_scripts
-from phalanx.replicas.sent_once import Keep, OnceNames, SentOnce
-from phalanx.replicas.settings import read_settings
-from phalanx.replicas.shelf import Shelf
-from phalanx.replicas.slots import Slot, Slots
-from phalanx.replicas.statistics import heads_of
-from phalanx.replicas.sums import Partial
-from phalanx.replicas.team import Team
-from phalanx.replicas.worker import (
-    Birth,
+from phalanx.execution.contract import Executor, RunState, Span, default_intra_op
+from phalanx.execution.failures import WorkerFailure
+from phalanx.execution.gradient_buffers import Slot, Slots
+from phalanx.execution.mailbox import Mailbox
+from phalanx.execution.partial_sums import PartialSum
+from phalanx.execution.sent_once import Keep, OnceNames, SentOnce
+from phalanx.execution.settings import read_settings
+from phalanx.execution.source_sync import Changes, Mirrored
+from phalanx.execution.thread_pool import ThreadPool
+from phalanx.execution.timeouts import LONGEST_S
+from phalanx.execution.work_queue import WorkQueue
+from phalanx.execution.worker_client import START_S, Lost, WorkerProcess, dismiss_all, rebuilt
+from phalanx.execution.worker_main import (
     BirthPlace,
     Done,
-    Errand,
     Failed,
-    Order,
     Packed,
+    RemoteCall,
+    RunSpec,
     Task,
     Worker,
+    WorkerInit,
 )
-from phalanx.replicas.worker_process import START_S, Lost, WorkerProcess, dismiss_all, rebuilt
+from phalanx.memory import SharedMemoryPool
+from phalanx.plan import BufferRules, check_workloads
+from phalanx.replicas import (
+    CallerModes,
+    GlobalValues,
+    heads_of,
+    num_cores,
+    pack,
+    pack_data,
+    picklable_or_named,
+    refuse_compiled_in_place,
+    refuse_lazy,
+    refuse_scripts,
+)
 
-__all__ = ["Portion", "ProcessExecutor", "check_shareable"]
+__all__ = ["CachedPayload", "ProcessExecutor", "check_shareable"]
 
 _LOOK_S = 0.02  # how often a thread whose worker has nothing to do looks how all is
 _CPU = torch.device("cpu")
 
 
-class Portion(ABC):
+class CachedPayload(ABC):
     """A base for microbatches of which a worker is sent what it does not keep already."""
 
     # Any: whatever the run takes for its batch.
@@ -106,14 +111,14 @@ class ProcessExecutor(Executor):
     Determinism: as `ThreadExecutor`, with the same bits, whoever dies.
     """
 
-    _team: Team
+    _team: ThreadPool
 
     def __init__(
         self,
         source: nn.Module,
         num_workers: int,
         *,
-        shelf: Shelf,
+        shelf: SharedMemoryPool,
         shared: Sequence[object] = (),
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
@@ -142,7 +147,7 @@ class ProcessExecutor(Executor):
         self._as_of: Changes | None = None
         self._settings = read_settings()
         self._mail = [(Mailbox(shelf), Mailbox(shelf)) for _ in range(num_workers)]
-        self._team = Team(num_workers, intra_op=self._intra_op, name="phalanx-executor")
+        self._team = ThreadPool(num_workers, intra_op=self._intra_op, name="phalanx-executor")
         self._workers: list[WorkerProcess] = []
         self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
         self._moved: list[nn.Parameter] = []
@@ -161,7 +166,7 @@ class ProcessExecutor(Executor):
             places, layout = self._mirrored.places, self._slots.layout
             self._globals = GlobalValues([source, *self._shared])
             blob, values = self._packed_module(), self._globals.at_first
-            self._birth = self._shelved(Birth(blob, places, layout, rules, steps, values))
+            self._birth = self._shelved(WorkerInit(blob, places, layout, rules, steps, values))
             # Noted one by one: where another does not start, these are dismissed.
             self._team.each(lambda index: self._workers.append(self._launch(index)))
             self._workers.sort(key=lambda worker: worker.index)
@@ -257,7 +262,7 @@ class ProcessExecutor(Executor):
         except Exception as error:  # whatever the user's objects raise when pickled
             raise picklable_or_named(self._source, error) from error
 
-    def _shelved(self, birth: Birth) -> BirthPlace:
+    def _shelved(self, birth: WorkerInit) -> BirthPlace:
         """Put it where workers read it; a message that long would wait until one has started."""
         packed = np.frombuffer(pack(birth), dtype=np.uint8)
         room = self.shelf.allocate(len(packed), torch.uint8, _CPU)
@@ -319,7 +324,7 @@ class ProcessExecutor(Executor):
             if not worker.poll_ready(0.0):
                 return False
             notes = dict(worker.kept)
-            answer = worker.ask(pack(Errand(make(notes), self._settings)), self._timeout_s)
+            answer = worker.ask(pack(RemoteCall(make(notes), self._settings)), self._timeout_s)
         except Lost as lost:
             try:
                 self._replace(index, lost, None)
@@ -336,7 +341,7 @@ class ProcessExecutor(Executor):
 
     # -- a run -------------------------------------------------------
 
-    def _work_on(self, job: Job) -> None:
+    def _work_on(self, job: RunState) -> None:
         if os.getpid() != self._pid:
             raise StateError(
                 "A process executor must be used by the process that made it, but this is a fork "
@@ -354,16 +359,16 @@ class ProcessExecutor(Executor):
             order=self._packed_order(job, modes),
             wants_gradients=modes.grad,
             moment=self._moment,
-            desk=Desk(job, [workload > 0 for workload in self.workloads]),
+            desk=WorkQueue(job, [workload > 0 for workload in self.workloads]),
             shapes=[parameter.shape for parameter in self.parameters] if job.feedback else [],
         )
         self._prepare_first(run)
         self._team.each(lambda index: self._look_after(index, run), on_interrupt=run.desk.fail)
 
-    def _packed_order(self, job: Job, modes: CallerModes) -> bytes:
+    def _packed_order(self, job: RunState, modes: CallerModes) -> bytes:
         numbers = {id(each): index for index, each in enumerate(self._shared)}
         return pack(
-            Order(
+            RunSpec(
                 job.run,
                 modes,
                 self._settings,
@@ -375,7 +380,7 @@ class ProcessExecutor(Executor):
 
     def _prepare_first(self, run: _Run) -> None:
         """Prepare what workers do first, here: threads of their own would wait for each other."""
-        if any(isinstance(batch, Portion) for batch in run.job.microbatches):
+        if any(isinstance(batch, CachedPayload) for batch in run.job.microbatches):
             return  # that notes what its worker is about to be sent, and the run may end before
         for index, worker in enumerate(self._workers):
             microbatch = run.job.take(index) if worker.ready else None
@@ -422,7 +427,7 @@ class ProcessExecutor(Executor):
         """Pack a microbatch for worker ``index``; its rows go where that one reads them."""
         worker, job = self._workers[index], run.job
         batch, once = job.microbatches[microbatch], {}
-        if isinstance(batch, Portion):
+        if isinstance(batch, CachedPayload):
             batch = batch.for_worker(worker.kept)
         worker.mailbox.clear()
 
@@ -464,7 +469,7 @@ class ProcessExecutor(Executor):
     def _send_once(self, worker: WorkerProcess, things: dict[str, SentOnce]) -> None:
         for name in [name for name in things if name not in worker.kept]:
             keep = Keep(name, things[name], self._once.alive())
-            answer = worker.ask(pack_data(Errand(keep)), START_S)
+            answer = worker.ask(pack_data(RemoteCall(keep)), START_S)
             if isinstance(answer, Failed):
                 raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
             keep.note(worker.kept)
@@ -490,7 +495,7 @@ class ProcessExecutor(Executor):
                 stop_s=done.stop_s,
             )
         )
-        job.sums.put(microbatch, Partial(gradients, statistics, owners=(slot,)))
+        job.sums.put(microbatch, PartialSum(gradients, statistics, owners=(slot,)))
         run.desk.count()
 
 
@@ -498,11 +503,11 @@ class ProcessExecutor(Executor):
 class _Run:
     """What the threads of one run share."""
 
-    job: Job
+    job: RunState
     order: bytes  # what all tasks of the run have in common
     wants_gradients: bool
     moment: Changes
-    desk: Desk
+    desk: WorkQueue
     shapes: list[torch.Size]
     first: dict[int, _Parcel] = field(default_factory=dict)  # by worker
 
@@ -517,7 +522,7 @@ class _Parcel:
     message: bytes
 
 
-def _move(parameters: list[nn.Parameter], shelf: Shelf) -> list[nn.Parameter]:
+def _move(parameters: list[nn.Parameter], shelf: SharedMemoryPool) -> list[nn.Parameter]:
     """Move parameters that the optimizer does not hold, such as frozen ones, to the shelf."""
     for parameter, place in zip(parameters, shelf.allocate_like(parameters), strict=True):
         parameter.data = place.copy_(parameter.detach())

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from phalanx.execution.contract import RunResult
 from phalanx.memory import FlatParameters
-from phalanx.replicas import Report
 
 __all__ = ["GradientSums", "LocalSums"]
 
@@ -16,7 +16,7 @@ __all__ = ["GradientSums", "LocalSums"]
 class GradientSums(Protocol):
     """How the last additions are made."""
 
-    def take(self, report: Report) -> list[int]:
+    def take(self, report: RunResult) -> list[int]:
         """Take over a run's sums; return the parameters without any gradient, in flat order."""
 
     def sum_part(self, part: int) -> None:
@@ -29,7 +29,7 @@ class GradientSums(Protocol):
         """Let go of what was taken over: the next gradients find that memory, still in a cache."""
 
 
-class LocalSums:
+class LocalSums(GradientSums):
     """All sums lie in this process; every replica's thread adds its part of the last two.
 
     Args:
@@ -47,7 +47,7 @@ class LocalSums:
         self._places = places
         self.operands: list[list[Tensor | None]] = []
 
-    def take(self, report: Report) -> list[int]:
+    def take(self, report: RunResult) -> list[int]:
         self.operands = [
             [None if place < 0 else operand.gradients[place] for place in self._places]
             for operand in report.operands

@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.replicas.mailbox import Mailbox, Outbox, collect
+from phalanx.execution.mailbox import Mailbox, Outbox, collect
+from phalanx.memory.shared_memory_pool import SharedMemoryPool
 from phalanx.replicas.parcel import load, pack
-from phalanx.replicas.shelf import Shelf
 
 ROWS = 33  # of 64 floats: more than the 4096 bytes below which tensors travel with the message
 
 
 @pytest.fixture
 def shelf() -> Any:
-    shelf = Shelf()
+    shelf = SharedMemoryPool()
     yield shelf
     shelf.close()
 
 
-def received(shelf: Shelf, message: bytes) -> Any:
+def received(shelf: SharedMemoryPool, message: bytes) -> Any:
     return load(message, lambda token: collect(shelf, *token[1:]))
 
 
@@ -30,7 +30,7 @@ def big(seed: int = 0) -> Tensor:
     return torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_mailbox_grows_and_what_it_had_is_read_from_the_old_room(shelf: Shelf) -> None:
+def test_a_mailbox_grows_and_what_it_had_is_read_from_the_old_room(shelf: SharedMemoryPool) -> None:
     box = Mailbox(shelf)
     values = [big(seed) for seed in range(20)]
     message = pack(values, box.put)
@@ -39,7 +39,7 @@ def test_a_mailbox_grows_and_what_it_had_is_read_from_the_old_room(shelf: Shelf)
     assert all(torch.equal(a, b) for a, b in zip(received(shelf, message), values, strict=True))
 
 
-def test_an_outbox_says_how_much_room_would_be_enough(shelf: Shelf) -> None:
+def test_an_outbox_says_how_much_room_would_be_enough(shelf: SharedMemoryPool) -> None:
     """The first answer travels whole, the next one through the room that was made for it."""
     answers = Mailbox(shelf)
     values = [big(seed) for seed in range(3)]
@@ -55,7 +55,7 @@ def test_an_outbox_says_how_much_room_would_be_enough(shelf: Shelf) -> None:
     assert lengths[1] < 3 * 400
 
 
-def test_a_room_that_is_too_small_takes_what_fits(shelf: Shelf) -> None:
+def test_a_room_that_is_too_small_takes_what_fits(shelf: SharedMemoryPool) -> None:
     room = shelf.allocate(big().nbytes + 64, torch.uint8, torch.device("cpu"))
     outbox = Outbox(shelf, shelf.place_of(room))
     assert outbox.put(big()) is not None
@@ -75,7 +75,7 @@ def test_a_room_that_is_too_small_takes_what_fits(shelf: Shelf) -> None:
         lambda x: x.flatten()[16:],
     ],
 )
-def test_tensors_come_out_as_they_lay(shelf: Shelf, lay_out: Any) -> None:
+def test_tensors_come_out_as_they_lay(shelf: SharedMemoryPool, lay_out: Any) -> None:
     with torch.inference_mode():
         made_in_inference_mode = lay_out(big())
     for value in (lay_out(big()), made_in_inference_mode):
@@ -86,7 +86,7 @@ def test_tensors_come_out_as_they_lay(shelf: Shelf, lay_out: Any) -> None:
         assert not found.is_inference()
 
 
-def test_a_mailbox_that_was_used_in_inference_mode_is_used_outside(shelf: Shelf) -> None:
+def test_a_mailbox_that_was_used_in_inference_mode_is_used_outside(shelf: SharedMemoryPool) -> None:
     numbers = torch.arange(1024)
     box = Mailbox(shelf)
     for mode in (True, False, True, False):
@@ -97,20 +97,22 @@ def test_a_mailbox_that_was_used_in_inference_mode_is_used_outside(shelf: Shelf)
         assert torch.equal(received(shelf, message), numbers)
 
 
-def test_nested_tensors_travel_as_torch_pickles_them(shelf: Shelf) -> None:
+def test_nested_tensors_travel_as_torch_pickles_them(shelf: SharedMemoryPool) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2, 900), torch.ones(3, 900)])
     found = received(shelf, pack(nested, Mailbox(shelf).put))
     assert all(torch.equal(a, b) for a, b in zip(found.unbind(), nested.unbind(), strict=True))
 
 
-def test_a_tensor_that_comes_twice_is_one_over_there(shelf: Shelf) -> None:
+def test_a_tensor_that_comes_twice_is_one_over_there(shelf: SharedMemoryPool) -> None:
     """As it is in a thread of the process that sends it."""
     for value in (big(), torch.ones(3)):
         first, second = received(shelf, pack([value, value], Mailbox(shelf).put))
         assert first is second
 
 
-def test_small_tensors_and_those_with_a_graph_travel_with_the_message(shelf: Shelf) -> None:
+def test_small_tensors_and_those_with_a_graph_travel_with_the_message(
+    shelf: SharedMemoryPool,
+) -> None:
     box = Mailbox(shelf)
     assert box.put(torch.ones(3)) is None
     assert box.put(big().requires_grad_()) is None

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
+from phalanx.execution.processes import ProcessExecutor
+from phalanx.execution.shard_step import Key, Options, Slice, SlicePlan, SliceStep, plan_slice
+from phalanx.execution.sharded_optimizer import FlatStepper
 from phalanx.memory import FlatParameters
-from phalanx.replicas import ProcessExecutor
-from phalanx.train.slices import Key, Options, Slice, SlicePlan, SliceStep, plan_slice
-from phalanx.train.stepping import FlatStepper
 
 __all__ = ["LEAST_SLICE_ELEMENTS", "SharedStepper", "is_worth_sending"]
 

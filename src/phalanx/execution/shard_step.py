@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.memory import Range, reach
-from phalanx.replicas import Place, Shelf, Worker
+from phalanx.execution.worker_main import Worker
+from phalanx.memory import Range, SharedMemoryPool, TensorHandle, reach
 
 __all__ = ["BLOCK_ELEMENTS", "Slice", "SlicePlan", "SliceStep", "plan_slice"]
 
@@ -41,9 +41,9 @@ class Block:
     """Some elements of one segment: where they, their gradients and their state lie."""
 
     group: int
-    values: Place
-    gradients: Place
-    state: tuple[tuple[str, Place], ...]
+    values: TensorHandle
+    gradients: TensorHandle
+    state: tuple[tuple[str, TensorHandle], ...]
 
     @property
     def key(self) -> Key:
@@ -63,8 +63,8 @@ class SlicePlan:
 
     kind: type[Optimizer]
     blocks: tuple[Block, ...]
-    undo: tuple[Place, ...]
-    progress: Place
+    undo: tuple[TensorHandle, ...]
+    progress: TensorHandle
 
 
 class Slice:
@@ -76,7 +76,9 @@ class Slice:
         options: Of the optimizer, for each kind of block.
     """
 
-    def __init__(self, plan: SlicePlan, shelf: Shelf, options: Mapping[Key, Options]) -> None:
+    def __init__(
+        self, plan: SlicePlan, shelf: SharedMemoryPool, options: Mapping[Key, Options]
+    ) -> None:
         self._blocks = [_OpenBlock(plan.kind, block, shelf, options) for block in plan.blocks]
         self._undo = [shelf.at(place) for place in plan.undo]
         self._progress = shelf.at(plan.progress).numpy()
@@ -121,7 +123,11 @@ class _OpenBlock:
     """One block with a torch optimizer of the user's class."""
 
     def __init__(
-        self, kind: type[Optimizer], block: Block, shelf: Shelf, options: Mapping[Key, Options]
+        self,
+        kind: type[Optimizer],
+        block: Block,
+        shelf: SharedMemoryPool,
+        options: Mapping[Key, Options],
     ) -> None:
         self.key = block.key
         parameter = nn.Parameter(shelf.at(block.values))
@@ -167,7 +173,7 @@ class SliceStep:
 def plan_slice(
     kind: type[Optimizer],
     owned: Sequence[tuple[Range, Mapping[str, Any]]],
-    shelf: Shelf,
+    shelf: SharedMemoryPool,
 ) -> tuple[SlicePlan, list[int]]:
     """Plan the slice whose ranges and state are ``owned``, all of it on ``shelf``.
 
@@ -206,11 +212,11 @@ def _cuts(size: int) -> Iterator[tuple[int, int]]:
     return zip([0, *stops[:-1]], stops, strict=True)
 
 
-def _placed(shelf: Shelf, tensor: Tensor) -> Place:
+def _placed(shelf: SharedMemoryPool, tensor: Tensor) -> TensorHandle:
     place = shelf.place_of(tensor)
     assert place is not None
     return place
 
 
-def _nbytes(place: Place) -> int:
+def _nbytes(place: TensorHandle) -> int:
     return place.shape[0] * place.dtype.itemsize

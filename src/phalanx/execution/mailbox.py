@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.memory import ALIGN_BYTES
-from phalanx.replicas.parcel import (
+from phalanx.memory import ALIGN_BYTES, SharedMemoryPool, TensorHandle
+from phalanx.replicas import (
     Form,
     alignment_of,
     bytes_of,
@@ -22,7 +22,6 @@ from phalanx.replicas.parcel import (
     is_plain,
     span_bytes,
 )
-from phalanx.replicas.shelf import Place, Shelf
 
 __all__ = ["Mailbox", "Outbox", "collect"]
 
@@ -44,7 +43,7 @@ class Outbox:
         needed_bytes: What the tensors of this message take, those that did not fit included.
     """
 
-    def __init__(self, shelf: Shelf, room: Place | None = None) -> None:
+    def __init__(self, shelf: SharedMemoryPool, room: TensorHandle | None = None) -> None:
         self._shelf = shelf
         self._room = room
         self._used = 0
@@ -62,7 +61,7 @@ class Outbox:
             return None
         assert self._room is not None
         region, offset = self._room.region, self._room.offset_bytes + start
-        place = Place(region, offset, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        place = TensorHandle(region, offset, tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.is_contiguous():
             self._shelf.at(place).copy_(tensor)
         else:  # elements may lie in one another's memory
@@ -89,7 +88,7 @@ class Mailbox(Outbox):
         self._used = self.needed_bytes = 0
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> TensorHandle | None:
         """Where all the room lies, for somebody else to write to; None while there is none."""
         return self._room
 
@@ -116,11 +115,11 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def _as_bytes(place: Place, size: int) -> Place:
-    return Place(place.region, place.offset_bytes, torch.uint8, (size,), (1,))
+def _as_bytes(place: TensorHandle, size: int) -> TensorHandle:
+    return TensorHandle(place.region, place.offset_bytes, torch.uint8, (size,), (1,))
 
 
-def collect(shelf: Shelf, place: Place, size: int, alignment: int) -> Tensor:
+def collect(shelf: SharedMemoryPool, place: TensorHandle, size: int, alignment: int) -> Tensor:
     """Return a copy of the ``size`` bytes at ``place``, in the reader's process.
 
     Args:

@@ -19,37 +19,47 @@ import torch
 from torch import nn
 
 from phalanx.clock import now_s
-from phalanx.memory import die_with_parent, keep_freed_memory, plant, reach
+from phalanx.execution.contract import MicrobatchContext
+from phalanx.execution.gradient_buffers import Filling, SlotLayout
+from phalanx.execution.gradient_writer import GradientWriter
+from phalanx.execution.mailbox import Outbox, collect
+from phalanx.execution.settings import adopt_settings
+from phalanx.execution.source_sync import Changes, place_buffers, take_over
+from phalanx.execution.stopwatch import Stopwatch
+from phalanx.memory import (
+    SharedMemoryPool,
+    TensorHandle,
+    die_with_parent,
+    keep_freed_memory,
+    plant,
+    reach,
+)
 from phalanx.plan import BufferRules
-from phalanx.replicas.draws import derive_seed
-from phalanx.replicas.executor import Turn
-from phalanx.replicas.filler import Filler
-from phalanx.replicas.global_values import PackedGlobals, adopt_globals
-from phalanx.replicas.intra_op import set_intra_op
-from phalanx.replicas.mailbox import Outbox, collect
-from phalanx.replicas.mirror import Changes, place_buffers, take_over
-from phalanx.replicas.modes import CallerModes
-from phalanx.replicas.parcel import load, pack
-from phalanx.replicas.replica import Replica
-from phalanx.replicas.rng import RngPlan
-from phalanx.replicas.settings import adopt_settings
-from phalanx.replicas.shelf import Place, Shelf
-from phalanx.replicas.slots import Filling, SlotLayout
-from phalanx.replicas.stopwatch import Stopwatch
+from phalanx.replicas import (
+    CallerModes,
+    PackedGlobals,
+    Replica,
+    RngPlan,
+    adopt_globals,
+    derive_seed,
+    load,
+    pack,
+    set_intra_op,
+)
 from phalanx.types import Nested
 
 __all__ = [
-    "Birth",
     "BirthPlace",
     "Done",
-    "Errand",
     "Failed",
     "NewRegions",
-    "Order",
     "Packed",
+    "RemoteCall",
+    "RunSpec",
     "Start",
     "Task",
     "Worker",
+    "WorkerInit",
     "serve",
 ]
 
@@ -74,7 +84,7 @@ class NewRegions:
 
 
 @dataclass(frozen=True)
-class Birth:
+class WorkerInit:
     """The model.
 
     Attributes:
@@ -87,7 +97,7 @@ class Birth:
     """
 
     blob: bytes
-    buffers: list[Place | None]
+    buffers: list[TensorHandle | None]
     slot: SlotLayout
     rules: BufferRules | None = None
     steps: bool = False
@@ -96,23 +106,23 @@ class Birth:
 
 @dataclass(frozen=True)
 class BirthPlace:
-    """Where a `Birth` lies on the shelf, packed."""
+    """Where a `WorkerInit` lies on the shelf, packed."""
 
-    place: Place
+    place: TensorHandle
 
 
 @dataclass(frozen=True)
-class Order:
+class RunSpec:
     """What the microbatches of a run have in common.
 
     Attributes:
-        run: What is to be called with the `Turn`.
+        run: What is to be called with the `MicrobatchContext`.
         settings: Those of the executor's process.
         rng: How microbatches get their random numbers.
         values: Of global variables that have changed since the worker's birth.
     """
 
-    run: Callable[[Turn], Any]  # Any: the result, whatever the caller's
+    run: Callable[[MicrobatchContext], Any]  # Any: the result, whatever the caller's
     modes: CallerModes
     settings: tuple[Any, ...]  # Any: see `read_settings`
     rng: RngPlan
@@ -121,7 +131,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Packed:
-    """An `Order` on its way: most of the time it is that of the run before."""
+    """An `RunSpec` on its way: most of the time it is that of the run before."""
 
     order: bytes
 
@@ -139,17 +149,17 @@ class Task:
     """
 
     index: int
-    order: Order | Packed
+    order: RunSpec | Packed
     batch: Nested
     weight: float
     seed: tuple[int, ...]
     slot: int
     changes: Changes
-    reply: Place | None
+    reply: TensorHandle | None
 
 
 @dataclass(frozen=True)
-class Errand:
+class RemoteCall:
     """Something else to do.
 
     Attributes:
@@ -213,7 +223,7 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
     torch.set_num_interop_threads(1)
     set_intra_op(start.intra_op)
     keep_freed_memory()
-    shelf = Shelf()
+    shelf = SharedMemoryPool()
     worker: Worker | None = None
     while True:
         try:
@@ -226,7 +236,7 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
                     shelf.receive(connection, count)
                     continue
                 case BirthPlace(place):
-                    birth: Birth = load(shelf.at(place).numpy().tobytes())
+                    birth: WorkerInit = load(shelf.at(place).numpy().tobytes())
                     worker = Worker(start.worker, birth, shelf)
                     _warm_up(steps=birth.steps)
                     reach("born")
@@ -250,20 +260,20 @@ class Worker:
         kept: What errands and runs have left for later ones, by name.
     """
 
-    def __init__(self, index: int, birth: Birth, shelf: Shelf) -> None:
+    def __init__(self, index: int, birth: WorkerInit, shelf: SharedMemoryPool) -> None:
         self.shelf = shelf
         self.kept: dict[str, Any] = {}
-        self._filler = Filler(birth.slot, shelf)
+        self._filler = GradientWriter(birth.slot, shelf)
         self._module, self._shared = _born(birth, shelf)
         adopt_globals(birth.values, [self._module, *self._shared])
         self._replica = Replica(self._module, _CPU, index, rules=birth.rules)
         self._packed_order = b""
-        self._order: Order | None = None
+        self._order: RunSpec | None = None
         self._buffers_seen = -1
 
     def work(self, message: Any) -> bytes:  # Any: the messages above
         """Answer one message."""
-        if isinstance(message, Errand):
+        if isinstance(message, RemoteCall):
             if message.settings is not None:
                 adopt_settings(message.settings)
             return pack(message.call(self))
@@ -277,9 +287,9 @@ class Worker:
     def _compute(self, task: Task, outbox: Outbox) -> Done:
         start_s = now_s()
         order = task.order
-        assert isinstance(order, Order)
+        assert isinstance(order, RunSpec)
         self._follow(task.changes)
-        turn = Turn(
+        turn = MicrobatchContext(
             replica=self._replica,
             index=task.index,
             batch=task.batch,
@@ -316,10 +326,10 @@ class Worker:
             busy_s=busy_s,
         )
 
-    def _begin(self, packed: bytes) -> Order:
+    def _begin(self, packed: bytes) -> RunSpec:
         """Return the order of a microbatch whose rows come next, and be as it says."""
         if self._order is None or packed != self._packed_order:
-            order: Order = load(packed, lambda token: self._shared[token[1]])
+            order: RunSpec = load(packed, lambda token: self._shared[token[1]])
             self._order, self._packed_order = order, packed
             adopt_globals(order.values, [self._module, *self._shared])
         adopt_settings(self._order.settings)
@@ -341,7 +351,7 @@ class Worker:
         self._replica.refresh()
 
 
-def _born(birth: Birth, shelf: Shelf) -> tuple[nn.Module, list[Any]]:
+def _born(birth: WorkerInit, shelf: SharedMemoryPool) -> tuple[nn.Module, list[Any]]:
     """Unpack the module, its parameters in the memory that all workers share."""
     made: dict[int, nn.Parameter] = {}
 

@@ -13,18 +13,31 @@ import torch
 from torch import nn
 
 from phalanx.codecs import Feedback
+from phalanx.execution.partial_sums import PartialSum, PartialSums
+from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.plan import Node, Shares, workload_sizes
-from phalanx.replicas.compiling import has_compiled
-from phalanx.replicas.draws import derive_seed
-from phalanx.replicas.intra_op import num_cores
-from phalanx.replicas.replica import Replica
-from phalanx.replicas.rng import MicrobatchRng, RngPlan, RngUse, has_fused_evaluation
-from phalanx.replicas.sums import Partial, PartialSums
-from phalanx.replicas.team import Inline, Team
-from phalanx.replicas.unchanged import same_afterwards
+from phalanx.replicas import (
+    MicrobatchRng,
+    Replica,
+    RngPlan,
+    RngUse,
+    derive_seed,
+    has_compiled,
+    has_fused_evaluation,
+    num_cores,
+    same_afterwards,
+)
 from phalanx.types import Nested
 
-__all__ = ["Executor", "Job", "Report", "Span", "Turn", "blame", "default_intra_op"]
+__all__ = [
+    "Executor",
+    "MicrobatchContext",
+    "RunResult",
+    "RunState",
+    "Span",
+    "blame",
+    "default_intra_op",
+]
 
 T = TypeVar("T")
 
@@ -40,7 +53,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class MicrobatchContext:
     """One microbatch in the hands of one replica.
 
     Attributes:
@@ -73,7 +86,7 @@ class Turn:
 
 
 @dataclass(kw_only=True)
-class Report:
+class RunResult:
     """What a run over microbatches gave.
 
     Attributes:
@@ -88,8 +101,8 @@ class Report:
     """
 
     results: list[Any]  # Any: whatever the caller's `run` returns
-    operands: list[Partial] = field(default_factory=list)
-    sums: dict[Node, Partial | None] = field(default_factory=dict)
+    operands: list[PartialSum] = field(default_factory=list)
+    sums: dict[Node, PartialSum | None] = field(default_factory=dict)
     replica_of: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -111,7 +124,7 @@ class Executor(ABC):
     devices: tuple[torch.device, ...]
     sources: tuple[nn.Module, ...]
     parameters: list[nn.Parameter]
-    _team: Team | Inline
+    _team: ThreadPool | CallerThread
     one_source: bool = True
     _compared: frozenset[bool] = frozenset()  # modes, training or not, whose first run is done
     _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
@@ -127,24 +140,24 @@ class Executor(ABC):
         Args:
             whole: A Ctrl-C arrives after it, also where the one replica is the caller's thread.
         """
-        if whole and isinstance(self._team, Inline):
+        if whole and isinstance(self._team, CallerThread):
             return self._team.each_whole(task)
         if not self._team.closed:
             return self._team.each(task)
-        with contextlib.closing(Team(len(self), intra_op=self.intra_op)) as team:
+        with contextlib.closing(ThreadPool(len(self), intra_op=self.intra_op)) as team:
             return team.each(task)
 
     def run(
         self,
         microbatches: Sequence[Nested],
-        run: Callable[[Turn], Any],  # Any: the caller's own result type
+        run: Callable[[MicrobatchContext], Any],  # Any: the caller's own result type
         *,
         weights: Sequence[float],
         seed: tuple[int, ...],
         pinned: bool = False,
         feedback: Feedback | None = None,
         only: range | None = None,
-    ) -> Report:
+    ) -> RunResult:
         """Run every microbatch of weight above 0 on some replica.
 
         Args:
@@ -172,7 +185,7 @@ class Executor(ABC):
             throughout=self._rng_hidden.is_set() or self._sees_operators(all(trains)),
             alone=self.is_alone(),
         )
-        job = Job(
+        job = RunState(
             microbatches,
             run,
             weights,
@@ -198,7 +211,7 @@ class Executor(ABC):
             self._compiled = any(map(has_compiled, self.sources))
         return self._compiled or (self._fused and not trains)
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: RunState) -> None:
         if job.pinned:
             own = [int(job.weights[index] > 0) for index in job.leaves]
             job.shares = Shares(own, stealing=False)
@@ -238,11 +251,11 @@ class Executor(ABC):
         """Dismiss threads and replicas; closing twice does nothing."""
 
     @abstractmethod
-    def _work_on(self, job: Job) -> None:
+    def _work_on(self, job: RunState) -> None:
         """Run all microbatches of ``job`` that weigh something."""
 
 
-class Job:
+class RunState:
     """The state of one run, shared by the threads of the executor.
 
     Args:
@@ -252,7 +265,7 @@ class Job:
     def __init__(
         self,
         microbatches: Sequence[Nested],
-        run: Callable[[Turn], Any],
+        run: Callable[[MicrobatchContext], Any],
         weights: Sequence[float],
         seed: tuple[int, ...],
         pinned: bool,
@@ -289,9 +302,9 @@ class Job:
             place = None if self.failed else self.shares.take(replica)
         return None if place is None else self.queue[place]
 
-    def turn(self, replica: Replica, index: int) -> Turn:
+    def turn(self, replica: Replica, index: int) -> MicrobatchContext:
         """Put microbatch ``index`` into the hands of ``replica``."""
-        return Turn(
+        return MicrobatchContext(
             replica=replica,
             index=index,
             batch=self.microbatches[index],
@@ -300,9 +313,9 @@ class Job:
             rng_use=self.rng_use,
         )
 
-    def report(self) -> Report:
+    def report(self) -> RunResult:
         """Return what the run gave, when it is over."""
-        return Report(
+        return RunResult(
             results=self.results,
             operands=self.sums.operands(),
             sums=self.sums.waiting(),

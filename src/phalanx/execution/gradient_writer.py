@@ -16,12 +16,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from phalanx.memory import Field, Placement, copy_to, give_back_freed_memory, reach
-from phalanx.replicas.shelf import Place, Shelf
-from phalanx.replicas.slots import LARGE_BYTES, Filling, SlotLayout
-from phalanx.replicas.statistics import Statistics
+from phalanx.execution.gradient_buffers import LARGE_BYTES, Filling, SlotLayout
+from phalanx.memory import (
+    Field,
+    Placement,
+    SharedMemoryPool,
+    TensorHandle,
+    copy_to,
+    give_back_freed_memory,
+    reach,
+)
+from phalanx.replicas import Statistics
 
-__all__ = ["Filler"]
+__all__ = ["GradientWriter"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +46,10 @@ class _Room:
     field: Field | None
 
 
-class Filler:
+class GradientWriter:
     """Write to slots, in a worker process."""
 
-    def __init__(self, layout: SlotLayout, shelf: Shelf) -> None:
+    def __init__(self, layout: SlotLayout, shelf: SharedMemoryPool) -> None:
         self._layout = layout
         self._shelf = shelf
         self._heads = {head.name: place for place, head in enumerate(layout.heads)}
@@ -154,7 +161,7 @@ class Filler:
         return self._rooms[region]
 
 
-def _nbytes(place: Place) -> int:
+def _nbytes(place: TensorHandle) -> int:
     return math.prod(place.shape) * place.dtype.itemsize
 
 

@@ -10,16 +10,15 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from phalanx.plan import Node, SummationTree
-from phalanx.replicas.replica import add_gradients
-from phalanx.replicas.statistics import Statistic, merge_statistics
+from phalanx.replicas import Statistic, add_gradients, merge_statistics
 
-__all__ = ["Partial", "PartialSums", "TreeSums"]
+__all__ = ["PartialSum", "PartialSums", "TreeSums"]
 
 T = TypeVar("T")
 
 
 @dataclass
-class Partial:
+class PartialSum:
     """What one microbatch, or several already added, contribute to the step.
 
     ``owners`` are kept alive as long as their memory is in use here.
@@ -77,20 +76,20 @@ class TreeSums(Generic[T]):
         return [value for value in self.waiting().values() if value is not None]
 
 
-class PartialSums(TreeSums[Partial]):
+class PartialSums(TreeSums[PartialSum]):
     """Sums of gradients and statistics."""
 
     def __init__(self, num_leaves: int) -> None:
         super().__init__(num_leaves, _add)
 
 
-def _add(left: Partial, right: Partial) -> Partial:
+def _add(left: PartialSum, right: PartialSum) -> PartialSum:
     # Some of the right one's memory stays in use where the left one lacks something.
     taken_over = (
         any(a is None for a in left.gradients)
         or not right.statistics.keys() <= left.statistics.keys()
     )
-    return Partial(
+    return PartialSum(
         add_gradients(left.gradients, right.gradients),
         merge_statistics(left.statistics, right.statistics),
         left.owners + right.owners if taken_over else left.owners,

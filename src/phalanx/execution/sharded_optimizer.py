@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from phalanx.execution.elementwise import STEP, is_elementwise, state_is_uniform
 from phalanx.memory import (
     Allocate,
     FlatParameters,
@@ -31,7 +32,6 @@ from phalanx.memory import (
     dense_strides,
     zeros,
 )
-from phalanx.train.elementwise import STEP, is_elementwise, state_is_uniform
 
 __all__ = [
     "FlatStepper",
@@ -75,7 +75,7 @@ def open_stepper(
     return WholeStepper(optimizer, flat)
 
 
-class WholeStepper:
+class WholeStepper(Stepper):
     """Any torch optimizer as it is, on the module's own parameters.
 
     Gradients are those of the flat buffers, or the ones given to :meth:`show` where there is
@@ -116,7 +116,7 @@ class WholeStepper:
         pass
 
 
-class FlatStepper:
+class FlatStepper(Stepper):
     """An elementwise optimizer, cut into parts.
 
     Args:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from phalanx.errors import GroupAborted, OutOfSpace, StateError
 from phalanx.memory import keep_awake, tie_to_core
-from phalanx.replicas.intra_op import num_threads, set_intra_op
+from phalanx.replicas import num_threads, set_intra_op
 
-__all__ = ["Inline", "Team"]
+__all__ = ["CallerThread", "ThreadPool"]
 
 T = TypeVar("T")
 _SIGNALS_HEARD_S = 1.0  # Python runs signal handlers between waits, not inside them
@@ -45,7 +45,7 @@ class _Seat:
         self.stay_awake: Callable[[], object] = bool
 
 
-class Team:
+class ThreadPool:
     """Threads that run one function at a time, each with its own index.
 
     Idle threads sleep; they never spin. (Where there is one for each core, cores are kept awake for
@@ -217,7 +217,7 @@ class Team:
             thread.join()
 
 
-class Inline:
+class CallerThread:
     """A team of one without a thread: tasks run in the caller's, where a debugger finds them."""
 
     def __init__(self, *, intra_op: int) -> None:

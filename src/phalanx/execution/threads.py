@@ -10,18 +10,22 @@ from torch import nn
 
 from phalanx.clock import now_s
 from phalanx.errors import UnsupportedError
+from phalanx.execution.contract import Executor, RunState, Span, blame, default_intra_op
+from phalanx.execution.partial_sums import PartialSum
+from phalanx.execution.stopwatch import Stopwatch
+from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.memory import keep_freed_memory
 from phalanx.plan import BufferRules, check_workloads, read_intra_op
-from phalanx.replicas.batch_norm import batch_norm_names, synchronise_batch_norm
-from phalanx.replicas.compiling import CompileOnce
-from phalanx.replicas.executor import Executor, Job, Span, blame, default_intra_op
-from phalanx.replicas.meeting import Meeting
-from phalanx.replicas.modes import CallerModes
-from phalanx.replicas.replica import Replica, refuse_lazy
-from phalanx.replicas.source_gradients import SourceGradients
-from phalanx.replicas.stopwatch import Stopwatch
-from phalanx.replicas.sums import Partial
-from phalanx.replicas.team import Inline, Team
+from phalanx.replicas import (
+    CallerModes,
+    CompileOnce,
+    Meeting,
+    Replica,
+    SourceGradients,
+    batch_norm_names,
+    refuse_lazy,
+    synchronise_batch_norm,
+)
 
 __all__ = ["ThreadExecutor"]
 
@@ -104,9 +108,9 @@ class ThreadExecutor(Executor):
         self.compile_once = CompileOnce(sources)
         self._meeting = self._synchronise(sources[0], rules) if alone and rules else None
         if inline:
-            self._team = Inline(intra_op=self.intra_op)
+            self._team = CallerThread(intra_op=self.intra_op)
         else:
-            self._team = Team(len(devices), intra_op=self.intra_op)
+            self._team = ThreadPool(len(devices), intra_op=self.intra_op)
 
     def _synchronise(self, source: nn.Module, rules: BufferRules) -> Meeting | None:
         """Let the replicas' batch norms meet where statistics are to be the whole batch's."""
@@ -188,7 +192,7 @@ class ThreadExecutor(Executor):
         """Dismiss the threads; closing twice does nothing."""
         self._team.close()
 
-    def _work_on(self, job: Job) -> None:
+    def _work_on(self, job: RunState) -> None:
         modes = CallerModes.capture(self.devices)
         shapes = [parameter.shape for parameter in self.parameters] if job.feedback else []
         members = [index for index, weight in enumerate(job.weights) if weight > 0]
@@ -208,7 +212,7 @@ def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def _serve(
     replica: Replica,
-    job: Job,
+    job: RunState,
     shapes: Sequence[torch.Size],
     watch: Stopwatch,
     compile_once: CompileOnce,
@@ -226,7 +230,7 @@ def _serve(
             if job.feedback is not None:
                 gradients = job.feedback.compress(index, gradients, shapes)
             job.seconds[index] = watch.lap()
-            job.sums.put(index, Partial(gradients, written))
+            job.sums.put(index, PartialSum(gradients, written))
         except BaseException as error:
             job.failed = True
             replica.drop_gradients()

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.replicas.attributes import Attributes
-from phalanx.replicas.hooks import Registered
-from phalanx.replicas.seen import Seen
-from phalanx.replicas.shelf import Place, Shelf
+from phalanx.memory import SharedMemoryPool, TensorHandle
+from phalanx.replicas import Attributes, Registered, TensorVersion
 
 __all__ = ["Changes", "Mirrored", "place_buffers", "take_over"]
 
@@ -55,7 +53,7 @@ class Mirrored:
         places: Where the copies lie, in the order of the modules.
     """
 
-    def __init__(self, source: nn.Module, shelf: Shelf) -> None:
+    def __init__(self, source: nn.Module, shelf: SharedMemoryPool) -> None:
         self._source = source
         self._parameters = list(source.parameters())
         self._attributes = Attributes(source, source)
@@ -64,7 +62,7 @@ class Mirrored:
         copies = shelf.allocate_like([buffer for _, _, buffer in found])
         self._copies = [(o, k, copy) for (o, k, _), copy in zip(found, copies, strict=True)]
         self.places = [shelf.place_of(copy) for copy in copies]
-        self._seen = [Seen()] * len(self._copies)
+        self._seen = [TensorVersion()] * len(self._copies)
         self._buffers_written = 0
         self._changed: dict[int, dict[str, Any]] = {}
         self._trained: tuple[bool, ...] = tuple(p.requires_grad for p in self._parameters)
@@ -80,7 +78,7 @@ class Mirrored:
 
     def outdate(self) -> None:
         """Write all buffers again before the next run, whatever their versions say."""
-        self._seen = [Seen()] * len(self._copies)
+        self._seen = [TensorVersion()] * len(self._copies)
 
     def is_at(self, moment: Changes) -> bool:
         """Tell whether nothing that workers take over has changed since ``moment`` was returned.
@@ -114,7 +112,7 @@ class Mirrored:
                 assert buffer is not None  # see `can_follow`
                 if not self._seen[index].is_still(buffer):
                     copy.copy_(buffer)
-                    self._seen[index] = Seen(buffer)
+                    self._seen[index] = TensorVersion(buffer)
                     wrote = True
         self._buffers_written += wrote
 
@@ -131,7 +129,9 @@ def take_over(module: nn.Module, changes: Changes) -> None:
             parameter.requires_grad_(trained)
 
 
-def place_buffers(module: nn.Module, places: list[Place | None], shelf: Shelf) -> None:
+def place_buffers(
+    module: nn.Module, places: list[TensorHandle | None], shelf: SharedMemoryPool
+) -> None:
     """Give ``module``, in a worker, the buffers that lie on ``shelf``."""
     for (owner, key, _), place in zip(list(_buffers(module)), places, strict=True):
         if place is not None:
