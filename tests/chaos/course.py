@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import phalanx
-from phalanx.execution import ProcessExecutor
+from phalanx.execution import ProcessExecutor, shard_step, shared_stepping
 from phalanx.execution.worker_client import WorkerProcess
 from phalanx.memory import faults
-from phalanx.train import shared_stepping, slices
 from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur
 
 DEADLINE_S = 90.0  # for anything; far more than all of it takes
@@ -32,7 +31,7 @@ BLOCK_ELEMENTS = 128  # small enough for several blocks in each worker's slice
 
 def make_blocks_small(patch: Any) -> None:  # Any: pytest's MonkeyPatch, or what acts as it
     """Let workers step slices of tiny models too, in several blocks."""
-    patch.setattr(slices, "BLOCK_ELEMENTS", BLOCK_ELEMENTS)
+    patch.setattr(shard_step, "BLOCK_ELEMENTS", BLOCK_ELEMENTS)
     patch.setattr(shared_stepping, "LEAST_SLICE_ELEMENTS", 0)
 
 

@@ -30,9 +30,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.execution import points
+from phalanx.execution import points, shared_stepping
 from phalanx.memory import faults
-from phalanx.train import shared_stepping
 from tests.chaos.saboteur import MODULE_POINTS, REASONS, Order, Orders, Saboteur
 
 POINTS = [point for point in (*points.POINTS, *MODULE_POINTS) if point != "born"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.execution import ProcessExecutor
+from phalanx.execution import ProcessExecutor, shard_step
 from phalanx.execution.work_queue import WorkQueue
 from phalanx.execution.worker_main import WorkerInit
-from phalanx.train import events, slices
+from phalanx.train import events
 from phalanx.train.position import Loss
 from tests.chaos.course import DEADLINE_S, Course, differing
 from tests.chaos.saboteur import Order
@@ -70,7 +70,7 @@ def test_a_doubled_microbatch_is_caught(
 
 def test_a_half_stepped_slice_is_caught(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that was new already is stepped once more."""
-    monkeypatch.setattr(slices.Slice, "_undo_half_done", lambda _: None)
+    monkeypatch.setattr(shard_step.Slice, "_undo_half_done", lambda _: None)
     course.suffer({1: Order("block stepped")}, compared=False)
     assert_caught(course, "optimizer.0.exp_avg")
 

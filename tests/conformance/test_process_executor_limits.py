@@ -14,11 +14,10 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import phalanx
 from phalanx.errors import OutOfSpace, PeerLost
-from phalanx.execution import processes
+from phalanx.execution import processes, shared_stepping
 from phalanx.execution.shared_stepping import LEAST_SLICE_ELEMENTS
 from phalanx.execution.worker_client import WorkerProcess
 from phalanx.memory.shared_memory_pool import SharedMemoryPool
-from phalanx.train import shared_stepping
 
 PATIENCE_S = 60.0
 MOST_REFUSED = 100  # a first step asks for some twenty regions

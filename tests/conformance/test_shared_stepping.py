@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import phalanx
-from phalanx.train import shared_stepping, slices
+from phalanx.execution import shard_step, shared_stepping
 
 
 class Kinds(nn.Module):
@@ -44,7 +44,7 @@ def adam_with_and_without_the_largest(parameters: list[nn.Parameter]) -> Optimiz
 def workers_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers step slices of a small model too, in several blocks."""
     monkeypatch.setattr(shared_stepping, "LEAST_SLICE_ELEMENTS", 0)
-    monkeypatch.setattr(slices, "BLOCK_ELEMENTS", 1024)
+    monkeypatch.setattr(shard_step, "BLOCK_ELEMENTS", 1024)
 
 
 def train(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.errors import StateError
 from phalanx.execution import FailureLog, WorkerFailure, WorkerLost
-from phalanx.train import FormationChosen, StepDone, executors, trial
+from phalanx.train import FormationChosen, StepDone, opening, trial
 from phalanx.train.events import Teller
 
 
@@ -156,8 +156,8 @@ def test_training_goes_on_where_the_system_has_no_more_replicas(
             raise RuntimeError("can't start new thread")
         return threads(module, devices, **options)
 
-    threads = executors.ThreadExecutor
-    monkeypatch.setattr(executors, "ThreadExecutor", open_two)
+    threads = opening.ThreadExecutor
+    monkeypatch.setattr(opening, "ThreadExecutor", open_two)
     with make() as trainer:
         trainer.fit(batches(), steps=2)
         trainer.resize(3)
