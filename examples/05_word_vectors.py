@@ -77,7 +77,7 @@ def keep_rate(counts: Tensor) -> Tensor:
     return ((SUBSAMPLE / share).sqrt() + SUBSAMPLE / share).clamp(max=1)
 
 
-def open_tables(world: tables.World, num_words: int) -> tuple[tables.Table, tables.Table]:
+def open_tables(world: tables.TableGroup, num_words: int) -> tuple[tables.Table, tables.Table]:
     """Open the two tables; the master's first values count."""
     rule = tables.RowwiseAdaGrad(lr=LR)
     first = torch.empty(num_words, DIM).uniform_(-0.5 / DIM, 0.5 / DIM)
@@ -96,7 +96,7 @@ def loss_of(middle_BD: Tensor, around_BED: Tensor, negative_ND: Tensor, kept_BE:
     ).sum()
 
 
-def train(world: tables.World, text: Text, epochs: int) -> tuple[float, Tensor]:
+def train(world: tables.TableGroup, text: Text, epochs: int) -> tuple[float, Tensor]:
     """Train on this worker's part of the text; return the seconds it took, and the vectors."""
     torch.manual_seed(world.worker_id)
     part = text.stream.chunk(world.num_workers)[world.worker_id]

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx import tables
-from phalanx.tables import generation, key_shard, shard, sharded
+from phalanx.tables import hash_segment, key_shard, shard, sharded
 from tests.multiprocess.children import Child, Children, Parent
 from tests.multiprocess.test_tables import die_at
 
@@ -40,7 +40,7 @@ TAIL = 40
 DEADLINE_S = 20.0  # far more than any wait; a clerk that waits longer raises
 KILLS_PER_RUN = 25  # then the books are closed, and new ones begun: small tables grow more often
 BOOKS = ("rows", "whole", "keys")
-POINTS = (*shard.POINTS, *sharded.READ_POINTS, *generation.POINTS, *key_shard.POINTS)
+POINTS = (*shard.POINTS, *sharded.READ_POINTS, *hash_segment.POINTS, *key_shard.POINTS)
 _MOMENT = "a moment"
 _numbers = itertools.count()
 
@@ -48,7 +48,7 @@ _numbers = itertools.count()
 class Books:
     """The three tables, as one worker has them open."""
 
-    def __init__(self, world: tables.World, num_shards: int) -> None:
+    def __init__(self, world: tables.TableGroup, num_shards: int) -> None:
         self.rows = world.matrix(
             CLERKS + 1, 4, torch.int64, name="rows", num_shards=num_shards, init=0
         )
@@ -129,7 +129,7 @@ def keep_books(
         books = Books(world, num_shards)
         if death is not None:
             if death[0] == "reader's lock held":  # which is taken only where adds overtake a get
-                shard.KEEPS_ORDER = generation.KEEPS_ORDER = False
+                shard.KEEPS_ORDER = hash_segment.KEEPS_ORDER = False
             die_at(*death)
         while True:
             for book in BOOKS:

@@ -15,13 +15,12 @@ from typing import Any
 
 from phalanx.errors import PeerTimeout
 from phalanx.memory import RangeLock, Waiting
-from phalanx.tables import generation, key_shard, shard
-from phalanx.tables.generation import Generation
+from phalanx.tables import hash_segment, key_shard, shard
 from phalanx.tables.hash_index import HashIndex
-from phalanx.tables.key_storage import KeyStorage
+from phalanx.tables.hash_segment import HashSegment
+from phalanx.tables.key_storage import CapacityClaims, KeyStorage
 from phalanx.tables.membership import Membership
-from phalanx.tables.reservations import Reservations
-from phalanx.tables.shard import Shard
+from phalanx.tables.shard import TableShard
 from phalanx.tables.sharded import Sharded
 from phalanx.tables.table import Table
 
@@ -33,24 +32,24 @@ _WORD, _ARMED = shard._WORD, shard._ARMED
 def undo_not_applied(patch: Patch) -> None:
     """Who finds an add half done takes it for done."""
 
-    def settle(self: Shard) -> int:
+    def settle(self: TableShard) -> int:
         if self._header[_ARMED] == self._header[_WORD]:
             self._header[_WORD] += shard._VERSION
         return self._header[_WORD]
 
-    patch(Shard, "_settle", settle)
+    patch(TableShard, "_settle", settle)
 
 
 def undo_applied_twice(patch: Patch) -> None:
     """An add that has ended still counts as begun, so the next one undoes it again."""
-    change = Shard._change
+    change = TableShard._change
 
-    def forgetful(self: Shard, entry: Any, word: int, after: int) -> None:
+    def forgetful(self: TableShard, entry: Any, word: int, after: int) -> None:
         change(self, entry, word, after)
         if self._header[_ARMED] == word:
             self._header[_ARMED] = self._header[_WORD]
 
-    patch(Shard, "_change", forgetful)
+    patch(TableShard, "_change", forgetful)
 
 
 def lock_ignored(patch: Patch) -> None:
@@ -104,20 +103,20 @@ def ack_before_effect(patch: Patch) -> None:
 def half_row_visible(patch: Patch) -> None:
     """A reader does not look whether somebody writes."""
 
-    def read(self: Shard, rows: Any, out: Any, timeout_s: float) -> None:
+    def read(self: TableShard, rows: Any, out: Any, timeout_s: float) -> None:
         shard._copy_rows(self.current(), rows, out)
 
-    patch(Shard, "read", read)
+    patch(TableShard, "read", read)
 
 
 def snapshot_torn(patch: Patch) -> None:
     """A snapshot is taken without the lock."""
 
-    def read_all(self: Shard, outs: Any, timeout_s: float) -> None:
+    def read_all(self: TableShard, outs: Any, timeout_s: float) -> None:
         for part, out in zip(self._sides[self._header[_WORD] & 1], outs, strict=True):
             out.copy_(part)
 
-    patch(Shard, "read_all", read_all)
+    patch(TableShard, "read_all", read_all)
 
 
 def clock_not_advanced(patch: Patch) -> None:
@@ -132,24 +131,24 @@ def dead_still_counted(patch: Patch) -> None:
 
 def round_taken_twice(patch: Patch) -> None:
     """Who goes on with the round of somebody who died begins at its first add."""
-    apply_round = Shard.apply_round
+    apply_round = TableShard.apply_round
 
-    def from_the_first(self: Shard, number: int, entries: Any, timeout_s: float) -> None:
+    def from_the_first(self: TableShard, number: int, entries: Any, timeout_s: float) -> None:
         self._header[_WORD] &= ~(shard._MAX_PROGRESS * shard._PROGRESS)
         apply_round(self, number, entries, timeout_s)
 
-    patch(Shard, "apply_round", from_the_first)
+    patch(TableShard, "apply_round", from_the_first)
 
 
 def key_before_its_add(patch: Patch) -> None:
     """A key counts as soon as it is written down."""
-    bring = Generation._bring
+    bring = HashSegment._bring
 
-    def at_once(self: Generation, keys: Any, word: int) -> None:
+    def at_once(self: HashSegment, keys: Any, word: int) -> None:
         bring(self, keys, word)
-        self._counts[generation._FOR] = -1
+        self._counts[hash_segment._FOR] = -1
 
-    patch(Generation, "_bring", at_once)
+    patch(HashSegment, "_bring", at_once)
 
 
 def key_entries_stay(patch: Patch) -> None:
@@ -158,29 +157,29 @@ def key_entries_stay(patch: Patch) -> None:
 
 
 def growth_before_its_rows(patch: Patch) -> None:
-    """A new generation counts before the rows are in it."""
-    take_over = Generation.take_over
+    """A new segment counts before the rows are in it."""
+    take_over = HashSegment.take_over
 
-    def too_early(self: Generation, older: Any, keys: Any, parts: Any) -> None:
+    def too_early(self: HashSegment, older: Any, keys: Any, parts: Any) -> None:
         self.begin()
         line = self._newest.__self__._line  # type: ignore[attr-defined]
         exponent = self.capacity.bit_length() - 1
         line[key_shard._NEWEST] = self.serial * key_shard._SERIAL + exponent
         take_over(self, older, keys, parts)
 
-    patch(Generation, "take_over", too_early)
+    patch(HashSegment, "take_over", too_early)
 
 
 def growth_not_noticed(patch: Patch) -> None:
-    """Who has a generation open goes on with it."""
-    settle = Generation._settle
+    """A process keeps using the segment it has open."""
+    settle = HashSegment._settle
 
-    def as_if_newest(self: Generation) -> int:
+    def as_if_newest(self: HashSegment) -> int:
         patch(self, "_newest", lambda: self.serial)
         return settle(self)
 
     newest = key_shard.KeyShard.newest
-    patch(Generation, "_settle", as_if_newest)
+    patch(HashSegment, "_settle", as_if_newest)
     patch(key_shard.KeyShard, "newest", lambda self: self._known or newest(self))
 
 
@@ -191,15 +190,15 @@ def room_not_made(patch: Patch) -> None:
 
 def room_given_away(patch: Patch) -> None:
     """Each add counts its own keys alone where it looks for room."""
-    promise = Reservations.of
+    original = CapacityClaims.claim
     own: list[int] = []
 
-    def of(self: Reservations, worker: int, num_keys: int) -> Any:
+    def claim(self: CapacityClaims, worker: int, num_keys: int) -> Any:
         own.append(num_keys)
-        return promise(self, worker, num_keys)
+        return original(self, worker, num_keys)
 
-    patch(Reservations, "of", of)
-    patch(Reservations, "total", lambda self: own[-1])
+    patch(CapacityClaims, "claim", claim)
+    patch(CapacityClaims, "total", lambda self: own[-1])
 
 
 BUGS: dict[str, Callable[[Patch], None]] = {

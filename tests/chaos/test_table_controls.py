@@ -44,7 +44,7 @@ def small_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # --- scenes ---------------------------------------------------------------------------------------
 
 
-def open_all(world: tables.World) -> tuple[tables.Table, tables.KeyTable]:
+def open_all(world: tables.TableGroup) -> tuple[tables.Table, tables.KeyTable]:
     rows = world.matrix(ROWS, 2, torch.int64, name="rows")
     return rows, world.keys(2, torch.int64, name="keys", capacity=1)
 

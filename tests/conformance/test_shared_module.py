@@ -83,7 +83,7 @@ def sgd(net: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
 # --- what everybody begins with -------------------------------------------------------------------
 
 
-def begin(world: tables.World) -> dict[str, list]:
+def begin(world: tables.TableGroup) -> dict[str, list]:
     net = seeded_net(world.worker_id)
     net.norm.num_batches_tracked.fill_(10 + world.worker_id)
     tables.SharedModule(net, world)
@@ -102,7 +102,7 @@ def test_every_copy_begins_with_the_masters_values(workers, n, mode, run):
 # --- one worker -----------------------------------------------------------------------------------
 
 
-def train_shared(world: tables.World, every: int, merge: str) -> dict[str, list]:
+def train_shared(world: tables.TableGroup, every: int, merge: str) -> dict[str, list]:
     net = seeded_net(7)
     torch.set_num_threads(1)  # part of what fixes the bits
     shared = tables.SharedModule(net, world, every, merge)
@@ -143,7 +143,7 @@ class Plain(nn.Module):
 
 
 def train_plain(
-    world: tables.World, every: int, merge: str, outer: object, steps: int
+    world: tables.TableGroup, every: int, merge: str, outer: object, steps: int
 ) -> dict[str, list]:
     net = Plain()
     shared = tables.SharedModule(net, world, every, merge, outer)
@@ -216,7 +216,7 @@ def test_mean_of_every_step_is_sgd_with_the_averaged_gradient(run):
         )
 
 
-def train_with_statistics(world: tables.World) -> list[tuple[list, list, list, int]]:
+def train_with_statistics(world: tables.TableGroup) -> list[tuple[list, list, list, int]]:
     net = seeded_net(0)
     shared = tables.SharedModule(net, world, merge="sum")
     seen = []
@@ -250,7 +250,7 @@ def test_statistics_are_averaged_whatever_merge_is_and_counters_are_not(workers,
 # --- asynchronous and bounded ---------------------------------------------------------------------
 
 
-def sync_in_turn(world: tables.World, merge: str, outer: object) -> list[float]:
+def sync_in_turn(world: tables.TableGroup, merge: str, outer: object) -> list[float]:
     """Everybody moves its copy by its own number and syncs, one after the other."""
     net = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(net.weight, 1.0)
@@ -327,7 +327,7 @@ def test_any_order_of_moves_and_syncs_is_what_one_process_works_out(turns, merge
                 assert net.weight.flatten().tolist() == pytest.approx([copy] * 3, abs=1e-9)
 
 
-def add_ones(world: tables.World, bound: int | None) -> list[float]:
+def add_ones(world: tables.TableGroup, bound: int | None) -> list[float]:
     net = nn.Linear(1, 1, bias=False)
     shared = tables.SharedModule(net, world, merge="sum", staleness=bound)
     start, seen = net.weight.item(), []
@@ -350,7 +350,7 @@ def test_with_bounded_staleness_a_sync_holds_all_but_the_others_last_rounds(work
             assert clock + (n - 1) * (clock - behind) - 0.01 <= total <= 20 * n + 0.01
 
 
-def statistics_in_turn(world: tables.World) -> list[float]:
+def statistics_in_turn(world: tables.TableGroup) -> list[float]:
     net = nn.BatchNorm1d(1).double()
     shared = tables.SharedModule(net, world, merge="sum")
     seen = []
@@ -376,7 +376,7 @@ def test_asynchronous_statistics_go_a_share_of_the_way_to_each_workers(workers, 
         assert seen == pytest.approx(want, rel=1e-14)
 
 
-def unequal_paces(world: tables.World) -> list[float]:
+def unequal_paces(world: tables.TableGroup) -> list[float]:
     """One worker syncs rarely; its old statistics must not push the others' below zero."""
     net = nn.BatchNorm1d(1)
     shared = tables.SharedModule(net, world)
@@ -406,7 +406,7 @@ def test_asynchronous_statistics_stay_between_the_workers_values(workers, n, run
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
-def stay_away(world: tables.World) -> tuple[int | None, list[float], list[float]]:
+def stay_away(world: tables.TableGroup) -> tuple[int | None, list[float], list[float]]:
     """Worker 0 syncs while another stays away, trains on, and syncs again when it has come."""
     net = nn.Sequential(nn.Linear(1, 1, bias=False).double(), nn.Linear(1, 1, bias=False))
     for parameter in net.parameters():
@@ -444,7 +444,7 @@ def test_a_sync_that_timed_out_goes_on_and_gives_nothing_twice(workers, n, run):
     assert after == last == [12.0, 12.0]
 
 
-def go_nan(world: tables.World) -> None:
+def go_nan(world: tables.TableGroup) -> None:
     net = seeded_net(0)
     shared = tables.SharedModule(net, world, merge="sum")
     before = [exchange.table.get().clone() for exchange in shared._exchanges]
@@ -609,7 +609,7 @@ def test_a_parameter_keeps_its_place_layout_and_optimizer_state():
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def train_and_go_back(world: tables.World, directory: str) -> tuple[dict, dict]:
+def train_and_go_back(world: tables.TableGroup, directory: str) -> tuple[dict, dict]:
     net = seeded_net(1)
     shared = tables.SharedModule(net, world, 2, outer="nesterov", name="net")
     optimizer = sgd(net)

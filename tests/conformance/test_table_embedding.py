@@ -28,7 +28,7 @@ def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def open_table(world: tables.World, **how: object) -> tables.Table:
+def open_table(world: tables.TableGroup, **how: object) -> tables.Table:
     dtype = how.get("dtype", torch.float32)
     how = {"name": "t", "init": weights(dtype=dtype), "updater": tables.Sgd(lr=LR), **how}
     return world.matrix(ROWS, DIM, **how)
@@ -298,7 +298,7 @@ def test_bags_over_a_keys_table():
 # --- several workers ------------------------------------------------------------------------------
 
 
-def train_bulk(world: tables.World) -> list:
+def train_bulk(world: tables.TableGroup) -> list:
     """Synchronous rounds: everybody's gradients of a round, in the order of workers."""
     table = open_table(world)
     embedding = tables.TableEmbedding(table)
@@ -326,7 +326,7 @@ def test_synchronous_workers_train_the_rows_of_one_model(workers, n, run):
     assert workers(run, n, train_bulk, sync=True) == [rows.tolist()] * n
 
 
-def train_async(world: tables.World) -> tuple[list, int]:
+def train_async(world: tables.TableGroup) -> tuple[list, int]:
     """Every worker adds to all rows; with a gradient that is constant, the order is no matter."""
     table = open_table(world, init=0.0, updater=tables.Sgd(lr=1.0))
     embedding = tables.TableEmbedding(table)

@@ -22,7 +22,7 @@ def run_threads(run: str, num_workers: int, body: Callable, **how: object) -> li
     results: list = [None] * num_workers
     raised: list[BaseException] = []
 
-    def work(world: tables.World) -> None:
+    def work(world: tables.TableGroup) -> None:
         try:
             with world:
                 results[world.worker_id] = body(world)
@@ -84,7 +84,7 @@ def run(request: pytest.FixtureRequest) -> str:
 # --- the laws of Multiverso's own tests -----------------------------------------------------------
 
 
-def array_law(world: tables.World, rounds: int, size: int) -> None:
+def array_law(world: tables.TableGroup, rounds: int, size: int) -> None:
     table = world.array(size, name="law")
     delta = torch.arange(1, size + 1, dtype=torch.float32)
     n = world.num_workers
@@ -101,7 +101,7 @@ def test_after_each_barrier_an_array_holds_everybodys_adds(workers, n, run):
     workers(run, n, partial(array_law, rounds=100, size=10_000))
 
 
-def matrix_law(world: tables.World, num_shards: int) -> None:
+def matrix_law(world: tables.TableGroup, num_shards: int) -> None:
     rows, cols, some = 11, 10, [0, 1, 5, 10]
     table = world.matrix(rows, cols, name="law", num_shards=num_shards)
     delta = torch.arange(1, rows * cols + 1, dtype=torch.float32).view(rows, cols)
@@ -123,7 +123,7 @@ def test_after_each_barrier_a_matrix_holds_everybodys_rows(workers, n, num_shard
     workers(run, n, partial(matrix_law, num_shards=num_shards))
 
 
-def master_init(world: tables.World) -> list[float]:
+def master_init(world: tables.TableGroup) -> list[float]:
     table = world.array(3, name="first", init=[1.0, 2.0, 3.0] if world.is_master else [9, 9, 9])
     return table.get().tolist()
 
@@ -133,7 +133,7 @@ def test_the_masters_initial_value_is_there_for_everybody_once(workers, n, run):
     assert workers(run, n, master_init) == [[1.0, 2.0, 3.0]] * n
 
 
-def shifted_by_momentum(world: tables.World) -> list[float]:
+def shifted_by_momentum(world: tables.TableGroup) -> list[float]:
     return world.array(2, name="m", init=5.0, updater={"name": "sgd", "lr": 1.0}).get().tolist()
 
 
@@ -145,7 +145,7 @@ def test_the_initial_value_never_goes_through_the_updater(workers, n, run):
 # --- modes ----------------------------------------------------------------------------------------
 
 
-def bulk_rounds(world: tables.World, num_shards: int) -> list[list]:
+def bulk_rounds(world: tables.TableGroup, num_shards: int) -> list[list]:
     table = world.matrix(7, 3, name="bulk", num_shards=num_shards, init=1.0)
     generator = torch.Generator().manual_seed(world.worker_id)
     seen = []
@@ -180,7 +180,7 @@ def test_in_bulk_synchronous_mode_every_get_is_equal_bit_for_bit(workers, n, num
         assert seen == expected
 
 
-def unequal_lengths(world: tables.World) -> float:
+def unequal_lengths(world: tables.TableGroup) -> float:
     table = world.array(1, name="bulk")
     for _ in range(2 * (world.worker_id + 1)):
         table.add([1.0])
@@ -196,7 +196,7 @@ def test_workers_of_unequal_length_finish_in_bulk_synchronous_mode(workers, n, r
     assert last == [sum(min(2 * (w + 1), 2 * (me + 1)) for w in range(n)) for me in range(n)]
 
 
-def stale_rounds(world: tables.World, bound: int) -> list[tuple[int, list[float]]]:
+def stale_rounds(world: tables.TableGroup, bound: int) -> list[tuple[int, list[float]]]:
     """Everybody writes its clock into its own column: a get shows how far behind the others are."""
     n = world.num_workers
     table = world.array(n, name="clocks")
@@ -219,7 +219,7 @@ def test_with_bounded_staleness_nobody_reads_from_further_ahead(workers, n, boun
             assert min(columns) >= clock - bound
 
 
-def read_alone(world: tables.World) -> float:
+def read_alone(world: tables.TableGroup) -> float:
     """In asynchronous mode nobody waits: worker 0 goes through all rounds while others stand."""
     table = world.array(1, name="async")
     world.barrier("opened")
@@ -237,7 +237,7 @@ def test_in_asynchronous_mode_nobody_waits(workers, n, run):
     assert workers(run, n, read_alone) == [50.0] * n
 
 
-def stay_away(world: tables.World, how: str) -> tuple[str, int | None] | None:
+def stay_away(world: tables.TableGroup, how: str) -> tuple[str, int | None] | None:
     table = world.array(2, name="t", init=1.0)
     world.barrier("opened")
     if world.worker_id == world.num_workers - 1:
@@ -274,7 +274,7 @@ def test_who_stays_away_makes_the_others_fail_at_the_deadline_with_its_id(worker
 # --- edges ----------------------------------------------------------------------------------------
 
 
-def edges(world: tables.World) -> None:
+def edges(world: tables.TableGroup) -> None:
     n = world.num_workers
     nothing = world.matrix(0, 4, name="nothing", num_shards=3)
     nothing.add(torch.empty(0, 4), rows=[])
@@ -295,7 +295,7 @@ def test_no_rows_one_element_and_fewer_rows_than_shards(workers, n, run):
     workers(run, n, edges)
 
 
-def several_gets(world: tables.World) -> None:
+def several_gets(world: tables.TableGroup) -> None:
     table = world.matrix(4, 2, name="t", init=3.0)
     pending = [table.async_get([row]) for row in (3, 1, 1)]
     assert [p.wait().tolist() for p in reversed(pending)] == [[[3.0, 3.0]]] * 3
@@ -310,7 +310,7 @@ def test_several_gets_may_be_open(workers, n, run):
 # --- rows found by key ----------------------------------------------------------------------------
 
 
-def keys_law(world: tables.World, num_shards: int) -> None:
+def keys_law(world: tables.TableGroup, num_shards: int) -> None:
     """The law of matrices, with keys that come in the second half too; the table grows."""
     n = world.num_workers  # before anybody leaves
     rows, cols, some = 11, 10, [0, 1, 5, 10]
@@ -340,7 +340,7 @@ def test_after_each_barrier_a_keys_table_holds_everybodys_rows(workers, n, num_s
     workers(run, n, partial(keys_law, num_shards=num_shards))
 
 
-def master_rule(world: tables.World) -> tuple[list, list]:
+def master_rule(world: tables.TableGroup) -> tuple[list, list]:
     n = world.num_workers
     init = tables.Uniform(0.0, 1.0, seed=5) if world.is_master else tables.Uniform(8.0, 9.0)
     table = world.keys(3, name="first", init=init)
@@ -359,7 +359,7 @@ def test_the_masters_rule_makes_the_same_first_rows_for_everybody(workers, n, ru
         assert torch.allclose(torch.tensor(after), expected, atol=1e-6)  # 1 was added n times
 
 
-def bulk_keys(world: tables.World, num_shards: int) -> list[tuple[list, list]]:
+def bulk_keys(world: tables.TableGroup, num_shards: int) -> list[tuple[list, list]]:
     table = world.keys(3, name="bulk", num_shards=num_shards, init=1.0, capacity=1)
     generator = torch.Generator().manual_seed(world.worker_id)
     seen = []
@@ -407,7 +407,7 @@ def test_in_bulk_synchronous_mode_keys_come_with_their_round(workers, n, num_sha
         assert seen == expected
 
 
-def stale_keys(world: tables.World) -> list[tuple[int, list[float]]]:
+def stale_keys(world: tables.TableGroup) -> list[tuple[int, list[float]]]:
     n = world.num_workers
     table = world.keys(1, name="clocks", capacity=1)
     seen = []

@@ -12,7 +12,7 @@ from torch import nn
 
 from phalanx import tables
 from phalanx.memory import faults
-from phalanx.tables import exchange, shard
+from phalanx.tables import module_exchange, shard
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 
 DEADLINE_S = 60.0
@@ -52,17 +52,17 @@ POINTS = ("note", "give", "ask", "wait", "put")
 
 def die_before(point: str, which: int) -> None:
     """Kill this process before the ``which``-th exchange comes to a point of the next sync."""
-    original: Callable = getattr(exchange.Exchange, point)
+    original: Callable = getattr(module_exchange.ParameterExchange, point)
     left = which
 
-    def deadly(self: exchange.Exchange, *args: object, **kwargs: object) -> None:
+    def deadly(self: module_exchange.ParameterExchange, *args: object, **kwargs: object) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         original(self, *args, **kwargs)
 
-    setattr(exchange.Exchange, point, deadly)
+    setattr(module_exchange.ParameterExchange, point, deadly)
 
 
 def victim(parent: Parent, run: str, how: dict, point: str, which: int) -> None:
@@ -168,14 +168,14 @@ def test_a_merged_round_is_taken_once_though_its_taker_is_killed(run, outer, poi
 
 def forgetful(parent: Parent, run: str, how: dict) -> None:
     """The planted bug: what an exchange has given is not marked off."""
-    original = exchange.Exchange.put
+    original = module_exchange.ParameterExchange.put
 
-    def put(self: exchange.Exchange, *, alone: bool) -> None:
+    def put(self: module_exchange.ParameterExchange, *, alone: bool) -> None:
         before = self._base.clone()
         original(self, alone=alone)
         self._base = before
 
-    exchange.Exchange.put = put
+    module_exchange.ParameterExchange.put = put
     survivor(parent, run, how)
 
 

@@ -13,14 +13,14 @@ import torch
 from phalanx import tables
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.memory import faults
-from phalanx.tables import generation, shard, sharded
+from phalanx.tables import hash_segment, shard, sharded
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 
 DEADLINE_S = 60.0
 ROWS, COLS = 9, 4
 
 
-def open_table(world: tables.World, updater: str, num_shards: int = 1) -> tables.Table:
+def open_table(world: tables.TableGroup, updater: str, num_shards: int = 1) -> tables.Table:
     return world.matrix(ROWS, COLS, name="t", init=1.0, updater=updater, num_shards=num_shards)
 
 
@@ -102,7 +102,7 @@ def test_an_add_that_a_death_interrupts_is_there_whole_or_not_at_all(
 
 
 def reader(parent: Parent, run: str, kind: str, updater: str, point: str) -> None:
-    shard.KEEPS_ORDER = generation.KEEPS_ORDER = False  # so that it takes the lock
+    shard.KEEPS_ORDER = hash_segment.KEEPS_ORDER = False  # so that it takes the lock
     with tables.join(run, num_workers=2, timeout_s=DEADLINE_S) as world:
         table = open_one(world, kind, updater)
         table.add(DELTA[SOME], rows=SOME)
@@ -111,7 +111,7 @@ def reader(parent: Parent, run: str, kind: str, updater: str, point: str) -> Non
         table.get([*SOME, 5])
 
 
-def open_one(world: tables.World, kind: str, updater: str) -> tables.Table:
+def open_one(world: tables.TableGroup, kind: str, updater: str) -> tables.Table:
     if kind == "rows":
         return open_table(world, updater)
     return world.keys(COLS, name="t", init=1.0, updater=updater, capacity=1)

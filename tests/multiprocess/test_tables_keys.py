@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.tables import generation, key_shard, shard
+from phalanx.tables import hash_segment, key_shard, shard
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
 
@@ -20,7 +20,9 @@ MANY = [*range(100, 140), *OLD]  # more than there is room for
 DELTAS = torch.arange(1.0, 1 + COLS * len(MANY)).view(-1, COLS)
 
 
-def open_table(world: tables.World, updater: str = "sum", num_shards: int = 1) -> tables.KeyTable:
+def open_table(
+    world: tables.TableGroup, updater: str = "sum", num_shards: int = 1
+) -> tables.KeyTable:
     return world.keys(COLS, name="t", init=0.5, updater=updater, capacity=1, num_shards=num_shards)
 
 
@@ -53,9 +55,9 @@ def victim(parent: Parent, run: str, updater: str, keys: list[int], point: str, 
 
 TAKEN = ("before unlock", "after unlock")
 PLACES = [
-    *((SOME, point, 1) for point in (*shard.POINTS, *generation.POINTS)),
+    *((SOME, point, 1) for point in (*shard.POINTS, *hash_segment.POINTS)),
     (SOME, "half the rows written", 2),
-    *((MANY, point, 1) for point in (*shard.POINTS, *generation.POINTS, *key_shard.POINTS)),
+    *((MANY, point, 1) for point in (*shard.POINTS, *hash_segment.POINTS, *key_shard.POINTS)),
 ]
 
 
@@ -86,8 +88,8 @@ def test_an_add_of_new_keys_that_a_death_interrupts_is_there_whole_or_not_at_all
             add(table, again)
         for part, want in zip(everything(table), expected(updater, *adds, SOME, MANY), strict=True):
             assert torch.equal(part, want)
-        regions = [name for name in os.listdir(world._house._directory.path) if "keys-" in name]
-        assert len(regions) == 1  # of all generations the newest, also where the dead one left some
+        regions = [name for name in os.listdir(world._context._directory.path) if "keys-" in name]
+        assert len(regions) == 1  # only the newest segment, also where the dead one left some
 
 
 def sharded_victim(parent: Parent, run: str) -> None:
@@ -98,30 +100,30 @@ def sharded_victim(parent: Parent, run: str) -> None:
         table.add(torch.ones(500, COLS), rows=range(500))
 
 
-def test_the_room_that_a_dead_worker_was_promised_is_free_once_it_is_buried(run):
+def test_the_claim_of_a_dead_worker_ends_once_it_is_marked_dead(run):
     with Children() as children, tables.join(run, timeout_s=DEADLINE_S) as world:
         table = open_table(world, num_shards=3)
         child = children.start(sharded_victim, run)
         assert child.get() == "ready"
         wait_for_exit(child.pid)
-        promised = table._storage._reservations.total
-        assert 500 / 3 < promised() < 500  # what it may have brought to one shard
-        world._house.membership.bury(DEADLINE_S)
-        assert promised() == 0
+        claimed = table._storage._claims.total
+        assert 500 / 3 < claimed() < 500  # what it may have brought to one shard
+        world._context.membership.bury(DEADLINE_S)
+        assert claimed() == 0
         assert len(table) == 0
         table.add(torch.ones(500, COLS), rows=range(500))
         assert table.get(range(500)).unique().tolist() == [1.5]
-        assert promised() == 0
+        assert claimed() == 0
 
 
-def test_threads_of_one_worker_are_promised_what_both_need():
+def test_threads_of_one_worker_claim_what_both_need():
     with tables.join() as world:
-        promises = open_table(world, num_shards=3)._storage._reservations
-        with promises.of(0, 70):
-            with promises.of(0, 8):
-                assert promises.total() == 78
-            assert promises.total() == 70
-        assert promises.total() == 0
+        claims = open_table(world, num_shards=3)._storage._claims
+        with claims.claim(0, 70):
+            with claims.claim(0, 8):
+                assert claims.total() == 78
+            assert claims.total() == 70
+        assert claims.total() == 0
 
 
 def restoring_victim(parent: Parent, run: str, folder: str, point: str) -> None:

@@ -24,7 +24,7 @@ row_lists = st.lists(st.integers(0, ROWS - 1), max_size=2 * ROWS)
 values = st.integers(-1000, 1000)
 
 
-def open_table(world: tables.World, num_shards: int) -> tables.Table:
+def open_table(world: tables.TableGroup, num_shards: int) -> tables.Table:
     return world.matrix(ROWS, COLS, torch.int64, name="t", num_shards=num_shards)
 
 

@@ -1,11 +1,20 @@
 """Parameter tables on one host: workers add deltas to shared rows, and read them."""
 
 from phalanx.tables.embedding import TableEmbedding, TableEmbeddingBag
-from phalanx.tables.first_rows import Uniform
 from phalanx.tables.key_table import KeyTable
-from phalanx.tables.process_world import barrier, current, init, num_workers, shutdown, worker_id
+from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.shared_module import SharedModule
 from phalanx.tables.table import PendingGet, Table, TableStats
+from phalanx.tables.table_group import (
+    TableGroup,
+    barrier,
+    current,
+    init,
+    join,
+    num_workers,
+    shutdown,
+    worker_id,
+)
 from phalanx.tables.updaters import (
     AdaGrad,
     Adam,
@@ -18,7 +27,6 @@ from phalanx.tables.updaters import (
     Updater,
     register_updater,
 )
-from phalanx.tables.world import World, join
 
 __all__ = [
     "AdaGrad",
@@ -35,10 +43,10 @@ __all__ = [
     "Table",
     "TableEmbedding",
     "TableEmbeddingBag",
+    "TableGroup",
     "TableStats",
     "Uniform",
     "Updater",
-    "World",
     "barrier",
     "current",
     "init",

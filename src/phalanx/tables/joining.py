@@ -19,10 +19,10 @@ from typing import NamedTuple
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import ProcessIdentity
 
-__all__ = ["Ticket", "read_ticket"]
+__all__ = ["JoinRequest", "read_join_request"]
 
 
-class Ticket(NamedTuple):
+class JoinRequest(NamedTuple):
     """What to join.
 
     Attributes:
@@ -71,9 +71,9 @@ _LONGEST_NAME = 100
 _LARGEST_STEP = 4_000_000_000  # Slurm numbers what is no step of srun, a batch script say, beyond
 
 
-def read_ticket(
+def read_join_request(
     run: str | None, num_workers: int | None, environment: Mapping[str, str] | None = None
-) -> Ticket:
+) -> JoinRequest:
     """Decide which run to join.
 
     Args:
@@ -86,19 +86,21 @@ def read_ticket(
         UnsupportedError: The run is spread over several hosts.
 
     Example:
-        >>> read_ticket(None, None, {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a"})
-        Ticket(run='torchrun-a-0', worker=1, num_workers=2)
-        >>> read_ticket(None, None, {})
-        Ticket(run=None, worker=None, num_workers=None)
+        >>> read_join_request(
+        ...     None, None, {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a"}
+        ... )
+        JoinRequest(run='torchrun-a-0', worker=1, num_workers=2)
+        >>> read_join_request(None, None, {})
+        JoinRequest(run=None, worker=None, num_workers=None)
     """
     if run is not None:
-        return Ticket(run, None, num_workers)
+        return JoinRequest(run, None, num_workers)
     found = os.environ if environment is None else environment
-    ticket = _torchs(found, num_workers) or _others(found, num_workers)
-    return ticket or Ticket(None, None, num_workers)
+    request = _torchs(found, num_workers) or _others(found, num_workers)
+    return request or JoinRequest(None, None, num_workers)
 
 
-def _torchs(found: Mapping[str, str], num_workers: int | None) -> Ticket | None:
+def _torchs(found: Mapping[str, str], num_workers: int | None) -> JoinRequest | None:
     """Read torchrun's variables; None where they are not there, or set by hand for torch alone."""
     numbers = _rank_and_size(found, *_TORCH)
     if numbers is None:
@@ -116,10 +118,10 @@ def _torchs(found: Mapping[str, str], num_workers: int | None) -> Ticket | None:
             + _WAY_OUT
         )
     _check_here(size, here, "LOCAL_WORLD_SIZE", str(here))
-    return Ticket(_torchs_run(found), rank, size)
+    return JoinRequest(_torchs_run(found), rank, size)
 
 
-def _others(found: Mapping[str, str], num_workers: int | None) -> Ticket | None:
+def _others(found: Mapping[str, str], num_workers: int | None) -> JoinRequest | None:
     for starter in _STARTERS:
         if starter.name == "slurm" and not _is_step(found):
             continue
@@ -129,7 +131,7 @@ def _others(found: Mapping[str, str], num_workers: int | None) -> Ticket | None:
         rank, size = numbers
         _check_expected(num_workers, size, f"`{starter.size}`")
         if size == 1:
-            return Ticket(None, None, num_workers)
+            return JoinRequest(None, None, num_workers)
         if starter.here not in found:
             raise ConfigError(
                 f"`{starter.here}` must say how many of the {size} workers are on this host where "
@@ -138,7 +140,7 @@ def _others(found: Mapping[str, str], num_workers: int | None) -> Ticket | None:
         text = found[starter.here]
         here = int(text) if text.isdecimal() else None  # Slurm says 2(x3) of three hosts
         _check_here(size, here or 0, starter.here, text)
-        return Ticket(_clean(f"{starter.name}-{_job(found, starter)}"), rank, size)
+        return JoinRequest(_clean(f"{starter.name}-{_job(found, starter)}"), rank, size)
     return None
 
 

@@ -1,10 +1,10 @@
-"""One shard of a keys table: generations, each larger than the one before.
+"""One shard of a keys table: segments, each larger than the one before.
 
     line     NEWEST | OLDEST          NEWEST = number · 2^8 + log2 of the capacity: one store
     regions  keys-<shard>-<number>-<table>
 
-A generation is filled before it is named in NEWEST. What changes rows looks at NEWEST when it has
-the lock, and begins again where another generation has come; who only reads may go on in the old
+A segment is filled before it is named in NEWEST. What changes rows looks at NEWEST when it has
+the lock, and begins again where another segment has come; who only reads may go on in the old
 one, whose rows are as they were when it was replaced, which was while that read was under way.
 """
 
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from phalanx.errors import OutOfSpace, StateError
 from phalanx.memory import RangeLock, Region, Waiting, reach
-from phalanx.tables.first_rows import FirstRows
-from phalanx.tables.generation import Full, Generation, Retired, generation_bytes
-from phalanx.tables.shard import Entry, Slots
+from phalanx.tables.hash_segment import HashSegment, SegmentFull, StaleSegment, segment_bytes
+from phalanx.tables.row_initializer import RowInitializer
+from phalanx.tables.shard import Entry, KeySlots
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["MAX_CAPACITY", "POINTS", "KeyShard", "Regions", "first_region"]
+__all__ = ["MAX_CAPACITY", "POINTS", "KeyShard", "RegionStore", "first_region"]
 
 POINTS = ("growth begun", "half the keys copied", "growth ready", "growth done")
-"""Where the chaos tests stop who makes a generation, in its order."""
+"""Where the chaos tests stop who makes a segment, in its order."""
 
 _NEWEST, _OLDEST = range(2)
 _SERIAL = 1 << 8
@@ -35,7 +35,7 @@ MAX_CAPACITY = 1 << _MOST_EXPONENT  # of a shard: slots are written in 32 bits
 T = TypeVar("T")
 
 
-class Regions(Protocol):
+class RegionStore(Protocol):
     """Where regions come from and go to."""
 
     def open_region(self, name: str, nbytes: int, *, create: bool = True) -> Region:
@@ -60,8 +60,8 @@ def _first_exponent(spec: TableSpec) -> int:
 
 
 def first_region(spec: TableSpec, index: int) -> tuple[str, int]:
-    """Return name and size of a shard's first generation."""
-    return _region_name(spec, index, 0), generation_bytes(spec, 1 << _first_exponent(spec))
+    """Return name and size of a shard's first segment."""
+    return _region_name(spec, index, 0), segment_bytes(spec, 1 << _first_exponent(spec))
 
 
 class KeyShard:
@@ -72,8 +72,8 @@ class KeyShard:
         index: The shard's number.
         line: Its line of the table's page.
         lock: Held alone to change anything, or to grow.
-        first_rows: What a row holds at first.
-        regions: Where generations lie.
+        row_initializer: What a row holds at first.
+        regions: Where segments lie.
         seed: Tells the seed of the table's indices, once it has been made.
     """
 
@@ -85,26 +85,26 @@ class KeyShard:
         index: int,
         line: memoryview,
         lock: RangeLock,
-        first_rows: FirstRows,
-        regions: Regions,
+        row_initializer: RowInitializer,
+        regions: RegionStore,
         seed: Callable[[], int],
     ) -> None:
         self._spec = spec
         self._index = index
         self._line = line
         self.lock = lock
-        self._first_rows = first_rows
+        self._row_initializer = row_initializer
         self._regions = regions
         self._seed = seed
-        self._known: Generation | None = None
+        self._known: HashSegment | None = None
 
     def begin(self) -> None:
-        """Make the first generation of a new table."""
+        """Make the first segment of a new table."""
         self._line[_NEWEST] = _first_exponent(self._spec)
         self.newest().begin()
 
     def close(self) -> None:
-        """Let go of the generation, which knows this shard, so that both go at once."""
+        """Let go of the segment, which knows this shard, so that both go at once."""
         self._known = None
 
     @property
@@ -119,14 +119,14 @@ class KeyShard:
 
     @property
     def nbytes(self) -> int:
-        """How much memory the newest generation takes."""
+        """How much memory the newest segment takes."""
         return self.newest().nbytes
 
     def _serial(self) -> int:
         return self._line[_NEWEST] // _SERIAL
 
-    def newest(self) -> Generation:
-        """Return the generation that counts now."""
+    def newest(self) -> HashSegment:
+        """Return the segment that counts now."""
         known = self._known
         while known is None or known.serial != self._serial():
             word = self._line[_NEWEST]
@@ -140,17 +140,17 @@ class KeyShard:
             self._remove_older(known.serial)
         return known
 
-    def _open(self, word: int, *, create: bool) -> Generation:
+    def _open(self, word: int, *, create: bool) -> HashSegment:
         serial, exponent = divmod(word, _SERIAL)
-        nbytes = generation_bytes(self._spec, 1 << exponent)
+        nbytes = segment_bytes(self._spec, 1 << exponent)
         name = _region_name(self._spec, self._index, serial)
-        return Generation(
+        return HashSegment(
             self._spec,
             serial,
             1 << exponent,
             self._regions.open_region(name, nbytes, create=create),
             self.lock,
-            self._first_rows,
+            self._row_initializer,
             self._serial,
             self._seed(),
         )
@@ -169,7 +169,7 @@ class KeyShard:
             lambda found, left_s: found.read_and_back_up(rows, out, worker, left_s), timeout_s
         )
 
-    def find(self, entry: Entry, timeout_s: float) -> Slots:
+    def find(self, entry: Entry, timeout_s: float) -> KeySlots:
         """Return where the keys of an entry are now."""
         assert entry.rows is not None
         return self.newest().find(entry.rows.numpy(), timeout_s)
@@ -202,21 +202,21 @@ class KeyShard:
         """Return copies of the keys, their values and their states, of one moment."""
         return self._call(lambda found, left_s: found.copy_all(left_s), timeout_s)
 
-    def _call(self, call: Callable[[Generation, float], T], timeout_s: float) -> T:
+    def _call(self, call: Callable[[HashSegment, float], T], timeout_s: float) -> T:
         waiting, left_s = Waiting(timeout_s), timeout_s
         while True:
             found = self.newest()
             try:
                 return call(found, left_s)
-            except Retired:
+            except StaleSegment:
                 pass
-            except Full as full:
+            except SegmentFull as full:
                 self._grow(found, full.num_keys, waiting.remaining_s())
             left_s = waiting.remaining_s()
 
-    # --- generations ------------------------------------------------------------------------------
+    # --- segments ------------------------------------------------------------------------------
 
-    def _grow(self, old: Generation, num_keys: int, timeout_s: float) -> None:
+    def _grow(self, old: HashSegment, num_keys: int, timeout_s: float) -> None:
         if num_keys > MAX_CAPACITY:
             raise OutOfSpace(
                 f"A shard of table {self._spec.name!r} must have at most {MAX_CAPACITY} keys, but "
@@ -237,7 +237,7 @@ class KeyShard:
             exponent = max(_exponent_for(len(keys)), _first_exponent(self._spec))
             self._publish(exponent, lambda new: new.take_over(old, keys, parts))
 
-    def _publish(self, exponent: int, fill: Callable[[Generation], None]) -> None:
+    def _publish(self, exponent: int, fill: Callable[[HashSegment], None]) -> None:
         line, serial = self._line, self._serial() + 1
         reach("growth begun")
         self._regions.remove_region(self._name(serial))  # of somebody who died filling it
@@ -250,7 +250,7 @@ class KeyShard:
         self._remove_older(serial)
 
     def _remove_older(self, serial: int) -> None:
-        """Let go of the memory of earlier generations; who comes to a new one looks after it too.
+        """Let go of the memory of earlier segments; who comes to a new one looks after it too.
 
         Without the lock: no number is given twice, so what is removed here was to be removed.
         """

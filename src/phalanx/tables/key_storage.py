@@ -1,13 +1,29 @@
 """The memory of a keys table: a page that stays, and shards that grow.
 
-region   | page | workers' lines | the first rows' rule |
+region   | page | workers' lines | row initializer |
 
-The last word of the page's first line is the seed of the indices, drawn by who makes the table.
+The last word of the page's first line is the seed of the indices, drawn by the worker that makes
+the table.
+
+# Note [Capacity claims]
+    line w   | … | CLAIMED | TURN |      the last two words of worker w's line; its own to write
+
+An add to several shards must not run out of memory at the third shard after two have taken their
+part. So it first claims room for as many new keys as it may bring to any one shard, makes every
+shard grow until all claims fit, and withdraws its claim when all shards have their part:
+
+    keys present + claims of all workers  ≤  capacity        checked with the shard's lock held
+
+Everybody counts everybody's claims, so nobody fills room that another has claimed. The claim of a
+dead worker counts until the worker is marked dead.
 """
 
 from __future__ import annotations
 
 import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -15,19 +31,57 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.memory import Region, Waiting
-from phalanx.tables.first_rows import FirstRow, FirstRows
 from phalanx.tables.hash_index import mix
-from phalanx.tables.key_shard import KeyShard, Regions, first_region
+from phalanx.tables.key_shard import KeyShard, RegionStore, first_region
 from phalanx.tables.membership import Membership
-from phalanx.tables.reservations import Reservations
+from phalanx.tables.row_initializer import RowInit, RowInitializer
 from phalanx.tables.shard import Entry
 from phalanx.tables.sharded import Sharded
-from phalanx.tables.spec import Layout, TableSpec
+from phalanx.tables.spec import TableLayout, TableSpec
 
-__all__ = ["KeyStorage"]
+__all__ = ["CapacityClaims", "KeyStorage"]
 
 _SEED = 7
-_FIRST_ROWS = Layout.PAGE + Layout.LINES
+_CLAIMED, _TURN = 6, 7  # of a worker's line; the words before are those of rounds.py
+_FIRST_ROWS = TableLayout.PAGE + TableLayout.LINES
+
+
+class CapacityClaims:
+    """Claims of all workers, as one process sees them. See Note [Capacity claims].
+
+    Args:
+        lines: The lines of all workers.
+        membership: Whose claims count.
+    """
+
+    def __init__(self, lines: memoryview, membership: Membership) -> None:
+        self._lines = lines
+        self._membership = membership
+        self._mutex = threading.Lock()  # threads may share a worker, and so its line
+
+    @contextmanager
+    def claim(self, worker: int, num_keys: int) -> Iterator[None]:
+        """Claim room for ``num_keys`` new keys in every shard. The caller makes the room."""
+        self._change(worker, num_keys)
+        try:
+            yield
+        finally:
+            self._change(worker, -num_keys)
+
+    def total(self) -> int:
+        """Return for how many new keys every shard must have room."""
+        claimed = self._lines[_CLAIMED::8].tolist()
+        return sum(n for worker, n in enumerate(claimed) if n and self._counts(worker))
+
+    def _counts(self, worker: int) -> bool:
+        return self._membership.is_here(worker, self._lines[8 * worker + _TURN])
+
+    def _change(self, worker: int, num_keys: int) -> None:
+        at = 8 * worker
+        with self._mutex:
+            before = self._lines[at + _CLAIMED] if self._counts(worker) else 0
+            self._lines[at + _CLAIMED] = before + num_keys
+            self._lines[at + _TURN] = self._membership.turn(worker)
 
 
 class KeyStorage(Sharded[KeyShard]):
@@ -41,14 +95,14 @@ class KeyStorage(Sharded[KeyShard]):
 
     shards: list[KeyShard]
 
-    def __init__(self, spec: TableSpec, regions: Regions, membership: Membership) -> None:
+    def __init__(self, spec: TableSpec, regions: RegionStore, membership: Membership) -> None:
         region = _open_page(spec, regions)
         super().__init__(spec, region, regions.open_region, membership)
-        self._reservations = Reservations(self._lines, membership)
-        self._first_rows = FirstRows(spec, region, _FIRST_ROWS)
+        self._claims = CapacityClaims(self._lines, membership)
+        self._row_initializer = RowInitializer(spec, region, _FIRST_ROWS)
         self.shards = [
             KeyShard(
-                spec, i, self._line(i), self._lock_of(i), self._first_rows, regions, self._seed
+                spec, i, self._line(i), self._lock_of(i), self._row_initializer, regions, self._seed
             )
             for i in range(spec.num_shards)
         ]
@@ -57,7 +111,7 @@ class KeyStorage(Sharded[KeyShard]):
     def regions(spec: TableSpec) -> dict[str, int]:
         """Return names and sizes of what a new table takes."""
         return {
-            f"table-{spec.name}": _FIRST_ROWS + FirstRows.needed_bytes(spec),
+            f"table-{spec.name}": _FIRST_ROWS + RowInitializer.needed_bytes(spec),
             **dict(first_region(spec, index) for index in range(spec.num_shards)),
         }
 
@@ -71,9 +125,9 @@ class KeyStorage(Sharded[KeyShard]):
     def _seed(self) -> int:
         return self._page[_SEED]
 
-    def _write_first(self, init: FirstRow) -> None:
-        self._page[_SEED] = secrets.randbits(63)  # before the first generation is looked at
-        self._first_rows.write(init)
+    def _write_first(self, init: RowInit) -> None:
+        self._page[_SEED] = secrets.randbits(63)  # before the first segment is looked at
+        self._row_initializer.write(init)
         for shard in self.shards:
             shard.begin()
 
@@ -90,10 +144,10 @@ class KeyStorage(Sharded[KeyShard]):
         if not any(num_new):
             super()._add_parts(found, waiting)
             return
-        with self._reservations.of(parts[0][1].worker, max(num_new)):
+        with self._claims.claim(parts[0][1].worker, max(num_new)):
             for (shard, _), brings in zip(parts, num_new, strict=True):
                 if brings:
-                    shard.make_room(self._reservations.total, waiting.remaining_s())
+                    shard.make_room(self._claims.total, waiting.remaining_s())
             super()._add_parts(found, waiting)
 
     # --- all of it --------------------------------------------------------------------------------
@@ -123,6 +177,6 @@ class KeyStorage(Sharded[KeyShard]):
             shard.replace(keys[mine], [part[mine] for part in others], timeout_s)
 
 
-def _open_page(spec: TableSpec, regions: Regions) -> Region:
+def _open_page(spec: TableSpec, regions: RegionStore) -> Region:
     name = f"table-{spec.name}"
     return regions.open_region(name, KeyStorage.regions(spec)[name])

@@ -12,7 +12,7 @@ from phalanx.memory import all_finite
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.table import Numbers, PendingGet, Rows, Table, TableStats, Worker
+from phalanx.tables.table import Numbers, PendingGet, Rows, Table, TableStats, TableWorker
 from phalanx.tables.values import read_delta, read_rows
 
 __all__ = ["KeyTable"]
@@ -37,7 +37,7 @@ class KeyTable(Table):
 
     _storage: KeyStorage
 
-    def __init__(self, spec: TableSpec, storage: KeyStorage, world: Worker) -> None:
+    def __init__(self, spec: TableSpec, storage: KeyStorage, world: TableWorker) -> None:
         """Not for callers, who have ``world.keys``."""
         super().__init__(spec, storage, world)
 

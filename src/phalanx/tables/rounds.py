@@ -33,7 +33,7 @@ from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["APPLIED", "READY", "Log", "Rounds"]
+__all__ = ["APPLIED", "READY", "RoundLog", "Rounds"]
 
 READY, APPLIED, _TAKEN = range(3)
 _CLOCK, _TURN = 0, 5
@@ -48,7 +48,7 @@ OpenRegion = Callable[[str, int], Region]
 """Opens a region of the run by name and size."""
 
 
-class Log:
+class RoundLog:
     """The adds that one worker has put down, in regions that double in size.
 
     An entry is a head (kind, number of rows), the rows, the delta; each begins on 64 bytes.
@@ -223,22 +223,22 @@ class Rounds:
         self._membership = membership
         self._open_region = open_region
         self._take_in = take_in
-        self._logs: dict[tuple[int, int], Log] = {}
+        self._logs: dict[tuple[int, int], RoundLog] = {}
         self._mutex = threading.Lock()  # threads may share a worker, and so its log
 
     def _line(self, worker: int) -> memoryview:
         return self._lines[8 * worker : 8 * worker + 8]
 
-    def _log(self, worker: int, index: int) -> Log:
+    def _log(self, worker: int, index: int) -> RoundLog:
         log = self._logs.get((worker, index))
         if log is None:
             start = 1 + 2 * index
             words = self._line(worker)[start : start + 2]
-            log = Log(self._spec, worker, index, words, self._open_region)
+            log = RoundLog(self._spec, worker, index, words, self._open_region)
             self._logs[worker, index] = log
         return log
 
-    def _log_for(self, worker: int, number: int) -> Log:
+    def _log_for(self, worker: int, number: int) -> RoundLog:
         """Return the log that has adds of the round, else one whose round is in."""
         logs = [self._log(worker, index) for index in range(_NUM_LOGS)]
         for log in logs:

@@ -48,7 +48,7 @@ from phalanx.memory import (
 )
 from phalanx.tables.updaters import Change, Updater
 
-__all__ = ["POINTS", "Entry", "NotFinite", "Shard", "Slots", "refuse_nonfinite"]
+__all__ = ["POINTS", "Entry", "KeySlots", "NotFinite", "TableShard", "refuse_nonfinite"]
 
 POINTS = (
     "before lock",
@@ -68,10 +68,10 @@ _BLOCK_ELEMENTS = 1 << 18  # the same for an add of everything
 _ATTEMPTS = 3
 
 
-class Slots(NamedTuple):
+class KeySlots(NamedTuple):
     """Where a shard has rows that are keys, -1 for those that are not there; and which those are.
 
-    It is of one generation. Slots that are there stay; new keys, each given once, may have come
+    It is of one segment. Slots that are there stay; new keys, each given once, may have come
     since.
     """
 
@@ -95,14 +95,14 @@ class Entry(NamedTuple):
     assigns: bool = False
     unseen: bool = False
     places: Tensor | None = None
-    slots: Slots | None = None
+    slots: KeySlots | None = None
 
 
 class NotFinite(Exception):
     """A delta that had to be finite is not; the shard is as it was."""
 
 
-class Shard:
+class TableShard:
     """One shard, as one process sees it.
 
     Args:

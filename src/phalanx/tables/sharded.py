@@ -15,7 +15,7 @@ from phalanx.memory import LockFile, MatrixRows, RangeLock, Region, Waiting, rea
 from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.rounds import READY, OpenRegion, Rounds
 from phalanx.tables.shard import Entry, refuse_nonfinite
-from phalanx.tables.spec import Layout, TableSpec
+from phalanx.tables.spec import TableLayout, TableSpec
 
 __all__ = ["READ_POINTS", "Sharded"]
 
@@ -26,8 +26,8 @@ READ_POINTS = ("before read", "reader's lock held", "rows read")
 """Where the chaos tests stop a get, in its order; it takes a lock only where adds overtake it."""
 
 
-class Part(Protocol):
-    """A shard of any kind; see :class:`phalanx.tables.shard.Shard`."""
+class ShardLike(Protocol):
+    """A shard of any kind; see :class:`phalanx.tables.shard.TableShard`."""
 
     first_row: int
     lock: RangeLock
@@ -46,7 +46,7 @@ class Part(Protocol):
     def close(self) -> None: ...
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=ShardLike)
 
 
 class _Closed:
@@ -84,9 +84,11 @@ class Sharded(Generic[P]):
         self.region = region
         self._membership = membership
         self._file = LockFile(region, rank_of=membership.worker_of)
-        self._page = region.buffer[: Layout.PAGE].cast("q")
+        self._page = region.buffer[: TableLayout.PAGE].cast("q")
         self._lock = self._file.range(0, 64, label=f"rounds of table {spec.name}")
-        self._lines = region.buffer[Layout.PAGE : Layout.PAGE + Layout.LINES].cast("q")
+        self._lines = region.buffer[TableLayout.PAGE : TableLayout.PAGE + TableLayout.LINES].cast(
+            "q"
+        )
         self.rounds = Rounds(
             spec=spec,
             page=self._page[:8],
@@ -174,7 +176,7 @@ class Sharded(Generic[P]):
 
     def _read_from(
         self,
-        shard: Part,
+        shard: ShardLike,
         rows: Tensor | None,
         out: Tensor,
         worker: int,

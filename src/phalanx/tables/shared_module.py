@@ -22,11 +22,16 @@ from torch.nn.parameter import is_lazy
 
 from phalanx.errors import CheckpointError, ConfigError, StateError
 from phalanx.plan import check_argument, read_count
-from phalanx.tables.exchange import Exchange, Flat, StatisticsExchange, split_by_dtype
+from phalanx.tables.module_exchange import (
+    FlatTensors,
+    ParameterExchange,
+    StatisticsExchange,
+    split_by_dtype,
+)
 from phalanx.tables.module_updaters import Blend, choose_updater, read_outer
 from phalanx.tables.snapshots import load_parts, read_directory
+from phalanx.tables.table_group import TableGroup, read_mode
 from phalanx.tables.updaters import Nesterov
-from phalanx.tables.world import World, read_mode
 
 __all__ = ["SharedModule"]
 
@@ -93,7 +98,7 @@ class SharedModule:
     def __init__(
         self,
         module: nn.Module,
-        world: World,
+        world: TableGroup,
         every: int = 1,
         merge: str = "mean",
         outer: str | dict[str, object] | Nesterov | None = None,
@@ -103,7 +108,7 @@ class SharedModule:
         name: str | None = None,
     ) -> None:
         check_argument(isinstance(module, nn.Module), "module", "be an nn.Module", module)
-        check_argument(isinstance(world, World), "world", "be what `join` returned", world)
+        check_argument(isinstance(world, TableGroup), "world", "be what `join` returned", world)
         check_argument(merge in ("sum", "mean"), "merge", "be 'sum' or 'mean'", merge)
         check_argument(name != "", "name", "be None or a name", name)
         self.module = module
@@ -118,8 +123,8 @@ class SharedModule:
         self._ticked = False
         parameters, statistics, counters = _sort_tensors(module)
         self._exchanges = [
-            *(self._open_parameters(name, Flat(*group)) for group in parameters),
-            *(self._open_statistics(name, Flat(*group)) for group in statistics),
+            *(self._open_parameters(name, FlatTensors(*group)) for group in parameters),
+            *(self._open_statistics(name, FlatTensors(*group)) for group in statistics),
         ]
         self._agree_on_shapes(name, [*parameters, *statistics], counters)
         self._take_counters(name, counters)
@@ -130,7 +135,7 @@ class SharedModule:
     def _table_name(self, name: str | None, what: str, dtype: torch.dtype) -> str | None:
         return None if name is None else f"{name}.{what}.{str(dtype).removeprefix('torch.')}"
 
-    def _open_parameters(self, name: str | None, flat: Flat) -> Exchange:
+    def _open_parameters(self, name: str | None, flat: FlatTensors) -> ParameterExchange:
         in_rounds = self._staleness.is_bulk_synchronous
         table = self._world.array(
             flat.size,
@@ -142,14 +147,14 @@ class SharedModule:
             sync=in_rounds,
             staleness=self._bound,
         )
-        return Exchange(
+        return ParameterExchange(
             flat,
             table,
             downhill=self.outer is not None,
             averages=self.merge == "mean" and not in_rounds,
         )
 
-    def _open_statistics(self, name: str | None, flat: Flat) -> Exchange:
+    def _open_statistics(self, name: str | None, flat: FlatTensors) -> ParameterExchange:
         in_rounds = self._staleness.is_bulk_synchronous
         values = flat.gather()
         table = self._world.matrix(
@@ -183,7 +188,7 @@ class SharedModule:
 
     def _take_counters(self, name: str | None, counters: dict[str, Tensor]) -> None:
         if counters:
-            flat = Flat(counters, torch.int64)
+            flat = FlatTensors(counters, torch.int64)
             values = flat.gather()
             table_name = self._table_name(name, "counters", flat.dtype)
             table = self._world.array(

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.memory import ALIGN_BYTES
+from phalanx.memory import ALIGN_BYTES, Region
 from phalanx.plan import Staleness, equal_sizes
 from phalanx.tables.membership import MAX_WORKERS
 from phalanx.tables.updaters import Updater, parse_updater, state_dtype
 
-__all__ = ["DTYPES", "Layout", "TableSpec"]
+__all__ = ["DTYPES", "TableLayout", "TableSpec", "make_spec", "view_backups", "view_parts"]
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -145,7 +146,7 @@ class TableSpec:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableLayout:
     """Offsets in the region of a table, in bytes.
 
     Attributes:
@@ -153,7 +154,7 @@ class Layout:
         states: For each state, where those of A and of B begin, and its width.
         ids: Where each shard's list of undone rows begins.
         backups: Where the workers' copies begin.
-        first_rows: The first row of each shard, and the end of the last.
+        shard_starts: The first row of each shard, and the end of the last.
         undo_rows: How many rows each shard's undo record holds.
         nbytes: The size of the region.
     """
@@ -162,7 +163,7 @@ class Layout:
     states: tuple[tuple[int, int, int], ...]
     ids: tuple[int, ...]
     backups: int
-    first_rows: tuple[int, ...]
+    shard_starts: tuple[int, ...]
     undo_rows: tuple[int, ...]
     nbytes: int
 
@@ -170,7 +171,7 @@ class Layout:
     LINES = 64 * MAX_WORKERS  # one per worker, see rounds.py
 
     @classmethod
-    def of(cls, spec: TableSpec) -> Layout:
+    def of(cls, spec: TableSpec) -> TableLayout:
         """Lay a table out."""
         at = cls.PAGE + cls.LINES
         state_bytes = state_dtype(spec.dtype).itemsize
@@ -183,12 +184,12 @@ class Layout:
                 side.append(at)
                 at = _aligned(at + spec.rows * width * state_bytes)
             sides.append(side)
-        first_rows = [0]
+        shard_starts = [0]
         for size in equal_sizes(spec.rows, spec.num_shards):
-            first_rows.append(first_rows[-1] + size)
+            shard_starts.append(shard_starts[-1] + size)
         undo_rows = [
             max(min(b - a, _SMALL_UNDO_ROWS), (b - a) // _UNDO_SHARE)
-            for a, b in pairwise(first_rows)
+            for a, b in pairwise(shard_starts)
         ]
         ids = []
         for capacity in undo_rows:
@@ -199,13 +200,37 @@ class Layout:
         states = tuple((sides[0][1 + i], sides[1][1 + i], width) for i, width in enumerate(widths))
         values = (sides[0][0], sides[1][0])
         return cls(
-            values, states, tuple(ids), backups, tuple(first_rows), tuple(undo_rows), max(at, 64)
+            values, states, tuple(ids), backups, tuple(shard_starts), tuple(undo_rows), max(at, 64)
         )
 
     @staticmethod
     def backup_bytes(spec: TableSpec) -> int:
         """Return the size of one worker's copy."""
         return _aligned(spec.rows * spec.cols * spec.dtype.itemsize)
+
+
+def view_parts(region: Region, spec: TableSpec, layout: TableLayout) -> list[tuple[Tensor, Tensor]]:
+    """Return values and states, each of A and of B, as (rows, width)."""
+    kinds = [(*layout.values, spec.cols, spec.dtype)]
+    kinds += [(a, b, width, state_dtype(spec.dtype)) for a, b, width in layout.states]
+    parts = []
+    for a, b, width, dtype in kinds:
+        sides = [
+            region.tensor(dtype, spec.rows * width, at).view(spec.rows, width) for at in (a, b)
+        ]
+        parts.append((sides[0], sides[1]))
+    return parts
+
+
+def view_backups(region: Region, spec: TableSpec, layout: TableLayout) -> list[Tensor]:
+    """Return each worker's copy, as (rows, cols)."""
+    size = TableLayout.backup_bytes(spec)
+    return [
+        region.tensor(spec.dtype, spec.rows * spec.cols, layout.backups + worker * size).view(
+            spec.rows, spec.cols
+        )
+        for worker in range(spec.num_backups)
+    ]
 
 
 def _aligned(nbytes: int) -> int:

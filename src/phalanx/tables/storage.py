@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.tables.membership import Membership
-from phalanx.tables.parts import view_backups, view_parts
 from phalanx.tables.rounds import OpenRegion
-from phalanx.tables.shard import Shard
+from phalanx.tables.shard import TableShard
 from phalanx.tables.sharded import Sharded
-from phalanx.tables.spec import Layout, TableSpec
+from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
 
 __all__ = ["Storage", "agree_on"]
 
@@ -49,7 +48,7 @@ def agree_on(
         length[0] = len(text)
 
 
-class Storage(Sharded[Shard]):
+class Storage(Sharded[TableShard]):
     """The region of one table, cut into shards.
 
     Args:
@@ -58,32 +57,32 @@ class Storage(Sharded[Shard]):
         membership: Who works here.
     """
 
-    shards: list[Shard]
+    shards: list[TableShard]
 
     def __init__(self, spec: TableSpec, open_region: OpenRegion, membership: Membership) -> None:
-        self._layout = layout = Layout.of(spec)
+        self._layout = layout = TableLayout.of(spec)
         region = open_region(f"table-{spec.name}", layout.nbytes)
         super().__init__(spec, region, open_region, membership)
         self._parts = view_parts(region, spec, layout)
         backups = view_backups(region, spec, layout)
         self.shards = [self._shard(index, backups) for index in range(spec.num_shards)]
-        self._bounds = np.array(layout.first_rows[1:-1], dtype=np.int64)
+        self._bounds = np.array(layout.shard_starts[1:-1], dtype=np.int64)
 
     @staticmethod
     def regions(spec: TableSpec) -> dict[str, int]:
         """Return names and sizes of what a new table takes."""
-        return {f"table-{spec.name}": Layout.of(spec).nbytes}
+        return {f"table-{spec.name}": TableLayout.of(spec).nbytes}
 
     @property
     def nbytes(self) -> int:
         """How much memory the table takes, logs apart."""
         return self.region.nbytes
 
-    def _shard(self, index: int, backups: Sequence[Tensor]) -> Shard:
+    def _shard(self, index: int, backups: Sequence[Tensor]) -> TableShard:
         layout, spec = self._layout, self.spec
-        first, stop = layout.first_rows[index : index + 2]
+        first, stop = layout.shard_starts[index : index + 2]
         values, *states = [(a[first:stop], b[first:stop]) for a, b in self._parts]
-        return Shard(
+        return TableShard(
             lock=self._lock_of(index),
             header=self._line(index),
             values=values,

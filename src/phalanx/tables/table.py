@@ -32,7 +32,7 @@ Rows = Tensor | Array | Sequence[int]
 _LARGE = 1 << 18  # elements of a delta that is not looked at twice: a shard looks at each block
 
 
-class Worker(Protocol):
+class TableWorker(Protocol):
     """What a table asks of the worker that holds it."""
 
     worker_id: int
@@ -89,7 +89,7 @@ class Table:
         [[5.0, 5.0], [1.0, 1.0]]
     """
 
-    def __init__(self, spec: TableSpec, storage: Storage | KeyStorage, world: Worker) -> None:
+    def __init__(self, spec: TableSpec, storage: Storage | KeyStorage, world: TableWorker) -> None:
         """Not for callers, who have ``world.matrix`` and ``world.array``."""
         self._spec = spec
         self._storage = storage
@@ -384,7 +384,7 @@ class PendingGet:
         return self._answer
 
 
-def wait_for_clocks(world: Worker, judge: Any, what: str) -> None:  # Any: () -> Verdict
+def wait_for_clocks(world: TableWorker, judge: Any, what: str) -> None:  # Any: () -> Verdict
     """Wait until ``judge()`` lets this worker go on.
 
     Raises:

@@ -215,7 +215,7 @@ def test_a_closed_world_says_so():
         with pytest.raises(StateError, match="is closed"):
             call()
     world.close()
-    assert repr(world) == "World(worker 0, closed)"
+    assert repr(world) == "TableGroup(worker 0, closed)"
 
 
 def test_tables_and_shared_modules_show_their_mode():

@@ -36,28 +36,28 @@ def held() -> tuple[int, int]:
     return nbytes, len(os.listdir("/proc/self/fd"))
 
 
-def use_matrix(world: tables.World) -> tables.Table:
+def use_matrix(world: tables.TableGroup) -> tables.Table:
     table = world.matrix(1 << 12, 16, updater="adagrad")
     table.add(torch.ones(1, 16), rows=[3])
     table.get([3])
     return table
 
 
-def use_rounds(world: tables.World) -> tables.Table:
+def use_rounds(world: tables.TableGroup) -> tables.Table:
     table = world.array(100_000, sync=True, num_shards=3)
     table.add(torch.ones(100_000))
     table.get()
     return table
 
 
-def use_keys(world: tables.World) -> tables.Table:
+def use_keys(world: tables.TableGroup) -> tables.Table:
     table = world.keys(8, capacity=16, num_shards=2)
     table.add(torch.ones(500, 8), rows=torch.arange(500))  # grows
     table.get([1, 499, 1 << 40])
     return table
 
 
-def use_backups(world: tables.World) -> tables.Table:
+def use_backups(world: tables.TableGroup) -> tables.Table:
     table = world.matrix(10_000, 4, updater="dc_asgd")
     table.get()
     table.add(torch.ones(10_000, 4))

@@ -38,11 +38,11 @@ TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def matrix(world: tables.World) -> Any:
+def matrix(world: tables.TableGroup) -> Any:
     return world.matrix(5, 3, name="t", updater="adam", init=1.0)
 
 
-def by_key(world: tables.World) -> Any:
+def by_key(world: tables.TableGroup) -> Any:
     return world.keys(3, name="t", updater="adam")
 
 

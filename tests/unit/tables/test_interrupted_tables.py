@@ -22,7 +22,7 @@ SHORT_S = 0.5
 ROWS = [4, 0, 2]
 MOST_PLACES = 1000
 
-Worlds = tuple[tables.World, tables.World]
+Worlds = tuple[tables.TableGroup, tables.TableGroup]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_without_the_token_one_would(worlds, monkeypatch):
             add_interrupted_everywhere(worlds, "sum")
 
 
-def wait_until_closing(world: tables.World) -> None:
+def wait_until_closing(world: tables.TableGroup) -> None:
     deadline = now_s() + LONG_S
     while not world.closed:
         assert now_s() < deadline

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx import tables
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.tables.joining import Ticket, read_ticket
+from phalanx.tables.joining import JoinRequest, read_join_request
 from tests.multiprocess.children import Children, Parent
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2"}
@@ -33,45 +33,50 @@ SLURM = {
 @pytest.mark.parametrize(
     ("run", "num_workers", "environment", "ticket"),
     [
-        (None, None, {}, Ticket(None, None, None)),
-        (None, 3, {}, Ticket(None, None, 3)),
-        ("mine", 3, TWO, Ticket("mine", None, 3)),
-        (None, None, {**TWO, "TORCHELASTIC_RUN_ID": "a"}, Ticket("torchrun-a-0", 1, 2)),
+        (None, None, {}, JoinRequest(None, None, None)),
+        (None, 3, {}, JoinRequest(None, None, 3)),
+        ("mine", 3, TWO, JoinRequest("mine", None, 3)),
+        (None, None, {**TWO, "TORCHELASTIC_RUN_ID": "a"}, JoinRequest("torchrun-a-0", 1, 2)),
         (
             None,
             2,
             {**TWO, "TORCHELASTIC_RUN_ID": "a b", "TORCHELASTIC_RESTART_COUNT": "3"},
-            Ticket("torchrun-a-b-3", 1, 2),
+            JoinRequest("torchrun-a-b-3", 1, 2),
         ),
         (
             None,
             None,
             {**TWO, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500"},
-            Ticket("torchrun-port-29500-0", 1, 2),
+            JoinRequest("torchrun-port-29500-0", 1, 2),
         ),
         (
             None,
             None,
             {**TWO, "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "7"},
-            Ticket("torchrun-port-7-0", 1, 2),
+            JoinRequest("torchrun-port-7-0", 1, 2),
         ),
-        (None, 2, OPEN_MPI, Ticket("openmpi-17", 1, 2)),
-        (None, None, {**OPEN_MPI, **TWO}, Ticket("openmpi-17", 1, 2)),
-        (None, None, {**OPEN_MPI, **SLURM}, Ticket("openmpi-17", 1, 2)),
-        (None, None, {**SLURM, "RANK": "1", "WORLD_SIZE": "2"}, Ticket("slurm-5-3", 1, 2)),
-        (None, None, SLURM, Ticket("slurm-5-3", 1, 2)),
+        (None, 2, OPEN_MPI, JoinRequest("openmpi-17", 1, 2)),
+        (None, None, {**OPEN_MPI, **TWO}, JoinRequest("openmpi-17", 1, 2)),
+        (None, None, {**OPEN_MPI, **SLURM}, JoinRequest("openmpi-17", 1, 2)),
+        (None, None, {**SLURM, "RANK": "1", "WORLD_SIZE": "2"}, JoinRequest("slurm-5-3", 1, 2)),
+        (None, None, SLURM, JoinRequest("slurm-5-3", 1, 2)),
         (
             None,
             3,
             {**SLURM, "SLURM_STEP_ID": "4294967291"},
-            Ticket(None, None, 3),
+            JoinRequest(None, None, 3),
         ),  # a batch script
-        (None, 3, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Ticket(None, None, 3)),  # likewise
-        (None, None, {**OPEN_MPI, **ONE_OF_ONE}, Ticket(None, None, None)),
+        (
+            None,
+            3,
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+            JoinRequest(None, None, 3),
+        ),  # likewise
+        (None, None, {**OPEN_MPI, **ONE_OF_ONE}, JoinRequest(None, None, None)),
     ],
 )
 def test_the_run_is_the_callers_or_torchruns_or_this_process(run, num_workers, environment, ticket):
-    assert read_ticket(run, num_workers, environment) == ticket
+    assert read_join_request(run, num_workers, environment) == ticket
 
 
 @pytest.mark.parametrize(
@@ -109,11 +114,11 @@ def test_the_run_is_the_callers_or_torchruns_or_this_process(run, num_workers, e
 )
 def test_variables_that_contradict_are_refused(num_workers, environment, error, message):
     with pytest.raises(error, match=message):
-        read_ticket(None, num_workers, environment)
+        read_join_request(None, num_workers, environment)
 
 
 def test_workers_of_one_mpiexec_are_told_by_the_process_that_started_them():
-    ticket = read_ticket(None, None, MPICH)
+    ticket = read_join_request(None, None, MPICH)
     assert (ticket.worker, ticket.num_workers) == (1, 2)
     assert ticket.run is not None
     assert ticket.run.startswith(f"mpich-{os.getppid()}-")

@@ -8,8 +8,8 @@ import torch
 
 from phalanx import tables
 from phalanx.errors import CheckpointError, ConfigError, StateError
-from phalanx.tables.generation import Generation
 from phalanx.tables.hash_index import HashIndex
+from phalanx.tables.hash_segment import HashSegment
 from phalanx.tables.key_storage import KeyStorage
 
 NAN = float("nan")
@@ -305,7 +305,7 @@ def test_a_reader_that_found_a_key_missing_reads_again_where_an_add_brings_it(mo
     with tables.join(num_workers=2) as one, one.thread_worker() as two:
         reader, writer = (w.keys(1, name="t") for w in (one, two))
         writer.add([[1]], rows=[1])
-        look_up = Generation._look_up
+        look_up = HashSegment._look_up
         overtaken = []
 
         def slow_look_up(found, keys, num_keys):
@@ -315,17 +315,17 @@ def test_a_reader_that_found_a_key_missing_reads_again_where_an_add_brings_it(mo
                 writer.add([[1], [2]], rows=[1, 2])
             return answer
 
-        monkeypatch.setattr(Generation, "_look_up", slow_look_up)
+        monkeypatch.setattr(HashSegment, "_look_up", slow_look_up)
         assert reader.get([1, 2]).tolist() == [[2.0], [2.0]]
         assert overtaken
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
 def test_a_reader_whom_every_look_is_overtaken_takes_the_lock(monkeypatch, keeps_order):
-    monkeypatch.setattr("phalanx.tables.generation.KEEPS_ORDER", keeps_order)
+    monkeypatch.setattr("phalanx.tables.hash_segment.KEEPS_ORDER", keeps_order)
     with tables.join(num_workers=2) as one, one.thread_worker() as two:
         reader, writer = (w.keys(1, name="t") for w in (one, two))
-        look_up = Generation._look_up
+        look_up = HashSegment._look_up
         came = []
 
         def slow_look_up(found, keys, num_keys):
@@ -335,12 +335,12 @@ def test_a_reader_whom_every_look_is_overtaken_takes_the_lock(monkeypatch, keeps
                 writer.add([[1]] * 9, rows=range(9 * came[-1], 9 * came[-1] + 9))
             return answer
 
-        monkeypatch.setattr(Generation, "_look_up", slow_look_up)
+        monkeypatch.setattr(HashSegment, "_look_up", slow_look_up)
         assert reader.get([1, 2]).tolist() == [[0.0], [0.0]]
         assert len(came) == (3 if keeps_order else 0)
 
 
-def test_a_reader_may_end_in_the_generation_it_began_in(monkeypatch):
+def test_a_reader_may_end_in_the_segment_it_began_in(monkeypatch):
     with tables.join(num_workers=2) as one, one.thread_worker() as two:
         reader, writer = (w.keys(1, name="t", capacity=16) for w in (one, two))
         writer.add([[1]], rows=[1])

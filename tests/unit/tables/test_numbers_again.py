@@ -14,7 +14,7 @@ from phalanx.tables.membership import MAX_WORKERS, await_others
 from tests.multiprocess.children import Children, Parent
 
 
-def come_and_go(world: tables.World) -> None:
+def come_and_go(world: tables.TableGroup) -> None:
     """Use every fresh number up."""
     for _ in range(MAX_WORKERS):
         with world.thread_worker() as last:
@@ -69,7 +69,7 @@ def test_a_barrier_waits_for_who_has_the_number_of_one_that_had_come(full):
     gone = full.thread_worker()
     coming = threading.Thread(target=gone.barrier)
     coming.start()
-    words = full._house.barrier()._words
+    words = full._context.barrier()._words
     await_others(lambda: words[2 + 4 * 1] == 1, lambda: None, 5)  # it has come to round 1
     gone.leave()
     with full.thread_worker() as other:

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from phalanx import tables
 from phalanx.errors import ConfigError, OutOfSpace
-from phalanx.tables.joining import read_ticket
+from phalanx.tables.joining import read_join_request
 
 NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
 LAZY = torch.nn.parameter.UninitializedParameter()
@@ -182,7 +182,7 @@ def test_names_of_another_kind_are_refused():
             with pytest.raises(ConfigError, match="`name` must be a string"):
                 world.barrier(name)
     with pytest.raises(ConfigError, match="`LOCAL_WORLD_SIZE` must be a number"):
-        read_ticket(None, None, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "x"})
+        read_join_request(None, None, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "x"})
 
 
 @pytest.mark.parametrize("left", range(4))

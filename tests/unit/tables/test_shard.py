@@ -184,7 +184,7 @@ def test_the_shards_of_an_add_or_a_get_share_one_deadline(rows, monkeypatch):
         return noted
 
     for name in ("add", "read"):
-        monkeypatch.setattr(shard.Shard, name, noting(getattr(shard.Shard, name)))
+        monkeypatch.setattr(shard.TableShard, name, noting(getattr(shard.TableShard, name)))
     with tables.join(timeout_s=20.0) as world:
         table = world.matrix(41, 3, num_shards=3)
         table.add(torch.ones(41 if rows is None else 3, 3), rows=rows)

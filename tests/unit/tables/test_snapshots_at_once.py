@@ -12,7 +12,7 @@ from phalanx import tables
 def test_workers_that_write_to_one_folder_at_once_leave_a_snapshot_that_counts(tmp_path):
     failures: list[BaseException] = []
 
-    def write_many(world: tables.World) -> None:
+    def write_many(world: tables.TableGroup) -> None:
         table = world.matrix(16, 4, name="x")
         try:
             for row in range(30):

@@ -30,7 +30,7 @@ MODES = {
 CASES = [(made, used) for made in MODES for used in MODES if (made, used) != ("usual", "usual")]
 
 
-def make(world: tables.World) -> list[tables.Table]:
+def make(world: tables.TableGroup) -> list[tables.Table]:
     updaters = ("sum", "adam", {"name": "adagrad", "initial": 1.0})
     made = [
         world.matrix(5, 2, updater=updater, sync=sync, num_shards=num_shards, init=0.5)

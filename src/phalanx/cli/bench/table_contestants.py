@@ -58,7 +58,7 @@ class Job:
     rank: int = 0
 
 
-def _join(job: Job) -> tables.World:
+def _join(job: Job) -> tables.TableGroup:
     name = f"bench-{Path(job.folder).name}-{job.contestant}"
     return tables.join(name, num_workers=2, timeout_s=_PATIENCE_S)
 

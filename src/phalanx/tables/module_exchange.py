@@ -18,10 +18,10 @@ from torch import Tensor
 from phalanx.errors import ConfigError
 from phalanx.tables.table import PendingGet, Table
 
-__all__ = ["Exchange", "Flat", "StatisticsExchange", "split_by_dtype"]
+__all__ = ["FlatTensors", "ParameterExchange", "StatisticsExchange", "split_by_dtype"]
 
 
-class Flat:
+class FlatTensors:
     """Tensors by name, and how they lie in one flat tensor.
 
     Args:
@@ -67,7 +67,7 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-class Exchange:
+class ParameterExchange:
     """Parameters, of which a table takes the differences.
 
     ``note``, ``give``, ``ask``, ``wait`` and ``put``, in this order, make one exchange.
@@ -83,7 +83,7 @@ class Exchange:
     was noted. From ``give`` to ``receive`` the table has it: it is not given again.
     """
 
-    def __init__(self, flat: Flat, table: Table, *, downhill: bool, averages: bool) -> None:
+    def __init__(self, flat: FlatTensors, table: Table, *, downhill: bool, averages: bool) -> None:
         self.flat = flat
         self.table = table
         self._sign = -1.0 if downhill else 1.0
@@ -171,7 +171,7 @@ class Exchange:
         self.forget()
 
 
-class StatisticsExchange(Exchange):
+class StatisticsExchange(ParameterExchange):
     """Running statistics: the table takes the values, and a weight for each (see ``Blend``).
 
     Args:
@@ -180,7 +180,7 @@ class StatisticsExchange(Exchange):
         in_rounds: Whether the table merges rounds.
     """
 
-    def __init__(self, flat: Flat, table: Table, *, in_rounds: bool) -> None:
+    def __init__(self, flat: FlatTensors, table: Table, *, in_rounds: bool) -> None:
         super().__init__(flat, table, downhill=False, averages=not in_rounds)
 
     def _add(self, num_workers: int) -> None:

@@ -3,125 +3,41 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
-import weakref
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.memory import Region, RunDirectory, all_finite
+from phalanx.memory import all_finite
 from phalanx.plan import Staleness, check_argument, say_numbers
-from phalanx.tables.first_rows import Uniform, read_first_row
-from phalanx.tables.joining import read_ticket
+from phalanx.tables.joining import read_join_request
 from phalanx.tables.key_shard import MAX_CAPACITY
-from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.key_table import KeyTable
-from phalanx.tables.membership import Barrier, Membership, await_others
+from phalanx.tables.membership import await_others
+from phalanx.tables.row_initializer import Uniform, read_row_init
+from phalanx.tables.run_context import RunContext
 from phalanx.tables.spec import TableSpec, make_spec
-from phalanx.tables.storage import Storage, agree_on
 from phalanx.tables.table import Numbers, Table, wait_for_clocks
 from phalanx.tables.updaters import Updater
 from phalanx.tables.values import read_delta, read_number
 
-__all__ = ["World", "join", "read_mode"]
+__all__ = [
+    "TableGroup",
+    "barrier",
+    "current",
+    "init",
+    "join",
+    "num_workers",
+    "read_mode",
+    "shutdown",
+    "worker_id",
+]
 
 _LONGEST_S = 1e6
 
 
-class _House:
-    """What the workers of one process share: the run's regions, locks and tables."""
-
-    def __init__(self, run: str | None) -> None:
-        self.run = run
-        self._directory = None if run is None else RunDirectory.join(f"tables-{run}")
-        self._regions: dict[str, Region] = {}  # of a run that is this process alone
-        self._mutex = threading.RLock()
-        self._storages: dict[str, Storage] = {}
-        self._key_storages: dict[str, KeyStorage] = {}
-        self._barrier: Barrier | None = None
-        self._num_workers = 0
-        if self._directory is not None:  # at the latest when the interpreter ends
-            weakref.finalize(self, self._directory.close)
-
-    def enter(self, *, create: bool) -> None:
-        """Open the page; not in ``__init__``, so that a failure can leave the run again."""
-        region = self.open_region("members", Membership.needed_bytes(), create=create)
-        self.membership = Membership(region, "this process" if self.run is None else self.run)
-
-    def open_region(self, name: str, nbytes: int, *, create: bool = True) -> Region:
-        if self._directory is not None:
-            return self._directory.open_region(name, nbytes, create=create)
-        with self._mutex:
-            if name not in self._regions:
-                if not create:
-                    raise StateError(f"Region {name!r} must be made first, but is not there.")
-                self._regions[name] = Region.create(nbytes, label=name)
-            return self._regions[name]
-
-    def remove_region(self, name: str) -> None:
-        if self._directory is not None:
-            self._directory.remove_region(name)
-            return
-        with self._mutex:
-            self._regions.pop(name, None)
-
-    def storage(self, spec: TableSpec, timeout_s: float) -> Storage:
-        agree_on(spec, Storage.regions(spec), self.open_region, self.membership, timeout_s)
-        with self._mutex:
-            if spec.name not in self._storages:
-                self._storages[spec.name] = Storage(spec, self.open_region, self.membership)
-            return self._storages[spec.name]
-
-    def key_storage(self, spec: TableSpec, timeout_s: float) -> KeyStorage:
-        agree_on(spec, KeyStorage.regions(spec), self.open_region, self.membership, timeout_s)
-        with self._mutex:
-            if spec.name not in self._key_storages:
-                self._key_storages[spec.name] = KeyStorage(spec, self, self.membership)
-            return self._key_storages[spec.name]
-
-    def barrier(self) -> Barrier:
-        with self._mutex:
-            if self._barrier is None:
-                region = self.open_region("barriers", Barrier.needed_bytes())
-                self._barrier = Barrier(region, self.membership)
-            return self._barrier
-
-    def count_in(self) -> None:
-        """Count a worker of this process in."""
-        with self._mutex:
-            self._num_workers += 1
-
-    def count_out(self, timeout_s: float) -> None:
-        """Count a worker of this process out; the last one closes the house.
-
-        Raises:
-            StateError: A thread was in a table all the time. The worker still counts.
-        """
-        with self._mutex:
-            self._num_workers -= 1
-            is_last = self._num_workers == 0
-        if not is_last:
-            return
-        try:
-            self.close(timeout_s)  # without the mutex, which a thread in a table may need
-        except BaseException:
-            self.count_in()
-            raise
-
-    def close(self, timeout_s: float) -> None:
-        storages: list[Storage | KeyStorage] = list(self._storages.values())
-        for storage in (*storages, *self._key_storages.values()):
-            storage.close(timeout_s)
-        if hasattr(self, "membership"):
-            self.membership.close(timeout_s)
-        if self._directory is not None:
-            self._directory.close()
-        self._storages, self._key_storages, self._regions = {}, {}, {}
-
-
-class World:
+class TableGroup:
     """One worker's place in a run; made by :func:`join`.
 
     Attributes:
@@ -132,22 +48,22 @@ class World:
     """
 
     def __init__(
-        self, house: _House, worker_id: int, staleness: Staleness, timeout_s: float
+        self, context: RunContext, worker_id: int, staleness: Staleness, timeout_s: float
     ) -> None:
         """Not for callers, who have :func:`join`."""
         self.worker_id = worker_id
         self.timeout_s = timeout_s
         self.staleness = staleness
-        self.run = house.run
-        self.membership = house.membership
+        self.run = context.run
+        self.membership = context.membership
         self.closed = False
         self.left = False
-        self._turn = house.membership.turn(worker_id)
-        self._house = house
+        self._turn = context.membership.turn(worker_id)
+        self._context = context
         self._pid = os.getpid()
         self._num_tables = 0
         self._tick_bound: int | None = staleness.bound if staleness.is_bounded else None
-        house.count_in()
+        context.count_in()
 
     # --- who is here ------------------------------------------------------------------------------
 
@@ -182,7 +98,7 @@ class World:
         self._check_counted("barrier")
         check_argument(isinstance(name, str), "name", "be a string", name)
         timeout_s = self.timeout_s if timeout_s is None else _seconds(timeout_s)
-        return self._house.barrier().wait(self.worker_id, name, timeout_s)
+        return self._context.barrier().wait(self.worker_id, name, timeout_s)
 
     def tick(self) -> int:
         """End this worker's round; return how many it has ended.
@@ -210,7 +126,7 @@ class World:
             )
         return clock
 
-    def thread_worker(self) -> World:
+    def thread_worker(self) -> TableGroup:
         """Join the same run as one more worker, for another thread of this process.
 
         Example:
@@ -220,7 +136,7 @@ class World:
         """
         self._check_open()
         worker = self.membership.enter(worker=None, num_expected=None, timeout_s=self.timeout_s)
-        return World(self._house, worker, self.staleness, self.timeout_s)
+        return TableGroup(self._context, worker, self.staleness, self.timeout_s)
 
     def leave(self) -> None:
         """Stop counting as a worker: nobody waits for this one any more.
@@ -264,12 +180,12 @@ class World:
             self.leave()
         self.closed = True
         try:
-            self._house.count_out(self.timeout_s)
+            self._context.count_out(self.timeout_s)
         except BaseException:
             self.closed = False
             raise
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> TableGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -376,7 +292,7 @@ class World:
             name: As for :meth:`matrix`.
             sync: As for :meth:`matrix`.
             staleness: As for :meth:`matrix`.
-            num_shards: Parts, by key, that are locked apart and grow apart.
+            num_shards: ShardLike, by key, that are locked apart and grow apart.
             nonfinite: As for :meth:`matrix`.
             capacity: For how many keys there is room at first; the next power of two. Where they
                 are more, the table moves into one twice as large, or larger.
@@ -402,8 +318,8 @@ class World:
         spec = self._spec(
             0, cols, False, dtype, updater, name, sync, staleness, num_shards, nonfinite, capacity
         )
-        first = read_first_row(init, spec)
-        storage = self._house.key_storage(spec, self.timeout_s)
+        first = read_row_init(init, spec)
+        storage = self._context.key_storage(spec, self.timeout_s)
         storage.open(self.worker_id, first, self.timeout_s)
         self._count_table(name, spec)
         return KeyTable(spec, storage, self)
@@ -427,7 +343,7 @@ class World:
             rows, cols, is_array, dtype, updater, name, sync, staleness, num_shards, nonfinite
         )
         first = _read_init(init, spec)
-        storage = self._house.storage(spec, self.timeout_s)
+        storage = self._context.storage(spec, self.timeout_s)
         storage.open(self.worker_id, first, self.timeout_s)
         self._count_table(name, spec)
         return Table(spec, storage, self)
@@ -466,7 +382,7 @@ class World:
 
     def _num_slots(self) -> int:
         """How many workers there can ever be, where that is known."""
-        alone = self._house.run is None and self.membership.here() == [0]
+        alone = self._context.run is None and self.membership.here() == [0]
         return self.membership.num_expected or int(alone)
 
     def _note_bound(self, staleness: Staleness) -> None:
@@ -496,9 +412,9 @@ class World:
 
     def __repr__(self) -> str:
         if self.closed:
-            return f"World(worker {self.worker_id}, closed)"
+            return f"TableGroup(worker {self.worker_id}, closed)"
         where = "this process" if self.run is None else f"run {self.run!r}"
-        return f"World(worker {self.worker_id} of {self.num_workers} in {where})"
+        return f"TableGroup(worker {self.worker_id} of {self.num_workers} in {where})"
 
 
 def join(
@@ -509,7 +425,7 @@ def join(
     num_workers: int | None = None,
     create: bool = True,
     timeout_s: float = 30.0,
-) -> World:
+) -> TableGroup:
     """Become a worker: of this process alone, of the run that was started, or of run ``run``.
 
     Args:
@@ -535,25 +451,25 @@ def join(
     """
     timeout_s = _seconds(timeout_s)
     mode = read_mode(sync, staleness, Staleness(None))
-    ticket = read_ticket(run, num_workers)
-    house = _House(ticket.run)
+    request = read_join_request(run, num_workers)
+    context = RunContext(request.run)
     try:
-        _enter(house, create)
-        worker = house.membership.enter(
-            worker=ticket.worker, num_expected=ticket.num_workers, timeout_s=timeout_s
+        _enter(context, create)
+        worker = context.membership.enter(
+            worker=request.worker, num_expected=request.num_workers, timeout_s=timeout_s
         )
     except BaseException:
-        house.close(timeout_s)
+        context.close(timeout_s)
         raise
-    return World(house, worker, mode, timeout_s)
+    return TableGroup(context, worker, mode, timeout_s)
 
 
-def _enter(house: _House, create: bool) -> None:
+def _enter(context: RunContext, create: bool) -> None:
     try:
-        house.enter(create=create or house.run is None)
+        context.enter(create=create or context.run is None)
     except StateError as exc:
         raise StateError(
-            f"Run {house.run!r} must have been begun by another worker, but is not there. Start "
+            f"Run {context.run!r} must have been begun by another worker, but is not there. Start "
             "that one first, or join with `create=True`."
         ) from exc
 
@@ -597,3 +513,70 @@ def _read_init(init: object, spec: TableSpec) -> Tensor | None:
             f"`init` must be finite for table {spec.name!r}, but holds NaN or infinity."
         )
     return value
+
+
+# --- one group per process, for scripts that pass nothing around ----------------------------------
+
+_current: TableGroup | None = None
+
+
+def init(
+    run: str | None = None,
+    *,
+    sync: bool = False,
+    staleness: int | None = None,
+    num_workers: int | None = None,
+    timeout_s: float = 30.0,
+) -> TableGroup:
+    """Join, as :func:`phalanx.tables.join`, and keep the world for the functions beside this one.
+
+    Raises:
+        StateError: This process has joined already.
+
+    Example:
+        >>> world = init()
+        >>> num_workers(), worker_id(), barrier()
+        (1, 0, 1)
+        >>> shutdown()
+    """
+    global _current
+    if _current is not None and not _current.closed:
+        raise StateError("`init` must be called once, but was called before. Call `shutdown`.")
+    _current = join(
+        run, sync=sync, staleness=staleness, num_workers=num_workers, timeout_s=timeout_s
+    )
+    return _current
+
+
+def current() -> TableGroup:
+    """Return the world of :func:`init`.
+
+    Raises:
+        StateError: There is none.
+    """
+    if _current is None or _current.closed:
+        raise StateError("`init` must be called first, but was not.")
+    return _current
+
+
+def barrier(name: str = "barrier", timeout_s: float | None = None) -> int:
+    """Wait for all workers, as :meth:`TableGroup.barrier`."""
+    return current().barrier(name, timeout_s)
+
+
+def shutdown() -> None:
+    """Leave the world of :func:`init`; without one, do nothing."""
+    global _current
+    if _current is not None:
+        _current.close()
+        _current = None
+
+
+def num_workers() -> int:
+    """Return how many workers there are, as :attr:`TableGroup.num_workers`."""
+    return current().num_workers
+
+
+def worker_id() -> int:
+    """Return this process's number, from 0."""
+    return current().worker_id

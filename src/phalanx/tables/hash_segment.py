@@ -1,10 +1,10 @@
 """The rows of one shard of a keys table, as long as they fit: one region that does not grow.
 
     region   | page | A, B, ids, backups as in spec.py | entries | keys |
-    page     line 0   BASE | NEXT | FOR          line 1   the header of a `Shard`
+    page     line 0   BASE | NEXT | FOR          line 1   the header of a `TableShard`
 
 It is a shard whose rows are found by key. Slots are given out in order and never taken back, so a
-key's slot is its own for good, in the generations that follow too.
+key's slot is its own for good, in the segments that follow too.
 
 # Note [A key comes with its add]
 The keys that are there are those of the first N slots, and N has to change together with the rows:
@@ -30,17 +30,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.memory import ALIGN_BYTES, KEEPS_ORDER, MatrixRows, RangeLock, Region, reach
-from phalanx.tables.first_rows import FirstRows
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
-from phalanx.tables.parts import view_backups, view_parts
-from phalanx.tables.shard import _ARMED, _WORD, Entry, Shard, Slots
-from phalanx.tables.spec import Layout, TableSpec
+from phalanx.tables.row_initializer import RowInitializer
+from phalanx.tables.shard import _ARMED, _WORD, Entry, KeySlots, TableShard
+from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
 from phalanx.tables.updaters import Change, Updater
 
-__all__ = ["POINTS", "Full", "Generation", "Retired", "generation_bytes"]
+__all__ = ["POINTS", "HashSegment", "SegmentFull", "StaleSegment", "segment_bytes"]
 
 POINTS = ("keys written", "keys indexed", "keys pending")
-"""Where the chaos tests stop an add of new keys, in its order, before the points of a `Shard`."""
+"""Fail points of an add of new keys, in order; those of a `TableShard` follow."""
 
 Absent = NDArray[np.bool_] | None
 
@@ -48,16 +47,16 @@ _BASE, _NEXT, _FOR = range(3)
 _ATTEMPTS = 3
 
 
-class Full(Exception):
-    """There are more keys than the generation holds."""
+class SegmentFull(Exception):
+    """There are more keys than the segment holds."""
 
     def __init__(self, num_keys: int) -> None:
         super().__init__(num_keys)
         self.num_keys = num_keys
 
 
-class Retired(Exception):
-    """The shard has grown into another generation."""
+class StaleSegment(Exception):
+    """The shard has grown into another segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,27 +78,27 @@ def _absent_ones(keys: Int64s, slots: Int64s) -> Int64s:
 
 
 def _index_offsets(spec: TableSpec, capacity: int) -> tuple[int, int, int]:
-    entries = -(-Layout.of(_sized(spec, capacity)).nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    entries = -(-TableLayout.of(_sized(spec, capacity)).nbytes // ALIGN_BYTES) * ALIGN_BYTES
     keys = entries + 4 * ENTRIES_PER_KEY * capacity
     return entries, keys, keys + 8 * capacity
 
 
-def generation_bytes(spec: TableSpec, capacity: int) -> int:
+def segment_bytes(spec: TableSpec, capacity: int) -> int:
     """Return the size of the region for ``capacity`` keys."""
     return _index_offsets(spec, capacity)[-1]
 
 
-class Generation(Shard):
-    """One generation, as one process sees it. Rows of entries, and rows to read, are keys.
+class HashSegment(TableShard):
+    """One segment, as one process sees it. Rows of entries, and rows to read, are keys.
 
     Args:
         spec: The table.
-        serial: The generation's number.
+        serial: The segment's number.
         capacity: How many keys it holds, a power of two from 16 on.
-        region: Its memory, of :func:`generation_bytes`.
-        lock: The shard's, the same for all its generations.
-        first_rows: What a row holds at first.
-        newest: Tells the number of the newest generation.
+        region: Its memory, of :func:`segment_bytes`.
+        lock: The shard's, the same for all its segments.
+        row_initializer: What a row holds at first.
+        newest: Tells the number of the newest segment.
         seed: Of the index.
     """
 
@@ -110,17 +109,17 @@ class Generation(Shard):
         capacity: int,
         region: Region,
         lock: RangeLock,
-        first_rows: FirstRows,
+        row_initializer: RowInitializer,
         newest: Callable[[], int],
         seed: int,
     ) -> None:
         sized = _sized(spec, capacity)
-        layout = Layout.of(sized)
+        layout = TableLayout.of(sized)
         page = region.buffer[: layout.PAGE].cast("q")
         values, *states = view_parts(region, sized, layout)
         ids = region.tensor(torch.int64, layout.undo_rows[0], layout.ids[0])
 
-        rows: dict[str, Any] = {  # Any: as a Shard takes them
+        rows: dict[str, Any] = {  # Any: as a TableShard takes them
             "lock": lock,
             "header": page[8:16],
             "values": values,
@@ -130,12 +129,12 @@ class Generation(Shard):
         }
         backups = view_backups(region, sized, layout)
         super().__init__(**rows, updater=spec.updater, backups=backups)
-        self._assigner = Shard(**rows, updater=_Assign(), backups=[])
+        self._assigner = TableShard(**rows, updater=_Assign(), backups=[])
         self.serial = serial
         self.capacity = capacity
         self.nbytes = region.nbytes
         self._counts = page[:8]
-        self._first_rows = first_rows
+        self._row_initializer = row_initializer
         self._first_states = spec.updater.first_states()
         self._newest = newest
         entries, keys, _ = _index_offsets(spec, capacity)
@@ -153,8 +152,8 @@ class Generation(Shard):
         super().begin()
         self._counts[_FOR] = -1
 
-    def take_over(self, older: Generation, keys: Tensor, parts: Sequence[Tensor]) -> None:
-        """Go on for another generation, settled and locked, with these keys and their rows."""
+    def take_over(self, older: HashSegment, keys: Tensor, parts: Sequence[Tensor]) -> None:
+        """Go on for another segment, settled and locked, with these keys and their rows."""
         self.begin()
         self._header[:] = older._header  # rounds go on, and the same side is current
         current, _ = self._both(self._header[_WORD])
@@ -167,8 +166,8 @@ class Generation(Shard):
         self._index.insert(keys.numpy(), 0)
         self._counts[_NEXT] = num_keys
 
-    def grow_from(self, older: Generation) -> None:
-        """Go on for a smaller generation, settled and locked."""
+    def grow_from(self, older: HashSegment) -> None:
+        """Go on for a smaller segment, settled and locked."""
         keys, *parts = older.view_all()
         self.take_over(older, keys, parts)
         for backup, theirs in zip(self._backups, older._backups, strict=True):
@@ -246,7 +245,7 @@ class Generation(Shard):
         return slots, absent
 
     def _fill_in(self, out: Tensor, keys: Int64s, absent: NDArray[np.bool_]) -> None:
-        out[torch.from_numpy(absent)] = self._first_rows.of(keys[absent])
+        out[torch.from_numpy(absent)] = self._row_initializer.rows_for(keys[absent])
 
     def view_all(self) -> list[Tensor]:
         """Return the keys, their values and their states, where they lie; the lock is held."""
@@ -270,30 +269,30 @@ class Generation(Shard):
             with self.lock.exclusive(timeout_s):
                 self._settle()
 
-    def find(self, keys: Int64s, timeout_s: float) -> Slots:
+    def find(self, keys: Int64s, timeout_s: float) -> KeySlots:
         """Return where keys are, as an :class:`Entry` takes it."""
         if KEEPS_ORDER:
             return self._find(keys)
         with self.lock.shared(timeout_s):
             return self._find(keys)
 
-    def _find(self, keys: Int64s) -> Slots:
+    def _find(self, keys: Int64s) -> KeySlots:
         num_keys = self.num_keys()  # first: a slot that counts by then is its key's for good
         slots = self._index.find(keys)
         slots[slots >= num_keys] = -1
-        return Slots(self.serial, slots, _absent_ones(keys, slots))
+        return KeySlots(self.serial, slots, _absent_ones(keys, slots))
 
     def require_room(self, num_new: Callable[[], int], timeout_s: float) -> None:
         """Look whether there is room for more keys.
 
         Raises:
-            Full: There is not.
+            SegmentFull: There is not.
         """
         with self.lock.exclusive(timeout_s):
             self._settle()
             after = self.num_keys() + num_new()
             if after > self.capacity:
-                raise Full(after)
+                raise SegmentFull(after)
 
     # --- changing: the lock is held ---------------------------------------------------------------
 
@@ -303,7 +302,7 @@ class Generation(Shard):
 
     def _settle(self) -> int:
         if self._newest() != self.serial:
-            raise Retired
+            raise StaleSegment
         self._forget_pending()
         return super()._settle()
 
@@ -328,7 +327,7 @@ class Generation(Shard):
         else:
             super()._change(placed, word, after)
 
-    def _slots_for(self, keys: Int64s, known: Slots | None, word: int) -> Int64s:
+    def _slots_for(self, keys: Int64s, known: KeySlots | None, word: int) -> Int64s:
         """Return the slots of keys; those that are not there get one, for the add at ``word``."""
         if known is not None and known.serial == self.serial:
             slots, new_keys = known.numbers, known.new_keys
@@ -350,9 +349,9 @@ class Generation(Shard):
         first = self.num_keys()
         after = first + len(keys)
         if after > self.capacity:
-            raise Full(after)
+            raise SegmentFull(after)
         values, *states = self._both(word)[0]
-        values[first:after] = self._first_rows.of(keys)
+        values[first:after] = self._row_initializer.rows_for(keys)
         for state, number in zip(states, self._first_states, strict=True):
             state[first:after] = number
         for backup in self._backups:

@@ -23,7 +23,7 @@ from phalanx.tables.hash_index import Int64s, mix
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_delta, read_number
 
-__all__ = ["FirstRow", "FirstRows", "Uniform", "read_first_row"]
+__all__ = ["RowInit", "RowInitializer", "Uniform", "read_row_init"]
 
 _KIND, _LOW, _HIGH, _SEED = range(4)
 _CONSTANT, _UNIFORM = range(2)
@@ -84,11 +84,11 @@ def _is_finite(given: object) -> bool:
     return math.isfinite(given)
 
 
-FirstRow = Uniform | Tensor
+RowInit = Uniform | Tensor
 """A rule, or the row itself as (1, cols)."""
 
 
-def read_first_row(given: object, spec: TableSpec) -> FirstRow:
+def read_row_init(given: object, spec: TableSpec) -> RowInit:
     """Return what a user gave as ``init`` of a keys table.
 
     Raises:
@@ -120,7 +120,7 @@ def read_first_row(given: object, spec: TableSpec) -> FirstRow:
     return row.expand(1, spec.cols)  # a number takes no memory here, for as many as that may be
 
 
-class FirstRows:
+class RowInitializer:
     """The rule in shared memory.
 
     Args:
@@ -139,7 +139,7 @@ class FirstRows:
         """Return how much room it takes."""
         return _HEAD_BYTES + spec.cols * spec.dtype.itemsize
 
-    def write(self, first: FirstRow) -> None:
+    def write(self, first: RowInit) -> None:
         """Lay the rule down, before anybody reads it."""
         if isinstance(first, Tensor):
             self._row.copy_(first)
@@ -148,7 +148,7 @@ class FirstRows:
         self._words[_SEED] = first.seed
         self._words[_KIND] = _UNIFORM
 
-    def of(self, keys: Int64s) -> Tensor:
+    def rows_for(self, keys: Int64s) -> Tensor:
         """Return the first rows of ``keys``: (K, cols), or (1, cols) where all are the same."""
         if self._words[_KIND] == _CONSTANT:
             return self._row
