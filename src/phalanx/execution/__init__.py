@@ -2,7 +2,9 @@
 
 from phalanx.execution.contract import (
     Executor,
+    GradientSums,
     MicrobatchContext,
+    MicrobatchResult,
     RunResult,
     RunState,
     Span,
@@ -13,16 +15,14 @@ from phalanx.execution.elementwise import ELEMENTWISE, MOMENTS, STEP
 from phalanx.execution.failures import FailureLog, WorkerFailure, WorkerLost, check_patience
 from phalanx.execution.partial_sums import PartialSum, PartialSums, TreeSums
 from phalanx.execution.processes import CachedPayload, ProcessExecutor, check_shareable
-from phalanx.execution.reduction import LocalSums
+from phalanx.execution.ranks import open_ranks, write_once
 from phalanx.execution.sent_once import SentOnce
 from phalanx.execution.sharded_optimizer import (
-    FlatStepper,
     Stepper,
     WholeStepper,
     norm_of_gradients,
-    open_stepper,
 )
-from phalanx.execution.shared_stepping import SharedStepper, is_worth_sending
+from phalanx.execution.shared_stepping import is_worth_sending
 from phalanx.execution.source_sync import Changes
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.threads import ThreadExecutor
@@ -35,16 +35,15 @@ __all__ = [
     "Changes",
     "Executor",
     "FailureLog",
-    "FlatStepper",
-    "LocalSums",
+    "GradientSums",
     "MicrobatchContext",
+    "MicrobatchResult",
     "PartialSum",
     "PartialSums",
     "ProcessExecutor",
     "RunResult",
     "RunState",
     "SentOnce",
-    "SharedStepper",
     "Span",
     "Stepper",
     "ThreadExecutor",
@@ -59,5 +58,6 @@ __all__ = [
     "default_intra_op",
     "is_worth_sending",
     "norm_of_gradients",
-    "open_stepper",
+    "open_ranks",
+    "write_once",
 ]

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from phalanx.codecs import Feedback
 from phalanx.execution.partial_sums import PartialSum, PartialSums
+from phalanx.execution.sharded_optimizer import Stepper
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
+from phalanx.memory import FlatParameters
 from phalanx.plan import Node, Shares, workload_sizes
 from phalanx.replicas import (
     MicrobatchRng,
@@ -31,7 +34,9 @@ from phalanx.types import Nested
 
 __all__ = [
     "Executor",
+    "GradientSums",
     "MicrobatchContext",
+    "MicrobatchResult",
     "RunResult",
     "RunState",
     "Span",
@@ -85,6 +90,21 @@ class MicrobatchContext:
         return MicrobatchRng(self.seed if seed is None else seed, self.rng, self.rng_use)
 
 
+@dataclass(frozen=True)
+class MicrobatchResult:
+    """What one microbatch gave a trainer.
+
+    Attributes:
+        loss: Its mean loss.
+        outputs: The module's outputs, detached; None where nobody asked.
+        targets: The microbatch's targets, on the same device.
+    """
+
+    loss: float
+    outputs: Nested
+    targets: Nested
+
+
 @dataclass(kw_only=True)
 class RunResult:
     """What a run over microbatches gave.
@@ -109,6 +129,32 @@ class RunResult:
     drew: bool = False
 
 
+class GradientSums(ABC):
+    """How the last additions to the gradients are made.
+
+    Attributes:
+        operands: The gradients still to be added, in flat order; empty where they are elsewhere.
+    """
+
+    operands: Sequence[Sequence[Tensor | None]] = ()
+
+    @abstractmethod
+    def take(self, report: RunResult) -> list[int]:
+        """Take over a run's sums; return the parameters without any gradient, in flat order."""
+
+    @abstractmethod
+    def sum_part(self, part: int) -> None:
+        """Write one part of the gradient to the flat buffers, in that part's thread."""
+
+    @abstractmethod
+    def share(self) -> None:
+        """See that all of the gradient is there, when all parts were summed."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Let go of what was taken over: the next gradients find that memory, still in a cache."""
+
+
 class Executor(ABC):
     """Replicas that run microbatches, each with a thread of this process that looks after it.
 
@@ -118,6 +164,10 @@ class Executor(ABC):
         sources: Each replica's module, or the one that all are replicas of.
         parameters: All parameters, each once, in whose order gradients are summed.
         one_source: Whether all are replicas of one module.
+        keeps_gradients: Whether a run's gradients lie where autograd made them, so that an
+            optimizer may step on them there.
+        worker_pids: The worker processes' numbers; empty without any.
+        steps_whole: Whether the optimizer is stepped as it is, and not in parts; the caller says.
     """
 
     workloads: list[float]
@@ -126,6 +176,9 @@ class Executor(ABC):
     parameters: list[nn.Parameter]
     _team: ThreadPool | CallerThread
     one_source: bool = True
+    keeps_gradients: bool = False
+    worker_pids: Sequence[int] = ()
+    steps_whole: bool = False
     _compared: frozenset[bool] = frozenset()  # modes, training or not, whose first run is done
     _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
     _rng_hidden: threading.Event | None = None  # see `RngUse`; None before the first run
@@ -199,6 +252,33 @@ class Executor(ABC):
         self._start(job)
         self._rng_watched |= {kind}
         return job.report()
+
+    def all_workloads(self, own: Sequence[float]) -> Sequence[float]:
+        """Return the relative shares of all the job's replicas, where those here have ``own``."""
+        return own
+
+    def places_of(self, flat: FlatParameters) -> list[int]:
+        """Return where each of the flat parameters stands among the executor's, or -1."""
+        place_of = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        return [place_of.get(id(parameter), -1) for parameter in flat.parameters]
+
+    @abstractmethod
+    def open_reduction(self, flat: FlatParameters) -> GradientSums:
+        """Return what sums the gradients of runs into ``flat``."""
+
+    @abstractmethod
+    def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
+        """Return what steps ``optimizer`` in parts, or as it is where it cannot be cut."""
+
+    def agree_to_open_anew(self) -> None:  # noqa: B027 - most are alone
+        """Tell all processes of the job that what is trained was changed; see `RankExecutor`."""
+
+    def check_alike(self) -> None:  # noqa: B027 - most have no others
+        """Compare the weights of all processes of the job.
+
+        Raises:
+            PeerError: They differ.
+        """
 
     def is_alone(self) -> bool:
         """Tell whether the program has no threads of Python's but these and the calling one."""

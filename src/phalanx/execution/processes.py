@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from phalanx.errors import PeerLost, StateError, UnsupportedError
 from phalanx.execution.contract import Executor, RunState, Span, default_intra_op
@@ -33,8 +34,11 @@ from phalanx.execution.failures import WorkerFailure
 from phalanx.execution.gradient_buffers import Slot, Slots
 from phalanx.execution.mailbox import Mailbox
 from phalanx.execution.partial_sums import PartialSum
+from phalanx.execution.reduction import LocalSums
 from phalanx.execution.sent_once import Keep, OnceNames, SentOnce
 from phalanx.execution.settings import read_settings
+from phalanx.execution.sharded_optimizer import Stepper, open_stepper
+from phalanx.execution.shared_stepping import SharedStepper
 from phalanx.execution.source_sync import Changes, Mirrored
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.timeouts import LONGEST_S
@@ -51,7 +55,7 @@ from phalanx.execution.worker_main import (
     Worker,
     WorkerInit,
 )
-from phalanx.memory import SharedMemoryPool
+from phalanx.memory import FlatParameters, SharedMemoryPool
 from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas import (
     CallerModes,
@@ -181,6 +185,25 @@ class ProcessExecutor(Executor):
     def intra_op(self) -> int:
         """Threads inside operators, per worker."""
         return self._intra_op
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The worker processes' numbers."""
+        return tuple(self.pids)
+
+    def open_reduction(self, flat: FlatParameters) -> LocalSums:
+        """Sum gradients into ``flat``, each worker's thread its part."""
+        return LocalSums(flat, len(self), self.places_of(flat), alike=True)
+
+    def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
+        """Share the optimizer's step among the workers, where that is worth its messages."""
+
+        def share(optimizer: Optimizer, flat: FlatParameters) -> SharedStepper:
+            return SharedStepper(
+                optimizer, flat, num_workers=len(self), shelf=self.shelf, errand=self.errand
+            )
+
+        return open_stepper(optimizer, flat, share)
 
     @property
     def pids(self) -> list[int]:

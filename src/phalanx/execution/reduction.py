@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from torch import Tensor
-
-from phalanx.execution.contract import RunResult
+from phalanx.execution.contract import GradientSums, RunResult
 from phalanx.memory import FlatParameters
 
-__all__ = ["GradientSums", "LocalSums"]
-
-
-class GradientSums(Protocol):
-    """How the last additions are made."""
-
-    def take(self, report: RunResult) -> list[int]:
-        """Take over a run's sums; return the parameters without any gradient, in flat order."""
-
-    def sum_part(self, part: int) -> None:
-        """Write one part of the gradient to the flat buffers, in that part's thread."""
-
-    def share(self) -> None:
-        """See that all of the gradient is there, when all parts were summed."""
-
-    def forget(self) -> None:
-        """Let go of what was taken over: the next gradients find that memory, still in a cache."""
+__all__ = ["LocalSums"]
 
 
 class LocalSums(GradientSums):
@@ -45,7 +26,6 @@ class LocalSums(GradientSums):
         self._alike = alike
         self._parts = flat.parts(num_parts)
         self._places = places
-        self.operands: list[list[Tensor | None]] = []
 
     def take(self, report: RunResult) -> list[int]:
         self.operands = [

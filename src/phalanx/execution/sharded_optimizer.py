@@ -46,7 +46,13 @@ _EachThread = Callable[[Callable[[int, int], None]], object]
 
 
 class Stepper(Protocol):
-    """How the step is shared among threads."""
+    """How the step is shared among threads.
+
+    Attributes:
+        whole: Whether the optimizer is stepped as it is, on the module's own parameters.
+    """
+
+    whole: bool
 
     def fits(self) -> bool:
         """Tell whether the optimizer still has the state and the groups that this was made for."""
@@ -62,6 +68,12 @@ class Stepper(Protocol):
 
     def complete(self) -> None:
         """See that all of the optimizer's state is in this process."""
+
+    def is_untouched(self) -> bool:
+        """Tell whether nobody has changed the optimizer so that it can be cut no longer."""
+
+    def dissolve(self) -> None:
+        """Leave the user's optimizer with state of its own for every parameter."""
 
 
 def open_stepper(
@@ -81,6 +93,8 @@ class WholeStepper(Stepper):
     Gradients are those of the flat buffers, or the ones given to :meth:`show` where there is
     nothing to add: they may then stay where autograd made them.
     """
+
+    whole = True
 
     def __init__(self, optimizer: Optimizer, flat: FlatParameters) -> None:
         self._optimizer = optimizer
@@ -115,6 +129,12 @@ class WholeStepper(Stepper):
     def complete(self) -> None:
         pass
 
+    def is_untouched(self) -> bool:
+        return True
+
+    def dissolve(self) -> None:
+        pass
+
 
 class FlatStepper(Stepper):
     """An elementwise optimizer, cut into parts.
@@ -126,6 +146,8 @@ class FlatStepper(Stepper):
         own: Which parts are this process's, where others have the rest; default: all.
         allocate: Makes zeros for the state, beside the parameters.
     """
+
+    whole = False
 
     def __init__(
         self,

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.shard_step import Key, Options, Slice, SlicePlan, SliceStep, plan_slice
 from phalanx.execution.sharded_optimizer import FlatStepper
-from phalanx.memory import FlatParameters
+from phalanx.execution.worker_main import Worker
+from phalanx.memory import FlatParameters, SharedMemoryPool
 
 __all__ = ["LEAST_SLICE_ELEMENTS", "SharedStepper", "is_worth_sending"]
 
 LEAST_SLICE_ELEMENTS = 1 << 21
+_MakeCall = Callable[[dict[str, int]], Callable[[Worker], object]]
 
 _numbers = itertools.count()  # one for each plan ever made, so that workers cannot mix them up
 
@@ -36,17 +37,26 @@ class SharedStepper(FlatStepper):
     Args:
         optimizer: The user's; its options and state stay the truth.
         flat: The parameters, on the executor's shelf.
-        executor: Whose workers step.
+        num_workers: Number of workers.
+        shelf: Where they find the slices.
+        errand: Sends a worker to step one; see `ProcessExecutor.errand`.
     """
 
     def __init__(
-        self, optimizer: Optimizer, flat: FlatParameters, executor: ProcessExecutor
+        self,
+        optimizer: Optimizer,
+        flat: FlatParameters,
+        *,
+        num_workers: int,
+        shelf: SharedMemoryPool,
+        errand: Callable[[int, _MakeCall], bool],
     ) -> None:
-        self._executor = executor
+        self._shelf = shelf
+        self._errand = errand
         self._slices: list[_Planned] = []
-        super().__init__(optimizer, flat, len(executor), allocate=executor.shelf.allocate)
+        super().__init__(optimizer, flat, num_workers, allocate=shelf.allocate)
         elements = sum(segment.values.numel() for segment in flat.segments)
-        self._is_worth_sending = is_worth_sending(elements, len(executor))
+        self._is_worth_sending = is_worth_sending(elements, num_workers)
         self._has_state = bool(optimizer.state)
 
     def prepare(self, missing: Sequence[int]) -> None:
@@ -78,7 +88,7 @@ class SharedStepper(FlatStepper):
             plan = None if known else planned.plan
             return SliceStep(planned.number, plan, self._options, steps)
 
-        if not self._executor.errand(part, errand):
+        if not self._errand(part, errand):
             planned.slice.step(self._options, steps)
         for _, state in owned:
             if isinstance(state.get("step"), Tensor):
@@ -90,9 +100,9 @@ class SharedStepper(FlatStepper):
 
     def _plan(self, part: int) -> _Planned:
         plan, ranges = plan_slice(
-            type(self._optimizer), self._pieces[part].everything(), self._executor.shelf
+            type(self._optimizer), self._pieces[part].everything(), self._shelf
         )
-        own = Slice(plan, self._executor.shelf, self._options)
+        own = Slice(plan, self._shelf, self._options)
         return _Planned(next(_numbers), plan, own, ranges)
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from phalanx.clock import now_s
 from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import Executor, RunState, Span, blame, default_intra_op
 from phalanx.execution.partial_sums import PartialSum
+from phalanx.execution.reduction import LocalSums
+from phalanx.execution.sharded_optimizer import FlatStepper, Stepper, open_stepper
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
-from phalanx.memory import keep_freed_memory
+from phalanx.memory import FlatParameters, keep_freed_memory
 from phalanx.plan import BufferRules, check_workloads, read_intra_op
 from phalanx.replicas import (
     CallerModes,
@@ -57,6 +61,8 @@ class ThreadExecutor(Executor):
     Determinism: with the same microbatches and `intra_op`, the operands' sum is bitwise the same
     for any number of replicas on the same kind of device and for any timing.
     """
+
+    keeps_gradients = True
 
     def __init__(
         self,
@@ -179,6 +185,14 @@ class ThreadExecutor(Executor):
         """Make the next run copy everything from the module, whatever its versions say."""
         for replica in self.replicas:
             replica.outdate()
+
+    def open_reduction(self, flat: FlatParameters) -> LocalSums:
+        """Sum gradients into ``flat``, each thread its part."""
+        return LocalSums(flat, len(self), self.places_of(flat), alike=False)
+
+    def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
+        """Share the optimizer's step among the threads."""
+        return open_stepper(optimizer, flat, partial(FlatStepper, num_parts=len(self)))
 
     @property
     def intra_op(self) -> int:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +18,13 @@ from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.execution import (
     Executor,
-    FlatStepper,
-    LocalSums,
     MicrobatchContext,
-    ProcessExecutor,
+    MicrobatchResult,
     RunResult,
-    SharedStepper,
     Span,
     Stepper,
-    ThreadExecutor,
     WholeStepper,
     norm_of_gradients,
-    open_stepper,
 )
 from phalanx.memory import FlatParameters
 from phalanx.replicas import (
@@ -46,10 +40,7 @@ from phalanx.train.events import StepDone
 from phalanx.train.formation import Formation
 from phalanx.train.opening import ExecutorMaker
 from phalanx.train.position import History, Loss, Position
-from phalanx.train.rank_stepping import RankStepper
-from phalanx.train.ranks import RankExecutor, RankSums
 from phalanx.train.untrained import Untrained
-from phalanx.train.work import MicrobatchResult
 from phalanx.types import Nested
 
 __all__ = ["Engine", "Updated", "check_members", "compute", "counted", "loss_of"]
@@ -118,13 +109,11 @@ class Engine:
         check_members(module, optimizer)
         self._groups = _trainable(optimizer)
         self._flat = FlatParameters(self._groups, allocate=open_executor.allocate)
-        place_of = {id(parameter): place for place, parameter in enumerate(module.parameters())}
         self._homes = [  # of buffers; where there are others, this is opened anew
             (f"{path}.{key}" if path else key, owner, key)
             for path, owner in module.named_modules(remove_duplicate=False)
             for key in owner._buffers
         ]
-        self._places = [place_of.get(id(parameter), -1) for parameter in self._flat.parameters]
         with ExitStack() as failed:
             failed.callback(self._flat.release)
             self.executor = open_executor(module, formation, workloads)
@@ -136,15 +125,10 @@ class Engine:
     def _open_steps(self) -> None:
         """Say how gradients are summed and the optimizer steps."""
         self._parts = self._flat.parts(len(self.executor))
-        self._sums: LocalSums | RankSums
-        if isinstance(self.executor, RankExecutor):
-            self._sums = RankSums(self._flat, self.executor, self._places)
-        else:
-            in_slots = isinstance(self.executor, ProcessExecutor)
-            self._sums = LocalSums(self._flat, len(self.executor), self._places, alike=in_slots)
+        self._sums = self.executor.open_reduction(self._flat)
         # One replica with one slice, and nothing to clip: there is nothing to add or to share.
         self._alone = (
-            isinstance(self.executor, ThreadExecutor)
+            self.executor.keeps_gradients
             and len(self.executor) == 1
             and self._cutter.microbatches is None
             and self._clip_norm is None
@@ -154,8 +138,7 @@ class Engine:
     def close(self) -> None:
         """Dismiss the executor, and give the parameters memory of their own."""
         self.executor.close()
-        if isinstance(self._stepper, FlatStepper):
-            self._stepper.dissolve()
+        self._stepper.dissolve()
         self._flat.release()
         self._untrained.tell()
 
@@ -169,25 +152,11 @@ class Engine:
             StateError: There is no whole state: a step failed half way.
             PeerError: Ranks' weights differ.
         """
-        if changed and isinstance(self.executor, RankExecutor):
+        if changed:
             self.executor.agree_to_open_anew()
         self._check_whole()
         self._stepper.complete()
-        self.check_alike()
-
-    def check_alike(self) -> None:
-        """Compare the ranks' weights, where there are ranks.
-
-        Raises:
-            PeerError: They differ.
-        """
-        if isinstance(self.executor, RankExecutor):
-            self.executor.check_alike(self._module)
-
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        """The worker processes' numbers; empty without any."""
-        return tuple(self.executor.pids) if isinstance(self.executor, ProcessExecutor) else ()
+        self.executor.check_alike()
 
     def fits(self) -> bool:
         """Tell whether module and memory are still as they were when this was opened."""
@@ -208,21 +177,13 @@ class Engine:
     def _open_stepper(self) -> Stepper:
         if self._alone or self._history.plain_steps:
             return WholeStepper(self._optimizer, self._flat)
-        executor = self.executor
-        sharing: Callable[[Optimizer, FlatParameters], FlatStepper]
-        if isinstance(executor, RankExecutor) and isinstance(self._sums, RankSums):
-            sharing = partial(RankStepper, executor=executor, sums=self._sums)
-        elif isinstance(executor, ProcessExecutor):
-            sharing = partial(SharedStepper, executor=executor)
-        else:
-            sharing = partial(FlatStepper, num_parts=len(executor))
-        stepper = open_stepper(self._optimizer, self._flat, sharing)
-        self._history.plain_steps = isinstance(stepper, WholeStepper)
+        stepper = self.executor.open_optimizer(self._optimizer, self._flat)
+        self._history.plain_steps = stepper.whole
         return stepper
 
     def _step_plainly(self) -> None:
         """Leave all further steps to the user's optimizer as it is."""
-        if isinstance(self._stepper, FlatStepper):
+        if not self._stepper.whole:
             self._stepper.complete()
             self._stepper.dissolve()
             self._stepper = WholeStepper(self._optimizer, self._flat)
@@ -236,9 +197,7 @@ class Engine:
             StateError: As :meth:`complete_state`: nothing may be added to it.
         """
         self._check_whole()
-        executor = self.executor
-        everybody = executor.all_workloads if isinstance(executor, RankExecutor) else workloads
-        return self._cutter.cut(batch, everybody)
+        return self._cutter.cut(batch, self.executor.all_workloads(workloads))
 
     def _check_whole(self) -> None:
         if self._torn:
@@ -292,9 +251,8 @@ class Engine:
         if self._alone:  # as `zero_grad()` does: the new gradients find the old ones' memory
             for parameter in self._flat.parameters:
                 parameter.grad = None
-        plain = isinstance(self._stepper, FlatStepper) and not self._stepper.is_untouched()
-        if isinstance(self.executor, RankExecutor):
-            self.executor.steps_plainly = plain or isinstance(self._stepper, WholeStepper)
+        plain = not self._stepper.is_untouched()
+        self.executor.steps_whole = plain or self._stepper.whole
         report = compute(self.executor, pieces, run, seed, self._feedback)
         statistics = sum_statistics(operand.statistics for operand in report.operands)
         buffers = self._buffers() if statistics else {}
@@ -304,9 +262,8 @@ class Engine:
         missing = self._sums.take(report)
         if missing or plain:
             self._step_plainly()
-        summed = self._clip_norm is not None or isinstance(self._stepper, WholeStepper)
+        summed = self._clip_norm is not None or self._stepper.whole
         if self._alone and isinstance(self._stepper, WholeStepper):
-            assert isinstance(self._sums, LocalSums)
             self._stepper.show(self._sums.operands[0])
         elif summed:
             self.executor.each(self._sums.sum_part)
@@ -336,7 +293,7 @@ class Engine:
         self._untrained.note([self._flat.parameters[index] for index in missing])
         self._num_steps += 1
         if self._num_steps.bit_count() == 1:  # 1, 2, 4, 8, …: it costs a pass over all weights
-            self.check_alike()
+            self.executor.check_alike()
         return self._describe(pieces, report, spans, loss)
 
     def _finish(self, buffers: dict[str, Tensor], statistics: dict[str, Statistic]) -> None:

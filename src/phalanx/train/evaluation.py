@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from phalanx.errors import ConfigError
-from phalanx.execution import MicrobatchContext
+from phalanx.execution import MicrobatchContext, MicrobatchResult
 from phalanx.executor_group import ReplicaMetrics
 from phalanx.plan import check_iterable
 from phalanx.train.engine import Engine, counted, loss_of
-from phalanx.train.work import MicrobatchResult
 from phalanx.types import Nested
 
 __all__ = ["evaluate"]

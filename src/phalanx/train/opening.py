@@ -14,10 +14,11 @@ from phalanx.execution import (
     ThreadExecutor,
     WorkerFailure,
     is_worth_sending,
+    open_ranks,
+    write_once,
 )
 from phalanx.memory import Allocate, SharedMemoryPool, zeros
 from phalanx.train.formation import Formation
-from phalanx.train.ranks import open_ranks, write_once
 from phalanx.train.work import Work
 
 __all__ = ["EXECUTORS", "ExecutorMaker", "writer_of"]

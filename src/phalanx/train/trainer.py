@@ -246,7 +246,7 @@ class Trainer:
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """The worker processes' numbers; empty without any, and before the first step."""
-        return () if self._engine is None else self._engine.worker_pids
+        return () if self._engine is None else tuple(self._engine.executor.worker_pids)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -409,7 +409,7 @@ class Trainer:
 
     def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
         if self._engine is not None:
-            self._engine.check_alike()
+            self._engine.executor.check_alike()
         done = EpochDone(
             epoch=self.epochs,
             steps=self.steps,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.execution import MicrobatchContext
+from phalanx.execution import MicrobatchContext, MicrobatchResult
 from phalanx.plan import check_function, flatten, unflatten
 from phalanx.replicas import Inputs, MicrobatchRng, run_backward
 from phalanx.train.foreign_leaves import find_foreign_leaves, refuse_foreign_leaves
@@ -20,22 +20,7 @@ from phalanx.train.loss_buffers import LossBuffers
 from phalanx.train.sharding import Shard
 from phalanx.types import ForwardFn, LossFn, Nested
 
-__all__ = ["MicrobatchResult", "Work", "enter_training", "leave_evaluation"]
-
-
-@dataclass(frozen=True)
-class MicrobatchResult:
-    """What one microbatch gave.
-
-    Attributes:
-        loss: Its mean loss.
-        outputs: The module's outputs, detached; None where nobody asked.
-        targets: The microbatch's targets, on the same device.
-    """
-
-    loss: float
-    outputs: Nested
-    targets: Nested
+__all__ = ["Work", "enter_training", "leave_evaluation"]
 
 
 def enter_training(module: nn.Module) -> None:

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from phalanx.errors import UnsupportedError
-from phalanx.execution import PartialSum
+from phalanx.execution.contract import MicrobatchResult, RunResult
+from phalanx.execution.partial_sums import PartialSum
 from phalanx.plan import Node
 from phalanx.replicas import Statistic
-from phalanx.train.work import MicrobatchResult
 from phalanx.types import Nested
 
-__all__ = ["Account"]
+__all__ = ["Account", "RankReport"]
 
 _TEXT = "text"
 
@@ -101,6 +101,18 @@ class Account:
                 _take(tensors, value), float.fromhex(weight), rule
             )
         return account
+
+
+@dataclass(kw_only=True)
+class RankReport(RunResult):
+    """What a run over all ranks gave.
+
+    Attributes:
+        accounts: Every rank's, by rank. The operands hold the statistics alone; gradients are still
+            where they were computed, in `sums`.
+    """
+
+    accounts: list[Account] = field(default_factory=list)
 
 
 def _put(tensors: dict[str, Tensor], value: Nested) -> Any:  # Any: what JSON can hold

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from phalanx.execution import STEP, FlatStepper
+from phalanx.distributed import Exchange
+from phalanx.execution.elementwise import STEP
+from phalanx.execution.rank_reduction import slices_of, spread
+from phalanx.execution.sharded_optimizer import FlatStepper
 from phalanx.memory import FlatParameters, Segment
-from phalanx.train.ranks import RankExecutor, RankSums
 
 __all__ = ["RankStepper"]
 
@@ -26,24 +28,33 @@ class RankStepper(FlatStepper):
     Args:
         optimizer: The user's; its options and state stay the truth.
         flat: The parameters.
-        executor: This rank's replicas, each with a part of the slice.
-        sums: Who knows the slices.
+        counts: Replicas by rank, each with a part of its rank's slice.
+        exchange: The job's ranks.
     """
 
     def __init__(
-        self, optimizer: Optimizer, flat: FlatParameters, executor: RankExecutor, sums: RankSums
+        self,
+        optimizer: Optimizer,
+        flat: FlatParameters,
+        counts: Sequence[int],
+        exchange: Exchange,
     ) -> None:
-        self._exchange = executor.exchange
-        self._sums = sums
+        self._exchange = exchange
+        self._slices = slices_of(flat, counts)
         self._wholes: dict[tuple[int, str], Tensor] = {}  # by segment and name
-        own = range(executor.first, executor.first + len(executor))
-        super().__init__(optimizer, flat, sum(executor.counts), own=own)
+        first = sum(counts[: exchange.rank])
+        own = range(first, first + counts[exchange.rank])
+        super().__init__(optimizer, flat, sum(counts), own=own)
         self._known_options = self._options_that_matter() if optimizer.state else None
 
     def finish(self) -> None:
         """Give everybody the new parameters; see that the user's optimizer shows the state."""
         segments = self._flat.segments
-        self._sums.spread([(place, each.values) for place, each in enumerate(segments)])
+        spread(
+            self._exchange,
+            self._slices,
+            [(place, each.values) for place, each in enumerate(segments)],
+        )
         self._count()
         if self._known_options != self._options_that_matter():
             self._gather_state()
@@ -52,7 +63,11 @@ class RankStepper(FlatStepper):
 
     def complete(self) -> None:
         """Bring the state of all slices here; every rank must call it."""
-        self._sums.spread([(place, each) for (place, _), each in sorted_items(self._wholes)])
+        spread(
+            self._exchange,
+            self._slices,
+            [(place, each) for (place, _), each in sorted_items(self._wholes)],
+        )
 
     def _options_that_matter(self) -> str:
         """Return those options that decide which state there is."""

@@ -1,7 +1,7 @@
 """A trainer's replicas in several processes of one job, each with its own range of microbatches.
 
 Every rank runs the same script over the same batches. It computes its range, and says what came of
-it (`accounts`). Then the gradients' partial sums travel: each rank owns a slice of the flat
+it (`rank_accounts`). Then the gradients' partial sums travel: each rank owns a slice of the flat
 buffers, receives that slice of every partial sum, and adds them along the tree, so that nobody sees
 who computed what:
 
@@ -15,49 +15,35 @@ import dataclasses
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from phalanx.codecs import Feedback
 from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError, PeerError
-from phalanx.execution import (
-    Executor,
-    MicrobatchContext,
-    PartialSum,
-    RunResult,
-    RunState,
-    ThreadExecutor,
-    TreeSums,
-)
+from phalanx.execution.contract import Executor, MicrobatchContext, RunState
+from phalanx.execution.partial_sums import PartialSum, TreeSums
+from phalanx.execution.rank_accounts import Account, RankReport
+from phalanx.execution.rank_reduction import RankSums, put_all
+from phalanx.execution.rank_stepping import RankStepper
+from phalanx.execution.sharded_optimizer import Stepper, open_stepper
+from phalanx.execution.threads import ThreadExecutor
 from phalanx.memory import FlatParameters
-from phalanx.plan import Node, flatten, workload_sizes
+from phalanx.plan import flatten, workload_sizes
 from phalanx.replicas import Statistic, merge_statistics
-from phalanx.train.accounts import Account
 from phalanx.types import Nested
 
-__all__ = ["RankExecutor", "RankReport", "RankSums", "open_ranks", "write_once"]
+__all__ = ["RankExecutor", "open_ranks", "write_once"]
 
 T = TypeVar("T")
 _TRACED = 64  # elements of each microbatch that tell one batch from another
 _ANEW = "opened anew"  # what an account says in the place of a step
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-
-
-@dataclasses.dataclass(kw_only=True)
-class RankReport(RunResult):
-    """What a run over all ranks gave.
-
-    Attributes:
-        accounts: Every rank's, by rank. The operands hold the statistics alone; gradients are still
-            where they were computed, in `sums`.
-    """
-
-    accounts: list[Account] = dataclasses.field(default_factory=list)
 
 
 class RankExecutor(Executor):
@@ -69,8 +55,6 @@ class RankExecutor(Executor):
 
     Attributes:
         counts: Replicas by rank.
-        all_workloads: Their relative shares, rank after rank.
-        steps_plainly: Whether the optimizer of this rank is stepped as it is, and not in parts.
 
     Raises:
         ConfigError: Ranks differ in their model; it says which.
@@ -79,11 +63,10 @@ class RankExecutor(Executor):
     def __init__(self, local: ThreadExecutor, module: nn.Module, exchange: Exchange) -> None:
         self.local = local
         self.exchange = exchange
-        self.steps_plainly = False
         self.workloads = local.workloads
         self.sources = local.sources
         self.parameters = local.parameters
-        self.sources = local.sources
+        self._module = module
         frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
         own = {"workloads": local.workloads, "model": _digest_of(module), "frozen": frozen}
         told = [json.loads(each) for each in exchange.gather(json.dumps(own).encode())]
@@ -101,13 +84,24 @@ class RankExecutor(Executor):
                     f"rank {here} and not on rank {rank - here}. Freeze it in every process."
                 )
         self.counts = [len(each["workloads"]) for each in told]
-        self.all_workloads = [share for each in told for share in each["workloads"]]
+        self._all_workloads = [share for each in told for share in each["workloads"]]
         self._powers = [sum(each["workloads"]) for each in told]
 
-    @property
-    def first(self) -> int:
-        """The number of this rank's first replica among all."""
-        return sum(self.counts[: self.exchange.rank])
+    def all_workloads(self, own: Sequence[float]) -> Sequence[float]:  # noqa: ARG002 - fixed
+        """Return the relative shares of all ranks' replicas, rank after rank."""
+        return self._all_workloads
+
+    def open_reduction(self, flat: FlatParameters) -> RankSums:
+        """Sum gradients into ``flat``, each rank its slice."""
+        return RankSums(flat, self.places_of(flat), self.counts, self.exchange)
+
+    def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
+        """Share the optimizer's step among the ranks, each its slice."""
+
+        def share(optimizer: Optimizer, flat: FlatParameters) -> RankStepper:
+            return RankStepper(optimizer, flat, self.counts, self.exchange)
+
+        return open_stepper(optimizer, flat, share)
 
     def run(
         self,
@@ -131,7 +125,7 @@ class RankExecutor(Executor):
         told = {
             "seed": seed,
             "weights": [each.hex() for each in weights],
-            "plain": self.steps_plainly,
+            "plain": self.steps_whole,
         }
         moment = json.dumps({**told, "rows": _trace_of(microbatches)})
         try:
@@ -180,17 +174,17 @@ class RankExecutor(Executor):
                 f"not on rank {others[0]}. Change them in every process, before the same step."
             )
 
-    def check_alike(self, module: nn.Module) -> None:
+    def check_alike(self) -> None:
         """Compare the parameters of all ranks by a checksum.
 
         Raises:
             PeerError: They differ; on every rank, naming the same one.
         """
-        own = [_checksum_of(each) for each in module.parameters()]
+        own = [_checksum_of(each) for each in self._module.parameters()]
         told = [json.loads(each) for each in self.exchange.gather(json.dumps(own).encode())]
         for rank, each in enumerate(told):
             for (name, _), ours, theirs in zip(
-                module.named_parameters(), told[0], each, strict=True
+                self._module.named_parameters(), told[0], each, strict=True
             ):
                 if ours != theirs:
                     raise PeerError(
@@ -326,9 +320,7 @@ def _trace_of(microbatches: Sequence[Nested]) -> int:
 def _statistics_of(accounts: Sequence[Account], num_leaves: int) -> list[PartialSum]:
     """Return what all ranks' microbatches left in the buffers, added along the tree."""
     sums: TreeSums[dict[str, Statistic]] = TreeSums(num_leaves, merge_statistics)
-    _put_all(
-        sums, num_leaves, {node: s for each in accounts for node, s in each.statistics.items()}
-    )
+    put_all(sums, num_leaves, {node: s for each in accounts for node, s in each.statistics.items()})
     return [PartialSum([], operand) for operand in sums.operands()]
 
 
@@ -343,189 +335,3 @@ def _checksum_of(parameter: Tensor) -> int:
 def _digest_of(module: nn.Module) -> str:
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
     return hashlib.sha256(repr(shapes).encode()).hexdigest()
-
-
-class RankSums:
-    """Sum the ranks' gradients into the flat buffers, each rank its slice.
-
-    Args:
-        flat: Parameters and gradients.
-        executor: This rank's replicas.
-        places: Where each of the flat parameters stands among the executor's, or -1.
-
-    Attributes:
-        slices: By rank, its ranges of the segments: (start, stop) each.
-    """
-
-    def __init__(self, flat: FlatParameters, executor: RankExecutor, places: Sequence[int]) -> None:
-        self._flat = flat
-        self._executor = executor
-        self._exchange = executor.exchange
-        self._places = places
-        self.slices = _slices_of(flat, executor.counts)
-        self._sent = _Buffer(flat, self.slices)
-
-    def take(self, report: RunResult) -> list[int]:
-        """Add up this rank's slice, and return which parameters got no gradient from anybody."""
-        assert isinstance(report, RankReport)
-        nodes = [sorted(account.absent) for account in report.accounts]
-        own = self._exchange.rank
-        sums: TreeSums[_Slice] = TreeSums(len(report.results), _add)
-        arrived: dict[Node, _Slice] = {}
-        for place in range(max(map(len, nodes))):
-            senders = [len(each) > place for each in nodes]
-            if senders[own]:
-                partial = report.sums[nodes[own][place]]
-                assert partial is not None
-                self._sent.fill([None if p < 0 else partial.gradients[p] for p in self._places])
-            buffers = self._swap(senders)
-            for rank, buffer in buffers.items():
-                node = nodes[rank][place]
-                absent = self._in_flat_order(report.accounts[rank].absent[node])
-                arrived[node] = _Slice(buffer, absent)
-        _put_all(sums, len(report.results), arrived)
-        absent = self._write(sums.operands())
-        return sorted(absent)
-
-    def _swap(self, senders: Sequence[bool]) -> dict[int, _Buffer]:
-        """Send everyone its slice of what `_sent` holds; return our own slices, by sender."""
-        own = self._exchange.rank
-        slices = self.slices[own]
-        size = _num_bytes(self._flat, slices)
-        room = torch.empty(size * sum(senders), dtype=torch.uint8, device=self._sent.device)
-        sent = self._sent.bytes if senders[own] else self._sent.bytes[:0]
-        sizes = [_num_bytes(self._flat, each) if senders[own] else 0 for each in self.slices]
-        self._exchange.swap(sent, sizes, room, [size if sends else 0 for sends in senders])
-        ranks = [rank for rank, sends in enumerate(senders) if sends]
-        return {
-            rank: _Buffer(self._flat, [slices], room[place * size : (place + 1) * size])
-            for place, rank in enumerate(ranks)
-        }
-
-    def _in_flat_order(self, absent: frozenset[int]) -> frozenset[int]:
-        return frozenset(
-            index for index, place in enumerate(self._places) if place < 0 or place in absent
-        )
-
-    def _write(self, operands: Sequence[_Slice]) -> frozenset[int]:
-        """Write the sum to the gradient buffers; return what is missing in it."""
-        slices = self.slices[self._exchange.rank]
-        if not operands:
-            raise ConfigError("A step needs at least one microbatch with rows, but has none.")
-        total = operands[0] if len(operands) == 1 else _add(*operands)
-        for segment, (start, stop), values in zip(
-            self._flat.segments, slices, total.buffer.ranges, strict=True
-        ):
-            segment.gradients[start:stop].copy_(values)
-        return total.absent
-
-    def sum_part(self, part: int) -> None:
-        """All was added when it was taken."""
-
-    def share(self) -> None:
-        """Give all ranks the whole gradient."""
-        self.spread([(place, s.gradients) for place, s in enumerate(self._flat.segments)])
-
-    def forget(self) -> None:
-        """Nothing is held but buffers, which stay."""
-
-    def spread(self, tensors: Sequence[tuple[int, Tensor]]) -> None:
-        """Give all ranks each owner's slice of tensors: pairs of (segment, tensor as long)."""
-        self._exchange.spread(
-            [
-                (tensor[slice(*slices[place])], rank)
-                for rank, slices in enumerate(self.slices)
-                for place, tensor in tensors
-            ]
-        )
-
-
-def _slices_of(flat: FlatParameters, counts: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return each rank's range of each segment: those of its replicas' parts together."""
-    bounds = flat.bounds(sum(counts))
-    stops = list(accumulate(counts))
-    return [
-        [(part[stop - count][0], part[stop - 1][1]) for part in bounds]
-        for stop, count in zip(stops, counts, strict=True)
-    ]
-
-
-def _num_bytes(flat: FlatParameters, slices: Sequence[tuple[int, int]]) -> int:
-    return sum(
-        (stop - start) * segment.values.itemsize
-        for segment, (start, stop) in zip(flat.segments, slices, strict=True)
-    )
-
-
-class _Buffer:
-    """Bytes that hold slices of all segments, one after the other, for one rank or for each.
-
-    Attributes:
-        ranges: The slices as tensors, in that order.
-    """
-
-    def __init__(
-        self,
-        flat: FlatParameters,
-        slices: Sequence[Sequence[tuple[int, int]]],
-        room: Tensor | None = None,
-    ) -> None:
-        self.device = flat.segments[0].values.device
-        size = sum(_num_bytes(flat, each) for each in slices)
-        self.bytes = (
-            torch.zeros(size, dtype=torch.uint8, device=self.device) if room is None else room
-        )
-        self.ranges: list[Tensor] = []
-        self._pieces: list[tuple[int, int, int, Tensor]] = []
-        at = 0
-        for each in slices:
-            for segment, (start, stop) in zip(flat.segments, each, strict=True):
-                end = at + (stop - start) * segment.values.itemsize
-                values = self.bytes[at:end].view(segment.values.dtype)
-                self.ranges.append(values)
-                self._pieces += segment.pieces(start, stop, values)
-                at = end
-
-    def fill(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy gradients in (1-D, in flat order); None leaves zeros."""
-        for index, start, stop, out in self._pieces:
-            gradient = gradients[index]
-            if gradient is None:
-                out.zero_()
-            else:
-                out.copy_(gradient[start:stop])
-
-    def members(self) -> list[tuple[int, Tensor]]:
-        """Return each parameter's part of this, by index."""
-        return [(index, out) for index, _, _, out in self._pieces]
-
-
-@dataclasses.dataclass
-class _Slice:
-    """One rank's slice of a partial sum, and which parameters have nothing in it."""
-
-    buffer: _Buffer
-    absent: frozenset[int]
-
-
-def _add(left: _Slice, right: _Slice) -> _Slice:
-    if not left.absent and not right.absent:
-        torch._foreach_add_(left.buffer.ranges, right.buffer.ranges)
-        return left
-    pairs = zip(left.buffer.members(), right.buffer.members(), strict=True)
-    for (index, own), (_, other) in pairs:
-        if index in left.absent:  # not added to zeros: that would turn -0 into 0
-            own.copy_(other)
-        elif index not in right.absent:
-            own.add_(other)
-    return _Slice(left.buffer, left.absent & right.absent)
-
-
-def _put_all(sums: TreeSums[T], num_leaves: int, arrived: Mapping[Node, T]) -> None:
-    """Put what has arrived; leaves below none of these nodes had no rows."""
-    covered: set[int] = set()
-    for node, value in arrived.items():
-        covered |= set(range(node.index << node.level, (node.index + 1) << node.level))
-        sums.put_node(node, value)
-    for leaf in set(range(num_leaves)) - covered:
-        sums.put(leaf, None)
