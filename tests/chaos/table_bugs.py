@@ -126,7 +126,7 @@ def clock_not_advanced(patch: Patch) -> None:
 
 def dead_still_counted(patch: Patch) -> None:
     """Nobody looks whether a worker lives."""
-    patch(Membership, "_bury", lambda self: None)
+    patch(Membership, "_mark_dead", lambda self: None)
 
 
 def round_taken_twice(patch: Patch) -> None:

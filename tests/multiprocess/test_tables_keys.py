@@ -108,7 +108,7 @@ def test_the_claim_of_a_dead_worker_ends_once_it_is_marked_dead(run):
         wait_for_exit(child.pid)
         claimed = table._storage._claims.total
         assert 500 / 3 < claimed() < 500  # what it may have brought to one shard
-        world._context.membership.bury(DEADLINE_S)
+        world._context.membership.mark_dead(DEADLINE_S)
         assert claimed() == 0
         assert len(table) == 0
         table.add(torch.ones(500, COLS), rows=range(500))

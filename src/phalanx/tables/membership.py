@@ -1,17 +1,17 @@
-"""Who works in a run: one shared page with a line per worker.
+"""The workers of a run: one shared page with a line per worker.
 
     words of 8 bytes, 8 to a line
     line 0       how many workers are expected, 0 if nobody said
     line 1 + w   worker w:  state | pid | start | clock | turn | ·
 
-A worker is written down by itself alone, under the page's lock. Who waits for others looks every
-20 ms whether one of them has died, and writes that down too. Whoever is *holding* must be waited
-for: those who are here, and those who are expected and have never come.
+Each worker writes its own line, under the page's lock. A waiting worker checks every 20 ms whether
+another has died, and marks it dead. *Awaited* workers are those that are here, and those that are
+expected and have never come.
 
 # Note [Turns]
-A number is given again when its worker has died, and, once there is no fresh one, when it has left.
-``turn`` counts how often it was given. What a worker says under its number elsewhere (in a barrier,
-in a round) stands beside its turn, so that nothing an earlier one has said counts for a later one.
+The number of a dead worker is reused, and, once no fresh number is left, that of one that has left.
+``turn`` counts how often a number was given. Whatever a worker writes under its number elsewhere
+(in a barrier, in a round) carries its turn, so that it never counts for a later worker.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class Membership:
         """
         me = ProcessIdentity.current()
         with self.lock.exclusive(timeout_s):
-            self._bury()
+            self._mark_dead()
             self._announce(num_expected)
             worker = self._free_number() if worker is None else worker
             self._refuse_taken(worker)
             place = self._place(worker)
             if self._words[place + _STATE] != _EMPTY or worker >= self.num_expected:
-                # Nobody has counted this one so far, so it begins where the slowest is.
+                # A late worker starts at the clock of the slowest.
                 slowest = min(self.clocks().values(), default=self._words[place + _CLOCK])
                 self._words[place + _CLOCK] = slowest
             self._words[place + _TURN] += 1
@@ -129,12 +129,12 @@ class Membership:
             if self.is_here(worker, turn):
                 self._words[self._place(worker) + _STATE] = _LEFT
 
-    def bury(self, timeout_s: float) -> None:
-        """Write down who has died, so that nobody waits for it."""
+    def mark_dead(self, timeout_s: float) -> None:
+        """Mark workers dead whose process is gone, so that nobody waits for them."""
         with self.lock.exclusive(timeout_s):
-            self._bury()
+            self._mark_dead()
 
-    def _bury(self) -> None:
+    def _mark_dead(self) -> None:
         for worker in self.here():
             place = self._place(worker)
             pid, start = self._words[place + _PID], self._words[place + _START]
@@ -153,8 +153,8 @@ class Membership:
         """Return the workers that have come and neither left nor were found dead."""
         return [worker for worker, state in enumerate(self._states()) if state == _HERE]
 
-    def holding(self) -> list[int]:
-        """Return whom others wait for: who is here, and who is expected and never came."""
+    def awaited(self) -> list[int]:
+        """Return the workers that are here, and those expected that never came."""
         expected = self.num_expected
         return [
             worker
@@ -171,13 +171,13 @@ class Membership:
 
         Where that is another one, look first whether it lives.
         """
-        if min(self.holding(), default=worker) != worker:
-            self.bury(timeout_s)
-        return min(self.holding(), default=worker)
+        if min(self.awaited(), default=worker) != worker:
+            self.mark_dead(timeout_s)
+        return min(self.awaited(), default=worker)
 
     def num_workers(self) -> int:
         """Return how many workers count."""
-        return len(self.holding())
+        return len(self.awaited())
 
     def worker_of(self, pid: int) -> int | None:
         """Return as whom a process works, if as one worker."""
@@ -201,7 +201,7 @@ class Membership:
 
     def clocks(self) -> dict[int, int]:
         """Return the clock of everybody who is waited for."""
-        return {worker: self.clock(worker) for worker in self.holding()}
+        return {worker: self.clock(worker) for worker in self.awaited()}
 
     def advance(self, worker: int) -> int:
         """Finish a round, and return how many that makes."""
@@ -217,8 +217,8 @@ class Membership:
 class Barrier:
     """The barriers of a run, on one page however many names they have.
 
-    Everybody who counts must come to a barrier, so one is finished at a time, and nothing need
-    stay of it but its round: the largest that anybody of those who came has counted to.
+    All awaited workers must arrive at a barrier, so barriers finish one at a time, and only the
+    round of the last needs to be kept: the largest count among the workers that arrived.
 
         words of 8 bytes
         0, 1            how many are finished, of all names; the round of the last
@@ -260,7 +260,7 @@ class Barrier:
 
         def look() -> None:
             with lock.exclusive(timeout_s):
-                self._membership._bury()
+                self._membership._mark_dead()
                 self._finish(number, hashed)
 
         if not await_others(lambda: words[0] >= number, look, timeout_s):
@@ -273,7 +273,7 @@ class Barrier:
 
     def _finish(self, number: int, hashed: int) -> None:
         if self._words[0] < number and not self._missing(number, hashed):
-            rounds = [self._words[self._place(w) + 3] for w in self._membership.holding()]
+            rounds = [self._words[self._place(w) + 3] for w in self._membership.awaited()]
             self._words[1] = max(rounds, default=0)  # nobody counts: all have left
             self._words[0] = number
 
@@ -281,7 +281,7 @@ class Barrier:
         membership, words = self._membership, self._words
         return [
             worker
-            for worker in membership.holding()
+            for worker in membership.awaited()
             if words[self._place(worker) : self._place(worker) + 3].tolist()
             != [number, membership.turn(worker), hashed]
         ]
@@ -294,7 +294,7 @@ class Barrier:
             if self._words[0] >= number:
                 return
             missing = self._missing(number, hashed)
-            came = [w for w in self._membership.holding() if w not in missing]
+            came = [w for w in self._membership.awaited() if w not in missing]
             self._words[self._place(worker)] = 0
         raise PeerTimeout(
             f"{say_numbers('Worker', missing)} of {len(missing) + len(came)} did not join barrier "

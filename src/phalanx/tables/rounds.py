@@ -1,20 +1,20 @@
-"""Bulk-synchronous tables: adds are put down, and taken in by round, in the order of workers.
+"""Bulk-synchronous tables: adds are logged, and applied round by round in the order of workers.
 
-    worker 0   add add get·········┐                 its i-th get = "I have come to round i"
+    worker 0   add add get·········┐                 its i-th get = arrival at round i
     worker 1   add get·····┐       │
-    worker 2       add get │       │  everybody has come: whoever sees it first takes in the adds of
+    worker 2       add get │       │  all have arrived: the first to see it applies the adds of
                ────────────┴───────┴─ worker 0, then 1, then 2; then all read the same bits
 
     page     | READY | APPLIED | TAKEN |              words of the table's own line
     line w   | CLOCK | ROUND | COUNT | ROUND | COUNT | TURN |      worker w's line; its own to write
 
-A worker's adds lie in its own log until their round is in, so nothing that it put down before it
-died is lost: its log is taken in with the next round. It has two logs, for it may have come to a
-round that is not in yet, and put down adds of the next. Who takes a round in may die of it: each
-shard knows how many adds of the round it has (see shard.py), and the next one goes on from there. A
-worker that joins meanwhile ends that round first (TAKEN is ahead of APPLIED): its own adds would
-come to those shards only that lack the round. A line is taken over with the number of a worker that
-has died or left: what is in its logs goes in, but what it has come to counts for its own TURN only.
+A worker's adds stay in its own log until their round is applied. A dead worker loses no logged add:
+the next round applies its log. Each worker has two logs, because it may have arrived at a round
+that is not applied yet and log adds of the next one. A worker may die while it applies a round:
+each shard counts the adds of the round it has (see shard.py), and the next worker resumes there. A
+worker that joins meanwhile first finishes that round (TAKEN is ahead of APPLIED); otherwise its own
+adds would reach only the shards that lack the round. A new worker with the number of a dead or
+departed one inherits its line: the logged updates are applied, the arrival is discarded (TURN).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OpenRegion = Callable[[str, int], Region]
 
 
 class RoundLog:
-    """The adds that one worker has put down, in regions that double in size.
+    """The logged adds of one worker, in regions that double in size.
 
     An entry is a head (kind, number of rows), the rows, the delta; each begins on 64 bytes.
 
@@ -116,7 +116,7 @@ class RoundLog:
         return [self._read(*place) for place in self._places(self._line[_LOG_COUNT])]
 
     def _find_end(self, count: int) -> None:
-        """Begin anew after a round, or go on in the log of a worker that died."""
+        """Find the end of the log: its start after a round, or where a dead worker stopped."""
         self._at = (0, 0)
         for chunk, at in self._places(count):
             self._at = chunk, at + self._entry_bytes(self._read(chunk, at))
@@ -239,7 +239,7 @@ class Rounds:
         return log
 
     def _log_for(self, worker: int, number: int) -> RoundLog:
-        """Return the log that has adds of the round, else one whose round is in."""
+        """Return the log with adds of the round, else one whose round is applied."""
         logs = [self._log(worker, index) for index in range(_NUM_LOGS)]
         for log in logs:
             if log.number == number:
@@ -299,7 +299,7 @@ class Rounds:
 
         def look() -> None:
             if self._missing(number):
-                self._membership.bury(timeout_s)
+                self._membership.mark_dead(timeout_s)
 
         if not await_others(ready, look, timeout_s):
             self._give_up(arrival, timeout_s)
@@ -308,18 +308,18 @@ class Rounds:
         lines, membership = self._lines, self._membership
         return [
             w
-            for w in membership.holding()
+            for w in membership.awaited()
             if lines[8 * w + _CLOCK] < number or lines[8 * w + _TURN] != membership.turn(w)
         ]
 
     def _is_its_own(self, arrival: _Arrival) -> bool:
-        """Tell whether the line is still the worker's, and not that of one who has its number."""
+        """Tell whether the line still belongs to this worker, not to a later one of its number."""
         return self._line(arrival.worker)[_TURN] == arrival.turn
 
     def _apply(self, number: int, timeout_s: float) -> None:
-        """Take in all rounds up to ``number``; a get that nobody waits for leaves one open."""
+        """Apply all rounds up to ``number``; an abandoned get leaves its round open."""
         with self._lock.exclusive(timeout_s):
-            # again: somebody else was first, or has taken its arrival back, or has joined
+            # again: the round may be applied, an arrival withdrawn, or a worker new
             if self._missing(number):
                 return
             for each in range(self._page[APPLIED] + 1, number + 1):

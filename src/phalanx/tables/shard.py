@@ -1,4 +1,4 @@
-"""A range of rows that several processes touch, and that no death leaves half changed.
+"""A range of rows shared by processes; a killed process never leaves it half changed.
 
     header   | WORD | ARMED | COUNT | BLOCK | UNDONE |          8 bytes each
     WORD     version · 2^24  |  entries of the open round · 4  |  parity of rounds · 2  |  current
@@ -12,9 +12,9 @@ or after, never within.
                          ARMED = WORD before the first is changed; WORD = next
     add of everything    the result → the other side; WORD = next, other side current
 
-ARMED == WORD therefore means that an add was begun and not finished. Whoever has the lock and sees
-that puts the recorded rows back, the last block first (a row may be in two blocks), and WORD = next
-ends that too. The same takes back an add whose delta turns out not to be finite in a later block.
+ARMED == WORD therefore means that an add was begun and not finished. The next holder of the lock
+restores the recorded rows, the last block first (a row may be in two blocks), and ends with
+WORD = next. An add whose delta turns out not to be finite in a later block is undone the same way.
 
 # Note [Reading without the lock]
 A reader notes WORD, copies, and looks at WORD and ARMED again: if WORD is the same and ARMED is not
@@ -58,7 +58,7 @@ POINTS = (
     "before unlock",
     "after unlock",
 )
-"""Where the chaos tests stop an add, in its order (:func:`phalanx.memory.reach`)."""
+"""Fail points of an add, in order (:func:`phalanx.memory.reach`)."""
 
 _WORD, _ARMED, _COUNT, _BLOCK, _UNDONE = range(5)
 _CURRENT, _PARITY, _PROGRESS, _VERSION = 1, 2, 4, 1 << 24
@@ -83,10 +83,9 @@ class KeySlots(NamedTuple):
 class Entry(NamedTuple):
     """One add, checked: rows (None for all) of the shard, what is added, and by whom.
 
-    ``assigns`` says that the delta is the new value; ``unseen`` that nobody has looked yet whether
-    it is finite, and it has to be. ``places`` are the rows of the delta that are meant, in the
-    order of ``rows``, or None for all of them as they come; such a delta has been looked at.
-    ``slots`` are where rows that are keys were found, if somebody has looked.
+    ``assigns``: the delta is the new value. ``unseen``: the delta must be finite and has not been
+    checked yet. ``places``: indices of the delta's rows, in the order of ``rows``, or None for all
+    of them; such a delta has been checked. ``slots``: where keys were found, if looked up.
     """
 
     rows: Tensor | None
@@ -152,7 +151,7 @@ class TableShard:
         return self._header[_UNDONE]
 
     def close(self) -> None:
-        """Let go of nothing by itself: the memory goes with the last reference to the shard."""
+        """Do nothing: the last reference to the shard frees its memory."""
 
     def current(self) -> Tensor:
         """Return the values as they are now; for who holds the lock."""
@@ -276,7 +275,7 @@ class TableShard:
         return self._sides[side], self._sides[1 - side]
 
     def _settle(self) -> int:
-        """Undo what somebody who died has begun, and return WORD; the lock is held."""
+        """Undo the unfinished add of a dead process and return WORD. The lock is held."""
         header = self._header
         word = header[_WORD]
         if header[_ARMED] != word:
@@ -333,8 +332,10 @@ class TableShard:
         if num_rows == 0:
             return
         header[_COUNT], header[_BLOCK] = 0, BLOCK_ROWS
-        ids = self._undo_ids(num_rows)
-        # No caller can change these, and none is outside: whoever undoes this can rely on it.
+        if self._last_ids.numel() != num_rows:
+            self._last_ids = self._ids[:num_rows]
+        ids = self._last_ids
+        # A copy, clamped to the shard: an undo can rely on it, whatever the caller does to `rows`.
         clamp_rows(rows, self.num_rows, ids)
         if num_rows <= BLOCK_ROWS:
             self._change_block(word, 0, ids, delta, places, worker, unseen)
@@ -346,12 +347,6 @@ class TableShard:
             else:
                 self._change_block(word, start, ids[block], delta, places[block], worker, False)
             reach("half the rows written")
-
-    def _undo_ids(self, num_rows: int) -> Tensor:
-        """Return where the numbers of so many rows go; the last answer is kept."""
-        if self._last_ids.numel() != num_rows:
-            self._last_ids = self._ids[:num_rows]
-        return self._last_ids
 
     def _change_block(
         self,

@@ -123,12 +123,12 @@ class Sharded(Generic[P]):
             )
 
         def ready() -> bool:
-            if not self._page[READY] and min(self._membership.holding(), default=worker) == worker:
+            if not self._page[READY] and min(self._membership.awaited(), default=worker) == worker:
                 self._fill(init, timeout_s)
             return bool(self._page[READY])
 
-        if not await_others(ready, lambda: self._membership.bury(timeout_s), timeout_s):
-            master = min(self._membership.holding())
+        if not await_others(ready, lambda: self._membership.mark_dead(timeout_s), timeout_s):
+            master = min(self._membership.awaited())
             raise PeerTimeout(
                 f"Worker {master}, the master, must open table {self.spec.name!r} first, but did "
                 f"not within {timeout_s:g} s.",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -53,6 +53,8 @@ class TableSpec:
         nonfinite: What becomes of an add that holds NaN or infinity.
         capacity: Of a keys table: for how many keys there is room at first. Else 0.
         num_backups: Workers that have a copy of the rows they read; 0 where none is needed.
+        shape: The shape that users see; that of a keys table begins with 0.
+        has_keys: Whether rows are found by key, and come as keys come.
     """
 
     name: str
@@ -66,16 +68,21 @@ class TableSpec:
     nonfinite: str
     num_backups: int = 0
     capacity: int = 0
+    shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    has_keys: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        shape = (self.rows,) if self.is_array else (self.rows, self.cols)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "has_keys", self.capacity > 0)
         if not _NAME.fullmatch(str(self.name)):
             raise ConfigError(
                 "`name` must be 1 to 100 letters, digits, dots, dashes and underscores, with a "
                 f"letter or digit first, but is {self.name!r}."
             )
-        for field, low in (("rows", 0), ("cols", 1), ("num_shards", 1)):
-            value = getattr(self, field)
-            shown = "size" if self.is_array and field == "rows" else field
+        for name, low in (("rows", 0), ("cols", 1), ("num_shards", 1)):
+            value = getattr(self, name)
+            shown = "size" if self.is_array and name == "rows" else name
             if type(value) is not int or value < low:
                 raise ConfigError(f"`{shown}` must be an integer from {low} on, but is {value!r}.")
         if max(self.rows, self.capacity) * self.cols > _MAX_ELEMENTS:
@@ -102,16 +109,6 @@ class TableSpec:
                 f"`nonfinite` must be 'reject', 'skip' or 'allow', but is {self.nonfinite!r}."
             )
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape that users see; a keys table's begins with 0."""
-        return (self.rows,) if self.is_array else (self.rows, self.cols)
-
-    @property
-    def has_keys(self) -> bool:
-        """Whether rows are found by key, and come as keys come."""
-        return self.capacity > 0
-
     def to_json(self) -> str:
         """Write it down for the other workers, or beside a snapshot."""
         return json.dumps(self.as_mapping())
@@ -137,11 +134,11 @@ class TableSpec:
             ConfigError: Naming the first difference.
         """
         mine = json.loads(self.to_json())
-        for field, value in mine.items():
-            if theirs.get(field) != value:
+        for key, value in mine.items():
+            if theirs.get(key) != value:
                 raise ConfigError(
-                    f"`{field}` of table {self.name!r} must be what its first worker gave "
-                    f"({theirs.get(field)!r}), but is {value!r}."
+                    f"`{key}` of table {self.name!r} must be what its first worker gave "
+                    f"({theirs.get(key)!r}), but is {value!r}."
                 )
 
 

@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]  # of any shape and dtype: both are checked when th
 Numbers = Tensor | Array | Sequence[Any]  # nested sequences have no type of their own
 Rows = Tensor | Array | Sequence[int]
 
-_LARGE = 1 << 18  # elements of a delta that is not looked at twice: a shard looks at each block
+_LARGE = 1 << 18  # elements; the shard checks a larger delta block by block
 
 
 class TableWorker(Protocol):
@@ -45,7 +45,7 @@ class TableWorker(Protocol):
         """Tell whether this worker has not left."""
 
     def is_forked(self) -> bool:
-        """Tell whether the process that joined is another one, which forked this one."""
+        """Tell whether this process was forked from the one that joined."""
 
 
 @dataclass
@@ -98,9 +98,9 @@ class Table:
         self._is_bulk = spec.staleness.is_bulk_synchronous
         self._is_bounded = spec.staleness.is_bounded
         self._is_guarded = spec.nonfinite != "allow"
-        # Where a refusal comes in time: no other worker has the add by then.
+        # The storage still can refuse the add: no other worker has seen it.
         self._storage_may_look = self._is_guarded and not self._is_bulk
-        self._seen_clock = -1  # nobody was behind this one when last looked at
+        self._seen_clock = -1  # lowest clock at the last staleness check
 
     @property
     def name(self) -> str:
@@ -170,19 +170,16 @@ class Table:
         )
 
     def _take(self, entry: Entry) -> None:
-        self._refuse_if_left()
-        if self._is_bulk:
-            self._storage.rounds.put(entry)
-        else:
-            self._storage.add(entry, self._world.timeout_s)
-
-    def _refuse_if_left(self) -> None:
-        # Who is in no round may not come between the gets of one: they would differ by its add.
+        # An add of a worker outside the round would make the gets of that round differ.
         if self._world.left or (self._is_bulk and not self._world.is_counted()):
             raise StateError(
                 f"An add to table {self.name!r} must be made by a worker of the run, but worker "
                 f"{self._world.worker_id} has left. Add before `leave()`."
             )
+        if self._is_bulk:
+            self._storage.rounds.put(entry)
+        else:
+            self._storage.add(entry, self._world.timeout_s)
 
     def assign(self, value: Numbers) -> None:
         """Replace all values, past the updater, whose state stays; only the master may.
@@ -399,7 +396,9 @@ def wait_for_clocks(world: TableWorker, judge: Any, what: str) -> None:  # Any: 
         verdict = judge()
         return verdict.may_go_on
 
-    if not await_others(ready, lambda: world.membership.bury(world.timeout_s), world.timeout_s):
+    if not await_others(
+        ready, lambda: world.membership.mark_dead(world.timeout_s), world.timeout_s
+    ):
         slowest = verdict.slowest
         assert slowest is not None
         raise PeerTimeout(

@@ -76,7 +76,7 @@ class TableGroup:
     def workers(self) -> list[int]:
         """The numbers of the workers that are here; who is dead is no longer among them."""
         self._check_open()
-        self.membership.bury(self.timeout_s)
+        self.membership.mark_dead(self.timeout_s)
         return self.membership.here()
 
     @property
