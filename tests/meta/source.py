@@ -22,7 +22,7 @@ FLOORS = (
     ("errors", "types", "clock", "files"),
     ("plan",),
     ("memory", "codecs"),
-    ("distributed", "replicas"),
+    ("distributed", "replicas", "metrics"),
     ("execution", "tables"),
     ("parallel",),
     ("executor_group",),

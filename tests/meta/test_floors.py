@@ -16,7 +16,7 @@ from tests.meta.source import (
     is_within,
 )
 
-SLOW = {"phalanx.executor_group.metrics"}  # needs torchmetrics, which takes half as long as torch
+SLOW = {"phalanx.metrics.group_metrics"}  # needs torchmetrics, which takes half as long as torch
 
 
 def room_of(item: Import) -> str | None:
@@ -222,7 +222,7 @@ def test_a_rooms_own_private_names_are_its_own():
     [
         "def f():\n    from phalanx.plan import Layout",
         "def f():\n    from . import b",
-        "def f():\n    from phalanx.executor_group.metrics import tally_of",
+        "def f():\n    from phalanx.metrics.group_metrics import accumulator_of",
         "def f():\n    import json  # slow",
         "def f():\n    import matplotlib",
         "def f():\n    import matplotlib  # noqa: PLC0415",
@@ -243,7 +243,7 @@ def test_a_late_import_without_right_or_reason_is_caught(text):
         "def f():\n    # Optional: in the extra `cluster`.\n    import ray\n    import zmq",
         "try:\n    import ray\nexcept ImportError:\n    ray = None",
         "import importlib\ndef f(name):\n    return importlib.import_module(name)",
-        "def f():\n    from phalanx.executor_group.metrics import tally_of  # slow",
+        "def f():\n    from phalanx.metrics.group_metrics import accumulator_of  # slow",
     ],
 )
 def test_a_late_import_with_its_reason_passes(text):
@@ -266,11 +266,11 @@ def test_a_file_that_asks_its_own_room_for_a_name_is_a_cycle():
 
 
 def test_a_slow_file_that_is_imported_late_may_be_in_a_cycle_too():
-    metrics = Module("executor_group/metrics.py", "from phalanx.executor_group.loop import fit")
+    group = Module("metrics/group_metrics.py", "from phalanx.metrics.loop import fit")
     loop = Module(
-        "executor_group/loop.py",
-        "def f():\n    from phalanx.executor_group.metrics import a  # slow",
+        "metrics/loop.py",
+        "def f():\n    from phalanx.metrics.group_metrics import a  # slow",
     )
-    assert list(cycles([metrics, loop])) == [
-        ["phalanx.executor_group.loop", "phalanx.executor_group.metrics"]
+    assert list(cycles([group, loop])) == [
+        ["phalanx.metrics.group_metrics", "phalanx.metrics.loop"]
     ]

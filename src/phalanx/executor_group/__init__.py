@@ -9,10 +9,10 @@ from phalanx.executor_group.group import DataParallelExecutorGroup
 from phalanx.executor_group.loop import Epoch
 from phalanx.executor_group.monitor import Monitor
 from phalanx.executor_group.records import NonFinite, Record
-from phalanx.executor_group.replica_metrics import ReplicaMetrics
+from phalanx.metrics import ReplicaMetrics
 
 if typing.TYPE_CHECKING:
-    from phalanx.executor_group.metrics import Collected, GroupMetrics
+    from phalanx.metrics import Collected, GroupMetrics
 
 __all__ = [
     "Collected",
@@ -29,9 +29,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs torchmetrics when it is asked for; see ``replica_metrics``."""
+    """Import what needs torchmetrics when it is asked for; see ``metrics.replica_metrics``."""
     if name in ("Collected", "GroupMetrics"):
-        from phalanx.executor_group import metrics  # slow to import
+        from phalanx.metrics import group_metrics  # slow to import
 
-        return getattr(metrics, name)
+        return getattr(group_metrics, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

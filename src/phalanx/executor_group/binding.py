@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.executor_group.data import DataBatch, DataDesc, read_descs
-from phalanx.executor_group.parts import Columns
 from phalanx.executor_group.tensors import as_bound, read_tensor
+from phalanx.metrics import Columns
 from phalanx.plan import read_whole
 from phalanx.types import Nested
 

@@ -43,7 +43,7 @@ from phalanx.plan import Decision, read_whole, workload_sizes
 from phalanx.types import Device, Nested
 
 if TYPE_CHECKING:
-    from phalanx.executor_group.metrics import GroupMetrics
+    from phalanx.metrics import GroupMetrics
 
 __all__ = ["DataParallelExecutorGroup"]
 
@@ -480,9 +480,9 @@ class DataParallelExecutorGroup:
         named = last.shares[0].labels if labels is None else labels
         dims = outputs[0].axis or 0, self._binding.label_axis(named)
         if self._metrics is None:
-            from phalanx.executor_group.metrics import GroupMetrics  # slow: see `replica_metrics`
+            from phalanx.metrics import group_metrics  # slow: see `replica_metrics`
 
-            self._metrics = GroupMetrics()
+            self._metrics = group_metrics.GroupMetrics()
         return self._metrics.update_metric(metric, last.parts(outputs, own, dims[1]), dims)
 
     def install_monitor(self, monitor: Monitor) -> None:

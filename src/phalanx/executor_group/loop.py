@@ -186,9 +186,11 @@ class _Counted:
     def __init__(self, metrics: Mapping[str, Any] | None) -> None:
         self._metrics: dict[str, Metric] = {}
         if metrics:
-            from phalanx.executor_group.metrics import uncounted  # slow: see `replica_metrics`
+            from phalanx.metrics import group_metrics  # slow: see `replica_metrics`
 
-            self._metrics = {name: uncounted(metric) for name, metric in metrics.items()}
+            self._metrics = {
+                name: group_metrics.uncounted(metric) for name, metric in metrics.items()
+            }
         self._names: set[str] = set()
 
     def update(self, group: Looping) -> None:

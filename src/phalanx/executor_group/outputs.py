@@ -14,8 +14,8 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.executor_group.data import DataDesc
-from phalanx.executor_group.parts import Columns
 from phalanx.executor_group.tensors import check_dense
+from phalanx.metrics import Columns
 from phalanx.plan import flatten, leaf_paths
 from phalanx.types import Nested
 

@@ -17,8 +17,8 @@ from phalanx.errors import StateError
 from phalanx.executor_group.binding import Binding, Share, resized
 from phalanx.executor_group.data import DataDesc
 from phalanx.executor_group.outputs import Output, contiguous, values_of
-from phalanx.executor_group.parts import Part
 from phalanx.executor_group.tensors import savable
+from phalanx.metrics import Part
 from phalanx.types import Nested
 
 __all__ = ["Pass", "apart", "check_graph", "leaves_of", "mode_of", "normal_share", "telling_shapes"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from phalanx.errors import ConfigError
 from phalanx.execution import MicrobatchContext, MicrobatchResult
-from phalanx.executor_group import ReplicaMetrics
+from phalanx.metrics import ReplicaMetrics
 from phalanx.plan import check_iterable
 from phalanx.train.engine import Engine, counted, loss_of
 from phalanx.types import Nested

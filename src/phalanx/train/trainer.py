@@ -18,7 +18,7 @@ from phalanx.clock import now_s
 from phalanx.codecs import Codec, Feedback
 from phalanx.errors import ConfigError
 from phalanx.execution import FailureLog, RunResult
-from phalanx.executor_group import ReplicaMetrics
+from phalanx.metrics import ReplicaMetrics
 from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_workloads
 from phalanx.replicas import caller_intra_op
 from phalanx.train.arguments import (

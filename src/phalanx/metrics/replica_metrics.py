@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.executor_group.parts import Part, has_rows
+from phalanx.metrics.parts import Part, has_rows
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-    from phalanx.executor_group.tally import Tally
+    from phalanx.metrics.accumulator import MetricAccumulator
 
 __all__ = ["ReplicaMetrics"]
 
@@ -42,7 +42,7 @@ class ReplicaMetrics:
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         self._patterns: dict[str, Metric] = {}
         if metrics:
-            from phalanx.executor_group.metrics import read_metrics  # slow, as said above
+            from phalanx.metrics.group_metrics import read_metrics  # slow, as said above
 
             self._patterns = read_metrics(metrics)
         self.reset()
@@ -86,26 +86,26 @@ class ReplicaMetrics:
             if part is not None and has_rows(part)
         ]
         only = [part for _, part in given]
-        tallies = list(self._tallies.values())
-        for tally in tallies:
-            tally.open(only)
+        accumulators = list(self._accumulators.values())
+        for accumulator in accumulators:
+            accumulator.open(only)
 
         def work(replica: int | None) -> None:
             for place, (owner, part) in enumerate(given):
-                for tally in tallies if replica in (None, owner) else ():
-                    tally.update(place, part)
+                for accumulator in accumulators if replica in (None, owner) else ():
+                    accumulator.update(place, part)
 
         if each is None:
             work(None)
         else:
             each(work)
-        for tally in tallies:
-            tally.close(only)
+        for accumulator in accumulators:
+            accumulator.close(only)
 
     def commit(self) -> None:
         """Add the batch that was counted last, once."""
-        for tally in self._tallies.values():
-            tally.settle()
+        for accumulator in self._accumulators.values():
+            accumulator.settle()
 
     def update(self, parts: Sequence[Part | None]) -> None:
         """Count one batch and commit it."""
@@ -115,8 +115,8 @@ class ReplicaMetrics:
     def capture(self) -> dict[str, Tensor]:
         """Return what was counted, as tensors by ``<metric>.<state>`` (``.<place>`` in a list)."""
         tensors = {}
-        for name, tally in self._tallies.items():
-            states = tally.total.metric_state if tally.total.update_called else {}
+        for name, accumulator in self._accumulators.items():
+            states = accumulator.total.metric_state if accumulator.total.update_called else {}
             for key, value in states.items():
                 if isinstance(value, list):
                     tensors.update({f"{name}.{key}.{i}": each for i, each in enumerate(value)})
@@ -130,22 +130,22 @@ class ReplicaMetrics:
         Raises:
             CheckpointError: It was captured from other metrics.
         """
-        tallies: dict[str, Tally] = {}
+        accumulators: dict[str, MetricAccumulator] = {}
         if self._patterns:
-            from phalanx.executor_group.metrics import tally_of  # slow, as said above
+            from phalanx.metrics.group_metrics import accumulator_of  # slow, as said above
 
             for name, pattern in self._patterns.items():
                 own = {key: value for key, value in tensors.items() if key.startswith(f"{name}.")}
                 states = {key.removeprefix(f"{name}."): value for key, value in own.items()}
-                tallies[name] = tally_of(pattern, states)
-        self._tallies = tallies
+                accumulators[name] = accumulator_of(pattern, states)
+        self._accumulators = accumulators
 
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything counted since :meth:`reset`; none when nothing was."""
         return {
-            name: _as_number(name, tally.total)
-            for name, tally in self._tallies.items()
-            if tally.counted
+            name: _as_number(name, accumulator.total)
+            for name, accumulator in self._accumulators.items()
+            if accumulator.counted
         }
 
 

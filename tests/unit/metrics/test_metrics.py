@@ -31,7 +31,7 @@ from torchmetrics.text import Perplexity
 from phalanx import Trainer
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.executor_group import Collected, GroupMetrics, ReplicaMetrics
-from phalanx.executor_group.tally import move
+from phalanx.metrics.accumulator import move
 
 SIZES = (1, 5, 9)
 PAD = 3
@@ -139,7 +139,7 @@ def test_parts_do_not_meet_before_they_are_merged(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A control: these are merged, not gathered."""
-    monkeypatch.setattr("phalanx.executor_group.tally.gather", None)
+    monkeypatch.setattr("phalanx.metrics.accumulator.gather", None)
     make, draw = CASES[name]
     GroupMetrics().update_metric(make(), cut(*draw(0)))
 

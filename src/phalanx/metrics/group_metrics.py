@@ -18,10 +18,10 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat
 
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.executor_group.parts import Part, device_of, gather, has_rows
-from phalanx.executor_group.tally import Arguments, Tally, fresh, obstacle_to_merging
+from phalanx.metrics.accumulator import Arguments, MetricAccumulator, fresh, obstacle_to_merging
+from phalanx.metrics.parts import Part, device_of, gather, has_rows
 
-__all__ = ["Collected", "GroupMetrics", "read_metrics", "tally_of", "uncounted"]
+__all__ = ["Collected", "GroupMetrics", "accumulator_of", "read_metrics", "uncounted"]
 
 
 class Collected(Metric):
@@ -92,7 +92,7 @@ class GroupMetrics:
     """Update metrics of the user's from outputs that lie on several devices.
 
     A metric that cannot be merged is updated once per batch, on rows gathered where it lies; a
-    warning says so once. See Note [What merges] in ``tally.py``.
+    warning says so once. See Note [What merges] in ``accumulator.py``.
 
     Example:
         >>> from torchmetrics.regression import MeanSquaredError
@@ -138,46 +138,46 @@ class GroupMetrics:
         for each in members:
             if isinstance(each, Collected):
                 each.dims = dims  # its rows are joined when it is computed, not here
-        tallies = [self._open(each, parts) for each in members]
-        for tally in tallies:
+        accumulators = [self._open(each, parts) for each in members]
+        for accumulator in accumulators:
             for place, part in enumerate(parts):
-                tally.update(place, part)
-            tally.close(parts, dims)
-        if len(tallies) == 1:
-            tallies[0].settle()
+                accumulator.update(place, part)
+            accumulator.close(parts, dims)
+        if len(accumulators) == 1:
+            accumulators[0].settle()
         else:
-            _settle_all(tallies)
+            _settle_all(accumulators)
         return bool(parts)
 
     # Any: a metric, or what has an `update` like one.
-    def _open(self, metric: Any, parts: Sequence[Part]) -> Tally | _Foreign:
+    def _open(self, metric: Any, parts: Sequence[Part]) -> MetricAccumulator | _Foreign:
         if isinstance(metric, Metric):
             reason = obstacle_to_merging(metric)
-            tally: Tally | _Foreign = Tally(metric)
+            accumulator: MetricAccumulator | _Foreign = MetricAccumulator(metric)
         elif callable(getattr(metric, "update", None)) and not isinstance(metric, type):
             reason = "it is no `torchmetrics.Metric`"
-            tally = _Foreign(metric)
+            accumulator = _Foreign(metric)
         else:
             raise ConfigError(
                 "`metric` must be a `torchmetrics.Metric` or have `update(outputs, labels)`, but "
                 f"is {metric!r}. Wrap a function in `Collected`."
             )
-        tally.open(parts)
+        accumulator.open(parts)
         name = type(metric).__name__
         if reason is not None and name not in self._told:
             self._told.add(name)
             _tell(f"Metric `{name}`", reason)
-        return tally
+        return accumulator
 
 
-def _settle_all(tallies: Sequence[Tally | _Foreign]) -> None:
+def _settle_all(accumulators: Sequence[MetricAccumulator | _Foreign]) -> None:
     """Let all members of a collection count the batch, or none: a failing one takes all back."""
-    kept = [(tally, tally.keep()) for tally in tallies]
+    kept = [(accumulator, accumulator.keep()) for accumulator in accumulators]
     restores = [restore for _, restore in kept if restore is not None]
     try:
         # Those that can fail come first, so that the others need no copy.
-        for tally, _ in sorted(kept, key=lambda pair: pair[1] is None):
-            tally.settle()
+        for accumulator, _ in sorted(kept, key=lambda pair: pair[1] is None):
+            accumulator.settle()
     except BaseException:
         for restore in restores:
             restore()
@@ -241,7 +241,7 @@ def uncounted(given: Any) -> Metric:
     return fresh(given) if isinstance(given, Metric) else Collected(given)
 
 
-def tally_of(pattern: Metric, states: Mapping[str, Tensor]) -> Tally:
+def accumulator_of(pattern: Metric, states: Mapping[str, Tensor]) -> MetricAccumulator:
     """Return a copy of ``pattern`` that has counted what ``states`` say; nothing without any.
 
     Raises:
@@ -250,7 +250,7 @@ def tally_of(pattern: Metric, states: Mapping[str, Tensor]) -> Tally:
     metric = fresh(pattern)
     if states:
         _fill(metric, states)
-    return Tally(metric, owned=True)
+    return MetricAccumulator(metric, owned=True)
 
 
 # Any: what the user gave.

@@ -37,10 +37,10 @@ from torchmetrics.utilities.data import (
 )
 
 from phalanx.errors import ConfigError
-from phalanx.executor_group.parts import Part, device_of, gather, is_scalar, num_rows
+from phalanx.metrics.parts import Part, device_of, gather, is_scalar, num_rows
 from phalanx.types import Nested
 
-__all__ = ["Arguments", "Tally", "fresh", "move", "obstacle_to_merging"]
+__all__ = ["Arguments", "MetricAccumulator", "fresh", "move", "obstacle_to_merging"]
 
 _ANYTHING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _BOUND = ("update", "compute", "_update_signature")  # what torchmetrics itself does not copy
@@ -208,7 +208,7 @@ def _begins_with_labels(positions: Sequence[inspect.Parameter]) -> bool:
     return names == [True, False]
 
 
-class Tally:
+class MetricAccumulator:
     """One metric, and the copies on which the parts of a batch are counted.
 
     Nothing of a batch is in ``total`` before :meth:`settle`.
