@@ -274,3 +274,29 @@ def test_a_slow_file_that_is_imported_late_may_be_in_a_cycle_too():
     assert list(cycles([group, loop])) == [
         ["phalanx.metrics.group_metrics", "phalanx.metrics.loop"]
     ]
+
+
+def kind_offences(module: Module) -> list[str]:
+    """List where a trainer asks which kind of executor, stepper or sums it has."""
+    kinds = ("Executor", "Stepper", "Sums")
+    return [
+        f"{module.path}:{node.lineno}: asks for the kind; give `Executor` a method"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "isinstance"
+        and any(
+            isinstance(each, ast.Name) and each.id.endswith(kinds)
+            for each in ast.walk(node.args[1])
+        )
+    ]
+
+
+def test_a_question_for_the_kind_is_caught():
+    assert len(kind_offences(Module("train/a.py", "isinstance(own, (int, RankExecutor))"))) == 1
+
+
+def test_the_trainer_never_asks_which_executor_it_has(house):
+    trainer = [module for module in house if module.room == "train"]
+    assert trainer
+    assert [offence for module in trainer for offence in kind_offences(module)] == []

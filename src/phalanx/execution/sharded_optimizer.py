@@ -57,8 +57,15 @@ class Stepper(Protocol):
     def fits(self) -> bool:
         """Tell whether the optimizer still has the state and the groups that this was made for."""
 
-    def prepare(self, missing: Sequence[int]) -> None:
-        """Get ready in the caller's thread; ``missing`` parameters got no gradient."""
+    def prepare(
+        self, missing: Sequence[int], gradients: Sequence[Tensor | None] | None = None
+    ) -> None:
+        """Get ready in the caller's thread.
+
+        Args:
+            missing: Parameters that got no gradient.
+            gradients: In memory order, for a step on the whole; default: the flat buffers'.
+        """
 
     def step_part(self, part: int) -> None:
         """Step one part, in that part's thread."""
@@ -90,8 +97,8 @@ def open_stepper(
 class WholeStepper(Stepper):
     """Any torch optimizer as it is, on the module's own parameters.
 
-    Gradients are those of the flat buffers, or the ones given to :meth:`show` where there is
-    nothing to add: they may then stay where autograd made them.
+    Gradients are those of the flat buffers, or the ones given where there is nothing to add: they
+    may then stay where autograd made them.
     """
 
     whole = True
@@ -99,25 +106,21 @@ class WholeStepper(Stepper):
     def __init__(self, optimizer: Optimizer, flat: FlatParameters) -> None:
         self._optimizer = optimizer
         self._flat = flat
-        self._shown: Sequence[Tensor | None] | None = None
-
-    def show(self, gradients: Sequence[Tensor | None]) -> None:
-        """Step on these gradients (in memory order) next time."""
-        self._shown = gradients
 
     def fits(self) -> bool:
         return True
 
-    def prepare(self, missing: Sequence[int]) -> None:
+    def prepare(
+        self, missing: Sequence[int], gradients: Sequence[Tensor | None] | None = None
+    ) -> None:
         for index, parameter in enumerate(self._flat.parameters):
-            gradient = None if self._shown is None else self._shown[index]
+            gradient = None if gradients is None else gradients[index]
             if index in missing:
                 parameter.grad = None
             elif gradient is None:
                 parameter.grad = self._flat.gradient(index)
             else:
                 parameter.grad = gradient.as_strided(parameter.shape, dense_strides(parameter))
-        self._shown = None
 
     def step_part(self, part: int) -> None:
         if part == 0:
@@ -174,7 +177,11 @@ class FlatStepper(Stepper):
             self._scatter_state()
         self._remember()
 
-    def prepare(self, missing: Sequence[int]) -> None:  # noqa: ARG002 - the engine sees to it
+    def prepare(
+        self,
+        missing: Sequence[int],  # noqa: ARG002 - the engine sees to it
+        gradients: Sequence[Tensor | None] | None = None,  # noqa: ARG002
+    ) -> None:
         for piece in self._pieces:
             piece.copy_options(self._optimizer)
         for parameter, gradient in zip(self._flat.parameters, self._gradients, strict=True):

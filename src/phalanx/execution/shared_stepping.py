@@ -59,8 +59,10 @@ class SharedStepper(FlatStepper):
         self._is_worth_sending = is_worth_sending(elements, num_workers)
         self._has_state = bool(optimizer.state)
 
-    def prepare(self, missing: Sequence[int]) -> None:
-        super().prepare(missing)
+    def prepare(
+        self, missing: Sequence[int], gradients: Sequence[Tensor | None] | None = None
+    ) -> None:
+        super().prepare(missing, gradients)
         if not self._is_worth_sending:
             return
         self._options: Mapping[Key, Options] = {

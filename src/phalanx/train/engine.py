@@ -263,14 +263,12 @@ class Engine:
         if missing or plain:
             self._step_plainly()
         summed = self._clip_norm is not None or self._stepper.whole
-        if self._alone and isinstance(self._stepper, WholeStepper):
-            self._stepper.show(self._sums.operands[0])
-        elif summed:
+        if summed and not self._alone:
             self.executor.each(self._sums.sum_part)
             self._sums.share()
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
-        self._stepper.prepare(missing)
+        self._stepper.prepare(missing, self._sums.operands[0] if self._alone else None)
         spans: list[Span] = []
         lock = threading.Lock()
         loss = Loss(loss_of(pieces, report), pieces.weight, sum(pieces.sizes))
