@@ -53,8 +53,16 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(COMPILED) $(STALE)
 train: $(STAMP)  ## train the default model on the default data and show the result
 	@$(BIN)/phalanx train $(ARGS)
 
+# Files go whole to one of two processes, since fixtures of a module start workers and ranks. They go in
+# the order of their names: the long ones of chaos and conformance begin. More processes than two gain
+# nothing, as most of the time is of tests that have two or three workers themselves. What is marked
+# `alone` looks at the whole machine. No test of either part may be chosen by ARGS: pytest says so by 5.
 test: $(STAMP)  ## run the whole test suite
-	@$(BIN)/python -m pytest $(ARGS)
+	@failed=0; \
+	$(BIN)/python -m pytest -m "not night and not alone" -n 2 --dist loadfile \
+	    --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ] || failed=1; \
+	$(BIN)/python -m pytest -m "alone and not night" $(ARGS) || [ $$? -eq 5 ] || failed=1; \
+	exit $$failed
 
 check: $(STAMP)  ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -76,8 +84,9 @@ chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and g
 	@$(BIN)/python -m tests.chaos.ledger --kills $(KILLS)
 	@$(BIN)/python -m tests.chaos.rank_kills --kills $(RANK_KILLS)
 
-night: $(STAMP)  ## every kind of fault at every point in every worker, and torch's own distributed tests (half an hour)
-	@$(BIN)/python -m pytest -m "night or not night" tests/chaos tests/conformance/test_torch_distributed.py $(ARGS)
+night: $(STAMP)  ## every kind of fault at every point in every worker, whole products, torch's own distributed tests
+	@$(BIN)/python -m pytest -m "night or not night" tests/chaos $(ARGS)
+	@$(BIN)/python -m pytest -m night --ignore=tests/chaos $(ARGS)
 
 clean:  ## remove .venv and what tools left behind
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

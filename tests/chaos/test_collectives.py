@@ -157,6 +157,7 @@ def test_control_a_death_that_nobody_looks_for_is_caught(troop):
     assert offences(case, *troop.go_through(case))
 
 
+@pytest.mark.alone  # counts what anybody has in /dev/shm
 def test_processes_and_regions_end_with_the_troop():
     regions = set(os.listdir("/dev/shm"))
     with Troop() as troop:

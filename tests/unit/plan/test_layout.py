@@ -118,7 +118,9 @@ def test_dataclasses_inside_containers_are_cut_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["text", 3, 2.5, True, None, object(), torch.float64, torch.tensor(4.0)], ids=repr
+    "value",
+    ["text", 3, 2.5, True, None, object(), torch.float64, torch.tensor(4.0)],
+    ids=lambda value: type(value).__name__,
 )
 def test_values_without_rows_are_given_whole_and_are_the_same_object(value: object) -> None:
     parts = cut({"x": rows(4), "value": value}, [3, 1], Layout())
