@@ -21,7 +21,7 @@ SOURCES = (
     "memory/blocks.c",
     "memory/awake.c",
     "memory/placement.c",
-    "world/course.c",
+    "distributed/course.c",
 )
 LIBRARY = FOLDER / "memory/_compiled.so"
 FLAGS = ["-O3", "-ffp-contract=off", "-fPIC", "-shared"]  # torch adds without contraction, too

@@ -50,7 +50,7 @@ def can_be_planted() -> bool:
 def plant_in_course(name: str) -> None:
     """Break this process's all-reduces."""
     right, wrong = COURSE_BUGS[name]
-    text = (_SOURCES / "world/course.c").read_text(encoding="utf-8")
+    text = (_SOURCES / "distributed/course.c").read_text(encoding="utf-8")
     assert right in text, "course.c has changed: this bug can be planted no more"
     with tempfile.TemporaryDirectory() as folder:
         broken, library = Path(folder) / "course.c", Path(folder) / "broken.so"
