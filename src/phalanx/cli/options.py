@@ -29,9 +29,7 @@ _CHANGEABLE = (
     "memory_dir",
 )
 _OF_WORKERS = {"executor": "threads", "timeout_s": 300.0, "max_failures": 20, "memory_dir": None}
-_EXECUTORS = tuple(
-    executor for executor in EXECUTORS if executor != "ranks"
-)  # the command is no rank of a job
+_EXECUTORS = tuple(each for each in EXECUTORS if each != "ranks")  # the command is no rank of a job
 _LARGEST_SEED = 2**63 - 1  # what torch's generators take
 
 
@@ -78,8 +76,7 @@ class TrainOptions:
         if self.executor not in _EXECUTORS:
             raise ConfigError(
                 f"`--executor` must be one of {', '.join(_EXECUTORS)}, but is {self.executor!r}. "
-                "For ranks of "
-                "a job write a script with a `Trainer`."
+                "For ranks of a job write a script with a `Trainer`."
             )
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise ConfigError(f"`--timeout-s` must be above 0 seconds, but is {self.timeout_s!r}.")
@@ -268,8 +265,7 @@ def _served(options: TrainOptions, given: GivenOptions) -> TrainOptions:
         if options.executor != "processes":
             raise ConfigError(
                 f"`--{name.replace('_', '-')}` must come with worker processes, but the executor "
-                "is "
-                f"{options.executor!r}. Add --executor processes, or leave it out."
+                f"is {options.executor!r}. Add --executor processes, or leave it out."
             )
     return options
 
@@ -301,7 +297,8 @@ def read_options(stored: Mapping[str, Any], *, source: str) -> TrainOptions:
         "max_failures": (int,),
         "memory_dir": (str, type(None)),
     }
-    # Earlier runs had none of these.
+    # Earlier runs had none of these, and another name for the executor.
+    stored = {"executor" if name == "crew" else name: value for name, value in stored.items()}
     stored = {"loss": None, "forward": None, "codec": None, **_OF_WORKERS, **stored}
     if stored.keys() != types.keys():
         raise CheckpointError(
