@@ -57,7 +57,16 @@ def plant_in_course(name: str) -> None:
         broken.write_text("#include <unistd.h>\n" + text.replace(right, wrong), encoding="utf-8")
         sources = [broken, *(each for each in _SOURCES.rglob("*.c") if each.name != "course.c")]
         subprocess.run(
-            ["cc", "-w", "-fPIC", "-shared", f"-I{_SOURCES / 'distributed'}", "-o", library, *sources],
+            [
+                "cc",
+                "-w",
+                "-fPIC",
+                "-shared",
+                f"-I{_SOURCES / 'distributed'}",
+                "-o",
+                library,
+                *sources,
+            ],
             check=True,
         )
         functions = compiled._functions(compiled._load(library))

@@ -79,13 +79,14 @@ def test_a_half_stepped_slice_is_caught(course: Course, monkeypatch: pytest.Monk
 def test_a_slice_that_nobody_completes_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = ProcessExecutor.errand
+    stepper = course.disturbed.trainer._engine._stepper
+    real = stepper._errand
 
-    def errand(executor: Any, index: int, make: Any) -> bool:
-        real(executor, index, make)
+    def errand(index: int, make: Any) -> bool:
+        real(index, make)
         return True
 
-    monkeypatch.setattr(ProcessExecutor, "errand", errand)
+    monkeypatch.setattr(stepper, "_errand", errand)
     course.suffer({0: Order("block done")}, compared=False)
     assert_caught(course, "model.middle.weight")  # its first block is of the first weight
 

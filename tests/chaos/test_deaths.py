@@ -127,7 +127,8 @@ def test_a_system_that_starts_no_process_in_mid_step_is_an_error_of_the_next_ste
 def test_what_a_replacement_raises_when_it_starts_does_not_tear_a_step(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = course.executor.errand
+    stepper = course.disturbed.trainer._engine._stepper
+    real = stepper._errand
 
     def poll_ready(_: float) -> bool:
         raise RuntimeError("cannot take the model over")
@@ -140,7 +141,7 @@ def test_what_a_replacement_raises_when_it_starts_does_not_tear_a_step(
 
     course.await_workers()
     with monkeypatch.context() as patch:
-        patch.setattr(course.executor, "errand", errand)
+        patch.setattr(stepper, "_errand", errand)
         course.step()
     course.compare()
     with pytest.raises(RuntimeError, match="cannot take the model over"):

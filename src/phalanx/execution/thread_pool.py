@@ -60,7 +60,7 @@ class ThreadPool:
         OutOfSpace: The system starts no more threads.
 
     Example:
-        >>> team = Team(3, intra_op=1)
+        >>> team = ThreadPool(3, intra_op=1)
         >>> team.each(lambda index: index * index)
         [0, 1, 4]
         >>> team.close()

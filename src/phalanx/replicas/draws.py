@@ -128,9 +128,9 @@ class RngMode(TorchDispatchMode):
             draw other numbers.
 
     Example:
-        >>> with Draws(1):
+        >>> with RngMode(1):
         ...     first = torch.nn.functional.dropout(torch.ones(8), 0.5)
-        >>> with Draws(1):
+        >>> with RngMode(1):
         ...     again = torch.nn.functional.dropout(torch.ones(8), 0.5)
         >>> torch.equal(first, again)
         True

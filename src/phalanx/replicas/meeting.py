@@ -31,8 +31,8 @@ class Meeting:
         timeout_s: How long one exchange may wait for the last member, in seconds.
 
     Example:
-        >>> from phalanx.replicas import Team
-        >>> team, meeting = Team(2, intra_op=1), Meeting()
+        >>> from phalanx.execution import ThreadPool
+        >>> team, meeting = ThreadPool(2, intra_op=1), Meeting()
         >>> def work(index: int) -> int:
         ...     with meeting.attending(index):
         ...         return sum(meeting.exchange(index, index + 1, "the sum"))
