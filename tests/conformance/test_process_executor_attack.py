@@ -174,14 +174,14 @@ def test_a_worker_that_dies_with_nothing_to_do_is_replaced_while_another_compute
         trainer.step(batch())
 
         def kill_the_other() -> list[int]:
-            before = trainer._engine.worker_pids
+            before = trainer.worker_pids
             computing = int((tmp_path / "who").read_text())
             (idle,) = (pid for pid in before if pid != computing)
             os.kill(idle, signal.SIGKILL)
             deadline_s = time.monotonic() + PATIENCE_S / 2
-            while trainer._engine.worker_pids == before and time.monotonic() < deadline_s:
+            while trainer.worker_pids == before and time.monotonic() < deadline_s:
                 threading.Event().wait(0.005)
-            now = list(trainer._engine.worker_pids)
+            now = list(trainer.worker_pids)
             (tmp_path / "word").write_text("go on")
             return now if now != list(before) else []
 
