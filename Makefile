@@ -3,6 +3,8 @@
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (default: the first one >= 3.11 found)
 #   ARGS="..."          further arguments for the command: make train ARGS="--epochs 3 --replicas 2"
+#   WORKERS=2           processes that `make test` uses (default: 0, one after the other in its own;
+#                       with more, a test that ends its process can leave the run waiting)
 #   N=200               how many faults `make chaos` commits in a training,
 #   KILLS=2000          how many workers of parameter tables it kills,
 #   RANK_KILLS=300      and how many ranks of process groups
@@ -12,6 +14,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+WORKERS ?= 0
 N ?= 200
 KILLS ?= 2000
 RANK_KILLS ?= 300
@@ -53,13 +56,13 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(COMPILED) $(STALE)
 train: $(STAMP)  ## train the default model on the default data and show the result
 	@$(BIN)/phalanx train $(ARGS)
 
-# Files go whole to one of two processes, since fixtures of a module start workers and ranks. They go in
-# the order of their names: the long ones of chaos and conformance begin. More processes than two gain
+# Files go whole to one of WORKERS processes, since fixtures of a module start workers and ranks. They
+# go in the order of their names: the long ones of chaos and conformance begin. More processes than two gain
 # nothing, as most of the time is of tests that have two or three workers themselves. What is marked
 # `alone` looks at the whole machine. No test of either part may be chosen by ARGS: pytest says so by 5.
 test: $(STAMP)  ## run the whole test suite
 	@failed=0; \
-	$(BIN)/python -m pytest -m "not night and not alone" -n 2 --dist loadfile \
+	$(BIN)/python -m pytest -m "not night and not alone" -n $(WORKERS) --dist loadfile \
 	    --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	$(BIN)/python -m pytest -m "alone and not night" $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
