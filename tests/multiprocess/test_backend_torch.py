@@ -52,15 +52,19 @@ def make(timeout_s: float = 20.0) -> Any:
 # --- futures --------------------------------------------------------------------------------------
 
 
-def begun_in_a_callback(rank: int) -> list[float]:
+def begun_in_a_callback(rank: int, folder: str) -> list[float]:
     group, sums = make(5.0), []
-    for _ in range(20):
+    other = dist.FileStore(f"{folder}/begun", 2)
+    for turn in range(20):
         first, second = torch.ones(3), torch.ones(3)
 
-        def then(_: Any, second: Tensor = second) -> Any:
-            if rank:
-                time.sleep(0.01)
-            return dist.all_reduce(second, group=group, async_op=True).get_future()
+        def then(_: Any, second: Tensor = second, key: str = str(turn)) -> Any:
+            if rank == 1:
+                other.wait([key], datetime.timedelta(seconds=20))
+            future = dist.all_reduce(second, group=group, async_op=True).get_future()
+            if rank == 0:
+                other.set(key, b"")
+            return future
 
         work = dist.all_reduce(first, group=group, async_op=True)
         work.get_future().then(then).wait().wait()
@@ -69,21 +73,24 @@ def begun_in_a_callback(rank: int) -> list[float]:
     return sums
 
 
-def test_a_collective_may_begin_in_a_futures_callback(ranks):
-    assert ranks.run(begun_in_a_callback) == [[6.0] * 20] * 2
+def test_a_collective_may_begin_in_a_futures_callback(ranks, tmp_path: Path):
+    assert ranks.run(begun_in_a_callback, str(tmp_path)) == [[6.0] * 20] * 2
 
 
-def waited_for_in_a_callback(rank: int) -> list[float]:
+def waited_for_in_a_callback(rank: int, folder: str) -> list[float]:
     one, other = make(5.0), make(5.0)
+    begun = dist.FileStore(f"{folder}/begun", 2)
     first, second, large = torch.ones(3), torch.ones(3), torch.ones(1_000_003)
     if rank == 0:
         told = dist.all_reduce(first, group=one, async_op=True).get_future()
         told = told.then(lambda _: dist.all_reduce(second, group=one))
         work = dist.all_reduce(large, group=other, async_op=True)
+        begun.set("both", b"")
         told.wait()
         work.wait()
     else:
-        time.sleep(0.2)  # the other rank leaves both to its thread
+        # The other rank leaves both to its thread.
+        begun.wait(["both"], datetime.timedelta(seconds=20))
         dist.all_reduce(first, group=one)
         dist.all_reduce(large, group=other)  # while the other's callback waits for us
         dist.all_reduce(second, group=one)
@@ -92,8 +99,8 @@ def waited_for_in_a_callback(rank: int) -> list[float]:
     return [tensor.mean().item() for tensor in (first, second, large)]
 
 
-def test_other_groups_go_on_while_a_callback_waits(ranks):
-    assert ranks.run(waited_for_in_a_callback) == [[2.0] * 3] * 2
+def test_other_groups_go_on_while_a_callback_waits(ranks, tmp_path: Path):
+    assert ranks.run(waited_for_in_a_callback, str(tmp_path)) == [[2.0] * 3] * 2
 
 
 def with_power_sgd(rank: int) -> list[float]:
@@ -543,16 +550,20 @@ def test_what_was_sent_is_received_after_its_sender_has_ended(tmp_path: Path, le
 
 def end_in_a_callback(rank: int, store: str) -> None:
     dist.init_process_group("phalanx", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    other = dist.FileStore(f"{store}.begun", 2)
     begun, tensor = threading.Event(), torch.ones(3)
-    if rank == 1:
-        time.sleep(0.2)  # rank 0 waits, so that its thread for asynchronous operations ends them
+    if rank == 1:  # rank 0 waits, so that its thread for asynchronous operations ends them
+        other.wait(["begun"], datetime.timedelta(seconds=20))
 
     def slow(_: Any) -> None:
         begun.set()
-        time.sleep(0.2)
+        if threading.current_thread() is not threading.main_thread():
+            threading.main_thread().join(20)  # until the interpreter begins to end
 
     dist.all_reduce(tensor, async_op=True).get_future().add_done_callback(slow)
-    begun.wait(20)
+    if rank == 0:
+        other.set("begun", b"")
+    assert begun.wait(20)
 
 
 def test_a_process_ends_well_while_a_callback_runs(tmp_path: Path):
