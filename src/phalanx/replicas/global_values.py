@@ -43,7 +43,7 @@ _Home = tuple[str, str]  # (module, qualified name of a class, or "" for the mod
 
 _FOREIGN = frozenset({"torch", "numpy", "phalanx", "builtins", *sys.stdlib_module_names})
 _MOST_OBJECTS = 5000  # looked through; a model of a large library reaches no more that matter
-_MOST_MEMBERS = 1000  # of a container; what is larger is data, and not an option
+_MOST_MEMBERS = 1000  # a larger container holds data, not options
 _MOST_IN_ALL = 10_000  # of a container and those within it
 _MOST_DEPTH = 6
 _MOST_TENSOR_BYTES = 1 << 16
