@@ -22,6 +22,7 @@ RANK_KILLS ?= 300
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+AUTOLOAD := src/phalanx_autoload.py  # stands in site-packages itself, as a copy
 COMPILED := $(wildcard src/phalanx/memory/*.[ch] src/phalanx/distributed/*.[ch])
 
 # The stamp holds the folder it was made in: scripts in a virtual environment name their interpreter
@@ -37,7 +38,7 @@ venv: $(STAMP)  ## set up .venv (done by the other targets where needed)
 
 .venv/moved:
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py $(COMPILED) $(STALE)
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(AUTOLOAD) $(COMPILED) $(STALE)
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
 	    echo "make: \`PYTHON\` must be a Python interpreter, but is '$(PYTHON)', which is not found." \
 	         "Install Python 3.11 or newer, or name one: make PYTHON=python3.12 venv" >&2; exit 1; }
