@@ -357,7 +357,7 @@ def test_what_workers_kept_survives_freezing() -> None:
     net = mlp(F64)
     twin, inputs = copy.deepcopy(net), draw(5, 7)
     with parallel(net) as model:
-        with model.no_merge():
+        with model.no_sync():
             model(inputs).sum().backward()
         twin(inputs).sum().backward()
         for module in (net, twin):

@@ -57,7 +57,7 @@ class TestNoMerge:
         batches = [draw(rows, 7, seed=rows, device=device) for rows in (9, 2, 1, 7)]
         inputs = [[fresh(x) for x in batches] for _ in range(2)]
         with parallel(net, device) as model:
-            with model.no_merge():
+            with model.no_sync():
                 for x in inputs[0][:3]:
                     loss_of(model(x)).backward()
                     assert x.grad is not None
@@ -81,8 +81,8 @@ class TestNoMerge:
         x, y = draw(9, 7, device=device), draw(2, 7, device=device)
         with parallel(net, device) as model:
             outer = model(y)
-            with model.no_merge():
-                with model.no_merge():
+            with model.no_sync():
+                with model.no_sync():
                     inner = model(x)
                 assert model(x) is not None
             loss_of(inner).backward()
@@ -100,7 +100,7 @@ class TestNoMerge:
         with parallel(net, device) as model:
             _, gradients = model.flat_parameters()
             loss_of(model(batches[0])).backward()
-            with model.no_merge():
+            with model.no_sync():
                 loss_of(model(batches[1])).backward()
             loss_of(model(batches[2])).backward()
         for x in batches:
@@ -110,7 +110,7 @@ class TestNoMerge:
     def test_zero_grad_forgets_what_is_kept(self, net: nn.Module, device: torch.device) -> None:
         x = draw(9, 7, device=device)
         with parallel(net, device) as model:
-            with model.no_merge():
+            with model.no_sync():
                 loss_of(model(draw(9, 7, seed=1, device=device))).backward()
             model.zero_grad()
             loss_of(model(x)).backward()
@@ -126,7 +126,7 @@ class TestNoMerge:
             raise ZeroDivisionError("asked to")
 
         with parallel(net, device) as model:
-            with model.no_merge():
+            with model.no_sync():
                 loss_of(model(x)).backward()
             handle = net[2].register_full_backward_hook(fail)
             with pytest.raises(ZeroDivisionError):
@@ -141,10 +141,10 @@ class TestNoMerge:
         self, net: nn.Module, device: torch.device
     ) -> None:
         with parallel(net, device) as model:
-            with model.no_merge():
+            with model.no_sync():
                 loss_of(model(draw(9, 7, device=device))).backward()
             net[0].weight = nn.Parameter(net[0].weight.detach().clone())
-            with pytest.raises(StateError, match="no_merge"):
+            with pytest.raises(StateError, match="no_sync"):
                 model(draw(9, 7, device=device))
             model.zero_grad()
             assert_equal_pass(model, twin_of(net), draw(9, 7, device=device))
@@ -456,7 +456,7 @@ class TestOnesOwn:
             if len({parameter.device for parameter in mixture.parameters()}) == 1:
                 values, _ = mixture.flat_parameters()
                 assert values.numel() == sum(p.numel() for p in mixture.parameters())
-            with mixture.no_merge():
+            with mixture.no_sync():
                 loss_of(mixture(x)).backward()
                 columns = [gradients_of(mixture.get(index)) for index in range(3)]
                 assert not any(g is not None and g.any() for each in columns for g in each)

@@ -357,8 +357,8 @@ def test_what_needs_replicas_in_this_process_is_refused(remote: Zoo) -> None:
     ) as model:
         with pytest.raises(UnsupportedError, match="`forward_loss\\(\\)` needs replicas in this"):
             model.forward_loss(nn.functional.mse_loss, torch.ones(ROWS), torch.ones(ROWS))
-        with pytest.raises(UnsupportedError, match="`no_merge\\(\\)` needs replicas in this"):
-            model.no_merge()
+        with pytest.raises(UnsupportedError, match="`no_sync\\(\\)` needs replicas in this"):
+            model.no_sync()
         (outputs, *_) = model.forward_parts([torch.ones(ROWS)] * 3)
         model.close()
         with pytest.raises(StateError, match="but they were dismissed"):

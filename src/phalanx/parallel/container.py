@@ -253,7 +253,7 @@ class Container(nn.Module):
         return self
 
     @contextlib.contextmanager
-    def no_merge(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Let backward passes of forward passes made inside keep their gradients with the workers.
 
         The next backward pass of a forward pass made outside adds them all, as DDP's ``no_sync``
@@ -272,7 +272,7 @@ class Container(nn.Module):
             running.hold = before
 
     def merge_gradients(self) -> None:
-        """Add what workers keep since :meth:`no_merge` to the parameters' ``grad`` now.
+        """Add what workers keep since :meth:`no_sync` to the parameters' ``grad`` now.
 
         Without anything kept it does nothing.
 
@@ -281,7 +281,7 @@ class Container(nn.Module):
             >>> from phalanx import DataParallel
             >>> net = nn.Linear(2, 1, bias=False)
             >>> with DataParallel(net, devices=2) as model:
-            ...     with model.no_merge():
+            ...     with model.no_sync():
             ...         model(torch.ones(3, 2)).sum().backward()
             ...     model.merge_gradients()
             >>> net.weight.grad

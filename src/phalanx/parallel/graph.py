@@ -59,7 +59,7 @@ class HeldGradients:
         """
         if self.by_worker and list(map(id, parameters)) != list(map(id, self._parameters)):
             raise StateError(
-                "A container must keep its parameters between `no_merge()` and the backward pass "
+                "A container must keep its parameters between `no_sync()` and the backward pass "
                 "that merges, but they were replaced. Merge first, or call `zero_grad()`."
             )
         self._parameters = list(parameters)

@@ -97,9 +97,9 @@ class RemoteParallel(DataParallel):
         """Refuse: a group's losses are its module's own."""
         raise _elsewhere("forward_loss")
 
-    def no_merge(self) -> NoReturn:
+    def no_sync(self) -> NoReturn:
         """Refuse: workers keep no gradients."""
-        raise _elsewhere("no_merge")
+        raise _elsewhere("no_sync")
 
     def _refuse_devices(self) -> None:
         others = [str(device) for device in self._devices if device.type != "cpu"]

@@ -10,7 +10,6 @@ from phalanx.replicas.devices import (
     resolve_device,
     resolve_devices,
 )
-from phalanx.replicas.draws import RngMode, derive_seed, preserve_rng, seed_of_process
 from phalanx.replicas.global_values import GlobalValues, PackedGlobals, adopt_globals
 from phalanx.replicas.hooks import Registered
 from phalanx.replicas.inputs import Inputs, placed
@@ -49,8 +48,8 @@ from phalanx.replicas.rng import (
     has_fused_evaluation,
     run_backward,
 )
+from phalanx.replicas.rng_mode import RngMode, derive_seed, preserve_rng, seed_of_process
 from phalanx.replicas.rng_watch import numpy_swap
-from phalanx.replicas.seen import TensorVersion
 from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.statistics import (
     Head,
@@ -62,6 +61,7 @@ from phalanx.replicas.statistics import (
     sum_statistics,
     write_statistics,
 )
+from phalanx.replicas.tensor_version import TensorVersion
 from phalanx.replicas.unchanged import same_afterwards
 from phalanx.replicas.uncompiled import uncompiled
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.replicas.seen import TensorVersion
+from phalanx.replicas.tensor_version import TensorVersion
 
 __all__ = ["Attributes"]
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.replicas.parcel import is_plain, load, pack
-from phalanx.replicas.seen import TensorVersion
+from phalanx.replicas.tensor_version import TensorVersion
 
 __all__ = ["GlobalValues", "PackedGlobals", "adopt_globals"]
 

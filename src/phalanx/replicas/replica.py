@@ -17,9 +17,9 @@ from phalanx.plan import BufferRules
 from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.compiling import refuse_compiled_in_place, shared_compilers
 from phalanx.replicas.hooks import Hooks, kept_outside, shared_hooks, went_back_outside
-from phalanx.replicas.seen import TensorVersion
 from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.statistics import StatisticsOfReplica
+from phalanx.replicas.tensor_version import TensorVersion
 from phalanx.replicas.unchanged import SameParameters
 
 __all__ = ["Replica", "add_gradients", "apart", "refuse_lazy", "refuse_scripts"]

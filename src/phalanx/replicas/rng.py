@@ -2,7 +2,7 @@
 
     MicrobatchRng  ──► CallRng sees every call of torch's functions from Python; for those that may
                        draw it enters
-                         ──► Draws, which sees every operator and gives it the generator
+                         ──► RngMode, which sees every operator and gives it the generator
 
 Seeing every operator costs a small transformer 40 % of its step, seeing every call a few percent.
 The first run of a kind is made under both. If something is drawn there that `CallRng` does not
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from phalanx.replicas.draws import RngMode, current_draws
+from phalanx.replicas.rng_mode import RngMode, current_rng
 from phalanx.replicas.rng_watch import RngWatch
 
 __all__ = [
@@ -121,7 +121,7 @@ class MicrobatchRng:
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(current_draws(self._draws))
+            stack.enter_context(current_rng(self._draws))
             for context in self._contexts:
                 stack.enter_context(context)
             self._entered = stack.pop_all()

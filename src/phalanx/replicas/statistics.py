@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.errors import UnsupportedError
 from phalanx.plan import BufferRules
-from phalanx.replicas.seen import TensorVersion
+from phalanx.replicas.tensor_version import TensorVersion
 
 __all__ = [
     "Head",

@@ -456,7 +456,7 @@ def test_they_train_beside_held_gradients_of_the_columns() -> None:
         with twin:
             for x in batches:
                 twin(x).square().sum().backward()
-        with model.no_merge():
+        with model.no_sync():
             for x in batches[:2]:
                 model(x).square().sum().backward()
         model(batches[2]).square().sum().backward()

@@ -37,7 +37,7 @@ def test_what_is_held_can_be_merged_without_another_pass() -> None:
     first, second = torch.randn(5, 3), torch.randn(1, 3)
     with DataParallel(net, 3) as model:
         model(second).sum().backward()
-        with model.no_merge():
+        with model.no_sync():
             model(first).sum().backward()
         model.merge_gradients()
         model.merge_gradients()  # there is nothing left

@@ -703,7 +703,7 @@ def test_a_module_has_the_last_word_over_its_children() -> None:
 
 def test_held_gradients_come_with_the_next_pass_outside(model: Any) -> None:
     x, y, z = draw(5), draw(3), draw(7)
-    with model.no_merge():
+    with model.no_sync():
         loss(model, x).backward()
         loss(model, y).backward()
     assert gradients(model) == [None] * len(gradients(model))
@@ -718,7 +718,7 @@ def test_held_gradients_come_with_the_next_pass_outside(model: Any) -> None:
 def test_they_come_also_with_a_pass_that_needs_fewer_workers(rows: int) -> None:
     with replicas() as model:
         x, y = draw(5), draw(rows)
-        with model.no_merge():
+        with model.no_sync():
             loss(model, x).backward()
         loss(model, y).backward()
         assert_close(gradients(model), twin_gradients(model, x, y))
@@ -726,12 +726,12 @@ def test_they_come_also_with_a_pass_that_needs_fewer_workers(rows: int) -> None:
 
 def test_it_is_the_forward_pass_that_decides(model: Any) -> None:
     x, y = draw(), draw()
-    with model.no_merge():
+    with model.no_sync():
         held = loss(model, x)
     merged = loss(model, y)
     held.backward()
     assert gradients(model) == [None] * len(gradients(model))
-    with model.no_merge():
+    with model.no_sync():
         merged.backward()
     assert_close(gradients(model), twin_gradients(model, x, y))
 
@@ -740,8 +740,8 @@ def test_blocks_may_be_nested_and_end_by_exceptions(model: Any) -> None:
     x = draw()
 
     def hold() -> None:
-        with model.no_merge():
-            with model.no_merge():
+        with model.no_sync():
+            with model.no_sync():
                 loss(model, x).backward()
             loss(model, x).backward()
             assert gradients(model)[0] is None  # the outer one still holds
@@ -756,7 +756,7 @@ def test_blocks_may_be_nested_and_end_by_exceptions(model: Any) -> None:
 def test_gradients_of_inputs_are_not_held(model: Any) -> None:
     x = draw().requires_grad_()
     y = x.detach().clone().requires_grad_()
-    with model.no_merge():
+    with model.no_sync():
         loss(model, x).backward()
     copied = copy.deepcopy(model)
     plain(copied, y).square().sum().backward()
@@ -765,7 +765,7 @@ def test_gradients_of_inputs_are_not_held(model: Any) -> None:
 
 def test_zero_grad_forgets_what_is_held(model: Any) -> None:
     x, y = draw(), draw()
-    with model.no_merge():
+    with model.no_sync():
         loss(model, x).backward()
     model.zero_grad()
     loss(model, y).backward()
@@ -774,7 +774,7 @@ def test_zero_grad_forgets_what_is_held(model: Any) -> None:
 
 def test_closing_does_not_forget_what_is_held(model: Any) -> None:
     x, y = draw(), draw()
-    with model.no_merge():
+    with model.no_sync():
         loss(model, x).backward()
     model.close()
     loss(model, y).backward()
@@ -783,7 +783,7 @@ def test_closing_does_not_forget_what_is_held(model: Any) -> None:
 
 def test_a_copy_holds_nothing(model: Any) -> None:
     x, y = draw(), draw()
-    with model.no_merge():
+    with model.no_sync():
         loss(model, x).backward()
     with model.clone() as other:
         loss(other, y).backward()
@@ -792,11 +792,11 @@ def test_a_copy_holds_nothing(model: Any) -> None:
 
 def test_other_parameters_are_refused_while_something_is_held(model: Any) -> None:
     x = draw()
-    with model.no_merge():
+    with model.no_sync():
         loss(model, x).backward()
     layer = next(m for m in model.modules() if isinstance(m, nn.Linear))
     layer.weight = nn.Parameter(torch.ones(4, 3))
-    match = r"must keep its parameters between `no_merge\(\)` .* replaced\. .*`zero_grad\(\)`"
+    match = r"must keep its parameters between `no_sync\(\)` .* replaced\. .*`zero_grad\(\)`"
     for _ in range(2):
         with pytest.raises(StateError, match=match):
             model(x)
@@ -818,7 +818,7 @@ def test_a_backward_pass_that_fails_leaves_what_is_held_whole(sizes: list[int]) 
     """Whoever fails, and whether or not the others took part: it comes once, with the next."""
     with replicas(Fragile) as model:
         x, y = torch.tensor([[1.0] * 3, [10.0] * 3, [100.0] * 3]), torch.zeros(3, 3)
-        with model.no_merge():
+        with model.no_sync():
             model(x).sum().backward()
         output = model.forward_sized(sizes, y)
         Fails.on = True
@@ -834,7 +834,7 @@ def test_a_backward_pass_that_fails_leaves_what_is_held_whole(sizes: list[int]) 
 def test_a_backward_pass_that_fails_inside_holds_nothing_of_it(make: Any) -> None:
     with make(Fragile) as model:
         x = torch.ones(3, 3)
-        with model.no_merge():
+        with model.no_sync():
             model(x).sum().backward()
             output = model(x)
             Fails.on = True
@@ -848,7 +848,7 @@ def test_a_backward_pass_that_fails_inside_holds_nothing_of_it(make: Any) -> Non
 def test_held_gradients_join_flat_ones(model: Any) -> None:
     x, y = draw(), draw()
     values, grads = model.flat_parameters()
-    with model.no_merge():
+    with model.no_sync():
         loss(model, x).backward()
     assert grads.count_nonzero() == 0
     loss(model, y).backward()
@@ -862,7 +862,7 @@ def test_held_gradients_may_be_merged_by_hand(model: Any, flat: bool) -> None:
     loss(model, x).backward()
     if flat:
         model.flat_parameters()
-    with model.no_merge():
+    with model.no_sync():
         loss(model, y).backward()
         loss(model, z).backward()
     model.merge_gradients()

@@ -1,4 +1,4 @@
-"""What `no_merge` holds is merged by a pass for the parameters, and by no other."""
+"""What `no_sync` holds is merged by a pass for the parameters, and by no other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_a_pass_for_the_input_alone_neither_merges_nor_forgets() -> None:
     first, second = torch.randn(5, 3), torch.randn(7, 3)
     asked = torch.randn(4, 3, requires_grad=True)
     with DataParallel(net, 3) as model:
-        with model.no_merge():
+        with model.no_sync():
             model(first).sum().backward()
         assert net.weight.grad is None
         (gradient,) = torch.autograd.grad(model(asked).sum(), [asked])
@@ -27,7 +27,7 @@ def test_a_pass_for_the_input_alone_holds_nothing() -> None:
     net = nn.Linear(3, 2)
     batch, asked = torch.randn(5, 3), torch.randn(4, 3, requires_grad=True)
     with DataParallel(net, 3) as model:
-        with model.no_merge():
+        with model.no_sync():
             torch.autograd.grad(model(asked).sum(), [asked])
         model(batch).sum().backward()
     assert torch.allclose(net.weight.grad, batch.sum(0).expand(2, 3), atol=1e-5)

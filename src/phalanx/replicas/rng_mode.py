@@ -24,7 +24,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.replicas.rng_watch import WRAPPERS
 from phalanx.replicas.uncompiled import uncompiled
 
-__all__ = ["RngMode", "current_draws", "derive_seed", "preserve_rng", "seed_of_process"]
+__all__ = ["RngMode", "current_rng", "derive_seed", "preserve_rng", "seed_of_process"]
 
 aten = torch.ops.aten
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
@@ -57,7 +57,7 @@ _stack = _Stack()
 
 
 @contextlib.contextmanager
-def current_draws(draws: RngMode) -> Iterator[None]:
+def current_rng(draws: RngMode) -> Iterator[None]:
     """Let ``draws`` be those of the body, for containers inside the model and `preserve_rng`."""
     _stack.draws.append(draws)
     try:
