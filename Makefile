@@ -10,7 +10,7 @@
 #   RANK_KILLS=300      and how many ranks of process groups
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test check format bits bench chaos night clean .venv/moved
+.PHONY: help venv train test check format bits house bench chaos night clean .venv/moved
 
 PYTHON ?= python3
 ARGS ?=
@@ -79,6 +79,9 @@ format: $(STAMP)  ## put the sources into the house format
 
 bits: $(STAMP)  ## train three small models in every formation and print hashes of their weights
 	@$(BIN)/python -W ignore -m tests.meta.bits
+
+house: $(STAMP)  ## print the size of the package, its doubled names, and how far one call walks, beside the aims
+	@$(BIN)/python -W ignore -m tests.meta.house $(ARGS)
 
 bench: $(STAMP)  ## measure a training step beside its peers
 	@$(BIN)/phalanx bench step $(ARGS)

@@ -1,0 +1,287 @@
+"""Measure the package as a house: its size, its names, and how far one call walks through it.
+
+`make house` prints the figures beside the aims they are steered by; with ``--json`` as data.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import phalanx
+from phalanx import tables
+from tests.meta.source import ROOT, SOURCE, Module, read_house
+
+WARM_UP_STEPS = 3
+COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}  # calls to Python 3.11 only
+
+
+@dataclass
+class Walk:
+    """What one call passes of the package: files, functions, calls, and calls from room to room."""
+
+    files: set[str] = field(default_factory=set)
+    functions: set[Any] = field(default_factory=set)
+    calls: int = 0
+    changes_of_room: int = 0
+
+    def enter(self, frame: FrameType) -> None:
+        """Count a call of a function of the package; others are passed through."""
+        path = path_in_package(frame)
+        if path is None or frame.f_code.co_name in COMPREHENSIONS:
+            return
+        self.files.add(path)
+        self.functions.add(frame.f_code)
+        self.calls += 1
+        caller = frame.f_back
+        while caller is not None and path_in_package(caller) is None:
+            caller = caller.f_back
+        if caller is not None and room_of(path_in_package(caller) or "") != room_of(path):
+            self.changes_of_room += 1
+
+    def figures(self) -> dict[str, int]:
+        return {
+            "files": len(self.files),
+            "functions": len(self.functions),
+            "calls": self.calls,
+            "changes of room": self.changes_of_room,
+        }
+
+
+def path_in_package(frame: FrameType) -> str | None:
+    """Return the path of a frame's file under src/phalanx, or None."""
+    path = Path(frame.f_code.co_filename)
+    return path.relative_to(SOURCE).as_posix() if path.is_relative_to(SOURCE) else None
+
+
+def room_of(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+@contextmanager
+def profiled() -> Iterator[Callable[[Callable[[], object]], Walk]]:
+    """Give a function that walks one call, through all threads that are started in the block."""
+    walk: Walk | None = None
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if walk is not None and event == "call":
+            walk.enter(frame)
+
+    def measure(call: Callable[[], object]) -> Walk:
+        nonlocal walk
+        walk = found = Walk()
+        call()
+        walk = None
+        return found
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        yield measure
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def open_trainer(executor: str = "threads") -> phalanx.Trainer:
+    """Return a trainer of two replicas for a net of two layers."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 33), nn.ReLU(), nn.Linear(33, 10))
+    return phalanx.Trainer(
+        net,
+        F.cross_entropy,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        executor=executor,
+        replicas=2,
+        microbatches=4,
+    )
+
+
+def walk_step(executor: str) -> Walk:
+    """Walk one steady `Trainer.step`; of worker processes only the parent is seen."""
+    batch = torch.randn(23, 20), torch.randint(10, (23,))
+    with profiled() as measure, open_trainer(executor) as trainer:
+        for _ in range(WARM_UP_STEPS):
+            trainer.step(batch)
+        return measure(lambda: trainer.step(batch))
+
+
+def walk_add() -> Walk:
+    """Walk one steady `Table.add` of a few rows."""
+    rows, delta = torch.tensor([1, 5]), torch.ones(2, 8)
+    with profiled() as measure, tables.join() as group:
+        table = group.matrix(9, 8, name="house")
+        for _ in range(WARM_UP_STEPS):
+            table.add(delta, rows)
+        return measure(lambda: table.add(delta, rows))
+
+
+def doubled(names: Iterable[str]) -> dict[str, int]:
+    """Return the names that stand there more than once, the most frequent first."""
+    return {name: count for name, count in Counter(names).most_common() if count > 1}
+
+
+def class_names(house: list[Module]) -> Iterator[str]:
+    for module in house:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                yield node.name
+
+
+def file_names(house: list[Module]) -> Iterator[str]:
+    """Yield the name of each file once for each room that has it; every folder has an __init__."""
+    for _, name in {(module.room, module.path.split("/")[-1]) for module in house}:
+        if name != "__init__.py":
+            yield name
+
+
+def executor_kinds(house: list[Module]) -> set[str]:
+    """Return the names of the classes that keep the executor's contract."""
+    return {
+        node.name
+        for module in house
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef) and "Executor" in map(ast.unparse, node.bases)
+    }
+
+
+def questions_of_kind(house: list[Module], kinds: set[str]) -> list[str]:
+    """List where something outside execution/ asks which kind of executor it has."""
+    return [
+        f"{module.path}:{node.lineno}"
+        for module in house
+        if module.room != "execution"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "isinstance"
+        and kinds & {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+    ]
+
+
+def size_by_room(house: list[Module]) -> dict[str, dict[str, int]]:
+    """Return Python files and lines of each room, the largest first."""
+    files: Counter[str] = Counter()
+    lines: Counter[str] = Counter()
+    for module in house:
+        files[module.room] += 1
+        lines[module.room] += len(module.lines)
+    return {room: {"files": files[room], "lines": count} for room, count in lines.most_common()}
+
+
+def count_lines(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def size_of_classes() -> dict[str, dict[str, int]]:
+    """Return what an open object of the two largest public classes holds, and what opens it."""
+    net = nn.Linear(3, 2)
+    with open_trainer() as trainer:
+        attributes = len(vars(trainer))
+    with phalanx.DataParallelExecutorGroup(net, data=[("input", (4, 3))]) as group:
+        return {
+            type(each).__name__: {
+                "attributes": count,
+                "parameters": len(inspect.signature(type(each)).parameters),
+            }
+            for each, count in ((trainer, attributes), (group, len(vars(group))))
+        }
+
+
+@dataclass(frozen=True)
+class Figures:
+    """All that is measured of the package."""
+
+    rooms: dict[str, dict[str, int]]
+    c: dict[str, int]
+    walks: dict[str, dict[str, int]]
+    class_names_twice: dict[str, int]
+    file_names_in_several_rooms: dict[str, int]
+    isinstance_on_executors: list[str]
+    classes: dict[str, dict[str, int]]
+    test_lines: int
+
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Yield what is counted, what it is, and what it shall be."""
+        files, lines = (
+            sum(room[key] for room in self.rooms.values()) for key in ("files", "lines")
+        )
+        yield "Python in src/phalanx", f"{lines:,} lines, {files} files", "30,000 lines, 170 files"
+        yield "C", f"{self.c['lines']} lines, {self.c['files']} files", "600 lines, 3 files"
+        aims = ("15 / 100", "20 / 130", "7 / 25")
+        for (name, walk), aim in zip(self.walks.items(), aims, strict=True):
+            yield name, " / ".join(map(str, walk.values())), aim
+        yield "class names used twice", str(len(self.class_names_twice)), "0"
+        yield "file names in several rooms", str(len(self.file_names_in_several_rooms)), "0"
+        yield "isinstance on executors elsewhere", str(len(self.isinstance_on_executors)), "0"
+        for name, size in self.classes.items():
+            found = f"{size['attributes']} / {size['parameters']}"
+            yield name, found, "15 / 16"
+        yield "lines of tests", f"{self.test_lines:,}", ""
+
+
+def measure_house() -> Figures:
+    """Measure the package as it lies here."""
+    house = read_house()
+    compiled = sorted(SOURCE.rglob("*.[ch]"))
+    return Figures(
+        rooms=size_by_room(house),
+        c={"files": len(compiled), "lines": count_lines(compiled)},
+        walks={
+            "Trainer.step, threads": walk_step("threads").figures(),
+            "Trainer.step, parent of processes": walk_step("processes").figures(),
+            "Table.add": walk_add().figures(),
+        },
+        class_names_twice=doubled(class_names(house)),
+        file_names_in_several_rooms=doubled(file_names(house)),
+        isinstance_on_executors=questions_of_kind(house, executor_kinds(house)),
+        classes=size_of_classes(),
+        test_lines=count_lines((ROOT / "tests").rglob("*.py")),
+    )
+
+
+def show(figures: Figures) -> None:
+    """Print the figures beside the aims, then the rooms, then the names that stand twice."""
+    console = Console()
+    aims = Table(
+        "",
+        "today",
+        "aim",
+        caption="Walks: files / functions / calls / changes of room. "
+        "Classes: attributes / parameters of the constructor.",
+    )
+    for row in figures.rows():
+        aims.add_row(*row)
+    rooms = Table("room", "files", "lines")
+    for room, size in figures.rooms.items():
+        rooms.add_row(room, str(size["files"]), f"{size['lines']:,}")
+    console.print(aims, rooms)
+    for title, names in (
+        ("Classes", figures.class_names_twice),
+        ("Files", figures.file_names_in_several_rooms),
+    ):
+        console.print(f"{title}:", ", ".join(f"{name} {count}" for name, count in names.items()))
+    console.print("isinstance:", ", ".join(figures.isinstance_on_executors))
+
+
+if __name__ == "__main__":
+    found = measure_house()
+    if "--json" in sys.argv[1:]:
+        print(json.dumps(asdict(found), indent=1))
+    else:
+        show(found)
