@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from phalanx import launch
 from phalanx.distributed import RankFailed
+from phalanx.errors import PeerError
 
 DEADLINE_S = 120.0
 
@@ -156,6 +158,32 @@ def test_a_functions_error_names_its_rank_and_holds_its_traceback():
         launch(broken, 3)
     assert caught.value.rank == 2
     assert "ValueError: no such sample" in str(caught.value)
+
+
+def lingering(fifo: str) -> None:
+    """Rank 2 fails and stays; rank 0 fails for that, and ends at once."""
+
+    def linger() -> None:
+        threading.main_thread().join()
+        Path(fifo).open("w").close()
+        threading.Event().wait()
+
+    if os.environ["RANK"] == "2":
+        threading.Thread(target=linger).start()
+        raise ValueError("no such sample")
+    if os.environ["RANK"] == "0":
+        Path(fifo).open().close()
+        raise PeerError("Rank 2 has failed.", 2)
+    threading.Event().wait()
+
+
+def test_the_cause_is_named_though_its_process_ends_last(tmp_path):
+    os.mkfifo(tmp_path / "noted")
+    with pytest.raises(RankFailed) as caught:
+        launch(lingering, 3, args=(str(tmp_path / "noted"),))
+    assert caught.value.rank == 2
+    assert "ValueError: no such sample" in str(caught.value)
+    assert "Rank 0 failed as well." in str(caught.value)
 
 
 TYPED = """

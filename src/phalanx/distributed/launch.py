@@ -17,6 +17,7 @@ restarted rank finds the addresses of its predecessor's peers there and knocks a
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -30,7 +31,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsDest,
+    SignalException,
+    Std,
+)
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -166,7 +172,10 @@ def _run_function(
 ) -> Any:
     prepare(int(launcher), folder)
     values: list[Any] = []
-    record_failures(lambda: values.append(function(*args)))
+    try:
+        record_failures(lambda: values.append(function(*args)))
+    except Exception:
+        sys.exit(1)  # torch would write its own note over ours, which knows less
     return values[0]
 
 
@@ -202,15 +211,18 @@ def _run(
     """
     try:
         with _folder() as folder, _environment(job):
-            config = _config(job, job.log_dir or folder / "logs", **how)
+            notes = _FailureNotes(job.log_dir or folder / "logs", how.get("tee", Std.NONE))
+            config = _config(job, notes, how)
             store = str(folder) if job.is_alone else ""
             launcher = str(os.getpid())
-            values: dict[int, Any] = elastic_launch(config, entrypoint)(
-                *words, launcher, store, *args
-            )
+            try:
+                values: dict[int, Any] = elastic_launch(config, entrypoint)(
+                    *words, launcher, store, *args
+                )
+            except ChildFailedError as exc:
+                # Read while the folder stands.
+                raise describe_failures({**notes.read(), **exc.failures}) from None
             return values
-    except ChildFailedError as exc:
-        raise describe_failures(exc.failures) from None
     except SignalException as exc:
         ended_by = exc.sigval
     signal.raise_signal(ended_by)
@@ -220,8 +232,39 @@ def _run(
     )
 
 
-def _config(job: Job, logs: Path, *, tee: Std = Std.NONE, **more: Any) -> LaunchConfig:
+class _FailureNotes(DefaultLogsSpecs):
+    """Where the ranks of the last attempt write down their failures.
+
+    torch's agent tells of the ranks that had ended when it first looked. A rank that fails tells
+    its peers at once but ends only after its clean-up, so they may end before it.
+    """
+
+    def __init__(self, folder: Path, tee: Std) -> None:
+        super().__init__(log_dir=str(folder), tee=tee)
+        self._files: dict[int, tuple[int, str]] = {}  # by rank: local rank, file
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Choose the files of an attempt that begins."""
+        files = super().reify(envs)
+        self._files = {
+            int(envs[local].get("RANK", local)): (local, file)
+            for local, file in files.error_files.items()
+        }
+        return files
+
+    def read(self) -> dict[int, ProcessFailure]:
+        """Return what this host's ranks have written, by rank."""
+        failures = {}
+        for rank, (local, file) in self._files.items():
+            if Path(file).is_file():
+                note = json.loads(Path(file).read_text(encoding="utf-8"))["message"]["extraInfo"]
+                failures[rank] = ProcessFailure(local, note["pid"], note["exit_code"], file)
+        return failures
+
+
+def _config(job: Job, logs: DefaultLogsSpecs, how: Mapping[str, Any]) -> LaunchConfig:
     alone = job.is_alone
+    more = {name: value for name, value in how.items() if name != "tee"}
     return LaunchConfig(
         min_nodes=job.nodes[0],
         max_nodes=job.nodes[1],
@@ -231,7 +274,7 @@ def _config(job: Job, logs: Path, *, tee: Std = Std.NONE, **more: Any) -> Launch
         rdzv_endpoint=job.endpoint,
         local_addr="localhost" if alone else None,
         max_restarts=job.max_restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=str(logs), tee=tee),
+        logs_specs=logs,
         **more,
     )
 

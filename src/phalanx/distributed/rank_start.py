@@ -78,12 +78,16 @@ def _record(exc: BaseException) -> None:
                 "py_callstack": _said(exc),
                 "timestamp": str(int(at_s)),
                 "at_s": at_s,
+                "pid": os.getpid(),
                 "exit_code": code & 0xFF if isinstance(code, int) else 1,
                 "echo": isinstance(exc, PeerError | dist.DistError),
             },
         }
     }
-    Path(path).write_text(json.dumps(said), encoding="utf-8")
+    # Whole or not at all: the launcher may end this rank at any moment, and reads what is there.
+    beside = Path(f"{path}.part")
+    beside.write_text(json.dumps(said), encoding="utf-8")
+    beside.replace(path)
 
 
 def _from_user_on(exc: BaseException) -> TracebackType | None:
