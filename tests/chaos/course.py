@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import phalanx
 from phalanx.execution import ProcessExecutor, shard_step, shared_stepping
 from phalanx.execution.worker_client import WorkerProcess
-from phalanx.memory import faults
+from phalanx.ipc import fail_points
 from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur
 
 DEADLINE_S = 90.0  # for anything; far more than all of it takes
@@ -44,7 +44,7 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> Tensor:
-        faults.reach("inside backward")
+        fail_points.reach("inside backward")
         return grad
 
 
@@ -69,7 +69,7 @@ class Net(nn.Module):
         self.seen += 1
         hidden = self.norm(self.first(x_NLI).transpose(1, 2))  # L > 1: one row is enough
         hidden = self.drop(torch.relu(hidden).mean(2))
-        faults.reach("inside forward")
+        fail_points.reach("inside forward")
         hidden = _Passed.apply(torch.relu(self.middle(self.middle(hidden))))
         scores: Tensor = self.last(hidden)
         return scores
@@ -180,12 +180,12 @@ class Course:
         self.undisturbed = Watched("inline", 1)
 
     def __enter__(self) -> Course:
-        self._planted_before = faults.planted()  # there may be a course around this one
-        faults.plant(Saboteur(str(self.folder)))
+        self._planted_before = fail_points.planted()  # there may be a course around this one
+        fail_points.plant(Saboteur(str(self.folder)))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        faults.plant(self._planted_before)
+        fail_points.plant(self._planted_before)
         self.disturbed.trainer.close()
         self.undisturbed.trainer.close()
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx  # noqa: F401
-from phalanx.memory import Waiting, plant
+from phalanx.ipc import Waiting, plant
 from tests.chaos.calls import Call
 from tests.chaos.collective_bugs import BUGS, BUGS_ACROSS
 from tests.multiprocess.children import DEADLINE_S, Child, Parent

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.execution import points, shared_stepping
-from phalanx.memory import faults
+from phalanx.ipc import fail_points
 from tests.chaos.saboteur import MODULE_POINTS, REASONS, Order, Orders, Saboteur
 
 POINTS = [point for point in (*points.POINTS, *MODULE_POINTS) if point != "born"]
@@ -52,7 +52,7 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> Tensor:
-        faults.reach("inside backward")
+        fail_points.reach("inside backward")
         return grad
 
 
@@ -67,7 +67,7 @@ class Mlp(nn.Module):
 
     def forward(self, x_NI: Tensor) -> Tensor:
         hidden = self.first(x_NI)
-        faults.reach("inside forward")
+        fail_points.reach("inside forward")
         scores: Tensor = self.last(_Passed.apply(self.middle(hidden)))
         return scores
 
@@ -316,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shared_stepping.LEAST_SLICE_ELEMENTS = 0  # so that workers step slices of this model too
     data = batches()
     with tempfile.TemporaryDirectory() as folder:
-        faults.plant(Saboteur(folder))
+        fail_points.plant(Saboteur(folder))
         with console.status("training") as status:
 
             def progress(count: int) -> None:
@@ -327,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 trainer.fit(data, epochs=10**9)
                 disturbed_hash = digest(trainer, chaos.run.losses)
                 steps = trainer.steps
-        faults.plant(None)
+        fail_points.plant(None)
     run = Run()
     with (
         console.status(f"the same {steps} updates, undisturbed"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PeerTimeout
-from phalanx.memory import RangeLock, Waiting
+from phalanx.ipc import RangeLock, Waiting
 from phalanx.tables import hash_segment, key_shard, shard
 from phalanx.tables.hash_index import HashIndex
 from phalanx.tables.hash_segment import HashSegment

@@ -18,7 +18,7 @@ from phalanx.clock import now_s
 from phalanx.distributed import board as pages
 from phalanx.distributed import engine
 from phalanx.errors import PeerLost, StateError
-from phalanx.memory import Waiting, plant
+from phalanx.ipc import Waiting, plant
 from tests.chaos.calls import Call, draw
 from tests.chaos.collective_bugs import BUGS
 from tests.chaos.course_bugs import COURSE_BUGS, can_be_planted, plant_in_course

@@ -25,7 +25,7 @@ from phalanx.errors import PeerLost, StateError
 from phalanx.execution import ProcessExecutor
 from phalanx.execution.work_queue import WorkQueue
 from phalanx.executor_group import DataParallelExecutorGroup
-from phalanx.memory import faults
+from phalanx.ipc import fail_points
 from tests.chaos.course import DEADLINE_S, differing
 from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur
 from tests.conformance.containers import draw
@@ -95,14 +95,14 @@ class Pair:
         self.steps = 0
 
     def __enter__(self) -> Pair:
-        self._planted_before = faults.planted()  # a course may be running around this one
-        faults.plant(Saboteur(str(self.orders.folder)))
+        self._planted_before = fail_points.planted()  # a course may be running around this one
+        fail_points.plant(Saboteur(str(self.orders.folder)))
         self.step()
         self.compare()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        faults.plant(self._planted_before)
+        fail_points.plant(self._planted_before)
         self.disturbed.group.close()
         self.undisturbed.group.close()
 

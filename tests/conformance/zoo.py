@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.memory import reach
+from phalanx.ipc import reach
 
 RULES = {"added": "sum", "last": "first"}  # and "mean" for batch norm
 CLASSES = 4

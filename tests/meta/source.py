@@ -21,6 +21,7 @@ SOURCE = ROOT / "src" / PACKAGE
 FLOORS = (
     ("errors", "types", "clock", "files"),
     ("plan",),
+    ("ipc",),
     ("memory", "codecs"),
     ("distributed", "replicas", "metrics"),
     ("execution", "tables"),

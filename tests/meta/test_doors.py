@@ -281,7 +281,7 @@ DOORS: dict[str, Door] = {
         names("socket", "socketserver", "ssl", "http", "urllib.request", "ftplib", "xmlrpc", "zmq"),
         allowed=(
             "cli/bench/",
-            "memory/region.py",
+            "ipc/region.py",
             "execution/timeouts.py",
             "distributed/rendezvous.py",  # where the launchers of several hosts meet
         ),
@@ -304,7 +304,7 @@ DOORS: dict[str, Door] = {
         names("ctypes", "cffi", "torch.utils.cpp_extension"),
         allowed=(
             "memory/allocator.py",
-            "memory/process.py",
+            "ipc/process.py",
             "memory/compiled.py",
             "replicas/intra_op.py",
         ),
@@ -312,7 +312,7 @@ DOORS: dict[str, Door] = {
     ),
     "maps shared memory": Door(
         names("mmap", "multiprocessing.shared_memory", "os.memfd_create"),
-        allowed=("memory/region.py",),
+        allowed=("ipc/region.py",),
         caught=("import mmap", "from multiprocessing import shared_memory"),
     ),
     "writes files": Door(
@@ -364,12 +364,12 @@ DOORS: dict[str, Door] = {
             "cli/run_folder.py",
             "cli/figure.py",
             "cli/bench/",
-            "memory/region.py",
-            "memory/run_directory.py",
+            "ipc/region.py",
+            "ipc/run_directory.py",
             "distributed/launch.py",  # a folder for the ranks' output
             "distributed/bell.py",  # pipes of other ranks
             "distributed/rank_start.py",  # how a rank has failed, for the launcher
-            "memory/locks.py",  # opens the file anew, for locks of its own
+            "ipc/locks.py",  # opens the file anew, for locks of its own
         ),
         caught=(
             "open(p, 'w')",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from phalanx import launch
 from phalanx.clock import pause
-from phalanx.memory import ProcessIdentity, RunDirectory
+from phalanx.ipc import ProcessIdentity, RunDirectory
 from tests.multiprocess.ranks import START_S
 
 LISTENS = "0A"  # as /proc/net/tcp says it

@@ -14,8 +14,8 @@ import torch
 
 from phalanx.clock import now_s
 from phalanx.errors import GroupAborted, PeerLost, PeerTimeout
-from phalanx.memory import LockFile, ProcessIdentity, Region, SharedBarrier
-from phalanx.memory.holders import find_holders
+from phalanx.ipc import LockFile, ProcessIdentity, Region, SharedBarrier
+from phalanx.ipc.lock_owners import find_lock_owners
 from tests.multiprocess.children import DEADLINE_S, Children, Parent, wait_for_exit
 
 NUM_WORKERS = 3
@@ -69,7 +69,7 @@ def test_processes_exclude_each_other_and_the_error_names_the_holder(start, kind
 
 
 def in_line(region: Region) -> bool:
-    return bool(find_holders(region.fd, 1 << 62, 1 << 63))
+    return bool(find_lock_owners(region.fd, 1 << 62, 1 << 63))
 
 
 @pytest.mark.parametrize("kind", ["shared", "exclusive"])

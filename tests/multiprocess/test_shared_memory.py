@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from phalanx.errors import OutOfSpace, StateError
-from phalanx.memory import ProcessIdentity, Region, RunDirectory, die_with_parent
+from phalanx.ipc import ProcessIdentity, Region, RunDirectory, die_with_parent
 from tests.multiprocess.children import DEADLINE_S, Children, Parent, wait_for_exit
 
 pytestmark = pytest.mark.alone  # counts what anybody has in /dev/shm

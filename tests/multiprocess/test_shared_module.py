@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from phalanx import tables
-from phalanx.memory import faults
+from phalanx.ipc import fail_points
 from phalanx.tables import module_exchange, shard
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 
@@ -133,7 +133,7 @@ def taker(parent: Parent, run: str, outer: str | None, point: str) -> None:
             if reached == point:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        faults.plant(fault)
+        fail_points.plant(fault)
         shared.sync()
 
 

@@ -25,7 +25,8 @@ from phalanx.distributed.bell import Bells
 from phalanx.distributed.board import Board, Signature
 from phalanx.distributed.course import PIECE_POINTS, Course, State
 from phalanx.distributed.signature import Desync
-from phalanx.memory import Function, Region, fence, reach
+from phalanx.ipc import Region, fence, reach
+from phalanx.memory import Function
 
 __all__ = ["POINTS", "Arena", "Need", "Steps"]
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from phalanx.distributed.board import Board
 from phalanx.errors import PeerLost
-from phalanx.memory import fence
+from phalanx.ipc import fence
 
 __all__ = ["Bell", "Bells"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from phalanx.memory import ProcessIdentity, Region, fence
+from phalanx.ipc import ProcessIdentity, Region, fence
 
 __all__ = ["GAVE_UP", "HERE", "LEFT", "LOST", "Board", "Signature"]
 

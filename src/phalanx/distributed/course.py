@@ -18,7 +18,8 @@ from torch import Tensor
 
 from phalanx.distributed.board import Board, Signature
 from phalanx.distributed.turns import Turns
-from phalanx.memory import Function, planted, reach
+from phalanx.ipc import planted, reach
+from phalanx.memory import Function
 
 __all__ = ["PIECE_POINTS", "Course", "State"]
 

@@ -29,7 +29,8 @@ from phalanx.distributed.pump import pump
 from phalanx.distributed.turns import Turns
 from phalanx.distributed.work import Task
 from phalanx.errors import ConfigError, GroupAborted, StateError
-from phalanx.memory import Waiting, forget_in_child, keep_awake
+from phalanx.ipc import Waiting, forget_in_child
+from phalanx.memory import keep_awake
 
 __all__ = ["COLLECTIVES", "Engine"]
 

@@ -43,7 +43,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from phalanx.distributed.rank_start import prepare, record_failures
 from phalanx.distributed.rendezvous import ONE_HOST, SEVERAL_HOSTS
 from phalanx.errors import ConfigError, PeerError
-from phalanx.memory import RunDirectory
+from phalanx.ipc import RunDirectory
 from phalanx.plan import check_function, read_count
 
 __all__ = [

@@ -21,7 +21,8 @@ from torch import Tensor
 from phalanx.distributed.arena import Need, Steps
 from phalanx.distributed.board import LEFT, Board
 from phalanx.errors import ConfigError, PeerLost
-from phalanx.memory import Region, copy_to, fence
+from phalanx.ipc import Region, fence
+from phalanx.memory import copy_to
 
 __all__ = ["Mail"]
 

@@ -35,7 +35,7 @@ from phalanx.distributed.blame import Blame
 from phalanx.distributed.board import Board
 from phalanx.distributed.hosts import Hosts, hosts_of, this_place
 from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
-from phalanx.memory import ProcessIdentity, Region, fence
+from phalanx.ipc import ProcessIdentity, Region, fence
 
 __all__ = ["Meeting"]
 

@@ -7,7 +7,7 @@ import threading
 from typing import Protocol
 
 from phalanx.clock import now_s
-from phalanx.memory import Waiting, forget_in_child
+from phalanx.ipc import Waiting, forget_in_child
 
 __all__ = ["pump"]
 

@@ -24,7 +24,7 @@ from phalanx.clock import wall_clock_s
 from phalanx.distributed.backend import NAME
 from phalanx.distributed.rendezvous import meet_in_folder
 from phalanx.errors import PeerError, PhalanxError
-from phalanx.memory import die_with_parent
+from phalanx.ipc import die_with_parent
 
 __all__ = ["main", "prepare", "record_failures"]
 

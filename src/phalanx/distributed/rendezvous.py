@@ -42,7 +42,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 
 from phalanx.distributed.hosts import INTERFACES, loopback
 from phalanx.errors import PeerTimeout
-from phalanx.memory import Waiting
+from phalanx.ipc import Waiting
 
 __all__ = ["ONE_HOST", "SEVERAL_HOSTS", "meet_in_folder"]
 

@@ -28,7 +28,7 @@ from phalanx.distributed.blame import Blame
 from phalanx.distributed.board import Signature
 from phalanx.distributed.signature import Desync
 from phalanx.errors import PeerTimeout, StateError
-from phalanx.memory import reach
+from phalanx.ipc import reach
 
 __all__ = ["Gloo", "Wire", "gloo_between"]
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx.memory import ALIGN_BYTES, SharedMemoryPool, TensorHandle
+from phalanx.ipc import ALIGN_BYTES
+from phalanx.memory import SharedMemoryPool, TensorHandle
 from phalanx.replicas import Head, Statistic, Statistics
 
 __all__ = ["LARGE_BYTES", "Filling", "Slot", "SlotLayout", "Slots"]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.execution.gradient_buffers import LARGE_BYTES, Filling, SlotLayout
+from phalanx.ipc import reach
 from phalanx.memory import (
     Field,
     Placement,
@@ -24,7 +25,6 @@ from phalanx.memory import (
     TensorHandle,
     copy_to,
     give_back_freed_memory,
-    reach,
 )
 from phalanx.replicas import Statistics
 

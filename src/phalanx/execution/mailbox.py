@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.memory import ALIGN_BYTES, SharedMemoryPool, TensorHandle
+from phalanx.ipc import ALIGN_BYTES
+from phalanx.memory import SharedMemoryPool, TensorHandle
 from phalanx.replicas import (
     Form,
     alignment_of,

@@ -1,4 +1,4 @@
-"""Where the chaos tests stop a worker process (:func:`phalanx.memory.reach`)."""
+"""Where the chaos tests stop a worker process (:func:`phalanx.ipc.reach`)."""
 
 __all__ = ["POINTS"]
 

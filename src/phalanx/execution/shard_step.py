@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.execution.worker_main import Worker
-from phalanx.memory import Range, SharedMemoryPool, TensorHandle, reach
+from phalanx.ipc import reach
+from phalanx.memory import Range, SharedMemoryPool, TensorHandle
 
 __all__ = ["BLOCK_ELEMENTS", "Slice", "SlicePlan", "SliceStep", "plan_slice"]
 

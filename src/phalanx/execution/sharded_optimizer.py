@@ -23,15 +23,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from phalanx.execution.elementwise import STEP, is_elementwise, state_is_uniform
-from phalanx.memory import (
-    Allocate,
-    FlatParameters,
-    Part,
-    Range,
-    Segment,
-    dense_strides,
-    zeros,
-)
+from phalanx.memory import Allocate, FlatParameters, Part, Range, Segment, dense_strides, zeros
 
 __all__ = [
     "FlatStepper",

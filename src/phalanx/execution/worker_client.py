@@ -16,7 +16,8 @@ from phalanx.errors import ConfigError, PeerLost, UnsupportedError
 from phalanx.execution.mailbox import Mailbox, collect
 from phalanx.execution.timeouts import limit_patience
 from phalanx.execution.worker_main import BirthPlace, Failed, NewRegions, Start, serve
-from phalanx.memory import SharedMemoryPool, planted, signal_main_thread
+from phalanx.ipc import planted, signal_main_thread
+from phalanx.memory import SharedMemoryPool
 from phalanx.replicas import load, pack
 
 __all__ = ["START_S", "Lost", "WorkerProcess"]

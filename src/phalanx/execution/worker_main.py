@@ -26,14 +26,8 @@ from phalanx.execution.mailbox import Outbox, collect
 from phalanx.execution.settings import adopt_settings
 from phalanx.execution.source_sync import Changes, place_buffers, take_over
 from phalanx.execution.stopwatch import Stopwatch
-from phalanx.memory import (
-    SharedMemoryPool,
-    TensorHandle,
-    die_with_parent,
-    keep_freed_memory,
-    plant,
-    reach,
-)
+from phalanx.ipc import die_with_parent, plant, reach
+from phalanx.memory import SharedMemoryPool, TensorHandle, keep_freed_memory
 from phalanx.plan import BufferRules
 from phalanx.replicas import (
     CallerModes,

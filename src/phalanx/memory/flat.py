@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
+from phalanx.ipc import ALIGN_BYTES
 from phalanx.plan import overlaps, part_bounds
 
 __all__ = [
-    "ALIGN_BYTES",
     "BLOCK_BYTES",
     "Allocate",
     "FlatParameters",
@@ -36,7 +36,6 @@ __all__ = [
     "zeros",
 ]
 
-ALIGN_BYTES = 64  # of whatever begins in memory: a line of the cache, the widest vector
 BLOCK_BYTES = 256  # no vector loop of torch's kernels is wider, so whole blocks leave no tail
 
 

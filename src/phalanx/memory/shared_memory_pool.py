@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.memory.flat import ALIGN_BYTES, dense_strides
+from phalanx.ipc import ALIGN_BYTES, Region
+from phalanx.memory.flat import dense_strides
 from phalanx.memory.placement import Field, Placement
-from phalanx.memory.region import Region
 
 __all__ = ["SharedMemoryPool", "TensorHandle"]
 

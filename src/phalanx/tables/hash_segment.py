@@ -29,7 +29,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.memory import ALIGN_BYTES, KEEPS_ORDER, MatrixRows, RangeLock, Region, reach
+from phalanx.ipc import ALIGN_BYTES, KEEPS_ORDER, RangeLock, Region, reach
+from phalanx.memory import MatrixRows
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
 from phalanx.tables.row_initializer import RowInitializer
 from phalanx.tables.shard import _ARMED, _WORD, Entry, KeySlots, TableShard

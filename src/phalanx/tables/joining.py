@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.memory import ProcessIdentity
+from phalanx.ipc import ProcessIdentity
 
 __all__ = ["JoinRequest", "read_join_request"]
 

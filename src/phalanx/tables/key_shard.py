@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from phalanx.errors import OutOfSpace, StateError
-from phalanx.memory import RangeLock, Region, Waiting, reach
+from phalanx.ipc import RangeLock, Region, Waiting, reach
 from phalanx.tables.hash_segment import HashSegment, SegmentFull, StaleSegment, segment_bytes
 from phalanx.tables.row_initializer import RowInitializer
 from phalanx.tables.shard import Entry, KeySlots

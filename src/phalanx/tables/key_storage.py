@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.memory import Region, Waiting
+from phalanx.ipc import Region, Waiting
 from phalanx.tables.hash_index import mix
 from phalanx.tables.key_shard import KeyShard, RegionStore, first_region
 from phalanx.tables.membership import Membership

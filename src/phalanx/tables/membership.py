@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerTimeout
-from phalanx.memory import LockFile, ProcessIdentity, RangeLock, Region, Waiting
+from phalanx.ipc import LockFile, ProcessIdentity, RangeLock, Region, Waiting
 from phalanx.plan import say_numbers
 
 __all__ = ["MAX_WORKERS", "Barrier", "Membership", "await_others"]

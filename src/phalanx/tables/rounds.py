@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import PeerTimeout, StateError
-from phalanx.memory import RangeLock, Region
+from phalanx.ipc import RangeLock, Region
 from phalanx.plan import say_numbers
 from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.shard import Entry

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.memory import Region, all_finite
+from phalanx.ipc import Region
+from phalanx.memory import all_finite
 from phalanx.tables.hash_index import Int64s, mix
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_delta, read_number

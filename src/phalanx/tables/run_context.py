@@ -6,7 +6,7 @@ import threading
 import weakref
 
 from phalanx.errors import StateError
-from phalanx.memory import Region, RunDirectory
+from phalanx.ipc import Region, RunDirectory
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Barrier, Membership
 from phalanx.tables.spec import TableSpec

@@ -35,17 +35,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.memory import (
-    KEEPS_ORDER,
-    PAST_CACHE_BYTES,
-    MatrixRows,
-    RangeLock,
-    all_finite,
-    clamp_rows,
-    copy_to,
-    reach,
-    sum_to,
-)
+from phalanx.ipc import KEEPS_ORDER, RangeLock, reach
+from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_finite, clamp_rows, copy_to, sum_to
 from phalanx.tables.updaters import Change, Updater
 
 __all__ = ["POINTS", "Entry", "KeySlots", "NotFinite", "TableShard", "refuse_nonfinite"]
@@ -58,7 +49,7 @@ POINTS = (
     "before unlock",
     "after unlock",
 )
-"""Fail points of an add, in order (:func:`phalanx.memory.reach`)."""
+"""Fail points of an add, in order (:func:`phalanx.ipc.reach`)."""
 
 _WORD, _ARMED, _COUNT, _BLOCK, _UNDONE = range(5)
 _CURRENT, _PARITY, _PROGRESS, _VERSION = 1, 2, 4, 1 << 24

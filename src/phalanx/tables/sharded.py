@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from phalanx.memory import LockFile, MatrixRows, RangeLock, Region, Waiting, reach
+from phalanx.ipc import LockFile, RangeLock, Region, Waiting, reach
+from phalanx.memory import MatrixRows
 from phalanx.tables.membership import Membership, await_others
 from phalanx.tables.rounds import READY, OpenRegion, Rounds
 from phalanx.tables.shard import Entry, refuse_nonfinite

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.memory import ALIGN_BYTES, Region
+from phalanx.ipc import ALIGN_BYTES, Region
 from phalanx.plan import Staleness, equal_sizes
 from phalanx.tables.membership import MAX_WORKERS
 from phalanx.tables.updaters import Updater, parse_updater, state_dtype

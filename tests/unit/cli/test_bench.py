@@ -31,7 +31,7 @@ from phalanx.cli.bench.contestants import (
 )
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerLost
-from phalanx.memory import ProcessIdentity
+from phalanx.ipc import ProcessIdentity
 
 # --- stand-ins for contestants: the arena's protocol in a few lines, without torch --------------
 

@@ -15,7 +15,7 @@ from phalanx.distributed.blame import Blame
 from phalanx.distributed.hosts import this_place
 from phalanx.distributed.meeting import Meeting
 from phalanx.errors import PeerError, PeerLost
-from phalanx.memory import ProcessIdentity, Region
+from phalanx.ipc import ProcessIdentity, Region
 
 TIMEOUT_S = 20.0
 ROOM = "0123456789abcdef"

@@ -11,7 +11,7 @@ from phalanx.distributed.board import GAVE_UP, LEFT, LOST, Board, Signature
 from phalanx.distributed.mourning import look, out_of_time
 from phalanx.distributed.signature import pack
 from phalanx.errors import GroupAborted, PeerLost, PeerTimeout
-from phalanx.memory import Region
+from phalanx.ipc import Region
 
 SIZE = 3
 

@@ -11,7 +11,8 @@ import torch
 from phalanx import Trainer
 from phalanx.clock import now_s, pause
 from phalanx.execution.thread_pool import ThreadPool
-from phalanx.memory import Waiting, awake, compiled, keep_awake, tie_to_core
+from phalanx.ipc import Waiting
+from phalanx.memory import awake, compiled, keep_awake, tie_to_core
 from tests.multiprocess.children import Children, Parent
 
 DEADLINE_S = 30.0

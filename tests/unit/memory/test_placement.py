@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.memory import Field, Placement, Region
+from phalanx.ipc import Region
+from phalanx.memory import Field, Placement
 
 SIZES = [3 << 16, 5 << 14, 3 << 16]  # bytes
 OFFSETS = [64, (3 << 16) + 128, (3 << 16) + (5 << 14) + 192]

@@ -13,7 +13,7 @@ import torch
 from phalanx import tables
 from phalanx.clock import now_s
 from phalanx.errors import PeerTimeout, StateError
-from phalanx.memory import RangeLock, faults, locks
+from phalanx.ipc import RangeLock, fail_points, locks
 from phalanx.tables import shard
 from tests.interrupts import interrupt_at
 
@@ -61,7 +61,7 @@ def test_no_interrupt_of_an_add_keeps_others_out(worlds, updater):
 def test_without_the_token_one_would(worlds, monkeypatch):
     """The planted bug: nobody notices that a block was left."""
     with monkeypatch.context() as patch:
-        patch.setattr(locks._Hold, "lost", lambda self, token: None)
+        patch.setattr(locks._Guard, "lost", lambda self, token: None)
         with pytest.raises(PeerTimeout):
             add_interrupted_everywhere(worlds, "sum")
 
@@ -90,7 +90,7 @@ def test_a_world_is_not_closed_under_an_add(worlds, monkeypatch, buggy):
         adding = threading.get_ident()
         table.add(torch.ones(3, 3, dtype=torch.float64), rows=ROWS)
 
-    monkeypatch.setattr(faults, "_planted", stop)
+    monkeypatch.setattr(fail_points, "_planted", stop)
     if buggy:
         monkeypatch.setattr(RangeLock, "await_free", lambda self, waiting: None)
     with ThreadPoolExecutor(2) as pool:
@@ -124,7 +124,7 @@ def test_a_world_that_is_closed_in_its_own_add_refuses_and_goes_on(monkeypatch):
             told.append(point)
 
     with monkeypatch.context() as patch:
-        patch.setattr(faults, "_planted", close)
+        patch.setattr(fail_points, "_planted", close)
         table.add(torch.ones(3, 3), rows=ROWS)
     assert told
     assert table.get()[ROWS].eq(1).all()

@@ -9,7 +9,7 @@ import torch
 
 from phalanx import tables
 from phalanx.errors import ConfigError, PeerTimeout
-from phalanx.memory import faults
+from phalanx.ipc import fail_points
 from phalanx.tables import shard, table
 
 ROWS = 8
@@ -56,7 +56,7 @@ def test_a_reader_waits_for_an_add_that_is_half_written(two, monkeypatch):
             half.set()
             assert go_on.wait(20)
 
-    faults.plant(fault)
+    fail_points.plant(fault)
     thread = threading.Thread(
         target=writer.add, args=(torch.ones(ROWS),), kwargs={"rows": list(range(ROWS))}
     )
@@ -73,7 +73,7 @@ def test_a_reader_waits_for_an_add_that_is_half_written(two, monkeypatch):
     finally:
         go_on.set()
         thread.join()
-        faults.plant(None)
+        fail_points.plant(None)
 
 
 def test_an_add_that_python_interrupts_is_undone(two, monkeypatch):
@@ -84,12 +84,12 @@ def test_an_add_that_python_interrupts_is_undone(two, monkeypatch):
         if point == "half the rows written":
             raise KeyboardInterrupt
 
-    faults.plant(fault)
+    fail_points.plant(fault)
     try:
         with pytest.raises(KeyboardInterrupt):
             writer.add(torch.ones(ROWS), rows=list(range(ROWS)))
     finally:
-        faults.plant(None)
+        fail_points.plant(None)
     assert reader.get().tolist() == [0.0] * ROWS
     writer.add(torch.ones(ROWS))
     assert reader.get().tolist() == [1.0] * ROWS

@@ -45,7 +45,7 @@ from typing import IO
 
 from phalanx.clock import now_s
 from phalanx.errors import PeerError, PeerLost, PeerTimeout, UnsupportedError
-from phalanx.memory import die_with_parent
+from phalanx.ipc import die_with_parent
 
 __all__ = [
     "Arena",

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import phalanx
 from phalanx.cli.bench.contestants import build, loss_of
 from phalanx.clock import now_s
-from phalanx.memory import die_with_parent
+from phalanx.ipc import die_with_parent
 
 __all__ = ["CONTESTANTS", "Beat", "Job", "command", "main"]
 

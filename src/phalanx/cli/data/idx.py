@@ -20,7 +20,7 @@ from phalanx.cli.data.data import Data
 from phalanx.cli.data.loader import ScalePixels, TensorLoader
 from phalanx.errors import ConfigError
 from phalanx.files import open_regular
-from phalanx.memory import available_memory_bytes
+from phalanx.ipc import available_memory_bytes
 
 HIGHEST_PIXEL = 255
 _PIECE_BYTES = 1 << 20

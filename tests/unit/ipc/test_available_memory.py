@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.memory.room import available_memory_bytes, lies_in_memory
+from phalanx.ipc.available_memory import available_memory_bytes, lies_in_memory
 
 MACHINE = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    1000 kB\nSwapFree:  24 kB\n"}
 UNLIMITED = 9223372036854771712

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from phalanx.errors import ConfigError, GroupAborted, PeerLost, PeerTimeout
-from phalanx.memory import Region, SharedBarrier
+from phalanx.ipc import Region, SharedBarrier
 
 LONG_S = 60.0
 

@@ -22,7 +22,7 @@ or when the kernel has given the lock and nobody has noted it. So ``with`` is gi
 of a method, a `partial`. It lies on the stack of who holds the lock and nowhere else: a traceback
 keeps the frames of what the token calls, not the token. It is there before the lock is asked for,
 and goes when the block is left, however it is left; then its weak reference calls
-:meth:`_Hold.lost`, which releases what has not been released. Whoever finds the lock taken by a
+:meth:`_Guard.lost`, which releases what has not been released. Whoever finds the lock taken by a
 thread of its own process looks whether that one's token is still there, because a second
 interrupt may have stopped even `lost`. What was half written is left as a death leaves it.
 """
@@ -40,10 +40,10 @@ from contextlib import suppress
 from functools import partial
 
 from phalanx.errors import ConfigError, OutOfSpace, PeerTimeout, StateError
-from phalanx.memory.forks import forget_in_child
-from phalanx.memory.holders import Holder, describe_holders, find_holders
-from phalanx.memory.region import Region, telling_of_descriptors
-from phalanx.memory.waiting import Waiting
+from phalanx.ipc.at_fork import forget_in_child
+from phalanx.ipc.lock_owners import LockOwner, describe_lock_owners, find_lock_owners
+from phalanx.ipc.region import Region, telling_of_descriptors
+from phalanx.ipc.waiting import Waiting
 
 __all__ = ["LockFile", "RangeLock"]
 
@@ -199,9 +199,9 @@ class RangeLock:
         self._open_fd = fd  # to let go with
         self._turn = threading.RLock()  # held by the one thread of ours that tries to come in
         self._state = threading.Lock()  # around the two below; never held over a wait
-        self._holds: dict[_Hold, None] = {}
+        self._holds: dict[_Guard, None] = {}
         self._writing = False  # who holds: one writer, else readers
-        self._waiting: dict[_Hold, None] = {}
+        self._waiting: dict[_Guard, None] = {}
         self._read = _FLOCK.pack(_READ, os.SEEK_SET, start, num_bytes, 0)
         self._write = _FLOCK.pack(_WRITE, os.SEEK_SET, start, num_bytes, 0)
         self._none = _FLOCK.pack(_NONE, os.SEEK_SET, start, num_bytes, 0)
@@ -210,7 +210,7 @@ class RangeLock:
         self._turnstile_write = _FLOCK.pack(_WRITE, *turnstile)
         self._turnstile_none = _FLOCK.pack(_NONE, *turnstile)
 
-    def shared(self, timeout_s: float = 30.0) -> _Hold:
+    def shared(self, timeout_s: float = 30.0) -> _Guard:
         """Hold the range with other readers: ``with lock.shared(): …``.
 
         Raises:
@@ -219,9 +219,9 @@ class RangeLock:
 
         Blocks: Until no writer holds it.
         """
-        return _Hold(self, self._try_shared, timeout_s)
+        return _Guard(self, self._try_shared, timeout_s)
 
-    def exclusive(self, timeout_s: float = 30.0) -> _Hold:
+    def exclusive(self, timeout_s: float = 30.0) -> _Guard:
         """Hold the range alone: ``with lock.exclusive(): …``.
 
         Raises:
@@ -230,7 +230,7 @@ class RangeLock:
 
         Blocks: Until nobody else holds it.
         """
-        return _Hold(self, self._try_exclusive, timeout_s)
+        return _Guard(self, self._try_exclusive, timeout_s)
 
     def looks_free(self) -> bool:
         """Tell whether nobody holds the range at this moment; the next one may be another's.
@@ -240,7 +240,7 @@ class RangeLock:
         """
         return not self._holds and self._is_free(self._write)
 
-    def acquire(self, hold: _Hold) -> None:
+    def acquire(self, hold: _Guard) -> None:
         """Begin a hold; for its ``with``."""
         with self._state:
             if not self._waiting and hold.attempt(hold, False):
@@ -248,14 +248,14 @@ class RangeLock:
             self._waiting[hold] = None
         self._wait(hold)
 
-    def release(self, hold: _Hold, *_exc_info: object) -> None:
+    def release(self, hold: _Guard, *_exc_info: object) -> None:
         """End a hold, if it has not ended."""
         with self._state:
             if hold in self._holds:
                 self._drop(hold)
         hold.token = None
 
-    def stop_waiting(self, hold: _Hold) -> None:
+    def stop_waiting(self, hold: _Guard) -> None:
         """Let others wait in this one's place, if it waits."""
         if hold in self._waiting:
             with suppress(RuntimeError):  # it is not this thread's turn
@@ -293,7 +293,7 @@ class RangeLock:
 
     # --- trying: `_state` is held -----------------------------------------------------------------
 
-    def _try_shared(self, hold: _Hold, in_line: bool) -> bool:
+    def _try_shared(self, hold: _Guard, in_line: bool) -> bool:
         if self._writing and self._held():
             return False
         if not (in_line or self._is_free(self._turnstile_read)):
@@ -304,7 +304,7 @@ class RangeLock:
         self._writing = False
         return self._take(hold, self._read)
 
-    def _try_exclusive(self, hold: _Hold, in_line: bool) -> bool:
+    def _try_exclusive(self, hold: _Guard, in_line: bool) -> bool:
         if self._holds and self._held():
             return False
         if not (in_line or self._is_free(self._turnstile_write)):
@@ -312,14 +312,14 @@ class RangeLock:
         self._writing = True
         return self._take(hold, self._write)
 
-    def _held(self) -> list[_Hold]:
+    def _held(self) -> list[_Guard]:
         """Return who holds it, without those who left it before they could say so."""
         for hold in list(self._holds):
             if hold.left():
                 self._drop(hold)
         return list(self._holds)
 
-    def _take(self, hold: _Hold, request: bytes) -> bool:
+    def _take(self, hold: _Guard, request: bytes) -> bool:
         self._holds[hold] = None
         try:
             taken = self._set(request)
@@ -330,7 +330,7 @@ class RangeLock:
             del self._holds[hold]
         return taken
 
-    def _drop(self, hold: _Hold) -> None:
+    def _drop(self, hold: _Guard) -> None:
         del self._holds[hold]  # a statement, so no interrupt comes between it and the next call
         if not self._holds and self._open_fd >= 0:
             fcntl.fcntl(self._open_fd, _SET, self._none)
@@ -355,7 +355,7 @@ class RangeLock:
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def _wait(self, hold: _Hold) -> None:
+    def _wait(self, hold: _Guard) -> None:
         waiting = Waiting(hold.timeout_s)
         try:
             if not self._turn.acquire(timeout=min(waiting.remaining_s(), threading.TIMEOUT_MAX)):
@@ -364,7 +364,7 @@ class RangeLock:
         finally:
             self.stop_waiting(hold)
 
-    def _stand_in_line(self, hold: _Hold, waiting: Waiting) -> None:
+    def _stand_in_line(self, hold: _Guard, waiting: Waiting) -> None:
         exclusive = hold.attempt == self._try_exclusive
         request = self._turnstile_write if exclusive else self._turnstile_read
         in_line = False
@@ -381,19 +381,19 @@ class RangeLock:
             if self._open_fd >= 0:  # also where nobody could note that we are in line
                 fcntl.fcntl(self._open_fd, _SET, self._turnstile_none)
 
-    def _late(self, hold: _Hold) -> PeerTimeout:
+    def _late(self, hold: _Guard) -> PeerTimeout:
         what = "free" if hold.attempt == self._try_exclusive else "free of writers"
         holders = self._holders()
         ranks = [self._file.rank_of(pid) for pid, _ in holders if pid != os.getpid()]
         return PeerTimeout(
             f"Lock {self.label!r} must become {what} within {hold.timeout_s:g} s, but "
-            f"{describe_holders(holders)}.",
+            f"{describe_lock_owners(holders)}.",
             next((rank for rank in ranks if rank is not None), None),
         )
 
-    def _holders(self) -> list[Holder]:
+    def _holders(self) -> list[LockOwner]:
         try:
-            return find_holders(self._open_fd, self.start, self.start + self.num_bytes)
+            return find_lock_owners(self._open_fd, self.start, self.start + self.num_bytes)
         except OSError:  # closed meanwhile
             return []
 
@@ -409,13 +409,13 @@ class RangeLock:
         return f"RangeLock({self.label!r}, bytes {self.start} to {self.start + self.num_bytes - 1})"
 
 
-class _Hold:
+class _Guard:
     """One hold on a lock, for one ``with``; see Note [Ctrl-C] for how it ends."""
 
     __slots__ = ("attempt", "lock", "thread", "timeout_s", "token")
 
     def __init__(
-        self, lock: RangeLock, attempt: Callable[[_Hold, bool], bool], timeout_s: float
+        self, lock: RangeLock, attempt: Callable[[_Guard, bool], bool], timeout_s: float
     ) -> None:
         self.lock = lock
         self.attempt = attempt

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError, OutOfSpace, StateError
-from phalanx.memory import RunDirectory, run_directory
+from phalanx.ipc import RunDirectory, run_directory
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 PREFIX = f"phalanx-{os.geteuid()}-"

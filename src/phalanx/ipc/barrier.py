@@ -19,9 +19,8 @@ from typing import NoReturn
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, GroupAborted, PeerLost, PeerTimeout
-from phalanx.memory.flat import ALIGN_BYTES
-from phalanx.memory.region import Region
-from phalanx.memory.waiting import Waiting
+from phalanx.ipc.region import ALIGN_BYTES, Region
+from phalanx.ipc.waiting import Waiting
 from phalanx.plan import say_numbers
 
 __all__ = ["KEEPS_ORDER", "SharedBarrier", "fence"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import PeerLost
-from phalanx.memory import ProcessIdentity, die_with_parent, signal_main_thread
+from phalanx.ipc import ProcessIdentity, die_with_parent, signal_main_thread
 
 
 def forked(action=lambda: None) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError, OutOfSpace, PeerLost, PeerTimeout, StateError
-from phalanx.memory import Region
+from phalanx.ipc import Region
 
 
 def open_files() -> set[str]:

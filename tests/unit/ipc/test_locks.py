@@ -13,8 +13,8 @@ import pytest
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from phalanx.memory import LockFile, RangeLock, Region
-from phalanx.memory.holders import Holder, find_holders
+from phalanx.ipc import LockFile, RangeLock, Region
+from phalanx.ipc.lock_owners import LockOwner, find_lock_owners
 
 LONG_S = 60.0
 SHORT_S = 0.02
@@ -104,7 +104,7 @@ def test_the_last_reader_of_a_process_frees_the_range(pair):
 
 def test_openings_that_share_an_open_file_would_not_exclude_each_other(region, monkeypatch):
     """The planted bug: a descriptor that is passed on is the same open file, with its locks."""
-    monkeypatch.setattr("phalanx.memory.locks.os.open", lambda path, flags: os.dup(region.fd))
+    monkeypatch.setattr("phalanx.ipc.locks.os.open", lambda path, flags: os.dup(region.fd))
     with (
         LockFile(region) as one,
         LockFile(region) as other,
@@ -169,7 +169,9 @@ def test_a_wait_is_as_long_as_it_says(pair):
 def wait_for_line(region: Region, writing: bool) -> None:
     """Wait until somebody stands in the turnstile of bytes 0 to 63."""
     deadline = now_s() + LONG_S
-    while Holder(os.getpid(), writing) not in find_holders(region.fd, TURNSTILE, TURNSTILE + 64):
+    while LockOwner(os.getpid(), writing) not in find_lock_owners(
+        region.fd, TURNSTILE, TURNSTILE + 64
+    ):
         assert now_s() < deadline
 
 
@@ -233,7 +235,7 @@ def test_who_gives_up_leaves_the_line(region, pair):
     ours, theirs = pair
     with ours.shared(), pytest.raises(PeerTimeout), theirs.exclusive(SHORT_S):
         pass
-    assert find_holders(region.fd, 0, 1 << 63) == []
+    assert find_lock_owners(region.fd, 0, 1 << 63) == []
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 
 from phalanx.clock import now_s
 from phalanx.errors import PeerTimeout, StateError
-from phalanx.memory import LockFile, RangeLock, Region, locks
-from phalanx.memory.holders import find_holders
+from phalanx.ipc import LockFile, RangeLock, Region, locks
+from phalanx.ipc.lock_owners import find_lock_owners
 from tests.interrupts import interrupt_at
 
 LONG_S = 60.0
@@ -46,7 +46,7 @@ def leaks(region: Region, kind: str, in_line: bool) -> list[int]:
     for number in range(MOST_PLACES):
         file = LockFile(region)
         lock = file.range(0, 64)
-        other = locks._Hold(lock, lock._try_shared, LONG_S)
+        other = locks._Guard(lock, lock._try_shared, LONG_S)
         if in_line:
             lock._waiting[other] = None  # so whoever comes stands in line, and passes at once
         exc = interrupted(lock, kind, number)
@@ -58,7 +58,7 @@ def leaks(region: Region, kind: str, in_line: bool) -> list[int]:
         kept.append(exc)
         with ThreadPoolExecutor(1) as pool:
             turn = pool.submit(lock._turn.acquire, False).result(LONG_S)
-        if find_holders(region.fd, 0, 1 << 63) or lock._holds or lock._waiting or not turn:
+        if find_lock_owners(region.fd, 0, 1 << 63) or lock._holds or lock._waiting or not turn:
             found.append(number)
         file.forget()
     raise AssertionError("the block never ended without an interrupt")
@@ -74,7 +74,7 @@ def test_no_interrupt_leaves_a_lock_held(region, kind, in_line):
 @pytest.mark.parametrize("kind", ["shared", "exclusive"])
 def test_without_the_token_some_would(region, kind, in_line, monkeypatch):
     """The planted bug: nobody notices that a block was left."""
-    monkeypatch.setattr(locks._Hold, "lost", lambda self, token: None)
+    monkeypatch.setattr(locks._Guard, "lost", lambda self, token: None)
     assert leaks(region, kind, in_line)
 
 
@@ -98,9 +98,9 @@ def entry_of_release() -> int:
 def test_a_second_interrupt_is_made_good_by_whoever_asks_next(region, kind, mended, monkeypatch):
     """The second stops `lost`. The planted bug: nobody looks whether a holder is still there."""
     number = entry_of_release()
-    monkeypatch.setattr(locks._Hold, "lost", lambda self, token: None)
+    monkeypatch.setattr(locks._Guard, "lost", lambda self, token: None)
     if not mended:
-        monkeypatch.setattr(locks._Hold, "left", lambda self: False)
+        monkeypatch.setattr(locks._Guard, "left", lambda self: False)
     file = LockFile(region)
     lock = file.range(0, 64)
     exc = interrupted(lock, "exclusive", number)
@@ -109,7 +109,7 @@ def test_a_second_interrupt_is_made_good_by_whoever_asks_next(region, kind, mend
         asked = pool.submit(pass_through, lock, kind, LONG_S if mended else SHORT_S)
         if mended:
             asked.result(LONG_S)
-            assert find_holders(region.fd, 0, 1 << 63) == []
+            assert find_lock_owners(region.fd, 0, 1 << 63) == []
             file.close()
         else:
             with pytest.raises(PeerTimeout):

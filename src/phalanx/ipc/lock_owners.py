@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Holder", "describe_holders", "find_holders"]
+__all__ = ["LockOwner", "describe_lock_owners", "find_lock_owners"]
 
 
-class Holder(NamedTuple):
+class LockOwner(NamedTuple):
     """A process that holds a lock.
 
     Attributes:
@@ -21,7 +21,7 @@ class Holder(NamedTuple):
     writing: bool
 
 
-def find_holders(fd: int, start: int, stop: int) -> list[Holder]:
+def find_lock_owners(fd: int, start: int, stop: int) -> list[LockOwner]:
     """Return who holds OFD locks on bytes ``start`` to ``stop`` of a file, by number.
 
     The kernel does not tell the owner of such a lock (its ``l_pid`` is -1), but shows each process
@@ -41,10 +41,10 @@ def find_holders(fd: int, start: int, stop: int) -> list[Holder]:
             continue  # closed, ended or hidden meanwhile
         for writing in _locks(lines, start, stop):
             found[pid] = found.get(pid, False) or writing
-    return [Holder(pid, writing) for pid, writing in sorted(found.items())]
+    return [LockOwner(pid, writing) for pid, writing in sorted(found.items())]
 
 
-def describe_holders(holders: Sequence[Holder]) -> str:
+def describe_lock_owners(holders: Sequence[LockOwner]) -> str:
     """Say who holds a lock, as the end of a sentence."""
     if not holders:
         return "is held, or waited for, by a process that cannot be seen from here"

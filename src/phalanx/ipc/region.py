@@ -33,10 +33,18 @@ from typing import Any
 import torch
 
 from phalanx.errors import ConfigError, OutOfSpace, PeerLost, PeerTimeout, StateError
-from phalanx.memory.flat import ALIGN_BYTES
-from phalanx.memory.room import available_memory_bytes
+from phalanx.ipc.available_memory import available_memory_bytes
 
-__all__ = ["NO_DESCRIPTOR", "Region", "check_room", "reserve", "telling_of_descriptors"]
+__all__ = [
+    "ALIGN_BYTES",
+    "NO_DESCRIPTOR",
+    "Region",
+    "check_room",
+    "reserve",
+    "telling_of_descriptors",
+]
+
+ALIGN_BYTES = 64  # of whatever begins in memory: a line of the cache, the widest vector
 
 # What precedes a descriptor on a connection: a word that multiprocessing never sends (it would be
 # the prefix of a message of negative length, at which its `recv` gives up), and the size.

@@ -29,17 +29,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from phalanx.errors import ConfigError, OutOfSpace, PeerTimeout, StateError
-from phalanx.memory.flat import ALIGN_BYTES
-from phalanx.memory.forks import forget_in_child
-from phalanx.memory.region import (
+from phalanx.ipc.at_fork import forget_in_child
+from phalanx.ipc.available_memory import lies_in_memory
+from phalanx.ipc.region import (
+    ALIGN_BYTES,
     NO_DESCRIPTOR,
     Region,
     check_room,
     reserve,
     telling_of_descriptors,
 )
-from phalanx.memory.room import lies_in_memory
-from phalanx.memory.waiting import Waiting
+from phalanx.ipc.waiting import Waiting
 
 __all__ = ["RunDirectory"]
 

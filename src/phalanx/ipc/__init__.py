@@ -1,0 +1,32 @@
+"""What processes of one host share, and how they wait for each other."""
+
+from phalanx.ipc.at_fork import forget_in_child
+from phalanx.ipc.available_memory import available_memory_bytes
+from phalanx.ipc.barrier import KEEPS_ORDER, SharedBarrier, fence
+from phalanx.ipc.fail_points import Fault, plant, planted, reach
+from phalanx.ipc.locks import LockFile, RangeLock
+from phalanx.ipc.process import ProcessIdentity, die_with_parent, signal_main_thread
+from phalanx.ipc.region import ALIGN_BYTES, Region
+from phalanx.ipc.run_directory import RunDirectory
+from phalanx.ipc.waiting import Waiting
+
+__all__ = [
+    "ALIGN_BYTES",
+    "KEEPS_ORDER",
+    "Fault",
+    "LockFile",
+    "ProcessIdentity",
+    "RangeLock",
+    "Region",
+    "RunDirectory",
+    "SharedBarrier",
+    "Waiting",
+    "available_memory_bytes",
+    "die_with_parent",
+    "fence",
+    "forget_in_child",
+    "plant",
+    "planted",
+    "reach",
+    "signal_main_thread",
+]
