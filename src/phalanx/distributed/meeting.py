@@ -34,8 +34,8 @@ from phalanx.distributed.bell import Bell, Bells
 from phalanx.distributed.blame import Blame
 from phalanx.distributed.board import Board
 from phalanx.distributed.hosts import Hosts, hosts_of, this_place
-from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
-from phalanx.ipc import ProcessIdentity, Region, fence
+from phalanx.errors import GroupAborted, PeerError, PeerLost
+from phalanx.ipc import ProcessIdentity, Region, fence, late_peers
 
 __all__ = ["Meeting"]
 
@@ -288,11 +288,7 @@ class Meeting:
         if self._blame and self.store.check(["blame"]):
             raise self._blame.read() or GroupAborted(f"Some rank of {self.size} gave up.")
         if now_s() >= self._deadline_s:
-            raise PeerTimeout(
-                f"Rank {awaited[0]} of {self.size} did not come to make the group within "
-                f"{self._timeout_s:g} s.",
-                awaited[0],
-            )
+            raise late_peers("Rank", awaited[:1], self.size, "make the group", self._timeout_s)
         pause(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 

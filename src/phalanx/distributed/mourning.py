@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from phalanx.distributed.board import GAVE_UP, HERE, LEFT, LOST, Board
 from phalanx.distributed.signature import describe
 from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
+from phalanx.ipc import late_peers
 
 __all__ = ["cause_state", "is_missing", "look", "out_of_time"]
 
@@ -76,12 +77,15 @@ def out_of_time(
     missing = [rank for rank in ranks if is_missing(board, rank, mark)]
     if not missing:
         return None
-    names = [str(board.names[rank]) for rank in missing]
-    who = f"Rank {names[0]}" if len(names) == 1 else f"Ranks {', '.join(names)}"
-    return PeerTimeout(
-        f"{who} of {board.group_size} did not come to {title} within {timeout_s:g} s. "
-        f"{_last_of(board, *range(board.size))}",
-        board.names[min(missing, key=lambda rank: _progress(board, rank))],
+    slowest = min(missing, key=lambda rank: _progress(board, rank))
+    return late_peers(
+        "Rank",
+        sorted(board.names[rank] for rank in missing),
+        board.group_size,
+        title,
+        timeout_s,
+        slowest=board.names[slowest],
+        more=_last_of(board, *range(board.size)),
     )
 
 

@@ -41,8 +41,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from phalanx.distributed.hosts import INTERFACES, loopback
-from phalanx.errors import PeerTimeout
-from phalanx.ipc import Waiting
+from phalanx.ipc import Waiting, late_peers
 
 __all__ = ["ONE_HOST", "SEVERAL_HOSTS", "meet_in_folder"]
 
@@ -204,7 +203,5 @@ def _wait_for(path: Path, size: int, timeout_s: float) -> None:
     waiting = Waiting(timeout_s)
     while not path.exists():
         if waiting.over():
-            raise PeerTimeout(
-                f"Rank 0 of {size} did not come to make the group within {timeout_s:g} s.", 0
-            )
+            raise late_peers("Rank", [0], size, "make the group", timeout_s)
         waiting.rest()

@@ -4,6 +4,7 @@ from phalanx.ipc.at_fork import forget_in_child
 from phalanx.ipc.available_memory import available_memory_bytes
 from phalanx.ipc.barrier import KEEPS_ORDER, SharedBarrier, fence
 from phalanx.ipc.fail_points import Fault, plant, planted, reach
+from phalanx.ipc.liveness import LivenessTimer, late_peers, wait_until
 from phalanx.ipc.locks import LockFile, RangeLock
 from phalanx.ipc.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.ipc.region import ALIGN_BYTES, Region
@@ -14,6 +15,7 @@ __all__ = [
     "ALIGN_BYTES",
     "KEEPS_ORDER",
     "Fault",
+    "LivenessTimer",
     "LockFile",
     "ProcessIdentity",
     "RangeLock",
@@ -25,8 +27,10 @@ __all__ = [
     "die_with_parent",
     "fence",
     "forget_in_child",
+    "late_peers",
     "plant",
     "planted",
     "reach",
     "signal_main_thread",
+    "wait_until",
 ]

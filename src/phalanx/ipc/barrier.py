@@ -17,15 +17,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from phalanx.clock import now_s
-from phalanx.errors import ConfigError, GroupAborted, PeerLost, PeerTimeout
+from phalanx.errors import ConfigError, GroupAborted, PeerLost
+from phalanx.ipc.liveness import late_peers, wait_until
 from phalanx.ipc.region import ALIGN_BYTES, Region
-from phalanx.ipc.waiting import Waiting
 from phalanx.plan import say_numbers
 
 __all__ = ["KEEPS_ORDER", "SharedBarrier", "fence"]
 
-_LOOK_FOR_DEAD_S = 0.02
 _STEP = ALIGN_BYTES // 8
 
 # Note [Memory order]
@@ -135,34 +133,37 @@ class SharedBarrier:
         return mine
 
     def _wait_for_all(self, number: int, timeout_s: float) -> None:
-        rounds = self._rounds
-        waiting: Waiting | None = None
-        next_look = 0.0
-        for place in range(0, len(rounds), _STEP):
-            while rounds[place] < number:
-                if waiting is None:
-                    waiting = Waiting(timeout_s)
-                    next_look = now_s() + _LOOK_FOR_DEAD_S
-                slept = waiting.rest()
-                if slept:
-                    self._look_for_broken(number)
-                if slept and self._alive is not None and now_s() >= next_look:
-                    self._look_for_dead(number, self._alive)
-                    next_look = now_s() + _LOOK_FOR_DEAD_S
-                if waiting.over() and rounds[place] < number:
-                    self._time_out(number, timeout_s)
+        def ready() -> bool:
+            lowest = min(self._rounds[::_STEP].tolist())
+            if lowest < 0:
+                self._look_for_broken(number)
+            return bool(lowest >= number)
+
+        if not wait_until(ready, lambda: self._look_for_dead(number), timeout_s):
+            missing = self._missing(number)
+            if missing:  # else the last has come just now
+                raise late_peers(
+                    "Member",
+                    missing,
+                    self.num_members,
+                    self._at(number),
+                    timeout_s,
+                    came=self._came(missing),
+                )
 
     def _look_for_broken(self, number: int) -> None:
         rounds = self._rounds[::_STEP].tolist()
         if min(rounds) < 0:
-            if self._alive is not None:
-                self._look_for_dead(number, self._alive)  # the cause, where this is its echo
+            self._look_for_dead(number)  # the cause, where this is its echo
             self._abort(next(member for member, at in enumerate(rounds) if at < 0), number)
 
     def _missing(self, number: int) -> list[int]:
         return [m for m, at in enumerate(self._rounds[::_STEP].tolist()) if at < number]
 
-    def _look_for_dead(self, number: int, alive: Callable[[int], bool]) -> None:
+    def _look_for_dead(self, number: int) -> None:
+        alive = self._alive
+        if alive is None:
+            return
         dead = [member for member in self._missing(number) if not alive(member)]
         missing = self._missing(number)  # again: somebody may have come and then died
         dead = [member for member in dead if member in missing]
@@ -170,18 +171,8 @@ class SharedBarrier:
             raise PeerLost(
                 f"{say_numbers('Member', dead)} of {self.num_members} did not come to "
                 f"{self._at(number)} and {'is' if len(dead) == 1 else 'are'} dead; "
-                f"{self._came(missing)}.",
+                f"{say_numbers('Member', self._came(missing)).lower()} did.",
                 dead[0],
-            )
-
-    def _time_out(self, number: int, timeout_s: float) -> None:
-        self._look_for_broken(number)
-        missing = self._missing(number)
-        if missing:  # else the last has come just now
-            raise PeerTimeout(
-                f"{say_numbers('Member', missing)} of {self.num_members} did not come to "
-                f"{self._at(number)} within {timeout_s:g} s; {self._came(missing)}.",
-                missing[0],
             )
 
     def _abort(self, member: int, number: int) -> NoReturn:
@@ -194,9 +185,8 @@ class SharedBarrier:
     def _at(self, number: int) -> str:
         return f"barrier {self.name!r} (round {number})"
 
-    def _came(self, missing: Sequence[int]) -> str:
-        came = [member for member in range(self.num_members) if member not in missing]
-        return f"{say_numbers('Member', came).lower()} did"  # at least who says this
+    def _came(self, missing: Sequence[int]) -> list[int]:
+        return [member for member in range(self.num_members) if member not in missing]
 
     def __repr__(self) -> str:
         plural = "" if self.num_members == 1 else "s"

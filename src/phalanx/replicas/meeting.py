@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.clock import now_s
 from phalanx.errors import GroupAborted, PeerTimeout, StateError, UnsupportedError
+from phalanx.ipc import late_peers
 
 __all__ = ["Meeting"]
 
@@ -229,11 +230,7 @@ def _check_places(members: Sequence[int], current: _Round) -> None:
 def _timeout(members: Sequence[int], current: _Round, place: str, timeout_s: float) -> PeerTimeout:
     missing = [member for member in members if member not in current.brought]
     there = [member for member in members if member in current.brought]
-    return PeerTimeout(
-        f"{_named(missing).capitalize()} did not come to {place} within {timeout_s:g} s; "
-        f"{_named(there)} did.",
-        rank=missing[0],
-    )
+    return late_peers("Replica", missing, len(members), place, timeout_s, came=there)
 
 
 def _named(members: Sequence[int]) -> str:

@@ -17,14 +17,11 @@ The number of a dead worker is reused, and, once no fresh number is left, that o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
-from phalanx.clock import now_s
-from phalanx.errors import ConfigError, PeerTimeout
-from phalanx.ipc import LockFile, ProcessIdentity, RangeLock, Region, Waiting
-from phalanx.plan import say_numbers
+from phalanx.errors import ConfigError
+from phalanx.ipc import LockFile, ProcessIdentity, RangeLock, Region, late_peers, wait_until
 
-__all__ = ["MAX_WORKERS", "Barrier", "Membership", "await_others"]
+__all__ = ["MAX_WORKERS", "Barrier", "Membership"]
 
 MAX_WORKERS = 256
 _LINE = 8
@@ -32,7 +29,6 @@ _WORDS = 4  # of a worker, on the page of the barriers
 _EXPECTED = 0
 _STATE, _PID, _START, _CLOCK, _TURN = range(5)
 _EMPTY, _HERE, _LEFT, _DEAD = range(4)
-_LOOK_FOR_DEAD_S = 0.02
 
 
 class Membership:
@@ -263,7 +259,7 @@ class Barrier:
                 self._membership._mark_dead()
                 self._finish(number, hashed)
 
-        if not await_others(lambda: words[0] >= number, look, timeout_s):
+        if not wait_until(lambda: words[0] >= number, look, timeout_s):
             self._give_up(worker, name, line, timeout_s)
         self._rounds[name] = words[1]  # the next one is not finished without this worker
         return self._rounds[name]
@@ -296,26 +292,5 @@ class Barrier:
             missing = self._missing(number, hashed)
             came = [w for w in self._membership.awaited() if w not in missing]
             self._words[self._place(worker)] = 0
-        raise PeerTimeout(
-            f"{say_numbers('Worker', missing)} of {len(missing) + len(came)} did not join barrier "
-            f"{name!r} (round {round_}) within {timeout_s:g} s; "
-            f"{say_numbers('Worker', came).lower()} did.",
-            missing[0],
-        )
-
-
-def await_others(ready: Callable[[], bool], look: Callable[[], None], timeout_s: float) -> bool:
-    """Wait until ``ready()``; every 20 ms ``look()`` for who has died. False at the deadline."""
-    if ready():
-        return True
-    waiting = Waiting(timeout_s)
-    look()
-    next_look = now_s() + _LOOK_FOR_DEAD_S
-    while not ready():
-        if waiting.over():
-            look()
-            return ready()
-        if waiting.rest() and now_s() >= next_look:
-            look()
-            next_look = now_s() + _LOOK_FOR_DEAD_S
-    return True
+        size, event = len(missing) + len(came), f"barrier {name!r} (round {round_})"
+        raise late_peers("Worker", missing, size, event, timeout_s, came=came)

@@ -26,10 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.errors import PeerTimeout, StateError
-from phalanx.ipc import RangeLock, Region
-from phalanx.plan import say_numbers
-from phalanx.tables.membership import Membership, await_others
+from phalanx.errors import StateError
+from phalanx.ipc import RangeLock, Region, late_peers, wait_until
+from phalanx.tables.membership import Membership
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
 
@@ -301,7 +300,7 @@ class Rounds:
             if self._missing(number):
                 self._membership.mark_dead(timeout_s)
 
-        if not await_others(ready, look, timeout_s):
+        if not wait_until(ready, look, timeout_s):
             self._give_up(arrival, timeout_s)
 
     def _missing(self, number: int) -> list[int]:
@@ -345,10 +344,12 @@ class Rounds:
             if self._page[APPLIED] < number and missing:
                 if self._is_its_own(arrival):
                     self._line(worker)[_CLOCK] = number - 1
-                raise PeerTimeout(
-                    f"{say_numbers('Worker', missing)} of {self._membership.num_workers()} did not "
-                    f"come to get {number} of table {self._spec.name!r} within {timeout_s:g} s. In "
-                    "a bulk-synchronous table all workers make the same gets, or leave.",
-                    missing[0],
+                raise late_peers(
+                    "Worker",
+                    missing,
+                    self._membership.num_workers(),
+                    f"get {number} of table {self._spec.name!r}",
+                    timeout_s,
+                    more="In a bulk-synchronous table all workers make the same gets, or leave.",
                 )
         self._apply(number, timeout_s)  # the last one came just now

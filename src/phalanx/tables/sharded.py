@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from phalanx.ipc import LockFile, RangeLock, Region, Waiting, reach
+from phalanx.ipc import LockFile, RangeLock, Region, Waiting, reach, wait_until
 from phalanx.memory import MatrixRows
-from phalanx.tables.membership import Membership, await_others
+from phalanx.tables.membership import Membership
 from phalanx.tables.rounds import READY, OpenRegion, Rounds
 from phalanx.tables.shard import Entry, refuse_nonfinite
 from phalanx.tables.spec import TableLayout, TableSpec
@@ -128,7 +128,7 @@ class Sharded(Generic[P]):
                 self._fill(init, timeout_s)
             return bool(self._page[READY])
 
-        if not await_others(ready, lambda: self._membership.mark_dead(timeout_s), timeout_s):
+        if not wait_until(ready, lambda: self._membership.mark_dead(timeout_s), timeout_s):
             master = min(self._membership.awaited())
             raise PeerTimeout(
                 f"Worker {master}, the master, must open table {self.spec.name!r} first, but did "

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
+from phalanx.ipc import wait_until
 from phalanx.memory import all_finite, has_memory
 from phalanx.plan import Verdict
 from phalanx.tables.key_storage import KeyStorage
-from phalanx.tables.membership import Membership, await_others
+from phalanx.tables.membership import Membership
 from phalanx.tables.shard import Entry, NotFinite
 from phalanx.tables.snapshots import load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
@@ -396,9 +397,7 @@ def wait_for_clocks(world: TableWorker, judge: Any, what: str) -> None:  # Any: 
         verdict = judge()
         return verdict.may_go_on
 
-    if not await_others(
-        ready, lambda: world.membership.mark_dead(world.timeout_s), world.timeout_s
-    ):
+    if not wait_until(ready, lambda: world.membership.mark_dead(world.timeout_s), world.timeout_s):
         slowest = verdict.slowest
         assert slowest is not None
         raise PeerTimeout(

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, StateError
+from phalanx.ipc import wait_until
 from phalanx.memory import all_finite
 from phalanx.plan import Staleness, check_argument, say_numbers
 from phalanx.tables.joining import read_join_request
 from phalanx.tables.key_shard import MAX_CAPACITY
 from phalanx.tables.key_table import KeyTable
-from phalanx.tables.membership import await_others
 from phalanx.tables.row_initializer import Uniform, read_row_init
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.spec import TableSpec, make_spec
@@ -165,7 +165,7 @@ class TableGroup:
         if self.closed or self.is_forked() or self.run is None:
             return
         missing = self.membership.expected_missing
-        if not await_others(lambda: not missing(), lambda: None, self.timeout_s):
+        if not wait_until(lambda: not missing(), lambda: None, self.timeout_s):
             warnings.warn(
                 f"{say_numbers('Worker', missing())} of run {self.run!r} did not come within "
                 f"{self.timeout_s:g} s, though {self.membership.num_expected} workers were "

@@ -67,7 +67,7 @@ def test_of_several_who_are_late_the_one_behind_is_named(boards):
     error = out_of_time(boards[0], [1, 2], 4, "reduce of group 'x'", 0.5)
     assert isinstance(error, PeerTimeout)
     assert error.rank == 2  # rank 1 is in the third call already, and may wait for rank 2
-    assert str(error).startswith("Ranks 1, 2 of 3 did not come to reduce of group 'x' within 0.5 s")
+    assert str(error).startswith("Ranks 1–2 of 3 did not come to reduce of group 'x' within 0.5 s")
 
 
 def test_who_came_after_all_is_not_late(boards):

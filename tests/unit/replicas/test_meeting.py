@@ -198,9 +198,9 @@ def test_a_deadline_names_who_did_not_come(team: ThreadPool) -> None:
     timeout, *late = attend(team, meeting, work)
     assert isinstance(timeout, PeerTimeout)
     assert timeout.rank == 1
-    assert str(timeout) == "Replicas 1, 2 did not come to here within 0.02 s; replica 0 did."
+    assert str(timeout) == "Replicas 1–2 of 3 did not come to here within 0.02 s; replica 0 did."
     assert [type(error) for error in late] == [GroupAborted] * 2
-    assert "PeerTimeout: Replicas 1, 2 did not come" in str(late[0])
+    assert "PeerTimeout: Replicas 1–2 of 3 did not come" in str(late[0])
 
 
 def test_members_at_different_places_are_told_so(team: ThreadPool) -> None:

@@ -46,7 +46,9 @@ def test_who_comes_to_another_barrier_has_not_come(request):
     with tables.join(name_of_run(request)) as world, world.thread_worker() as other:
         elsewhere = threading.Thread(target=lambda: other.barrier("right"))
         elsewhere.start()
-        with pytest.raises(PeerTimeout, match="Worker 1 of 2 did not join barrier 'left'") as told:
+        with pytest.raises(
+            PeerTimeout, match="Worker 1 of 2 did not come to barrier 'left'"
+        ) as told:
             world.barrier("left", timeout_s=0.2)
         assert told.value.rank == 1
         assert world.barrier("right") == 1

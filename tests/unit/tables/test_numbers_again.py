@@ -10,7 +10,8 @@ import torch
 
 from phalanx import tables
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from phalanx.tables.membership import MAX_WORKERS, await_others
+from phalanx.ipc import wait_until
+from phalanx.tables.membership import MAX_WORKERS
 from tests.multiprocess.children import Children, Parent
 
 
@@ -70,7 +71,7 @@ def test_a_barrier_waits_for_who_has_the_number_of_one_that_had_come(full):
     coming = threading.Thread(target=gone.barrier)
     coming.start()
     words = full._context.barrier()._words
-    await_others(lambda: words[2 + 4 * 1] == 1, lambda: None, 5)  # it has come to round 1
+    wait_until(lambda: words[2 + 4 * 1] == 1, lambda: None, 5)  # it has come to round 1
     gone.leave()
     with full.thread_worker() as other:
         assert other.worker_id == 1
