@@ -73,6 +73,9 @@ CASES = {
 }
 
 
+ONE_PROCESS = {"replicas": 1, "microbatches": 3, "executor": "processes"}
+
+
 def plain(module: nn.Module, inputs: Any) -> Any:
     return module(**inputs) if hasattr(inputs, "keys") else module(*inputs)
 
@@ -82,8 +85,7 @@ def plain(module: nn.Module, inputs: Any) -> Any:
     [
         *((case, {"replicas": 1, "microbatches": 3}) for case in CASES),
         *((case, {"replicas": 2}) for case in CASES),
-        ("list of dicts", {"replicas": 2, "executor": "processes"}),
-        ("user dict", {"replicas": 2, "executor": "processes"}),
+        *((case, ONE_PROCESS) for case in ("list of dicts", "user dict")),
     ],
 )
 def test_a_trainer_splits_every_form_of_inputs(case: str, options: dict[str, Any]) -> None:
@@ -130,7 +132,7 @@ def test_metrics_of_a_batch_that_is_no_pair_see_the_targets_that_forward_returns
         None,
         sgd,
         forward=forward,
-        replicas=2,
+        replicas=1 if executor == "processes" else 2,
         microbatches=3,
         metrics=metrics,
         executor=executor,
@@ -158,7 +160,7 @@ class Halving(nn.Module):
 def test_what_a_model_writes_to_an_array_does_not_reach_the_users(executor: str) -> None:
     x, y = data()
     given = x.double().numpy()
-    replicas = 1 if executor == "inline" else 2
+    replicas = 2 if executor == "threads" else 1
     with phalanx.Trainer(
         Halving(), MSE, sgd, replicas=replicas, microbatches=2, executor=executor
     ) as trainer:

@@ -47,11 +47,15 @@ from tests.conformance.models import (
     twin_of,
     vector_batch,
 )
+from tests.products import in_pairs
 
 STEPS = 10
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
 REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 3])
-ROWS = pytest.mark.parametrize("rows", [1, 2, 7, 9, 15, 64])
+FORMATIONS = CASES, [1, 2, 7, 9, 15, 64], [1, 2, 3], [torch.float32, torch.float64]
+MATRIX = in_pairs("case, rows, replicas, dtype", *FORMATIONS)
+MATRIX_OF_OPTIMIZERS = in_pairs(
+    "case, rows, replicas, dtype, optimizer", *FORMATIONS, list(OPTIMIZERS)
+)
 MODELS = pytest.mark.parametrize("case", CASES, ids=str)
 OPTIMIZER = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 
@@ -76,10 +80,7 @@ def plain_run(
 # --- the matrix -----------------------------------------------------------------------------------
 
 
-@DTYPES
-@REPLICAS
-@ROWS
-@MODELS
+@MATRIX
 def test_output_input_gradient_and_parameter_gradients_equal_the_twins(
     case: Case, rows: int, replicas: int, dtype: torch.dtype
 ) -> None:
@@ -100,11 +101,7 @@ def test_output_input_gradient_and_parameter_gradients_equal_the_twins(
         assert_close(ours.grad, theirs.grad, dtype)
 
 
-@OPTIMIZER
-@DTYPES
-@REPLICAS
-@ROWS
-@MODELS
+@MATRIX_OF_OPTIMIZERS
 def test_ten_optimizer_steps_of_data_parallel_equal_the_twins(
     case: Case, rows: int, replicas: int, dtype: torch.dtype, optimizer: str
 ) -> None:
@@ -120,11 +117,7 @@ def test_ten_optimizer_steps_of_data_parallel_equal_the_twins(
     assert_close(got, losses, dtype)
 
 
-@OPTIMIZER
-@DTYPES
-@REPLICAS
-@ROWS
-@MODELS
+@MATRIX_OF_OPTIMIZERS
 def test_ten_optimizer_steps_of_the_trainer_equal_the_twins(
     case: Case, rows: int, replicas: int, dtype: torch.dtype, optimizer: str
 ) -> None:
@@ -142,10 +135,7 @@ def test_ten_optimizer_steps_of_the_trainer_equal_the_twins(
     assert all(sum(event.shares) == rows and len(event.shares) == replicas for event in done)
 
 
-@DTYPES
-@REPLICAS
-@ROWS
-@MODELS
+@MATRIX
 def test_the_trainers_gradient_equals_the_twins(
     case: Case, rows: int, replicas: int, dtype: torch.dtype
 ) -> None:
