@@ -1,5 +1,5 @@
 """Read files whose names come from outside: regular ones only, without waiting, up to a size.
-Write files of tensors as other files are written.
+Write files whole or not at all, and files of tensors as other files are written.
 
 A pipe where a file is expected would be waited for without end, a device may have none, and opening
 some devices does something. What is no regular file is refused before it is opened.
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["open_regular", "read_text", "save_tensors"]
+__all__ = ["open_regular", "read_text", "save_tensors", "sync_to_disk", "written_whole"]
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -73,6 +74,30 @@ def save_tensors(
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
     path.chmod(mode)  # safetensors makes files that only their owner may read
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield where to write; at the end that file takes the place of ``path``, whole or not at all.
+
+    One process writes to ``path`` at a time. What one that was killed has left is written over.
+    """
+    draft = path.with_name(path.name + ".new")
+    try:
+        yield draft
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def sync_to_disk(path: Path) -> None:
+    """Make the kernel write a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _refuse_special(found: os.stat_result) -> None:

@@ -202,7 +202,7 @@ def test_a_death_while_a_checkpoint_is_written_changes_neither_run_nor_checkpoin
 ) -> None:
     """``victims`` says which worker dies just before which write step."""
     folder = tmp_path / "above" / "run"
-    real_sync, real_rename = checkpoint._sync, Path.rename
+    real_sync, real_rename = checkpoint.sync_to_disk, Path.rename
     left = dict(victims)
 
     def pass_by(step: str) -> None:
@@ -221,7 +221,7 @@ def test_a_death_while_a_checkpoint_is_written_changes_neither_run_nor_checkpoin
     course.await_workers()
     course.disturbed.trainer.save(folder)  # so that there is one to replace
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_sync", sync)
+        patch.setattr(checkpoint, "sync_to_disk", sync)
         patch.setattr(Path, "rename", rename)
         course.disturbed.trainer.save(folder)
     assert not left, "write steps that were not met"

@@ -12,7 +12,7 @@ from torch import nn
 
 from phalanx import Trainer
 from phalanx.cli.run_folder import RunFolder
-from phalanx.files import open_regular, read_text, save_tensors
+from phalanx.files import open_regular, read_text, save_tensors, written_whole
 
 
 def test_a_file_and_a_link_to_it_are_read(tmp_path):
@@ -97,3 +97,14 @@ def test_all_files_of_a_run_have_the_users_mode(tmp_path, umask):
         trainer.save(folder.checkpoint_path)
         folder.write_model(trainer.module)
     assert modes(folder.path) == {oct(0o666 & ~umask)}
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "config.json"
+    with written_whole(path) as draft:
+        draft.write_text("first")
+        assert not path.exists()
+    with pytest.raises(UnicodeEncodeError), written_whole(path) as draft:
+        draft.write_text("half of the sec\ud800", encoding="utf-8")
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from phalanx.cli.history import Record
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.files import open_regular, read_text, save_tensors
+from phalanx.files import open_regular, read_text, save_tensors, written_whole
 
 _MAX_NAME_LENGTH = 60
 _MOST_CONFIG_BYTES = 1 << 20
@@ -230,10 +230,8 @@ class RunFolder:
             for name, value in module.state_dict().items()
             if isinstance(value, Tensor)
         }
-        beside = self.model_path.with_suffix(".safetensors.new")
-        with _trouble_named(self.model_path):
-            save_tensors(tensors, beside, metadata={"format": "pt"})
-            os.replace(beside, self.model_path)
+        with _trouble_named(self.model_path), written_whole(self.model_path) as draft:
+            save_tensors(tensors, draft, metadata={"format": "pt"})
 
     def _read_metrics(self) -> list[Record]:
         if not self.metrics_path.exists():
@@ -258,10 +256,8 @@ class RunFolder:
         return records
 
     def _replace(self, path: Path, text: str) -> None:
-        beside = path.with_name(path.name + ".new")
-        with _trouble_named(path):
-            beside.write_text(text, encoding="utf-8")
-            os.replace(beside, path)
+        with _trouble_named(path), written_whole(path) as draft:
+            draft.write_text(text, encoding="utf-8")
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"

@@ -24,6 +24,7 @@ from phalanx.clock import wall_clock_s
 from phalanx.distributed.backend import NAME
 from phalanx.distributed.rendezvous import meet_in_folder
 from phalanx.errors import PeerError, PhalanxError
+from phalanx.files import written_whole
 from phalanx.ipc import die_with_parent
 
 __all__ = ["main", "prepare", "record_failures"]
@@ -85,9 +86,8 @@ def _record(exc: BaseException) -> None:
         }
     }
     # Whole or not at all: the launcher may end this rank at any moment, and reads what is there.
-    beside = Path(f"{path}.part")
-    beside.write_text(json.dumps(said), encoding="utf-8")
-    beside.replace(path)
+    with written_whole(Path(path)) as draft:
+        draft.write_text(json.dumps(said), encoding="utf-8")
 
 
 def _from_user_on(exc: BaseException) -> TracebackType | None:

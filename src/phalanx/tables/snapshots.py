@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
-from phalanx.files import open_regular, read_text
+from phalanx.files import open_regular, read_text, sync_to_disk, written_whole
 from phalanx.plan import check_argument
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.updaters import state_dtype
@@ -70,20 +70,18 @@ def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        draft_name = f".{spec.name}.{os.getpid()}.{threading.get_ident()}"
-        whole = directory / f"{draft_name}.tmp"
+        whole = directory / f".{spec.name}.{os.getpid()}.{threading.get_ident()}.tmp"
         digest = _write(whole, dict(zip(_part_names(spec), parts, strict=True)))
         data = directory / f"{spec.name}-{digest[:16]}.safetensors"
         manifest = directory / f"{spec.name}.json"
-        draft = directory / f"{draft_name}.json"
         text = {"version": _VERSION, "table": spec.as_mapping(), "file": data.name}
-        draft.write_text(json.dumps({**text, "sha256": digest}, indent=1))
-        _sync(draft)
         with _alone_in(directory):  # another's clearing up must not come between the two files
             os.replace(whole, data)
-            _sync(directory)
-            os.replace(draft, manifest)
-            _sync(directory)
+            sync_to_disk(directory)
+            with written_whole(manifest) as draft:
+                draft.write_text(json.dumps({**text, "sha256": digest}, indent=1))
+                sync_to_disk(draft)
+            sync_to_disk(directory)
             _remove_older(directory, spec.name, data)
     except OSError as exc:
         raise CheckpointError(
@@ -336,11 +334,3 @@ def _check_parts(spec: TableSpec, parts: list[Tensor], data: Path) -> None:
             f"{str(data)!r} must hold each key once, but holds {rows - len(parts[0].unique())} "
             "more."
         )
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

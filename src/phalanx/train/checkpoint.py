@@ -37,7 +37,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError, UnsupportedError
-from phalanx.files import open_regular, read_text, save_tensors
+from phalanx.files import open_regular, read_text, save_tensors, sync_to_disk
 
 __all__ = ["Stored", "check_packed", "load_stored", "pack_state", "save_stored", "unpack_like"]
 
@@ -129,12 +129,12 @@ def _write(stored: Stored, fresh: Path) -> None:
                 f"not: {error}. Train in another dtype."
             ) from error
         digests[file.name] = _digest(file)
-        _sync(file)
+        sync_to_disk(file)
     document = {"format": _FORMAT, "files": digests, "complex128": complex128, **stored.values}
     text = json.dumps({"digest": _digest_of(document), "content": document}, indent=1)
     (fresh / _DOCUMENT).write_text(text, encoding="utf-8")
-    _sync(fresh / _DOCUMENT)
-    _sync(fresh)
+    sync_to_disk(fresh / _DOCUMENT)
+    sync_to_disk(fresh)
 
 
 def _put_in_place(fresh: Path, folder: Path) -> None:
@@ -144,7 +144,7 @@ def _put_in_place(fresh: Path, folder: Path) -> None:
             shutil.rmtree(previous)
         folder.rename(previous)
     fresh.rename(folder)
-    _sync(folder.parent)
+    sync_to_disk(folder.parent)
     if previous.exists():
         shutil.rmtree(previous)
 
@@ -361,12 +361,3 @@ def _digest_of(document: dict[str, Any]) -> str:
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Make the kernel write a file, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -57,7 +57,7 @@ def crash_points(monkeypatch: pytest.MonkeyPatch, folder: Path, point: int) -> b
         before(Path, "mkdir")
         before(Path, "write_text")
         before(checkpoint.shutil, "rmtree")
-        before(checkpoint, "_sync")
+        before(checkpoint, "sync_to_disk")
         before(checkpoint.safetensors.torch, "save_file")
         try:
             save_stored(stored(2), folder)
