@@ -20,7 +20,6 @@ SOURCES = (
     "memory/rows.c",
     "memory/blocks.c",
     "memory/awake.c",
-    "memory/placement.c",
     "distributed/course.c",
 )
 LIBRARY = FOLDER / "memory/_compiled.so"

@@ -1,16 +1,7 @@
-"""How a worker process writes what a microbatch leaves to a slot.
-
-Large gradients are not written at all: torch is given the slot's own memory for them (`Placement`).
-That is foreseen from the microbatch before, so afterwards each is looked at, and those that came to
-lie elsewhere are copied. Nobody may notice. What somebody keeps of it for longer, say a hook that
-notes gradients, stays theirs: the next microbatch of whatever worker writes to the same slot.
-"""
+"""How a worker process copies what a microbatch leaves to its slot, once it is done."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,14 +9,7 @@ from torch import Tensor
 
 from phalanx.execution.gradient_buffers import LARGE_BYTES, Filling, SlotLayout
 from phalanx.ipc import reach
-from phalanx.memory import (
-    Field,
-    Placement,
-    SharedMemoryPool,
-    TensorHandle,
-    copy_to,
-    give_back_freed_memory,
-)
+from phalanx.memory import SharedMemoryPool, copy_to
 from phalanx.replicas import Statistics
 
 __all__ = ["GradientWriter"]
@@ -38,12 +22,10 @@ class _Room:
     Attributes:
         gradients: By parameter; None for those without elements.
         statistics: By head.
-        field: Where torch makes large gradients; None where it cannot be told to.
     """
 
     gradients: list[Tensor | None]
     statistics: list[Tensor]
-    field: Field | None
 
 
 class GradientWriter:
@@ -54,51 +36,21 @@ class GradientWriter:
         self._shelf = shelf
         self._heads = {head.name: place for place, head in enumerate(layout.heads)}
         self._rooms: dict[int, _Room] = {}
-        large = {
-            number: place
-            for number, place in enumerate(layout.gradients)
-            if place is not None and _nbytes(place) >= LARGE_BYTES and not place.dtype.is_complex
-        }
-        self._large = list(large)  # parameters, in the order of the places in a field
-        self._gave_back = False
-        self._placement: Placement | None = None
-        if large and Placement.hook():
-            offsets = [place.offset_bytes for place in large.values()]
-            self._placement = Placement(offsets, [_nbytes(place) for place in large.values()])
 
-    @contextmanager
-    def receiving(self, region: int, kind: str) -> Iterator[None]:
-        """Let gradients that the body makes come to lie in the slot in ``region``.
-
-        Args:
-            region: Below 0 for none.
-            kind: Of bodies that do the same.
-        """
-        field = self._room(region).field if region >= 0 else None
-        if field is None or self._placement is None:
-            yield
-        else:
-            with self._placement.within(field, kind):
-                yield
-
-    def fill(
-        self, region: int, gradients: list[Tensor | None], statistics: Statistics, kind: str
-    ) -> Filling:
+    def fill(self, region: int, gradients: list[Tensor | None], statistics: Statistics) -> Filling:
         """Write them to the slot in ``region``; with one below 0 nobody asked for gradients.
 
         Args:
-            gradients: By parameter, in memory order; in the end nobody else may hold them.
-            kind: Of the body that made them.
+            gradients: By parameter, in memory order.
         """
         present = tuple([gradient is not None for gradient in gradients])
         if region < 0:
             return Filling(present, (), statistics)
         room = self._room(region)
-        there = self._made_there(room, gradients, kind)
         pairs = [
             (own, gradient)
-            for number, (own, gradient) in enumerate(zip(room.gradients, gradients, strict=True))
-            if own is not None and gradient is not None and number not in there
+            for own, gradient in zip(room.gradients, gradients, strict=True)
+            if own is not None and gradient is not None
         ]
         placed, others = [], {}
         for name, statistic in statistics.items():
@@ -115,61 +67,14 @@ class GradientWriter:
         reach("gradients written")
         return Filling(present, tuple(placed), others)
 
-    def settle(self, region: int) -> None:
-        """Leave the slot in ``region`` to others, when nothing of the microbatch is held here."""
-        if region < 0 or self._placement is None:
-            return
-        field = self._room(region).field
-        if field is not None and field.taken():
-            self._part(field)
-
-    def _made_there(self, room: _Room, gradients: list[Tensor | None], kind: str) -> set[int]:
-        """Return which gradients lie where they should; the places of others are free then."""
-        field, placement = room.field, self._placement
-        if field is None or placement is None:
-            return set()
-        found = [_address(gradients[number]) for number in self._large]
-        pairs = zip(self._large, found, field.addresses, strict=True)
-        there = {number for number, address, own in pairs if address == own}
-        if len(there) < sum([address != 0 for address in found]):
-            placement.learn(kind, found)
-        elif there and not self._gave_back:
-            self._gave_back = True
-            give_back_freed_memory()  # where the first gradients lay
-        if field.taken() > len(there):
-            for number, gradient in enumerate(gradients):
-                if number not in there and gradient is not None:
-                    gradients[number] = gradient.clone()  # it may lie in another one's place
-            gradient = None
-            if field.taken() > len(there):
-                self._part(field)
-        return there
-
-    def _part(self, field: Field) -> None:
-        """Leave a field to those who keep tensors in it, and place none any more."""
-        field.part()
-        self._placement = None
-
     def _room(self, region: int) -> _Room:
         if region not in self._rooms:
-            at, layout, placement = self._shelf.at, self._layout, self._placement
+            at, layout = self._shelf.at, self._layout
             self._rooms[region] = _Room(
                 [None if p is None else at(replace(p, region=region)) for p in layout.gradients],
                 [at(replace(place, region=region)) for place in layout.statistics],
-                None if placement is None else self._shelf.field(region, placement),
             )
         return self._rooms[region]
-
-
-def _nbytes(place: TensorHandle) -> int:
-    return math.prod(place.shape) * place.dtype.itemsize
-
-
-def _address(gradient: Tensor | None) -> int:
-    """Return where its very numbers lie; 0 if there are none in memory."""
-    if type(gradient) is not Tensor or gradient.is_neg():
-        return 0
-    return gradient.data_ptr()
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]], whole_bytes: int) -> None:

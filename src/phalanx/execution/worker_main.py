@@ -293,20 +293,18 @@ class Worker:
             in_worker=True,
         )
         watch = Stopwatch(_CPU, waited_s=lambda: 0.0, settles=False)
-        replica, kind = self._replica, type(order.run).__qualname__
+        replica = self._replica
         try:
             with order.modes.entered(_CPU):
-                with self._filler.receiving(task.slot, kind), replica.running():
+                with replica.running():
                     reach("before forward")
                     result = order.run(turn)
                     reach("after backward")
                 written = replica.statistics.collect(task.weight)
-                filling = self._filler.fill(task.slot, replica.take_gradients(), written, kind)
-            self._filler.settle(task.slot)
+                filling = self._filler.fill(task.slot, replica.take_gradients(), written)
         except BaseException:
             replica.drop_gradients()
             replica.statistics.collect(0.0)
-            self._filler.settle(task.slot)
             raise
         busy_s = watch.lap()
         return Done(

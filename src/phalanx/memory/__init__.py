@@ -20,19 +20,16 @@ from phalanx.memory.flat import (
     in_memory_order,
     zeros,
 )
-from phalanx.memory.placement import Field, Placement
 from phalanx.memory.rows import MatrixRows, all_within, clamp_rows
 from phalanx.memory.shared_memory_pool import SharedMemoryPool, TensorHandle
 
 __all__ = [
     "PAST_CACHE_BYTES",
     "Allocate",
-    "Field",
     "FlatParameters",
     "Function",
     "MatrixRows",
     "Part",
-    "Placement",
     "Range",
     "Segment",
     "SharedMemoryPool",

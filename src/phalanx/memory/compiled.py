@@ -17,10 +17,7 @@ __all__ = ["DTYPES", "FUNCTIONS", "Function", "compiled_for", "compiled_function
 
 _VERSION = 12  # as in compiled.h: a library of another one is left alone
 # What returns a number.
-_ANSWERS = (
-    *("finite", "sum_to", "within", "all_reduce", "watch_core"),
-    *("place_hook", "place_field", "place_base", "place_end", "place_taken", "place_part"),
-)
+_ANSWERS = ("finite", "sum_to", "within", "all_reduce", "watch_core")
 DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -60,13 +57,6 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "copy": [pointer, pointer, number, number],
         "watch_core": [number],
         "keep_awake": [],
-        "place_hook": [],
-        "place_field": [number, number, pointer, pointer, number],
-        "place_base": [number],
-        "place_begin": [number, pointer, number, pointer, number],
-        "place_end": [],
-        "place_taken": [number],
-        "place_part": [number],
     }
     for name in DTYPES.values():
         takes[f"add_{name}"] = [*takes["take"][:-1], pointer]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from phalanx.ipc import ALIGN_BYTES, Region
 from phalanx.memory.flat import dense_strides
-from phalanx.memory.placement import Field, Placement
 
 __all__ = ["SharedMemoryPool", "TensorHandle"]
 
@@ -105,11 +104,6 @@ class SharedMemoryPool:
                 self._typed[key] = whole[: len(whole) // size * size].view(place.dtype)
         start = place.offset_bytes // place.dtype.itemsize
         return self._typed[key].as_strided(place.shape, place.strides, start)
-
-    def field(self, number: int, placement: Placement) -> Field | None:
-        """Return the places for tensors of torch's own making in the region of this number."""
-        region = self._regions[number]
-        return placement.field(region.fd, region.nbytes)
 
     def send(self, connection: Connection, numbers: range) -> None:
         """Let the other side of ``connection`` see the regions of these numbers."""

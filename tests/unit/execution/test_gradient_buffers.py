@@ -46,7 +46,7 @@ def passed(
     """Send what a microbatch leaves; return it as it arrives, and the size of the message."""
     slot = slots.take()
     filler = GradientWriter(slots.layout, slots.shelf)
-    message = pack(filler.fill(slot.region if wanted else -1, gradients, statistics, "run"))
+    message = pack(filler.fill(slot.region if wanted else -1, gradients, statistics))
     slot = slot if wanted else None
     return *load(message).read(slot, slots.layout.heads, WEIGHT), len(message)
 
@@ -109,6 +109,23 @@ def test_where_no_gradients_are_wanted_statistics_arrive(shelf: SharedMemoryPool
     gradients, found, _ = passed(slots, [None] * len(SHAPES), statistics, wanted=False)
     assert gradients == [None] * len(SHAPES)
     assert_same(found, statistics)
+
+
+def test_numbers_that_are_to_be_negated_arrive_as_they_are(shelf: SharedMemoryPool) -> None:
+    slots = Slots(parameters(shelf), [], shelf)
+    gradients = [torch._neg_view(torch.ones(shape).flatten()) for shape in SHAPES]
+    found = passed(slots, [*gradients], {})[0]
+    for number in (0, 2, 3):
+        assert torch.equal(found[number], -torch.ones(SHAPES[number]).flatten())
+
+
+def test_who_keeps_a_gradient_keeps_its_numbers(shelf: SharedMemoryPool) -> None:
+    slots = Slots(parameters(shelf), [], shelf)
+    kept = [torch.ones(shape).flatten() for shape in SHAPES]
+    for gradient in passed(slots, [*kept], {})[0]:
+        if gradient is not None:
+            gradient.fill_(-1.0)
+    assert all(bool((each == 1).all()) for each in kept)
 
 
 def test_gradients_lie_as_the_parameters_do(shelf: SharedMemoryPool) -> None:

@@ -27,7 +27,7 @@ def test_a_library_of_another_version_is_left_alone(needs_compiled, monkeypatch)
 def test_the_sources_compile_without_a_warning(needs_compiled, tmp_path: Path, here):
     package = Path(compiled.__file__).parents[1]
     for source in (
-        path for room in ("memory", "world") for path in (package / room).glob("*.[ch]")
+        path for room in ("memory", "distributed") for path in (package / room).glob("*.[ch]")
     ):
         text = source.read_text()
         copy = tmp_path / source.relative_to(package)

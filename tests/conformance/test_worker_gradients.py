@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import phalanx
 
-WIDTH = 130  # so that a weight is large enough to be made in its slot
+WIDTH = 130  # so that a weight is large enough to be copied by itself
 ROWS, STEPS, MICROBATCHES = 131, 4, 3
 
 _kept: list[Tensor] = []  # of each process
