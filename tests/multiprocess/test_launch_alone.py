@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,9 +70,10 @@ class Running:
         return [self.launcher.pid, *self.ranks]
 
 
-@pytest.fixture
-def start(tmp_path) -> Iterator[Callable[..., Running]]:
-    script = tmp_path / "script.py"
+@contextlib.contextmanager
+def starting(folder: Path) -> Iterator[Callable[..., Running]]:
+    """Give a function that starts jobs, which end with the block."""
+    script = folder / "script.py"
     script.write_text(SCRIPT)
     with contextlib.ExitStack() as stack:
 
@@ -89,6 +91,19 @@ def start(tmp_path) -> Iterator[Callable[..., Running]]:
             return Running(launcher)
 
         yield begin
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Running]]:
+    with starting(tmp_path) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Iterator[Running]:
+    """A job to look at, for several tests."""
+    with starting(tmp_path_factory.mktemp("job")) as begin:
+        yield begin()
 
 
 def listening(pids: list[int]) -> list[tuple[str, int]]:
@@ -138,20 +153,15 @@ def start_ticks(pid: int) -> int:
     return -1
 
 
-def group_again(backend: str, times: int) -> list[float]:
+def group_again(backend: str) -> list[float]:
     totals = []
-    for turn in range(times):
+    for turn in range(3):
         dist.init_process_group(backend)
         total = torch.tensor([float(dist.get_rank() + turn)])
         dist.all_reduce(total)
         dist.destroy_process_group()
         totals.append(total.item())
     return totals
-
-
-@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-def test_ranks_may_destroy_their_group_and_make_another(backend):
-    assert launch(group_again, 3, args=(backend, 3)) == [[3.0, 6.0, 9.0]] * 3
 
 
 def group_of_its_own() -> list[int]:
@@ -168,12 +178,28 @@ def group_of_its_own() -> list[int]:
     return sizes
 
 
-def test_a_script_that_sets_the_variables_makes_its_own_group():
-    assert launch(group_of_its_own, 2) == [[1, 1]] * 2
+def groups_of_all_kinds() -> dict[str, Any]:
+    return {
+        "interface": os.getenv("GLOO_SOCKET_IFNAME"),
+        "phalanx": group_again("phalanx"),
+        "gloo": group_again("gloo"),
+        "alone": group_of_its_own(),
+    }
 
 
-def test_ranks_on_one_host_take_no_connections(start):
-    job = start()
+def test_ranks_make_one_group_after_another_or_their_own_and_are_told_of_the_loopback(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    again = [3.0, 6.0, 9.0]
+    found = {"interface": "lo", "phalanx": again, "gloo": again, "alone": [1, 1]}
+    assert launch(groups_of_all_kinds, 3) == [found] * 3
+
+
+def test_ranks_are_told_of_the_interface_that_the_user_names(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert launch(os.getenv, 1, args=("GLOO_SOCKET_IFNAME",)) == ["eth7"]
+
+
+def test_ranks_on_one_host_take_no_connections(job):
     assert listening(job.pids) == []
 
 
@@ -182,16 +208,6 @@ def test_gloo_between_ranks_on_one_host_listens_on_the_loopback_only(start):
     found = listening(job.pids)
     assert found
     assert all(ipaddress.ip_address(address).is_loopback for address, _ in found), found
-
-
-@pytest.mark.parametrize(("given", "told"), [(None, "lo"), ("eth7", "eth7")])
-def test_ranks_on_one_host_are_told_of_the_loopback_unless_the_user_names_another(
-    given, told, monkeypatch
-):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    if given is not None:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
-    assert launch(os.getenv, 1, args=("GLOO_SOCKET_IFNAME",)) == [told]
 
 
 def test_the_store_of_several_launchers_listens_at_the_address_that_was_named(start):
@@ -228,8 +244,7 @@ for folder in {folders}:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_write_to_what_the_ranks_read(start):
-    job = start()
+def test_another_user_cannot_write_to_what_the_ranks_read(job):
     folders = sorted(map(str, folders_of(job.pids)))
     ports = sorted({job.master_port, *(port for _, port in listening(job.pids))})
     done = subprocess.run(

@@ -91,6 +91,7 @@ def two_networks() -> Iterator[tuple[str, str]]:
         yield one, other
 
 
+@pytest.mark.night
 def test_a_job_of_two_networks_trains(two_networks, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     one, other = two_networks
