@@ -18,7 +18,7 @@ from phalanx.execution.reduction import LocalSums
 from phalanx.execution.sharded_optimizer import FlatStepper, Stepper, open_stepper
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
-from phalanx.memory import FlatParameters, keep_freed_memory
+from phalanx.memory import FlatParameters
 from phalanx.plan import BufferRules, check_workloads, read_intra_op
 from phalanx.replicas import (
     CallerModes,
@@ -85,7 +85,6 @@ class ThreadExecutor(Executor):
         self.devices = tuple(devices)
         self._intra_op = read_intra_op(intra_op) or default_intra_op(devices)
         self._timed = timed
-        keep_freed_memory()
         for own in self.sources:
             refuse_lazy(own)
         reaching = SourceGradients(self.parameters)

@@ -27,7 +27,7 @@ from phalanx.execution.settings import adopt_settings
 from phalanx.execution.source_sync import Changes, place_buffers, take_over
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.ipc import die_with_parent, plant, reach
-from phalanx.memory import SharedMemoryPool, TensorHandle, keep_freed_memory
+from phalanx.memory import SharedMemoryPool, TensorHandle
 from phalanx.plan import BufferRules
 from phalanx.replicas import (
     CallerModes,
@@ -216,7 +216,6 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
     plant(start.fault, start.worker)
     torch.set_num_interop_threads(1)
     set_intra_op(start.intra_op)
-    keep_freed_memory()
     shelf = SharedMemoryPool()
     worker: Worker | None = None
     while True:

@@ -1,6 +1,5 @@
 """Where parameters and gradients lie, and what computes on them."""
 
-from phalanx.memory.allocator import give_back_freed_memory, keep_freed_memory
 from phalanx.memory.awake import keep_awake, tie_to_core
 from phalanx.memory.blocks import (
     PAST_CACHE_BYTES,
@@ -41,12 +40,10 @@ __all__ = [
     "compiled_function",
     "copy_to",
     "dense_strides",
-    "give_back_freed_memory",
     "has_memory",
     "in_memory_order",
     "is_compiled",
     "keep_awake",
-    "keep_freed_memory",
     "sum_to",
     "tie_to_core",
     "zeros",

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import UnsupportedError
-from phalanx.memory import give_back_freed_memory
 
 __all__ = ["SameParameters", "same_afterwards"]
 
@@ -106,7 +105,6 @@ def same_afterwards(module: nn.Module) -> Iterator[None]:
         raise
     finally:
         copies.clear()
-        give_back_freed_memory()  # as much as the model has: a run needs it once only
 
 
 def _first_changed(copies: Sequence[tuple[str, Tensor, Tensor, bool]]) -> str | None:
