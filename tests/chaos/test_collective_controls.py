@@ -194,7 +194,7 @@ SCENES: dict[str, tuple[Scene, str]] = {
     "signatures_not_compared": (calls_differ, "DID NOT RAISE"),
     "leavers_missed": (
         somebody_leaves_early,
-        "PeerLost: Rank 1 of 3 must take part, but has destroyed its group",
+        "PeerLost: Rank 1 of 3 has destroyed its group",
     ),
     "rings_lost": (sleepers_are_woken, "nobody was woken"),
     "bells_kept": (nothing_is_left, "something is left open"),

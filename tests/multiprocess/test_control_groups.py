@@ -76,6 +76,6 @@ def test_a_table_beyond_the_groups_limit_is_refused_and_the_others_stay(in_group
     )
     assert done.returncode == 0, (done.returncode, done.stderr)
     refusal, left = done.stdout.splitlines()
-    assert refusal.startswith("refused: There must be ")
-    assert "bytes free in memory for region 'table-large'" in refusal
+    assert refusal.startswith("refused: Region 'table-large' needs ")
+    assert "bytes in memory, but only " in refusal
     assert left == "4000.0"

@@ -76,7 +76,7 @@ def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
     its_own = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     first = its_own.index("Traceback (most recent call last):")
     assert f'File "{script}", line 7' in its_own[first + 1]
-    assert sum("Rank 1 of 2 must take part" in line for line in its_own) == 1
+    assert sum("Rank 1 of 2 has destroyed its group" in line for line in its_own) == 1
     last = [" ".join(line.split()) for line in lines if not line.startswith("[rank")]
     told = next(place for place, line in enumerate(last) if line.startswith("Rank 0 (process "))
     assert last[told].endswith("must end well, but ended with exit code 1.")

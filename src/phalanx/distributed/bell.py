@@ -76,8 +76,8 @@ class Bells:
         except (FileNotFoundError, ProcessLookupError) as exc:
             name = self._board.names[rank]
             raise PeerLost(
-                f"Rank {name} of {self._board.group_size} must be alive, but its process is gone "
-                f"while the group is made. Make a new one.",
+                f"Rank {name} of {self._board.group_size} has died while the group is made. Make a "
+                "new one.",
                 name,
             ) from exc
 

@@ -69,16 +69,16 @@ class Blame:
             said = self.read()
             if said is not None:
                 raise said from exc
-            who = "Some rank" if rank is None else f"Rank {rank}"
+            who = "some rank" if rank is None else f"rank {rank}"
             if "imed out" in str(exc):
                 raise PeerTimeout(
-                    f"{who} of {self.group_size} did not answer over the network within "
-                    f"{timeout_s:g} s.",
+                    f"{who.capitalize()} of {self.group_size} did not answer over the network "
+                    f"within {timeout_s:g} s.",
                     rank,
                 ) from exc
             raise PeerLost(
-                f"{who} of {self.group_size} must be alive, but its connection is lost. Destroy "
-                "the group and make a new one.",
+                f"The connection to {who} of {self.group_size} is lost. Destroy the group and make "
+                "a new one.",
                 rank,
             ) from exc
 

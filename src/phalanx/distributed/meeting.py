@@ -281,8 +281,7 @@ class Meeting:
         for rank, hello in enumerate(self._heard):
             if hello and self._is_dead(hello) and hello.word in self._met:
                 raise PeerLost(
-                    f"Rank {rank} of {self.size} must be alive, but its process is gone while the "
-                    "group is made. Make a new one.",
+                    f"Rank {rank} of {self.size} has died while the group is made. Make a new one.",
                     rank,
                 )
         if self._blame and self.store.check(["blame"]):
@@ -312,6 +311,6 @@ class Meeting:
             raise
         except RuntimeError as exc:
             raise PeerLost(
-                f"The store where the ranks meet must answer, but does not ({exc}). Most likely "
-                "the process that keeps it is gone.",
+                f"The store where the ranks meet does not answer ({exc}). Most likely the process "
+                "that keeps it has ended.",
             ) from exc

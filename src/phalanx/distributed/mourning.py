@@ -32,9 +32,8 @@ def look(
             state, _ = board.state_of(rank)
             if state == HERE and not board.alive(rank) and is_missing(board, rank, mark):
                 return PeerLost(
-                    f"Rank {name} of {board.group_size} must be alive, but its process is gone"
-                    f"{during}. {_last_of(board, rank, board.rank)} Destroy the group and make a "
-                    "new one.",
+                    f"Rank {name} of {board.group_size} has died{during}. "
+                    f"{_last_of(board, rank, board.rank)} Destroy the group and make a new one.",
                     name,
                 )
     for rank in missing:
@@ -42,21 +41,21 @@ def look(
         state, cause = board.state_of(rank)
         if state == LOST:
             return PeerLost(
-                f"Rank {cause} of {board.group_size} must be alive, but rank {name} has found it "
-                f"gone{during}. {_last_of(board, *_places(board, cause), board.rank)} Destroy the "
-                "group and make a new one.",
+                f"Rank {cause} of {board.group_size} has died, as rank {name} has found{during}. "
+                f"{_last_of(board, *_places(board, cause), board.rank)} Destroy the group and make "
+                "a new one.",
                 cause,
             )
         if state == LEFT and is_missing(board, rank, mark):
             return PeerLost(
-                f"Rank {name} of {board.group_size} must take part, but has destroyed its group"
-                f"{during}. {_last_of(board, rank, board.rank)}",
+                f"Rank {name} of {board.group_size} has destroyed its group{during}. "
+                f"{_last_of(board, rank, board.rank)}",
                 name,
             )
         if state == GAVE_UP:
             return GroupAborted(
-                f"Rank {name} of {board.group_size} gave up the group{during}, because of rank "
-                f"{cause}. See what it says.",
+                f"Rank {name} of {board.group_size} gave up the group{during} because of rank "
+                f"{cause}. See the error there.",
                 cause,
             )
     return None
@@ -102,7 +101,7 @@ def _last_of(board: Board, *ranks: int) -> str:
         f"rank {board.names[rank]}: {describe(board.latest_of(rank))}{_hint(board, rank)}"
         for rank in ranks
     )
-    return f"The last that each began: {told}."
+    return f"The last operation of each: {told}."
 
 
 def _places(board: Board, name: int) -> list[int]:

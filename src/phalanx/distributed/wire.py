@@ -72,7 +72,7 @@ def gloo_between(
         return ProcessGroupGloo(store, place, size, options)
     except RuntimeError as exc:
         raise PeerTimeout(
-            f"{size} members must connect over the network within {timeout_s:g} s, but do not: "
+            f"{size} members did not connect over the network within {timeout_s:g} s: "
             f"{exc}. Name the interface of the network in GLOO_SOCKET_IFNAME."
         ) from exc
 

@@ -45,9 +45,9 @@ def find_lock_owners(fd: int, start: int, stop: int) -> list[LockOwner]:
 
 
 def describe_lock_owners(holders: Sequence[LockOwner]) -> str:
-    """Say who holds a lock, as the end of a sentence."""
+    """Say who holds a lock, for the end of a sentence."""
     if not holders:
-        return "is held, or waited for, by a process that cannot be seen from here"
+        return "it is held, or waited for, by a process that cannot be seen from here"
     words = [
         f"process {holder.pid}{' (this one)' * (holder.pid == os.getpid())} "
         f"{'writes' if holder.writing else 'reads'}"

@@ -386,7 +386,7 @@ class RangeLock:
         holders = self._holders()
         ranks = [self._file.rank_of(pid) for pid, _ in holders if pid != os.getpid()]
         return PeerTimeout(
-            f"Lock {self.label!r} must become {what} within {hold.timeout_s:g} s, but "
+            f"Lock {self.label!r} did not become {what} within {hold.timeout_s:g} s: "
             f"{describe_lock_owners(holders)}.",
             next((rank for rank in ranks if rank is not None), None),
         )

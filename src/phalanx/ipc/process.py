@@ -56,7 +56,7 @@ class ProcessIdentity(NamedTuple):
         """
         fields = _stat_fields(pid)
         if fields is None or fields[_STATE] in _DEAD:
-            raise PeerLost(f"Process {pid} must be alive, but is not.")
+            raise PeerLost(f"Process {pid} has ended.")
         return cls(pid, int(fields[_START]))
 
     def alive(self) -> bool:
@@ -107,10 +107,10 @@ def die_with_parent(parent_pid: int) -> None:
         raise UnsupportedError("To die with its parent a process needs Linux.") from exc
     if prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0) != 0:
         reason = os.strerror(ctypes.get_errno())
-        raise UnsupportedError(f"The kernel must let us die with the parent, but says: {reason}.")
+        raise UnsupportedError(f"The kernel does not let a process die with its parent: {reason}.")
     # The parent may have ended before the line above; then this process was given another one.
     if os.getppid() != parent_pid:
-        raise PeerLost(f"The parent, process {parent_pid}, must be alive, but has ended.")
+        raise PeerLost(f"The parent, process {parent_pid}, has ended.")
 
 
 def signal_main_thread(pid: int, number: int) -> None:

@@ -174,12 +174,12 @@ class Region:
             ours = _open_anonymous_of(pid, fd)
         except OSError as exc:
             raise PeerLost(
-                f"Process {pid} must hold region {label!r}, but its descriptor cannot be opened "
-                f"({exc.strerror}). Both must be processes of one user that see each other."
+                f"Region {label!r} of process {pid} cannot be opened ({exc.strerror}). Both must "
+                "be processes of one user that see each other."
             ) from exc
         if ours is None:
             raise PeerLost(
-                f"Process {pid} must hold region {label!r} as descriptor {fd}, but that is "
+                f"Process {pid} does not hold region {label!r} as descriptor {fd}: that is "
                 "something else."
             )
         return cls.attach(ours, nbytes, label=label)
@@ -298,8 +298,8 @@ class Region:
         """
         if not connection.poll(timeout_s):
             raise PeerTimeout(
-                f"The other end of the connection must send region {label!r}, but sent nothing "
-                f"within {timeout_s:g} s."
+                f"The other end of the connection did not send region {label!r} within "
+                f"{timeout_s:g} s."
             )
         with _as_socket(connection) as end:
             fd, nbytes = _receive_parcel(end, label)
@@ -327,8 +327,8 @@ def _receive_parcel(end: socket.socket, label: str) -> tuple[int, int]:
         head = end.recv(_PARCEL.size, socket.MSG_PEEK)
         if head and not _PARCEL_MAGIC.startswith(head[:8]):
             raise StateError(
-                f"The other end of the connection must send region {label!r} now, but sent "
-                "something else. Let `send` and `receive` stand in the same order on both ends."
+                f"The other end of the connection sent something else than region {label!r}. Let "
+                "`send` and `receive` stand in the same order on both ends."
             )
         parcel, fds, _, _ = socket.recv_fds(end, _PARCEL.size, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError as exc:
@@ -341,7 +341,7 @@ def _receive_parcel(end: socket.socket, label: str) -> tuple[int, int]:
 
 
 def _lost(what: str) -> PeerLost:
-    return PeerLost(f"The other end of the connection must be open, but is closed and {what}.")
+    return PeerLost(f"The other end of the connection is closed and {what}.")
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -396,8 +396,8 @@ def telling_of_descriptors(what: str) -> Iterator[None]:
         if exc.errno not in NO_DESCRIPTOR:
             raise
         raise OutOfSpace(
-            f"There must be file descriptors left for {what}, but there are none "
-            f"({exc.strerror}). Raise their limit (`ulimit -n`)."
+            f"No file descriptors are left for {what} ({exc.strerror}). Raise their limit "
+            "(`ulimit -n`)."
         ) from exc
 
 
@@ -439,7 +439,7 @@ def reserve(
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if exc.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
             raise OutOfSpace(
-                f"Region {label!r} must be allowed a file of {nbytes} bytes, but this process may "
+                f"Region {label!r} needs a file of {nbytes} bytes, but this process may "
                 f"write at most {limit} to one. Raise that limit (`ulimit -f`).",
                 nbytes,
                 limit,
@@ -457,14 +457,13 @@ def _out_of_space(
 ) -> OutOfSpace:
     where = "memory" if directory is None else f"{str(directory)!r}"
     amount = "a file" if needed is None else f"{needed} bytes"
-    left = "less" if available is None else f"only {available} bytes"
+    free = "less is" if available is None else f"only {available} bytes are"
     if directory is None:
         way_out = "Share less, or give a trainer a folder with room on a disk as `memory_dir`."
     else:
         way_out = "Make room there, or name a folder on another disk."
     return OutOfSpace(
-        f"There must be {amount} free in {where} for region {label!r}, but there is {left}. "
-        + way_out,
+        f"Region {label!r} needs {amount} in {where}, but {free} free. {way_out}",
         needed,
         available,
     )

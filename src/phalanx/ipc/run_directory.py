@@ -110,8 +110,8 @@ class RunDirectory:
                 return cls(path, *opened)
             if waiting.over():
                 raise PeerTimeout(
-                    f"Run directory {str(path)!r} must stay for a moment, but was locked or "
-                    f"removed for {_OPEN_S:g} s. End the process that does it, or use another name."
+                    f"Run directory {str(path)!r} was locked or removed by others for "
+                    f"{_OPEN_S:g} s. End the process that does it, or use another name."
                 )
             waiting.rest()
 
@@ -185,8 +185,8 @@ class RunDirectory:
     def _check_there(self) -> None:
         if not _leads_to(self.path, self._directory_fd):
             raise StateError(
-                f"Run directory {str(self.path)!r} must stay until its last member has left, but "
-                "was removed. What is open stays usable; for anything new, let all members leave, "
+                f"Run directory {str(self.path)!r} was removed before its last member has left. "
+                "What is open stays usable; for anything new, let all members leave, "
                 "and join again."
             )
 
@@ -301,8 +301,8 @@ def _refuse_base(base: Path, exc: OSError) -> NoReturn:
         raise exc
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
         raise OutOfSpace(
-            f"There must be room in {str(base)!r}, but it is full. Make room there, or give "
-            "`base` a folder on another disk."
+            f"No space is left in {str(base)!r}. Make room there, or give `base` a folder on "
+            "another disk."
         ) from exc
     raise ConfigError(
         f"`base` must be a folder for temporary files of ours, but {str(base)!r} is not "

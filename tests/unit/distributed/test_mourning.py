@@ -41,9 +41,9 @@ def test_second_hand_news_name_the_dead_and_what_it_was_in(boards):
     assert isinstance(error, PeerLost)
     assert error.rank == 2
     assert str(error) == (
-        "Rank 2 of 3 must be alive, but rank 1 has found it gone during all_reduce of group 'x'. "
-        "The last that each began: rank 2: all_reduce #7 (SUM of 9 × float32); rank 0: all_reduce "
-        "#8 (SUM of 9 × float32). Destroy the group and make a new one."
+        "Rank 2 of 3 has died, as rank 1 has found during all_reduce of group 'x'. The last "
+        "operation of each: rank 2: all_reduce #7 (SUM of 9 × float32); rank 0: all_reduce #8 (SUM "
+        "of 9 × float32). Destroy the group and make a new one."
     )
 
 

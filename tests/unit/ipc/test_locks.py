@@ -145,11 +145,11 @@ def test_the_holders_number_is_in_the_error(pair):
         with pytest.raises(PeerTimeout) as caught, ours.shared(SHORT_S):
             pass
         assert str(caught.value) == (
-            f"Lock 'rows' must become free of writers within 0.02 s, but {me} writes."
+            f"Lock 'rows' did not become free of writers within 0.02 s: {me} writes."
         )
     with theirs.shared(), pytest.raises(PeerTimeout) as caught, ours.exclusive(SHORT_S):
         pass
-    assert str(caught.value) == f"Lock 'rows' must become free within 0.02 s, but {me} reads."
+    assert str(caught.value) == f"Lock 'rows' did not become free within 0.02 s: {me} reads."
 
 
 def test_a_wait_is_as_long_as_it_says(pair):

@@ -194,7 +194,7 @@ def test_a_run_for_which_no_descriptors_are_left_is_told_and_can_be_joined_later
     most = next(itertools.islice(unused, left, None))
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
     try:
-        with pytest.raises(OutOfSpace, match=r"file descriptors left for .*`ulimit -n`"):
+        with pytest.raises(OutOfSpace, match=r"file descriptors are left for .*`ulimit -n`"):
             tables.join(name)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
