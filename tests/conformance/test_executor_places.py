@@ -203,7 +203,7 @@ def test_a_full_place_is_an_error_with_the_way_out_and_no_crash(small_place: Pat
             executor="processes",
             memory_dir=small_place,
         ) as trainer,
-        pytest.raises(phalanx.PhalanxError, match="needs .* bytes in") as caught,
+        pytest.raises(phalanx.PhalanxError, match=r"needs .* bytes in") as caught,
     ):
         trainer.fit([(torch.ones(4, 300), torch.ones(4, 300))])
     assert str(small_place) in str(caught.value)

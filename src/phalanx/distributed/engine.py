@@ -29,7 +29,7 @@ from phalanx.distributed.pump import pump
 from phalanx.distributed.turns import Turns
 from phalanx.distributed.work import Task
 from phalanx.errors import ConfigError, GroupAborted, StateError
-from phalanx.ipc import Waiting, forget_in_child
+from phalanx.ipc import Waiting, register_at_fork
 from phalanx.memory import keep_awake
 
 __all__ = ["COLLECTIVES", "Engine"]
@@ -87,7 +87,7 @@ class Engine:
         self._turns = Turns()
         self._stay_awake = keep_awake(board.size, place=board.rank, sharers=board.size)
         self.forked = False
-        forget_in_child(self)
+        register_at_fork(self.forget)
 
     def forget(self) -> None:
         """Give the group up in a forked child, where it would speak in its parent's name."""

@@ -7,7 +7,7 @@ import threading
 from typing import Protocol
 
 from phalanx.clock import now_s
-from phalanx.ipc import Waiting, forget_in_child
+from phalanx.ipc import Waiting, register_at_fork
 
 __all__ = ["pump"]
 
@@ -37,7 +37,7 @@ class Pump:
         self._pumped: list[Pumped] = []
         self._thread: threading.Thread | None = None
         self._threads: list[threading.Thread] = []  # it, and those that end after their callback
-        forget_in_child(self)
+        register_at_fork(self.forget)
 
     def add(self, pumped: Pumped) -> None:
         """Look after ``pumped`` until it is idle."""

@@ -1,6 +1,6 @@
 """What processes of one host share, and how they wait for each other."""
 
-from phalanx.ipc.at_fork import forget_in_child
+from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.available_memory import available_memory_bytes
 from phalanx.ipc.barrier import KEEPS_ORDER, SharedBarrier, fence
 from phalanx.ipc.fail_points import Fault, plant, planted, reach
@@ -26,11 +26,11 @@ __all__ = [
     "available_memory_bytes",
     "die_with_parent",
     "fence",
-    "forget_in_child",
     "late_peers",
     "plant",
     "planted",
     "reach",
+    "register_at_fork",
     "signal_main_thread",
     "wait_until",
 ]

@@ -1,7 +1,7 @@
 """What a forked child must let go of.
 
 A fork copies file descriptors, and with them the locks that hang on the open file: were they kept,
-a lock would outlive its holder's death as long as any forked child (a DataLoader's worker, say)
+a lock would outlive its owner's death as long as any forked child (a DataLoader's worker, say)
 lives, and parent and child would not exclude each other.
 """
 
@@ -9,30 +9,28 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from collections.abc import Callable
 
-__all__ = ["Forgetting", "forget_in_child"]
+__all__ = ["register_at_fork"]
 
-
-class Forgetting(Protocol):
-    """Something that belongs to the process that made it."""
-
-    def forget(self) -> None:
-        """Let go of it in a forked child, without a word to the parent's side."""
+_hooks: set[weakref.WeakMethod[Callable[[], None]]] = set()
 
 
-_living: weakref.WeakSet[Forgetting] = weakref.WeakSet()
+def register_at_fork(hook: Callable[[], None]) -> None:
+    """Have ``hook`` called in every process that is forked from this one, while its object lives.
+
+    Args:
+        hook: A method that lets go in the child, and leaves the parent's side alone.
+    """
+    _hooks.add(weakref.WeakMethod(hook, _hooks.discard))
 
 
-def forget_in_child(what: Forgetting) -> None:
-    """Have ``what.forget()`` called in every process that is forked from this one."""
-    _living.add(what)
+def _call_hooks() -> None:
+    for reference in list(_hooks):
+        hook = reference()
+        if hook is not None:
+            hook()
+    _hooks.clear()
 
 
-def _forget_all() -> None:
-    for what in list(_living):
-        what.forget()
-    _living.clear()
-
-
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_call_hooks)

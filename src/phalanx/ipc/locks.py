@@ -1,4 +1,4 @@
-"""Readers–writer locks on ranges of a file, which the kernel releases when their holder dies.
+"""Readers–writer locks on ranges of a file, which the kernel releases when their owner dies.
 
     file       |  bytes 0 .. 63  |  64 .. 127  | ...           ranges: of a region, or of any file
     in front   |  RangeLock      |  RangeLock  |               one per process and range, for its
@@ -40,7 +40,7 @@ from contextlib import suppress
 from functools import partial
 
 from phalanx.errors import ConfigError, OutOfSpace, PeerTimeout, StateError
-from phalanx.ipc.at_fork import forget_in_child
+from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.lock_owners import LockOwner, describe_lock_owners, find_lock_owners
 from phalanx.ipc.region import Region, telling_of_descriptors
 from phalanx.ipc.waiting import Waiting
@@ -52,7 +52,7 @@ _BUSY = (errno.EAGAIN, errno.EACCES)
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
 _SET, _GET = fcntl.F_OFD_SETLK, fcntl.F_OFD_GETLK
 _READ, _WRITE, _NONE = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK
-_FREE = struct.pack("@h", _NONE)  # how an answer begins that names no holder
+_FREE = struct.pack("@h", _NONE)  # how an answer begins that names no owner
 
 
 class LockFile:
@@ -94,7 +94,7 @@ class LockFile:
         self._locks: weakref.WeakValueDictionary[tuple[int, int], RangeLock] = (
             weakref.WeakValueDictionary()
         )
-        forget_in_child(self)
+        register_at_fork(self.forget)
 
     def range(self, start: int, num_bytes: int, *, label: str = "lock") -> RangeLock:
         """Return this process's lock on a range; the same object as long as anybody keeps it.
@@ -186,7 +186,7 @@ class RangeLock:
 
     It excludes threads and processes alike. It is not reentrant: a thread that holds it and asks
     again as a writer, or as a reader of its own writing, waits for itself until the deadline. When
-    a holder dies the lock is free at once, and says nothing about what the dead had half written.
+    an owner dies the lock is free at once, and says nothing about what the dead had half written.
     """
 
     def __init__(self, file: LockFile, fd: int, start: int, num_bytes: int, label: str) -> None:
@@ -199,7 +199,7 @@ class RangeLock:
         self._open_fd = fd  # to let go with
         self._turn = threading.RLock()  # held by the one thread of ours that tries to come in
         self._state = threading.Lock()  # around the two below; never held over a wait
-        self._holds: dict[_Guard, None] = {}
+        self._guards: dict[_Guard, None] = {}
         self._writing = False  # who holds: one writer, else readers
         self._waiting: dict[_Guard, None] = {}
         self._read = _FLOCK.pack(_READ, os.SEEK_SET, start, num_bytes, 0)
@@ -238,29 +238,29 @@ class RangeLock:
         Raises:
             StateError: The file is closed, or was opened before this process was forked.
         """
-        return not self._holds and self._is_free(self._write)
+        return not self._guards and self._is_free(self._write)
 
-    def acquire(self, hold: _Guard) -> None:
-        """Begin a hold; for its ``with``."""
+    def acquire(self, guard: _Guard) -> None:
+        """Take the range for a guard, whose ``with`` begins."""
         with self._state:
-            if not self._waiting and hold.attempt(hold, False):
+            if not self._waiting and guard.attempt(guard, False):
                 return
-            self._waiting[hold] = None
-        self._wait(hold)
+            self._waiting[guard] = None
+        self._wait(guard)
 
-    def release(self, hold: _Guard, *_exc_info: object) -> None:
-        """End a hold, if it has not ended."""
+    def release(self, guard: _Guard, *_exc_info: object) -> None:
+        """Let go for a guard, if it has not let go."""
         with self._state:
-            if hold in self._holds:
-                self._drop(hold)
-        hold.token = None
+            if guard in self._guards:
+                self._drop(guard)
+        guard.token = None
 
-    def stop_waiting(self, hold: _Guard) -> None:
-        """Let others wait in this one's place, if it waits."""
-        if hold in self._waiting:
+    def stop_waiting(self, guard: _Guard) -> None:
+        """Leave the wait queue, if queued."""
+        if guard in self._waiting:
             with suppress(RuntimeError):  # it is not this thread's turn
                 self._turn.release()
-            self._waiting.pop(hold, None)
+            self._waiting.pop(guard, None)
 
     def disable(self) -> None:
         """Refuse all use from now on; who holds it goes on."""
@@ -275,8 +275,8 @@ class RangeLock:
         while True:
             with self._state:
                 held = self._held()
-                own = [hold for hold in held if hold.thread == threading.get_ident()]
-                if not held and all(hold.left() for hold in list(self._waiting)):
+                own = [guard for guard in held if guard.thread == threading.get_ident()]
+                if not held and all(guard.left() for guard in list(self._waiting)):
                     return
             if own or waiting.over():
                 who = "this thread" if own else "another thread of this process"
@@ -293,46 +293,46 @@ class RangeLock:
 
     # --- trying: `_state` is held -----------------------------------------------------------------
 
-    def _try_shared(self, hold: _Guard, in_line: bool) -> bool:
+    def _try_shared(self, guard: _Guard, in_line: bool) -> bool:
         if self._writing and self._held():
             return False
         if not (in_line or self._is_free(self._turnstile_read)):
             return False
-        if self._holds:
-            self._holds[hold] = None
+        if self._guards:
+            self._guards[guard] = None
             return True
         self._writing = False
-        return self._take(hold, self._read)
+        return self._take(guard, self._read)
 
-    def _try_exclusive(self, hold: _Guard, in_line: bool) -> bool:
-        if self._holds and self._held():
+    def _try_exclusive(self, guard: _Guard, in_line: bool) -> bool:
+        if self._guards and self._held():
             return False
         if not (in_line or self._is_free(self._turnstile_write)):
             return False
         self._writing = True
-        return self._take(hold, self._write)
+        return self._take(guard, self._write)
 
     def _held(self) -> list[_Guard]:
         """Return who holds it, without those who left it before they could say so."""
-        for hold in list(self._holds):
-            if hold.left():
-                self._drop(hold)
-        return list(self._holds)
+        for guard in list(self._guards):
+            if guard.left():
+                self._drop(guard)
+        return list(self._guards)
 
-    def _take(self, hold: _Guard, request: bytes) -> bool:
-        self._holds[hold] = None
+    def _take(self, guard: _Guard, request: bytes) -> bool:
+        self._guards[guard] = None
         try:
             taken = self._set(request)
         except BaseException:
-            self._drop(hold)
+            self._drop(guard)
             raise
         if not taken:
-            del self._holds[hold]
+            del self._guards[guard]
         return taken
 
-    def _drop(self, hold: _Guard) -> None:
-        del self._holds[hold]  # a statement, so no interrupt comes between it and the next call
-        if not self._holds and self._open_fd >= 0:
+    def _drop(self, guard: _Guard) -> None:
+        del self._guards[guard]  # a statement, so no interrupt comes between it and the next call
+        if not self._guards and self._open_fd >= 0:
             fcntl.fcntl(self._open_fd, _SET, self._none)
 
     def _set(self, request: bytes) -> bool:
@@ -355,43 +355,43 @@ class RangeLock:
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def _wait(self, hold: _Guard) -> None:
-        waiting = Waiting(hold.timeout_s)
+    def _wait(self, guard: _Guard) -> None:
+        waiting = Waiting(guard.timeout_s)
         try:
             if not self._turn.acquire(timeout=min(waiting.remaining_s(), threading.TIMEOUT_MAX)):
-                raise self._late(hold)
-            self._stand_in_line(hold, waiting)
+                raise self._late(guard)
+            self._stand_in_line(guard, waiting)
         finally:
-            self.stop_waiting(hold)
+            self.stop_waiting(guard)
 
-    def _stand_in_line(self, hold: _Guard, waiting: Waiting) -> None:
-        exclusive = hold.attempt == self._try_exclusive
+    def _stand_in_line(self, guard: _Guard, waiting: Waiting) -> None:
+        exclusive = guard.attempt == self._try_exclusive
         request = self._turnstile_write if exclusive else self._turnstile_read
         in_line = False
         try:
             while True:
                 in_line = in_line or self._set(request)
                 with self._state:
-                    if hold.attempt(hold, in_line):
+                    if guard.attempt(guard, in_line):
                         return
                 if waiting.over():
-                    raise self._late(hold)
+                    raise self._late(guard)
                 waiting.rest()
         finally:
             if self._open_fd >= 0:  # also where nobody could note that we are in line
                 fcntl.fcntl(self._open_fd, _SET, self._turnstile_none)
 
-    def _late(self, hold: _Guard) -> PeerTimeout:
-        what = "free" if hold.attempt == self._try_exclusive else "free of writers"
-        holders = self._holders()
-        ranks = [self._file.rank_of(pid) for pid, _ in holders if pid != os.getpid()]
+    def _late(self, guard: _Guard) -> PeerTimeout:
+        what = "free" if guard.attempt == self._try_exclusive else "free of writers"
+        owners = self._owners()
+        ranks = [self._file.rank_of(pid) for pid, _ in owners if pid != os.getpid()]
         return PeerTimeout(
-            f"Lock {self.label!r} did not become {what} within {hold.timeout_s:g} s: "
-            f"{describe_lock_owners(holders)}.",
+            f"Lock {self.label!r} did not become {what} within {guard.timeout_s:g} s: "
+            f"{describe_lock_owners(owners)}.",
             next((rank for rank in ranks if rank is not None), None),
         )
 
-    def _holders(self) -> list[LockOwner]:
+    def _owners(self) -> list[LockOwner]:
         try:
             return find_lock_owners(self._open_fd, self.start, self.start + self.num_bytes)
         except OSError:  # closed meanwhile
@@ -410,7 +410,7 @@ class RangeLock:
 
 
 class _Guard:
-    """One hold on a lock, for one ``with``; see Note [Ctrl-C] for how it ends."""
+    """What one ``with`` holds a lock by; see Note [Ctrl-C] for how it ends."""
 
     __slots__ = ("attempt", "lock", "thread", "timeout_s", "token")
 

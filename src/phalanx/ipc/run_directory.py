@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from phalanx.errors import ConfigError, OutOfSpace, PeerTimeout, StateError
-from phalanx.ipc.at_fork import forget_in_child
+from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.available_memory import lies_in_memory
 from phalanx.ipc.region import (
     ALIGN_BYTES,
@@ -79,7 +79,7 @@ class RunDirectory:
         self._directory_fd = directory_fd
         self._members_fd = members_fd
         self._takes_memory = lies_in_memory(path.parent)
-        forget_in_child(self)
+        register_at_fork(self.forget)
 
     @classmethod
     def join(cls, name: str, *, base: Path | str = _BASE) -> RunDirectory:

@@ -58,7 +58,7 @@ def leaks(region: Region, kind: str, in_line: bool) -> list[int]:
         kept.append(exc)
         with ThreadPoolExecutor(1) as pool:
             turn = pool.submit(lock._turn.acquire, False).result(LONG_S)
-        if find_lock_owners(region.fd, 0, 1 << 63) or lock._holds or lock._waiting or not turn:
+        if find_lock_owners(region.fd, 0, 1 << 63) or lock._guards or lock._waiting or not turn:
             found.append(number)
         file.forget()
     raise AssertionError("the block never ended without an interrupt")

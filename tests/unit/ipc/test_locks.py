@@ -305,7 +305,7 @@ def test_a_forked_child_is_told_and_leaves_the_parents_lock_alone(region):
             pid = os.fork()
             if pid == 0:
                 try:
-                    for hold in list(lock._holds):
+                    for hold in list(lock._guards):
                         lock.release(hold)
                     lock.shared().__enter__()
                 except StateError:
