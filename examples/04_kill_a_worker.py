@@ -1,10 +1,11 @@
 """Train on two worker processes, kill one and later the other, and get the same bits all the same.
 
-Run it with ``python examples/04_kill_a_worker.py``.
+Run it with ``python examples/04_kill_a_worker.py``; ``--steps 60`` is a shorter one.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import signal
@@ -14,8 +15,6 @@ import torch
 from torch import nn
 
 import phalanx
-
-STEPS = 240
 
 
 def make_net() -> nn.Module:
@@ -61,21 +60,21 @@ def tell(lost: phalanx.WorkerLost) -> None:
     )
 
 
-def is_due(done: phalanx.StepDone, kills_left: int) -> bool:
+def is_due(done: phalanx.StepDone, kills_left: int, steps: int) -> bool:
     """Kill once after 20 steps, and again when the replacement is at work, but not too late."""
     if kills_left == 2:
         return done.step == 20
-    return (done.step >= 40 and all(done.shares)) or done.step == STEPS - 20
+    return (done.step >= 40 and all(done.shares)) or done.step == steps - 20
 
 
-def train(*, kill: bool) -> str:
+def train(steps: int, *, kill: bool) -> str:
     """Train, kill workers on the way or not, and return the hash of what came out."""
     net = make_net()
 
     victims = [1, 0] if kill else []
 
     def after_each(event: object) -> None:
-        if isinstance(event, phalanx.StepDone) and victims and is_due(event, len(victims)):
+        if isinstance(event, phalanx.StepDone) and victims and is_due(event, len(victims), steps):
             pid = trainer.worker_pids[victims.pop()]
             # A moment later, when the next step is on its way.
             threading.Timer(0.01, os.kill, (pid, signal.SIGKILL)).start()
@@ -91,17 +90,20 @@ def train(*, kill: bool) -> str:
         callbacks=[after_each],
     )
     with trainer:
-        trainer.fit(make_batches(), steps=STEPS)
+        trainer.fit(make_batches(), steps=steps)
     return hash_of(net, trainer.optimizer)
 
 
 def main() -> None:
     """Train twice, undisturbed and disturbed, and compare."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=240)
+    steps = parser.parse_args().steps
     print("undisturbed")
-    undisturbed = train(kill=False)
+    undisturbed = train(steps, kill=False)
     print(f"  hash {undisturbed}")
     print("with two workers killed")
-    disturbed = train(kill=True)
+    disturbed = train(steps, kill=True)
     print(f"  hash {disturbed}")
     print(f"the same bits: {undisturbed == disturbed}")
 

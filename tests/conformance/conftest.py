@@ -10,20 +10,22 @@ from tests.conformance.second_device import emulate_second_device
 
 RUN_ON_TWO_DEVICES = {
     "test_containers",
-    "test_containers_attack",
-    "test_containers_methods",
     "test_containers_rules",
-    "test_containers_seeds",
     "test_executor_group",
-    "test_executor_group_attack",
-    "test_executor_group_input",
-    "test_executor_group_metrics",
     "test_executor_group_rules",
-    "test_executor_group_uses",
     "test_mxnet",
     "test_shared_module",
     "test_stale_replicas",
     "test_torch7",
+}
+RUN_ON_TWO_DEVICES_BY_NIGHT = {
+    "test_containers_attack",
+    "test_containers_methods",
+    "test_containers_seeds",
+    "test_executor_group_attack",
+    "test_executor_group_input",
+    "test_executor_group_metrics",
+    "test_executor_group_uses",
     "test_torch7_bugs",
     "test_torch7_flat",
 }
@@ -40,7 +42,14 @@ def second_device(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.module.__name__.rpartition(".")[2] in RUN_ON_TWO_DEVICES:
+    name = metafunc.module.__name__.rpartition(".")[2]
+    if name in RUN_ON_TWO_DEVICES | RUN_ON_TWO_DEVICES_BY_NIGHT:
+        marks = [pytest.mark.night] if name in RUN_ON_TWO_DEVICES_BY_NIGHT else []
         metafunc.parametrize(
-            "second_device", [False, True], indirect=True, ids=["one_device", "two_devices"]
+            "second_device",
+            [
+                pytest.param(False, id="one_device"),
+                pytest.param(True, id="two_devices", marks=marks),
+            ],
+            indirect=True,
         )

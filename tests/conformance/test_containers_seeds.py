@@ -41,6 +41,7 @@ from tests.conformance.models import (
     state_of,
     twin_of,
 )
+from tests.products import in_pairs
 
 mse = nn.functional.mse_loss
 STEPS = 10
@@ -260,9 +261,7 @@ class TestFbcunnOneBit:
 # --- cunn: DataParallelTable ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", list(COPIES))
-@pytest.mark.parametrize("rows", ["k-1", "k", "2k-1", "2k", "9", "15"])
-@pytest.mark.parametrize("k", [2, 3, 4])
+@in_pairs("way, rows, k", list(COPIES), ["k-1", "k", "2k-1", "2k", "9", "15"], [2, 3, 4])
 def test_ten_nesterov_steps_with_tables_inside_a_model_equal_the_twins(
     k: int, rows: str, way: str, device: torch.device
 ) -> None:

@@ -38,7 +38,7 @@ def sgd(parameters):
 def main():
     data = [(torch.ones(6, 3), torch.zeros(6, 1))]
     with phalanx.Trainer(
-        Net(), nn.functional.mse_loss, sgd, replicas=2, executor="processes"
+        Net(), nn.functional.mse_loss, sgd, replicas=1, executor="processes"
     ) as trainer:
         trainer.fit(data)
         print("trained", trainer.steps)
@@ -56,7 +56,7 @@ def make(
         nn.Linear(3, 1) if module is None else module,
         loss,
         sgd,
-        **{"replicas": 2, "executor": "processes", **options},
+        **{"replicas": 1, "executor": "processes", **options},
     )
 
 
@@ -199,7 +199,7 @@ def test_a_full_place_is_an_error_with_the_way_out_and_no_crash(small_place: Pat
             net,
             nn.functional.mse_loss,
             sgd,
-            replicas=2,
+            replicas=1,
             executor="processes",
             memory_dir=small_place,
         ) as trainer,

@@ -21,10 +21,9 @@ FORMATIONS = [
     ("threads", 1),
     ("threads", 2),
     ("threads", 3),
-    ("processes", 1),
     ("processes", 2),
-    ("processes", 3),
-]
+    *(pytest.param("processes", count, marks=pytest.mark.night) for count in (1, 3)),
+]  # worker processes that are 2, then 3, then 1: the resized run
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 
@@ -174,7 +173,7 @@ def test_a_run_that_is_resized_gives_the_same_bits(executor: str, expected: Run)
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(("processes", 2), ("threads", 3)), (("inline", 1), ("processes", 3))]
+    ("first", "second"), [(("processes", 1), ("threads", 3)), (("inline", 1), ("processes", 2))]
 )
 def test_a_run_that_is_stopped_and_resumed_on_another_executor_gives_the_same_bits(
     first: tuple[str, int], second: tuple[str, int], expected: Run, tmp_path: Path

@@ -84,7 +84,7 @@ def trained_alone() -> list[list[float]]:
     ("package", "start", "launcher"),
     [
         ("accelerate", ACCELERATE, [*LAUNCH, "-n", "2"]),
-        ("lightning_fabric", FABRIC, [*LAUNCH, "-n", "2"]),
+        pytest.param("lightning_fabric", FABRIC, [*LAUNCH, "-n", "2"], marks=pytest.mark.night),
         ("lightning_fabric", FABRIC, []),  # which starts the second process itself
     ],
     ids=["accelerate", "fabric", "fabric's own launch"],
