@@ -14,7 +14,7 @@ from phalanx.errors import (
     StateError,
     UnsupportedError,
 )
-from phalanx.execution import Span, WorkerLost
+from phalanx.execution import Processes, Span, WorkerLost
 from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
 from phalanx.parallel import (
     AbstractParallel,
@@ -64,6 +64,7 @@ __all__ = [
     "PeerLost",
     "PeerTimeout",
     "PhalanxError",
+    "Processes",
     "Span",
     "StateError",
     "StepDone",

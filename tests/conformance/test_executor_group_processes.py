@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
-from phalanx.execution import ProcessExecutor
+from phalanx.execution import Processes, ProcessExecutor
 from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
-from phalanx.parallel import DataParallel, RemoteParallel, SharedShelf
+from phalanx.parallel import DataParallel
 from tests.conformance.containers import draw
 from tests.conformance.groups import THREE, Loss, classes, labels_desc
 from tests.conformance.zoo import CLASSES, RULES, Zoo
@@ -39,12 +39,12 @@ class Stable:
     def __init__(self) -> None:
         self.net = Zoo()
         self._fresh = copy.deepcopy(self.net.state_dict())
-        self._make = RemoteParallel._make_executor
+        self._make = DataParallel._make_executor
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(RemoteParallel, "_make_executor", lambda model: self.lend(model))
+        self.patch.setattr(DataParallel, "_make_executor", lambda model: self.lend(model))
         self.executor: ProcessExecutor | None = None
 
-    def lend(self, model: RemoteParallel) -> ProcessExecutor:
+    def lend(self, model: DataParallel) -> Any:
         if model.module is not self.net:
             return self._make(model)
         if self.executor is None or not self.executor.matches_source():
@@ -53,7 +53,7 @@ class Stable:
             self.executor.close = lambda: None
         self.executor.workloads, self.executor._on_failure = (
             list(model._workloads),
-            model._on_failure,
+            model._failures().add,
         )
         self.executor._rng_watched = frozenset()  # as for a new one
         return self.executor
@@ -327,10 +327,9 @@ def test_a_pass_may_be_gone_back_through_twice_if_told_and_passes_may_overlap(re
     twin = Zoo()
     found = []
     options = {"buffers": RULES}
-    shelf = {"shelf": SharedShelf(None), "timeout_s": 90.0, "on_failure": lambda _: None}
     for model in (
         DataParallel(twin, THREE, **options),
-        RemoteParallel(remote, THREE, **options, **shelf),
+        DataParallel(remote, THREE, **options, executor=Processes(timeout_s=90.0)),
     ):
         with model:
             losses = [
@@ -351,18 +350,13 @@ def test_a_pass_may_be_gone_back_through_twice_if_told_and_passes_may_overlap(re
 
 
 def test_what_needs_replicas_in_this_process_is_refused(remote: Zoo) -> None:
-    shelf = SharedShelf(None)
-    with RemoteParallel(
-        remote, THREE, buffers=RULES, shelf=shelf, timeout_s=90.0, on_failure=lambda _: None
-    ) as model:
+    with DataParallel(remote, THREE, buffers=RULES, executor="processes") as model:
         with pytest.raises(UnsupportedError, match="`forward_loss\\(\\)` needs replicas in this"):
             model.forward_loss(nn.functional.mse_loss, torch.ones(ROWS), torch.ones(ROWS))
-        with pytest.raises(UnsupportedError, match="`no_sync\\(\\)` needs replicas in this"):
-            model.no_sync()
-        (outputs, *_) = model.forward_parts([torch.ones(ROWS)] * 3)
-        model.close()
-        with pytest.raises(StateError, match="but they were dismissed"):
-            outputs.sum().backward()
+        with pytest.raises(UnsupportedError, match="`threads\\(\\)` needs replicas in this"):
+            model.threads(print)
+        with pytest.raises(UnsupportedError, match="`flat_parameters\\(\\)` needs replicas in"):
+            model.flat_parameters()
 
 
 def test_parameters_must_stay_until_backward(remote: Zoo) -> None:
@@ -421,7 +415,7 @@ class Graphs(nn.Module):
         (
             Zoo(),
             {"executor": "inline"},
-            "`executor` must be 'threads' or 'processes', but is 'inline'",
+            "`executor` must be one of 'threads', 'processes', or `Processes.*, but is 'inline'",
         ),
         (Zoo(), {"timeout_s": 0}, "`timeout_s` must be above 0 seconds"),
         (Zoo(), {"max_failures": -1}, "`max_failures` must be at least 0"),

@@ -11,7 +11,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -233,27 +233,35 @@ def fail(_: object) -> None:
     raise MemoryError
 
 
-def test_what_an_errand_failed_to_leave_is_not_noted() -> None:
-    """Else the next one would count on it, and fail for ever."""
+def leave(worker: Any) -> None:
+    worker.saved["left"] = 1
+
+
+def leave_and_fail(worker: Any) -> None:
+    leave(worker)
+    raise MemoryError
+
+
+def test_what_a_worker_has_saved_is_known_whether_its_call_failed_or_not() -> None:
+    """Else the next one would count on it, and fail for ever; or leave it there."""
     with make() as trainer:
         trainer.step(batch())
         executor = trainer._engine.executor
         seen: list[bool] = []
 
         def errand(deed: Any) -> Any:
-            def note(kept: dict[str, int]) -> Any:
-                seen.append("left" in kept)
-                kept["left"] = 1
+            def note(saved: Collection[str]) -> Any:
+                seen.append("left" in saved)
                 return deed
 
             return lambda index: index == 0 and executor.errand(0, note)
 
-        assert [executor.each(errand(deed))[0] for deed in (fail, print, print)] == [
-            False,
-            True,
-            True,
-        ]
-        assert seen == [False, False, True]
+        deeds = fail, leave, print
+        assert [executor.each(errand(deed))[0] for deed in deeds] == [False, True, True]
+        executor.forget("left")
+        deeds = print, leave_and_fail, print
+        assert [executor.each(errand(deed))[0] for deed in deeds] == [True, False, True]
+        assert seen == [False, False, True, True, False, True]
 
 
 # -- options -----------------------------------------------------------

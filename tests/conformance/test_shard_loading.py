@@ -187,7 +187,7 @@ class KeepsAtMost:
         self.most = most
 
     def __call__(self, worker: Any) -> None:
-        kept = [name for name in worker.kept if name.startswith("once")]
+        kept = [name for name in worker.saved if name.startswith("once")]
         assert len(kept) <= self.most, kept
 
 

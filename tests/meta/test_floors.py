@@ -277,7 +277,7 @@ def test_a_slow_file_that_is_imported_late_may_be_in_a_cycle_too():
 
 
 def kind_offences(module: Module) -> list[str]:
-    """List where a trainer asks which kind of executor, stepper or sums it has."""
+    """List where a user of executors asks which kind of executor, stepper or sums it has."""
     kinds = ("Executor", "Stepper", "Sums")
     return [
         f"{module.path}:{node.lineno}: asks for the kind; give `Executor` a method"
@@ -296,7 +296,8 @@ def test_a_question_for_the_kind_is_caught():
     assert len(kind_offences(Module("train/a.py", "isinstance(own, (int, RankExecutor))"))) == 1
 
 
-def test_the_trainer_never_asks_which_executor_it_has(house):
-    trainer = [module for module in house if module.room == "train"]
-    assert trainer
-    assert [offence for module in trainer for offence in kind_offences(module)] == []
+@pytest.mark.parametrize("room", ["train", "parallel", "executor_group"])
+def test_nobody_asks_which_executor_it_has(house, room):
+    modules = [module for module in house if module.room == room]
+    assert modules
+    assert [offence for module in modules for offence in kind_offences(module)] == []

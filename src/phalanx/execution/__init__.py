@@ -1,21 +1,32 @@
 """Executors run microbatches on replicas, reduce gradients and step shards of the optimizer."""
 
 from phalanx.execution.contract import (
+    CachedPayload,
     Executor,
+    GradientHook,
     GradientSums,
     MicrobatchContext,
     MicrobatchResult,
     RunResult,
     RunState,
+    SourceVersion,
     Span,
     blame,
     default_intra_op,
 )
 from phalanx.execution.elementwise import ELEMENTWISE, MOMENTS, STEP
 from phalanx.execution.failures import FailureLog, WorkerFailure, WorkerLost, check_patience
-from phalanx.execution.partial_sums import PartialSum, PartialSums, TreeSums
-from phalanx.execution.processes import CachedPayload, ProcessExecutor, check_shareable
-from phalanx.execution.ranks import open_ranks, write_once
+from phalanx.execution.opening import (
+    EXECUTORS,
+    ExecutorChoice,
+    ExecutorMaker,
+    Features,
+    PoolGroup,
+    Processes,
+    writer_of,
+)
+from phalanx.execution.partial_sums import Gradients, PartialSum, PartialSums, TreeSums
+from phalanx.execution.processes import ProcessExecutor, check_shareable
 from phalanx.execution.sent_once import SentOnce
 from phalanx.execution.sharded_optimizer import (
     Stepper,
@@ -23,27 +34,34 @@ from phalanx.execution.sharded_optimizer import (
     norm_of_gradients,
 )
 from phalanx.execution.shared_stepping import is_worth_sending
-from phalanx.execution.source_sync import Changes
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.threads import ThreadExecutor
 
 __all__ = [
     "ELEMENTWISE",
+    "EXECUTORS",
     "MOMENTS",
     "STEP",
     "CachedPayload",
-    "Changes",
     "Executor",
+    "ExecutorChoice",
+    "ExecutorMaker",
     "FailureLog",
+    "Features",
+    "GradientHook",
     "GradientSums",
+    "Gradients",
     "MicrobatchContext",
     "MicrobatchResult",
     "PartialSum",
     "PartialSums",
+    "PoolGroup",
     "ProcessExecutor",
+    "Processes",
     "RunResult",
     "RunState",
     "SentOnce",
+    "SourceVersion",
     "Span",
     "Stepper",
     "ThreadExecutor",
@@ -58,6 +76,5 @@ __all__ = [
     "default_intra_op",
     "is_worth_sending",
     "norm_of_gradients",
-    "open_ranks",
-    "write_once",
+    "writer_of",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,8 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.codecs import Feedback
-from phalanx.execution.partial_sums import PartialSum, PartialSums
+from phalanx.execution.partial_sums import (
+    Gradients,
+    PartialSum,
+    PartialSums,
+    SeparateSums,
+    add_last,
+)
 from phalanx.execution.sharded_optimizer import Stepper
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.memory import FlatParameters
@@ -33,18 +38,40 @@ from phalanx.replicas import (
 from phalanx.types import Nested
 
 __all__ = [
+    "CachedPayload",
     "Executor",
+    "GradientHook",
     "GradientSums",
     "MicrobatchContext",
     "MicrobatchResult",
     "RunResult",
     "RunState",
+    "SourceVersion",
     "Span",
     "blame",
     "default_intra_op",
 ]
 
 T = TypeVar("T")
+GradientHook = Callable[[int, Gradients | None], Gradients | None]
+
+
+class SourceVersion:
+    """The source module as a run saw it; to be given back to the executor that made it."""
+
+
+class CachedPayload(ABC):
+    """A microbatch of which a replica is sent what it has not kept in `MicrobatchContext.saved`.
+
+    Attributes:
+        name: What the replica may have.
+    """
+
+    name: str
+
+    @abstractmethod
+    def for_replica(self, has: bool) -> Nested:
+        """Return what is sent to a replica that has ``name``, or has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +95,8 @@ class MicrobatchContext:
         seed: Where its random numbers start.
         rng: How it gets them.
         rng_use: Told whether it drew any.
-        kept: In a worker process, what it keeps from run to run, by name.
-        in_worker: Whether this is a worker process.
+        saved: What the replica keeps from run to run, by name; see `Executor.forget`.
+        in_worker: Whether this is a worker process, where the rows are nobody else's.
     """
 
     replica: Replica
@@ -78,7 +105,7 @@ class MicrobatchContext:
     seed: int
     rng: RngPlan = RngPlan()  # noqa: RUF009  # frozen
     rng_use: RngUse = field(default_factory=RngUse)
-    kept: dict[str, Any] = field(default_factory=dict)  # Any: whatever runs leave there
+    saved: dict[str, Any] = field(default_factory=dict)  # Any: whatever runs leave there
     in_worker: bool = False
 
     def drawing(self, seed: int | None = None) -> MicrobatchRng:
@@ -112,12 +139,13 @@ class RunResult:
     Attributes:
         results: What `run` returned, by microbatch; None for microbatches of weight 0.
         operands: The last one or two partial sums of gradients and statistics, left one first.
-        sums: Where only some microbatches were run: what their sums have come to, by node of the
-            tree.
+        sums: What waits to be added, by node of the tree: the rest of it is elsewhere, or the
+            caller's.
         replica_of: Who computed each microbatch; -1 for those left out.
         drew: Whether the model drew random numbers from the microbatches' own generators.
         seconds: What each pinned microbatch took until its gradients were there: without waiting
             for other replicas, and before any merging; 0 for those left out.
+        version: The source as the run saw it.
     """
 
     results: list[Any]  # Any: whatever the caller's `run` returns
@@ -127,6 +155,7 @@ class RunResult:
     spans: list[Span] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     drew: bool = False
+    version: SourceVersion | None = None
 
 
 class GradientSums(ABC):
@@ -165,8 +194,9 @@ class Executor(ABC):
         parameters: All parameters, each once, in whose order gradients are summed.
         one_source: Whether all are replicas of one module.
         keeps_gradients: Whether a run's gradients lie where autograd made them, so that an
-            optimizer may step on them there.
+            optimizer may step on them there, and nobody else writes there later.
         worker_pids: The worker processes' numbers; empty without any.
+        meets: Whether replicas wait for each other inside the model (synchronised batch norm).
         steps_whole: Whether the optimizer is stepped as it is, and not in parts; the caller says.
     """
 
@@ -178,6 +208,7 @@ class Executor(ABC):
     one_source: bool = True
     keeps_gradients: bool = False
     worker_pids: Sequence[int] = ()
+    meets: bool = False
     steps_whole: bool = False
     _compared: frozenset[bool] = frozenset()  # modes, training or not, whose first run is done
     _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
@@ -208,8 +239,10 @@ class Executor(ABC):
         weights: Sequence[float],
         seed: tuple[int, ...],
         pinned: bool = False,
-        feedback: Feedback | None = None,
         only: range | None = None,
+        as_of: SourceVersion | None = None,
+        gradient_hook: GradientHook | None = None,
+        adds: bool = True,
     ) -> RunResult:
         """Run every microbatch of weight above 0 on some replica.
 
@@ -218,9 +251,12 @@ class Executor(ABC):
             weights: What each microbatch stands for; one of weight 0 is left out.
             seed: Where the random numbers of this run start; each microbatch appends its index.
             pinned: Microbatch i goes to replica i, and to another only if that one is lost.
-            feedback: Each microbatch's gradient passes through its codec, in the slot of the
-                microbatch's index; new errors are pending when this returns.
             only: Run these, while others run elsewhere; default: all.
+            as_of: Go on with what an earlier run left in `saved`, as that one saw the source;
+                default: take over what has changed. A closed executor of threads can do so, too.
+            gradient_hook: Called with each microbatch's index and gradients, or None for one that
+                is left out; returns what is added.
+            adds: Add gradients along the tree. Otherwise `RunResult.sums` has each microbatch's.
 
         Returns:
             The results by microbatch, and the sums along the tree of the gradients that ``run``
@@ -229,6 +265,7 @@ class Executor(ABC):
         Raises:
             Exception: What ``run`` raised, with a note that names replica and microbatch. Nothing
                 that the caller can see has changed then.
+            StateError: Replicas cannot be given the source ``as_of`` that run any more.
         """
         trains = tuple(source.training for source in self.sources)
         kind = getattr(run, "__qualname__", type(run).__qualname__), trains, torch.is_grad_enabled()
@@ -246,8 +283,10 @@ class Executor(ABC):
             pinned,
             rng=plan,
             rng_use=RngUse(hidden=self._rng_hidden),
-            feedback=feedback,
             only=only,
+            as_of=as_of,
+            gradient_hook=gradient_hook,
+            adds=adds,
         )
         self._start(job)
         self._rng_watched |= {kind}
@@ -256,6 +295,17 @@ class Executor(ABC):
     def all_workloads(self, own: Sequence[float]) -> Sequence[float]:
         """Return the relative shares of all the job's replicas, where those here have ``own``."""
         return own
+
+    def add_gradients(self, result: RunResult) -> Gradients:
+        """Add the last two partial sums of a run, every thread its share of the elements.
+
+        Returns:
+            By parameter, in memory order; nobody else holds their memory.
+        """
+        if not result.operands:
+            return [None] * len(self.parameters)
+        operands = [operand.gradients for operand in result.operands]
+        return add_last(operands, self.each, len(self), fresh=not self.keeps_gradients)
 
     def places_of(self, flat: FlatParameters) -> list[int]:
         """Return where each of the flat parameters stands among the executor's, or -1."""
@@ -298,7 +348,7 @@ class Executor(ABC):
         else:
             job.shares = Shares(workload_sizes(len(job.queue), self.workloads))
         trains = self.sources[0].training
-        if trains in self._compared or not self.one_source:
+        if trains in self._compared or not self.one_source or job.as_of is not None:
             self._work_on(job)
             return
         with same_afterwards(self.sources[0]):
@@ -327,6 +377,10 @@ class Executor(ABC):
         """Take over everything from the module now."""
 
     @abstractmethod
+    def forget(self, name: str) -> None:
+        """Let replicas forget what they keep in `saved` under ``name``; called in any thread."""
+
+    @abstractmethod
     def close(self) -> None:
         """Dismiss threads and replicas; closing twice does nothing."""
 
@@ -351,8 +405,10 @@ class RunState:
         pinned: bool,
         rng: RngPlan,
         rng_use: RngUse,
-        feedback: Feedback | None,
         only: range | None,
+        as_of: SourceVersion | None,
+        gradient_hook: GradientHook | None,
+        adds: bool,
     ) -> None:
         self.microbatches = microbatches
         self.run = run
@@ -360,14 +416,17 @@ class RunState:
         self.seed = seed
         self.pinned = pinned
         self.rng = rng
-        self.feedback = feedback
         self.rng_use = rng_use
-        self.sums = PartialSums(len(microbatches))
+        self.as_of = as_of
+        self.version: SourceVersion | None = as_of
+        self.gradient_hook = gradient_hook
+        self.sums = (PartialSums if adds else SeparateSums)(len(microbatches))
         self.leaves = range(len(microbatches)) if only is None else only
         self.queue = [index for index in self.leaves if weights[index] > 0]
         for index in self.leaves:
             if not weights[index] > 0:
-                self.sums.put(index, None)
+                instead = None if gradient_hook is None else gradient_hook(index, None)
+                self.sums.put(index, None if instead is None else PartialSum(instead, {}))
         self.shares = Shares([])
         self.failed = False
         self.lock = threading.Lock()
@@ -382,16 +441,29 @@ class RunState:
             place = None if self.failed else self.shares.take(replica)
         return None if place is None else self.queue[place]
 
-    def turn(self, replica: Replica, index: int) -> MicrobatchContext:
-        """Put microbatch ``index`` into the hands of ``replica``."""
+    def context(self, replica: Replica, index: int, saved: dict[str, Any]) -> MicrobatchContext:
+        """Put microbatch ``index`` into the hands of ``replica``, which keeps ``saved``."""
         return MicrobatchContext(
             replica=replica,
             index=index,
-            batch=self.microbatches[index],
+            batch=self.payload(index, saved),
             seed=derive_seed(*self.seed, index),
             rng=self.rng,
             rng_use=self.rng_use,
+            saved=saved,
         )
+
+    def payload(self, index: int, saved: Collection[str]) -> Nested:
+        """Return what a replica that has ``saved`` is sent of microbatch ``index``."""
+        batch = self.microbatches[index]
+        return batch.for_replica(batch.name in saved) if isinstance(batch, CachedPayload) else batch
+
+    def put(self, index: int, own: PartialSum) -> None:
+        """Bring what microbatch ``index`` has left."""
+        passed = None if self.gradient_hook is None else self.gradient_hook(index, own.gradients)
+        if passed is not None:
+            own.gradients = passed
+        self.sums.put(index, own)
 
     def report(self) -> RunResult:
         """Return what the run gave, when it is over."""
@@ -403,6 +475,7 @@ class RunState:
             spans=sorted(self.spans, key=lambda span: span.start_s),
             seconds=self.seconds,
             drew=self.rng_use.drew.is_set(),
+            version=self.version,
         )
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
-from phalanx.plan import Node, SummationTree
-from phalanx.replicas import Statistic, add_gradients, merge_statistics
+from phalanx.plan import Node, SummationTree, overlaps, part_bounds
+from phalanx.replicas import Statistic, add_gradients, apart, merge_statistics
 
-__all__ = ["PartialSum", "PartialSums", "TreeSums"]
+__all__ = ["Gradients", "PartialSum", "PartialSums", "SeparateSums", "TreeSums", "add_last"]
 
 T = TypeVar("T")
+_BLOCK = 64  # elements; threads share no cache line
+Gradients = list[Tensor | None]  # by parameter, 1-D in memory order
 
 
 @dataclass
@@ -24,7 +28,7 @@ class PartialSum:
     ``owners`` are kept alive as long as their memory is in use here.
     """
 
-    gradients: list[Tensor | None]
+    gradients: Gradients
     statistics: dict[str, Statistic]
     owners: tuple[object, ...] = ()
 
@@ -83,6 +87,13 @@ class PartialSums(TreeSums[PartialSum]):
         super().__init__(num_leaves, _add)
 
 
+class SeparateSums(PartialSums):
+    """Each microbatch's own, which nobody adds."""
+
+    def put_node(self, node: Node, value: PartialSum | None) -> None:
+        self._waiting[node] = value
+
+
 def _add(left: PartialSum, right: PartialSum) -> PartialSum:
     # Some of the right one's memory stays in use where the left one lacks something.
     taken_over = (
@@ -94,3 +105,42 @@ def _add(left: PartialSum, right: PartialSum) -> PartialSum:
         merge_statistics(left.statistics, right.statistics),
         left.owners + right.owners if taken_over else left.owners,
     )
+
+
+def add_last(
+    operands: Sequence[Gradients],
+    each: Callable[[Callable[[int], None]], Any],
+    num_threads: int,
+    *,
+    fresh: bool,
+) -> Gradients:
+    """Add the one or two sums that are left, every thread its share of the elements.
+
+    Args:
+        each: Runs a function in every thread, with the thread's index.
+        fresh: Return new memory; else the left one takes the right one.
+    """
+    left, *others = operands if fresh else map(apart, operands)
+    right = others[0] if others else [None] * len(left)
+    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    sums = [torch.empty_like(a) if fresh else a for a, _ in pairs]
+    sizes = [a.numel() for a, _ in pairs]
+    starts = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
+    bounds = part_bounds(sum(sizes), num_threads, _BLOCK)
+
+    def add(index: int) -> None:
+        for pair, start, stop in overlaps(starts, sizes, *bounds[index]):
+            a, b = pairs[pair]
+            torch.add(a[start:stop], b[start:stop], out=sums[pair][start:stop])
+
+    if pairs:
+        each(add)
+    added = iter(sums)
+
+    def total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if a is not None and b is not None:
+            return next(added)
+        one = b if a is None else a
+        return one.clone() if fresh and one is not None else one
+
+    return [total(a, b) for a, b in zip(left, right, strict=True)]

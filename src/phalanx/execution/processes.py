@@ -13,13 +13,11 @@ here, so a death costs the microbatch in the worker's hands and nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import warnings
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +27,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.errors import PeerLost, StateError, UnsupportedError
-from phalanx.execution.contract import Executor, RunState, Span, default_intra_op
+from phalanx.execution.contract import (
+    CachedPayload,
+    Executor,
+    RunState,
+    SourceVersion,
+    Span,
+    default_intra_op,
+)
 from phalanx.execution.failures import WorkerFailure
 from phalanx.execution.gradient_buffers import Slot, Slots
 from phalanx.execution.mailbox import Mailbox
 from phalanx.execution.partial_sums import PartialSum
 from phalanx.execution.reduction import LocalSums
-from phalanx.execution.sent_once import Keep, OnceNames, SentOnce
+from phalanx.execution.sent_once import OnceNames, Save, SentOnce
 from phalanx.execution.settings import read_settings
 from phalanx.execution.sharded_optimizer import Stepper, open_stepper
 from phalanx.execution.shared_stepping import SharedStepper
@@ -70,24 +75,10 @@ from phalanx.replicas import (
     refuse_scripts,
 )
 
-__all__ = ["CachedPayload", "ProcessExecutor", "check_shareable"]
+__all__ = ["ProcessExecutor", "check_shareable"]
 
 _LOOK_S = 0.02  # how often a thread whose worker has nothing to do looks how all is
 _CPU = torch.device("cpu")
-
-
-class CachedPayload(ABC):
-    """A base for microbatches of which a worker is sent what it does not keep already."""
-
-    # Any: whatever the run takes for its batch.
-    @abstractmethod
-    def for_worker(self, kept: dict[str, int]) -> Any:
-        """Return what is to be sent; called in the worker's thread here.
-
-        Args:
-            kept: Notes on what runs have left there, which die with the worker; it may write to
-                them.
-        """
 
 
 class ProcessExecutor(Executor):
@@ -145,10 +136,8 @@ class ProcessExecutor(Executor):
         self._timeout_s = min(float(timeout_s), LONGEST_S)
         self._on_failure = on_failure
         self._pid = os.getpid()
-        self._once = OnceNames()
+        self._once = OnceNames(weakref.WeakMethod(self.forget))
         self._deferred: Exception | None = None
-        self._moment: Changes | None = None
-        self._as_of: Changes | None = None
         self._settings = read_settings()
         self._mail = [(Mailbox(shelf), Mailbox(shelf)) for _ in range(num_workers)]
         self._team = ThreadPool(num_workers, intra_op=self._intra_op, name="phalanx-executor")
@@ -232,27 +221,10 @@ class ProcessExecutor(Executor):
         """Take over everything from the module with the next run, before which nothing is due."""
         self.outdate()
 
-    @property
-    def moment(self) -> Changes:
-        """The module as the last run saw it."""
-        assert self._moment is not None
-        return self._moment
-
-    def knows(self, moment: Changes) -> bool:
-        """Tell whether workers can still be given the module as it was at ``moment``."""
-        return self._mirrored.is_at(moment)
-
-    @contextlib.contextmanager
-    def as_of(self, moment: Changes) -> Iterator[None]:
-        """Let workers see the module as it was at ``moment`` in runs of the body.
-
-        For the backward pass of an earlier run, which may have to repeat the forward.
-        """
-        self._as_of = moment
-        try:
-            yield
-        finally:
-            self._as_of = None
+    def forget(self, name: str) -> None:
+        """Let workers drop what they keep under ``name``, before they do anything else."""
+        for worker in list(self._workers):
+            worker.forget(name)
 
     def close(self) -> None:
         """Dismiss threads and workers, and give moved parameters memory of their own."""
@@ -266,6 +238,9 @@ class ProcessExecutor(Executor):
         for parameter in self._moved:
             parameter.data = parameter.data.clone()
         self._moved = []
+        self._workers.clear()
+        for held in ("shelf", "_mail", "_mirrored", "_slots"):
+            self.__dict__.pop(held, None)  # a graph may hold this for longer, and the memory not
 
     # -- workers -----------------------------------------------------
 
@@ -331,7 +306,7 @@ class ProcessExecutor(Executor):
         self._on_failure(failure)
 
     def errand(
-        self, index: int, make: Callable[[dict[str, int]], Callable[[Worker], object]]
+        self, index: int, make: Callable[[Collection[str]], Callable[[Worker], object]]
     ) -> bool:
         """Send worker ``index`` on an errand; return False if it is not there to complete it.
 
@@ -339,15 +314,15 @@ class ProcessExecutor(Executor):
         next run: in the middle of an optimizer step nothing may be raised.
 
         Args:
-            make: Returns what is called with the `Worker`, over there, from notes on what earlier
-                errands have left there; it may write to them. It has the last run's settings.
+            make: Returns what is called with the `Worker`, over there, from the names of what that
+                has saved. It has the last run's settings.
         """
         worker = self._workers[index]
         try:
             if not worker.poll_ready(0.0):
                 return False
-            notes = dict(worker.kept)
-            answer = worker.ask(pack(RemoteCall(make(notes), self._settings)), self._timeout_s)
+            message = pack(RemoteCall(make(worker.saved), self._settings))
+            answer = worker.ask(message, self._timeout_s)
         except Lost as lost:
             try:
                 self._replace(index, lost, None)
@@ -357,10 +332,7 @@ class ProcessExecutor(Executor):
         except Exception as error:  # what its replacement raised when it was started
             self._deferred = error
             return False
-        if isinstance(answer, Failed):
-            return False  # and what it failed to keep is not noted
-        worker.kept = notes
-        return True
+        return not isinstance(answer, Failed)
 
     # -- a run -------------------------------------------------------
 
@@ -374,19 +346,35 @@ class ProcessExecutor(Executor):
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             raise deferred
-        self._moment = self._mirrored.changes() if self._as_of is None else self._as_of
+        job.version = version = self._version_for(job)
         self._settings = read_settings()  # here: some of them are the calling thread's
         modes = CallerModes.capture(self.devices)
         run = _Run(
             job=job,
             order=self._packed_order(job, modes),
             wants_gradients=modes.grad,
-            moment=self._moment,
+            version=version,
             desk=WorkQueue(job, [workload > 0 for workload in self.workloads]),
-            shapes=[parameter.shape for parameter in self.parameters] if job.feedback else [],
         )
         self._prepare_first(run)
         self._team.each(lambda index: self._look_after(index, run), on_interrupt=run.desk.fail)
+
+    def _version_for(self, job: RunState) -> _Version:
+        """Return the source as ``job`` shall see it."""
+        if job.as_of is None:
+            return _Version(self._mirrored.changes(), _versions_of(self.parameters))
+        assert isinstance(job.as_of, _Version)
+        if self._team.closed:
+            raise StateError(
+                "`backward()` needs the worker processes of its forward pass, but they were "
+                "dismissed. Call `forward()` again."
+            )
+        if job.as_of.parameters != _versions_of(self.parameters):
+            raise StateError(
+                "Parameters must stay as they are from the forward pass until `backward()`, but "
+                "were modified. Call `forward()` again."
+            )
+        return job.as_of
 
     def _packed_order(self, job: RunState, modes: CallerModes) -> bytes:
         numbers = {id(each): index for index, each in enumerate(self._shared)}
@@ -403,8 +391,6 @@ class ProcessExecutor(Executor):
 
     def _prepare_first(self, run: _Run) -> None:
         """Prepare what workers do first, here: threads of their own would wait for each other."""
-        if any(isinstance(batch, CachedPayload) for batch in run.job.microbatches):
-            return  # that notes what its worker is about to be sent, and the run may end before
         for index, worker in enumerate(self._workers):
             microbatch = run.job.take(index) if worker.ready else None
             if microbatch is not None:
@@ -448,10 +434,8 @@ class ProcessExecutor(Executor):
 
     def _prepare(self, index: int, microbatch: int, run: _Run) -> _Parcel:
         """Pack a microbatch for worker ``index``; its rows go where that one reads them."""
-        worker, job = self._workers[index], run.job
-        batch, once = job.microbatches[microbatch], {}
-        if isinstance(batch, CachedPayload):
-            batch = batch.for_worker(worker.kept)
+        worker, job, once = self._workers[index], run.job, {}
+        self._check_repeatable(worker, job, microbatch)
         worker.mailbox.clear()
 
         def aside(obj: Any) -> Any:
@@ -466,14 +450,27 @@ class ProcessExecutor(Executor):
         task = Task(
             index=microbatch,
             order=Packed(run.order),
-            batch=batch,
+            batch=job.payload(microbatch, worker.saved),
             weight=job.weights[microbatch],
             seed=job.seed,
             slot=-1 if slot is None else slot.region,
-            changes=run.moment.since(worker.knows),
+            changes=run.version.changes.since(worker.knows),
             reply=worker.answers.place,
         )
         return _Parcel(microbatch, slot, once, pack_data(task, aside))
+
+    def _check_repeatable(self, worker: WorkerProcess, job: RunState, microbatch: int) -> None:
+        """Refuse to repeat what a lost worker had, when the source is another by now."""
+        batch = job.microbatches[microbatch]
+        if job.as_of is None or not isinstance(batch, CachedPayload) or batch.name in worker.saved:
+            return
+        assert isinstance(job.as_of, _Version)
+        if not self._mirrored.is_at(job.as_of.changes):
+            raise StateError(
+                "`backward()` needs the worker that ran the forward pass, or the module as it was "
+                "then, but the worker was lost and another forward pass was begun since. Call "
+                "`forward()` again."
+            )
 
     def _compute(self, index: int, parcel: _Parcel, run: _Run) -> None:
         worker = self._workers[index]
@@ -485,24 +482,20 @@ class ProcessExecutor(Executor):
                 f"Raised by replica {index} in process {worker.pid}, "
                 f"microbatch {parcel.microbatch}.",
             )
-        worker.knows = run.moment.version
+        worker.knows = run.version.changes.version
         worker.answers.reserve(answer.result_bytes)
         self._count(index, parcel, answer, run)
 
     def _send_once(self, worker: WorkerProcess, things: dict[str, SentOnce]) -> None:
-        for name in [name for name in things if name not in worker.kept]:
-            keep = Keep(name, things[name], self._once.alive())
-            answer = worker.ask(pack_data(RemoteCall(keep)), START_S)
+        for name in [name for name in things if name not in worker.saved]:
+            answer = worker.ask(pack_data(RemoteCall(Save(name, things[name]))), START_S)
             if isinstance(answer, Failed):
                 raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
-            keep.note(worker.kept)
 
     def _count(self, index: int, parcel: _Parcel, done: Done, run: _Run) -> None:
         job, microbatch, slot = run.job, parcel.microbatch, parcel.slot
         heads, weight = self._slots.layout.heads, job.weights[microbatch]
         gradients, statistics = done.filling.read(slot, heads, weight)
-        if job.feedback is not None:
-            gradients = job.feedback.compress(microbatch, gradients, run.shapes)
         if done.drew:
             job.rng_use.drew.set()
         if done.drew_hidden:
@@ -518,8 +511,20 @@ class ProcessExecutor(Executor):
                 stop_s=done.stop_s,
             )
         )
-        job.sums.put(microbatch, PartialSum(gradients, statistics, owners=(slot,)))
+        job.put(microbatch, PartialSum(gradients, statistics, owners=(slot,)))
         run.desk.count()
+
+
+@dataclass(frozen=True)
+class _Version(SourceVersion):
+    """The module as a run saw it: what workers take over, and the versions of the parameters."""
+
+    changes: Changes
+    parameters: list[int]
+
+
+def _versions_of(parameters: Sequence[nn.Parameter]) -> list[int]:
+    return [parameter._version for parameter in parameters if not parameter.is_inference()]
 
 
 @dataclass(frozen=True)
@@ -529,9 +534,8 @@ class _Run:
     job: RunState
     order: bytes  # what all tasks of the run have in common
     wants_gradients: bool
-    moment: Changes
+    version: _Version
     desk: WorkQueue
-    shapes: list[torch.Size]
     first: dict[int, _Parcel] = field(default_factory=dict)  # by worker
 
 

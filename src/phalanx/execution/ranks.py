@@ -23,10 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.codecs import Feedback
 from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError, PeerError
-from phalanx.execution.contract import Executor, MicrobatchContext, RunState
+from phalanx.execution.contract import (
+    Executor,
+    GradientHook,
+    MicrobatchContext,
+    RunState,
+    SourceVersion,
+)
 from phalanx.execution.partial_sums import PartialSum, TreeSums
 from phalanx.execution.rank_accounts import Account, RankReport
 from phalanx.execution.rank_reduction import RankSums, put_all
@@ -111,8 +116,10 @@ class RankExecutor(Executor):
         weights: Sequence[float],
         seed: tuple[int, ...],
         pinned: bool = False,
-        feedback: Feedback | None = None,
         only: range | None = None,
+        as_of: SourceVersion | None = None,
+        gradient_hook: GradientHook | None = None,
+        adds: bool = True,
     ) -> RankReport:
         """Run this rank's microbatches, and learn what the others' gave.
 
@@ -121,7 +128,9 @@ class RankExecutor(Executor):
             PeerError: Another rank raised something; nothing has changed anywhere then.
         """
         assert only is None
-        assert feedback is None  # refused by `check_ranks`
+        assert as_of is None
+        assert gradient_hook is None  # `check_ranks` refuses codecs
+        assert adds
         told = {
             "seed": seed,
             "weights": [each.hex() for each in weights],
@@ -234,6 +243,10 @@ class RankExecutor(Executor):
     def outdate(self) -> None:
         """Make the next run copy everything from the module, whatever its versions say."""
         self.local.outdate()
+
+    def forget(self, name: str) -> None:
+        """Drop what replicas keep under ``name``."""
+        self.local.forget(name)
 
     def close(self) -> None:
         """Dismiss the threads; closing twice does nothing."""

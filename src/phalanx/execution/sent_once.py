@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from phalanx.execution.worker_main import Worker
 
-__all__ = ["Keep", "OnceNames", "SentOnce"]
-
-_PREFIX = "once"
+__all__ = ["OnceNames", "Save", "SentOnce"]
 
 
 class SentOnce:
@@ -22,11 +20,15 @@ class SentOnce:
 class OnceNames:
     """The names under which the workers of an executor keep what they were sent once.
 
-    A name is nobody else's afterwards, and holds nothing: what the executor's process has let go
-    of, its workers forget with the next thing that they are sent.
+    A name is nobody else's afterwards, and holds nothing.
+
+    Args:
+        forget: Returns what is called with the name of a thing that is gone, as long as there is
+            somebody to call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forget: Callable[[], Callable[[str], None] | None]) -> None:
+        self._forget = forget
         self._names: weakref.WeakKeyDictionary[SentOnce, str] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # every worker's thread sends
@@ -35,30 +37,24 @@ class OnceNames:
         """Return the name of ``thing``."""
         with self._lock:
             if thing not in self._names:
-                self._names[thing] = f"{_PREFIX} {next(self._numbers)}"
+                self._names[thing] = name = f"once {next(self._numbers)}"
+                weakref.finalize(thing, _tell, self._forget, name).atexit = False
             return self._names[thing]
 
-    def alive(self) -> frozenset[str]:
-        """Return the names of all that is still held here."""
-        with self._lock:
-            return frozenset(self._names.values())
+
+def _tell(forget: Callable[[], Callable[[str], None] | None], name: str) -> None:
+    tell = forget()
+    if tell is not None:
+        tell(name)
 
 
 @dataclass(frozen=True)
-class Keep:
-    """An errand: keep a `SentOnce` under its name, and of the others only those alive."""
+class Save:
+    """Lets a worker keep a `SentOnce` under its name."""
 
     name: str
     value: object
-    alive: frozenset[str]
 
     def __call__(self, worker: Worker) -> None:
         """Do it, in the worker."""
-        self.note(worker.kept)
-        worker.kept[self.name] = self.value
-
-    def note(self, kept: dict[str, Any]) -> None:
-        """Note in ``kept``, of a worker here or there, what it has after this."""
-        for name in [name for name in kept if name.startswith(_PREFIX) and name not in self.alive]:
-            del kept[name]
-        kept[self.name] = 1
+        worker.saved[self.name] = self.value

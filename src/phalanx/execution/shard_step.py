@@ -26,10 +26,11 @@ from phalanx.execution.worker_main import Worker
 from phalanx.ipc import reach
 from phalanx.memory import Range, SharedMemoryPool, TensorHandle
 
-__all__ = ["BLOCK_ELEMENTS", "Slice", "SlicePlan", "SliceStep", "plan_slice"]
+__all__ = ["BLOCK_ELEMENTS", "Slice", "SlicePlan", "SliceStep", "plan_slice", "slice_name"]
 
 BLOCK_ELEMENTS = 1 << 18  # fewer cost more memory traffic, more cost more calls: measured
 _DONE, _SAVED = 0, 1
+_PREFIX = "slice "
 
 # Any: options and state entries of torch's optimizers.
 Options = Mapping[str, Any]
@@ -164,11 +165,16 @@ class SliceStep:
         """Do it, in the worker."""
         reach("slice taken")
         if self.plan is not None:
-            worker.kept["slice"] = (self.number, Slice(self.plan, worker.shelf, self.options))
-        number, own = worker.kept["slice"]
-        assert number == self.number
-        own.step(self.options, self.steps)
+            for name in [name for name in worker.saved if name.startswith(_PREFIX)]:
+                del worker.saved[name]  # of an earlier plan
+            worker.saved[slice_name(self.number)] = Slice(self.plan, worker.shelf, self.options)
+        worker.saved[slice_name(self.number)].step(self.options, self.steps)
         reach("slice done")
+
+
+def slice_name(number: int) -> str:
+    """Return under which name a worker saves the slice of plan ``number``."""
+    return f"{_PREFIX}{number}"
 
 
 def plan_slice(

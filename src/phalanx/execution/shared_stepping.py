@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from phalanx.execution.shard_step import Key, Options, Slice, SlicePlan, SliceStep, plan_slice
+from phalanx.execution.shard_step import (
+    Key,
+    Options,
+    Slice,
+    SlicePlan,
+    SliceStep,
+    plan_slice,
+    slice_name,
+)
 from phalanx.execution.sharded_optimizer import FlatStepper
 from phalanx.execution.worker_main import Worker
 from phalanx.memory import FlatParameters, SharedMemoryPool
@@ -17,7 +25,7 @@ from phalanx.memory import FlatParameters, SharedMemoryPool
 __all__ = ["LEAST_SLICE_ELEMENTS", "SharedStepper", "is_worth_sending"]
 
 LEAST_SLICE_ELEMENTS = 1 << 21
-_MakeCall = Callable[[dict[str, int]], Callable[[Worker], object]]
+_MakeCall = Callable[[Collection[str]], Callable[[Worker], object]]
 
 _numbers = itertools.count()  # one for each plan ever made, so that workers cannot mix them up
 
@@ -84,10 +92,8 @@ class SharedStepper(FlatStepper):
         steps = tuple(counts[place] for place in planned.ranges)
         planned.slice.begin()
 
-        def errand(kept: dict[str, int]) -> SliceStep:
-            known = kept.get("slice") == planned.number
-            kept["slice"] = planned.number
-            plan = None if known else planned.plan
+        def errand(saved: Collection[str]) -> SliceStep:
+            plan = None if slice_name(planned.number) in saved else planned.plan
             return SliceStep(planned.number, plan, self._options, steps)
 
         if not self._errand(part, errand):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,14 @@ from torch.optim import Optimizer
 
 from phalanx.clock import now_s
 from phalanx.errors import UnsupportedError
-from phalanx.execution.contract import Executor, RunState, Span, blame, default_intra_op
+from phalanx.execution.contract import (
+    Executor,
+    RunState,
+    SourceVersion,
+    Span,
+    blame,
+    default_intra_op,
+)
 from phalanx.execution.partial_sums import PartialSum
 from phalanx.execution.reduction import LocalSums
 from phalanx.execution.sharded_optimizer import FlatStepper, Stepper, open_stepper
@@ -26,12 +34,15 @@ from phalanx.replicas import (
     Meeting,
     Replica,
     SourceGradients,
+    Statistics,
     batch_norm_names,
     refuse_lazy,
     synchronise_batch_norm,
 )
 
 __all__ = ["ThreadExecutor"]
+
+_NOW = SourceVersion()  # replicas share the source's parameters, whatever their version
 
 
 class ThreadExecutor(Executor):
@@ -101,6 +112,7 @@ class ThreadExecutor(Executor):
             )
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
+        self._saved: list[dict[str, Any]] = [{} for _ in self.replicas]
         # Replicas of one module see the same changes, so one of them watches for all.
         self._watchers = self.replicas[:1] if alone else self.replicas
         self._places = [
@@ -112,6 +124,7 @@ class ThreadExecutor(Executor):
         ]
         self.compile_once = CompileOnce(sources)
         self._meeting = self._synchronise(sources[0], rules) if alone and rules else None
+        self.meets = self._meeting is not None
         if inline:
             self._team = CallerThread(intra_op=self.intra_op)
         else:
@@ -134,11 +147,6 @@ class ThreadExecutor(Executor):
         meeting = Meeting()
         synchronise_batch_norm([replica.module for replica in self.replicas], names, meeting)
         return meeting
-
-    @property
-    def meets(self) -> bool:
-        """Whether replicas wait for each other inside the model (synchronised batch norm)."""
-        return self._meeting is not None
 
     def open_meeting(self, members: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """Say which replicas take part in the run of the body, where they wait for each other."""
@@ -185,6 +193,11 @@ class ThreadExecutor(Executor):
         for replica in self.replicas:
             replica.outdate()
 
+    def forget(self, name: str) -> None:
+        """Drop what replicas keep under ``name``."""
+        for saved in self._saved:
+            saved.pop(name, None)
+
     def open_reduction(self, flat: FlatParameters) -> LocalSums:
         """Sum gradients into ``flat``, each thread its part."""
         return LocalSums(flat, len(self), self.places_of(flat), alike=False)
@@ -207,15 +220,19 @@ class ThreadExecutor(Executor):
 
     def _work_on(self, job: RunState) -> None:
         modes = CallerModes.capture(self.devices)
-        shapes = [parameter.shape for parameter in self.parameters] if job.feedback else []
+        job.version = _NOW
         members = [index for index, weight in enumerate(job.weights) if weight > 0]
 
         def serve(index: int) -> None:
             with modes.entered(self.devices[index]), self.attending(index):
-                _serve(self.replicas[index], job, shapes, self.stopwatch(index), self.compile_once)
+                saved, watch = self._saved[index], self.stopwatch(index)
+                _serve(self.replicas[index], job, saved, watch, self.compile_once)
 
         with self.open_meeting(members):
-            self._team.each(serve)
+            if job.as_of is None:
+                self._team.each(serve)
+            else:
+                self.each(serve)
 
 
 def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
@@ -226,32 +243,40 @@ def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
 def _serve(
     replica: Replica,
     job: RunState,
-    shapes: Sequence[torch.Size],
+    saved: dict[str, Any],
     watch: Stopwatch,
     compile_once: CompileOnce,
 ) -> None:
-    replica.refresh()
+    kind = type(job.run).__qualname__
+    goes_on = job.as_of is not None  # the source may be another by now, and its buffers, too
+    if not goes_on:
+        replica.refresh()
     while (index := job.take(replica.index)) is not None:
         start_s = now_s()
         try:
-            batch = job.microbatches[index]
-            with compile_once.running("run", replica.device, batch), replica.running():
-                job.results[index] = job.run(job.turn(replica, index))
-            written = replica.statistics.collect(job.weights[index])
-            replica.statistics.refresh()
+            context = job.context(replica, index, saved)
+            running = replica.going_back() if goes_on else replica.running()
+            with compile_once.running(kind, replica.device, context.batch), running:
+                job.results[index] = job.run(context)
+            written = {} if goes_on else _collect(replica, job.weights[index])
             gradients = replica.take_gradients()
-            if job.feedback is not None:
-                gradients = job.feedback.compress(index, gradients, shapes)
             job.seconds[index] = watch.lap()
-            job.sums.put(index, PartialSum(gradients, written))
+            job.put(index, PartialSum(gradients, written))
         except BaseException as error:
             job.failed = True
             replica.drop_gradients()
-            replica.statistics.collect(0.0)
-            replica.statistics.refresh()
+            if not goes_on:
+                _collect(replica, 0.0)
             blame(error, replica, index)
             raise
         job.replica_of[index] = replica.index
         job.spans.append(
             Span(replica=replica.index, microbatch=index, start_s=start_s, stop_s=now_s())
         )
+
+
+def _collect(replica: Replica, weight: float) -> Statistics:
+    """Return what a microbatch left in buffers, which begin anew."""
+    written = replica.statistics.collect(weight)
+    replica.statistics.refresh()
+    return written

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import select
 import signal
+from collections import deque
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any
@@ -15,7 +16,14 @@ from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerLost, UnsupportedError
 from phalanx.execution.mailbox import Mailbox, collect
 from phalanx.execution.timeouts import limit_patience
-from phalanx.execution.worker_main import BirthPlace, Failed, NewRegions, Start, serve
+from phalanx.execution.worker_main import (
+    BirthPlace,
+    Failed,
+    Forget,
+    NewRegions,
+    Start,
+    serve,
+)
 from phalanx.ipc import planted, signal_main_thread
 from phalanx.memory import SharedMemoryPool
 from phalanx.replicas import load, pack
@@ -68,7 +76,7 @@ class WorkerProcess:
     Attributes:
         knows: The version of the module's attributes that it has (see `mirror`); -1 for none.
         ready: Whether it has got the model and has said so.
-        kept: What errands and runs have left there, by name; the numbers are theirs.
+        saved: The names of what it has saved, as it said last.
         mailbox: Where rows for it are written.
         answers: Where it writes what is large in its answers.
     """
@@ -84,7 +92,8 @@ class WorkerProcess:
         self.index = index
         self.knows = -1
         self.ready = False
-        self.kept: dict[str, int] = {}
+        self.saved: frozenset[str] = frozenset()
+        self._forgotten: deque[str] = deque()
         self.mailbox, self.answers = mail
         self.parent_pid = os.getpid()
         self._shelf = shelf
@@ -199,7 +208,18 @@ class WorkerProcess:
             raise self._hung(timeout_s)
         return self._receive()
 
+    def forget(self, name: str) -> None:
+        """Let it drop what it has saved under ``name``, before it does anything else.
+
+        Called in any thread, also by the garbage collector.
+        """
+        self._forgotten.append(name)
+
     def _send(self, message: bytes) -> None:
+        forgotten = {self._forgotten.popleft() for _ in range(len(self._forgotten))} & self.saved
+        if forgotten:
+            self._connection.send_bytes(pack(Forget(tuple(forgotten))))
+            self.saved -= forgotten
         missing = len(self._shelf) - self._regions
         if missing:
             self._connection.send_bytes(pack(NewRegions(missing)))
@@ -222,7 +242,10 @@ class WorkerProcess:
             raise self._hung(self._patience_s) from None
         except (EOFError, OSError):
             raise self._gone() from None
-        return load(answer, lambda token: collect(self._shelf, *token[1:]))
+        found = load(answer, lambda token: collect(self._shelf, *token[1:]))
+        if found is not None:
+            self.saved = frozenset(found.saved)
+        return found
 
     def _gone(self) -> Lost:
         at_s = now_s()

@@ -46,6 +46,7 @@ __all__ = [
     "BirthPlace",
     "Done",
     "Failed",
+    "Forget",
     "NewRegions",
     "Packed",
     "RemoteCall",
@@ -154,15 +155,33 @@ class Task:
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """Something else to do.
+    """Something else to do; the answer is a `Called`.
 
     Attributes:
         call: What is to be called with the `Worker`.
         settings: Those of the executor's process, where they matter.
     """
 
-    call: Callable[[Worker], Any]  # Any: the answer, whatever the caller's
+    call: Callable[[Worker], object]
     settings: tuple[Any, ...] | None = None  # Any: see `read_settings`
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Drop what is saved under ``names``; there is no answer."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Called:
+    """A `RemoteCall` was made.
+
+    Attributes:
+        saved: The names of all that is saved now.
+    """
+
+    saved: tuple[str, ...]
 
 
 class Needed:
@@ -187,6 +206,7 @@ class Done:
         drew: Whether the model drew random numbers.
         drew_hidden: Whether it drew any where calls from Python do not show it.
         busy_s: Seconds of work.
+        saved: The names of all that is saved now.
     """
 
     result: Any  # Any: whatever the caller's `run` returns
@@ -197,15 +217,17 @@ class Done:
     start_s: float
     stop_s: float
     busy_s: float
+    saved: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Failed:
-    """What the worker raised: packed where it can be, and as text."""
+    """What the worker raised: packed where it can be, and as text; and all that is saved now."""
 
     error: bytes | None
     kind: str
     text: str
+    saved: tuple[str, ...]
 
 
 def serve(start: Start, connection: Connection, dump: Connection) -> None:
@@ -228,6 +250,11 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
                 case NewRegions(count):
                     shelf.receive(connection, count)
                     continue
+                case Forget(names):
+                    assert worker is not None
+                    for name in names:
+                        worker.saved.pop(name, None)
+                    continue
                 case BirthPlace(place):
                     birth: WorkerInit = load(shelf.at(place).numpy().tobytes())
                     worker = Worker(start.worker, birth, shelf)
@@ -238,7 +265,7 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
                     assert worker is not None
                     answer = worker.work(message)
         except BaseException as error:
-            answer = pack(_failed(error))
+            answer = pack(_failed(error, () if worker is None else tuple(worker.saved)))
         try:
             connection.send_bytes(answer)
         except OSError:  # the parent is gone
@@ -250,12 +277,12 @@ class Worker:
 
     Attributes:
         shelf: The memory that it shares with its executor.
-        kept: What errands and runs have left for later ones, by name.
+        saved: What calls and runs have left for later ones, by name.
     """
 
     def __init__(self, index: int, birth: WorkerInit, shelf: SharedMemoryPool) -> None:
         self.shelf = shelf
-        self.kept: dict[str, Any] = {}
+        self.saved: dict[str, Any] = {}
         self._filler = GradientWriter(birth.slot, shelf)
         self._module, self._shared = _born(birth, shelf)
         adopt_globals(birth.values, [self._module, *self._shared])
@@ -269,7 +296,8 @@ class Worker:
         if isinstance(message, RemoteCall):
             if message.settings is not None:
                 adopt_settings(message.settings)
-            return pack(message.call(self))
+            message.call(self)
+            return pack(Called(tuple(self.saved)))
         assert isinstance(message, Task)
         reach("microbatch taken")
         outbox = Outbox(self.shelf, message.reply)
@@ -288,7 +316,7 @@ class Worker:
             batch=task.batch,
             seed=derive_seed(*task.seed, task.index),
             rng=order.rng,
-            kept=self.kept,
+            saved=self.saved,
             in_worker=True,
         )
         watch = Stopwatch(_CPU, waited_s=lambda: 0.0, settles=False)
@@ -315,6 +343,7 @@ class Worker:
             start_s=start_s,
             stop_s=now_s(),
             busy_s=busy_s,
+            saved=tuple(self.saved),
         )
 
     def _begin(self, packed: bytes) -> RunSpec:
@@ -332,7 +361,7 @@ class Worker:
         kind, *rest = token
         if kind == "order":
             return self._begin(*rest)
-        return collect(self.shelf, *rest) if kind == "mail" else self.kept[rest[0]]
+        return collect(self.shelf, *rest) if kind == "mail" else self.saved[rest[0]]
 
     def _follow(self, changes: Changes) -> None:
         take_over(self._module, changes)
@@ -371,7 +400,7 @@ def _warm_up(*, steps: bool) -> None:
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0).step()
 
 
-def _failed(error: BaseException) -> Failed:
+def _failed(error: BaseException, saved: tuple[str, ...]) -> Failed:
     text = "".join(traceback.format_exception(error))
     packed: bytes | None = None
     for args, attributes in (
@@ -383,4 +412,4 @@ def _failed(error: BaseException) -> Failed:
             break
         except Exception:  # the user's exceptions may hold anything
             continue
-    return Failed(packed, f"{type(error).__module__}.{type(error).__qualname__}", text)
+    return Failed(packed, f"{type(error).__module__}.{type(error).__qualname__}", text, saved)

@@ -10,6 +10,7 @@ Shape legend: B rows of the batch; device i has rows_i of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.errors import ConfigError, StateError, UnsupportedError
-from phalanx.execution import FailureLog, WorkerLost
+from phalanx.errors import ConfigError, StateError
+from phalanx.execution import Processes, WorkerLost
 from phalanx.executor_group.arguments import (
     check_buffer_rules,
     check_devices,
@@ -32,13 +33,12 @@ from phalanx.executor_group.feeding import feed, read_shares
 from phalanx.executor_group.gradients import GradientRequests
 from phalanx.executor_group.loop import Epoch, fit, predict, score
 from phalanx.executor_group.monitor import Monitor, check_monitor
-from phalanx.executor_group.opening import ExecutorChoice, share_shelf
 from phalanx.executor_group.outputs import Output, measured, pick_gradients, read_outputs
 from phalanx.executor_group.parameters import read_tensors, share_tensors, write_params
 from phalanx.executor_group.passes import Pass, check_graph, mode_of, telling_shapes
 from phalanx.executor_group.shapes import infer_shapes
 from phalanx.executor_group.states import States
-from phalanx.parallel import RemoteParallel
+from phalanx.parallel import DataParallel
 from phalanx.plan import Decision, read_whole, workload_sizes
 from phalanx.types import Device, Nested
 
@@ -129,17 +129,21 @@ class DataParallelExecutorGroup:
             )
         check_devices(devices)
         check_buffer_rules(buffers)
-        choice = ExecutorChoice(
-            executor=executor,
+        options = Processes(
             timeout_s=timeout_s,
             max_failures=max_failures,
             on_failure=on_failure,
             memory_dir=memory_dir,
         )
-        self._failures, self._on_failure = FailureLog(max_failures), on_failure
-        self._model = choice.open(
-            module, devices, self._failures, workloads=workloads, buffers=buffers
+        self._on_failure = on_failure
+        self._model = DataParallel(
+            module,
+            devices,
+            workloads=workloads,
+            buffers=buffers,
+            executor=replace(options, on_failure=None) if executor == "processes" else executor,
         )
+        self._model.keep_inputs()  # as worker processes do
         self._declared = read_descs(outputs, "outputs")
         self._binding = Binding.of(module, data, labels, states)
         self._asked = grad_req, fixed_parameters
@@ -149,7 +153,6 @@ class DataParallelExecutorGroup:
         self._states = States(len(self._model.devices))
         self._metrics: GroupMetrics | None = None
         self._pass: Pass | None = None
-        self._num_passes = 0
         self._closed = False
         if shared_group is not None:
             self._share(shared_group)
@@ -199,7 +202,7 @@ class DataParallelExecutorGroup:
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """The worker processes' numbers; empty before the first pass, and without any."""
-        return tuple(self._model.pids) if isinstance(self._model, RemoteParallel) else ()
+        return self._model.worker_pids
 
     @property
     def batch_size(self) -> int:
@@ -321,7 +324,6 @@ class DataParallelExecutorGroup:
         self._pass = Pass(
             fed.shares, fed.leaves, outputs, sum(fed.sizes), pads, trains, graph, inferred
         )
-        self._num_passes += 1
         self._tell_of_failures()
 
     def backward(self, out_grads: Nested = None) -> None:
@@ -492,12 +494,8 @@ class DataParallelExecutorGroup:
             UnsupportedError: It would look into worker processes, where no hook of this one runs.
         """
         check_monitor(monitor)
-        if monitor.sees_passes and isinstance(self._model, RemoteParallel):
-            raise UnsupportedError(
-                "`monitor` must look at neither inputs nor outputs for executor='processes', but "
-                "does. "
-                "Use executor='threads', or give it which=('parameters', 'gradients', 'buffers')."
-            )
+        if monitor.sees_passes:
+            self._model.refuse_apart("A monitor that looks at inputs or outputs")
         monitor.install(self)
 
     # Any: batches in any of their forms, as loaders yield them.
@@ -574,10 +572,10 @@ class DataParallelExecutorGroup:
             )
         if other.module is not self.module:
             share_tensors(self.module, other.module)
-        share_shelf(self._model, other._model)
+        self._model.share_memory_with(other._model)
 
     def _tell_of_failures(self) -> None:
-        for lost in self._failures.take(self._num_passes):
+        for lost in self._model.lost_workers():
             if self._on_failure is not None:
                 self._on_failure(lost)
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.execution import Executor, RunResult, ThreadExecutor
+from phalanx.execution import Executor, FailureLog, PoolGroup, RunResult
 from phalanx.memory import FlatParameters
 from phalanx.parallel.balancing import Balancing
-from phalanx.parallel.connection import Connection, RunPart, refuse_transforms
-from phalanx.parallel.graph import ExecutorGraph, HeldGradients
+from phalanx.parallel.graph import Graph, HeldGradients, refuse_transforms
 from phalanx.parallel.redrawing import redraw_of, refuse_unreached
+from phalanx.parallel.tasks import RunPart
 from phalanx.plan import check_argument, check_function, read_intra_op
 from phalanx.replicas import (
     Inputs,
@@ -26,7 +26,6 @@ from phalanx.replicas import (
     advance_process_generator,
     check_statistics,
     hold_caller_at_one_thread,
-    seed_of_process,
     sum_statistics,
     write_statistics,
 )
@@ -51,6 +50,12 @@ class _Running:
         self.held = HeldGradients()
         self.hold = False
         self.balancing: Balancing | None = None
+        self.pools = PoolGroup()
+        self.failures: FailureLog | None = None
+        self.num_passes = 0
+
+    def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
+        return _Running, ()
 
 
 class _Initialisers(list[Callable[[], object]]):
@@ -333,7 +338,7 @@ class Container(nn.Module):
 
         Args:
             parts: Inputs by worker; None for those that take no part, whose weight is 0.
-            run: Called as ``run(worker, module, inputs)`` in the worker's thread.
+            run: Called as ``run(worker, module, inputs)`` in the worker's thread or process.
             merge: Called with the outputs, in order, in the caller's thread.
             observe: Called once with the seconds that each worker took, forward and backward: in
                 the first backward pass through all of them, or here if there can be none.
@@ -342,11 +347,16 @@ class Container(nn.Module):
         executor = self._open_executor()
         if self._feedback is not None:
             self._feedback.bind(executor.parameters)
-        seed = (seed_of_process(),)
-        graph = self._open_graph(executor, parts, seed)
-        report = executor.run(
-            graph.batches(), graph.work(run), weights=weights, seed=seed, pinned=True
+        graph = Graph(
+            executor,
+            parts,
+            run,
+            held=self._running.held,
+            hold=self._running.hold,
+            feedback=self._feedback,
+            inputs=self._inputs,
         )
+        report = graph.forward(weights)
         statistics = self._merged_statistics(report)
         merged = merge(graph.outputs(report))
         if report.drew:
@@ -355,24 +365,8 @@ class Container(nn.Module):
             write_statistics(self._buffers_by_name(), statistics)
         if observe is not None:
             graph.report_seconds(report.seconds, observe)
+        self._running.num_passes += 1
         return merged
-
-    def _open_graph(
-        self,
-        executor: Executor,
-        parts: Sequence[Nested | None],
-        seed: tuple[int, ...],  # noqa: ARG002  # for graphs that may have to repeat the pass
-    ) -> Connection:
-        assert isinstance(executor, ThreadExecutor)
-        running = self._running
-        return ExecutorGraph(
-            executor,
-            parts,
-            held=running.held,
-            hold=running.hold,
-            feedback=self._feedback,
-            inputs=self._inputs,
-        )
 
     def keep_inputs(self) -> None:
         """Let what the module writes to its inputs stay in the replicas from now on.

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.codecs import Codec, Feedback, resolve_codec
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.execution import Executor, ThreadExecutor
+from phalanx.execution import (
+    Executor,
+    ExecutorChoice,
+    ExecutorMaker,
+    FailureLog,
+    Processes,
+    WorkerLost,
+    check_shareable,
+)
 from phalanx.parallel.balancing import Balancing
 from phalanx.parallel.call import Call, CallPart
-from phalanx.parallel.connection import refuse_transforms
 from phalanx.parallel.container import Container
+from phalanx.parallel.graph import refuse_transforms
 from phalanx.parallel.replica_losses import ReplicaLosses, loss_of_nothing
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
@@ -47,10 +55,11 @@ from phalanx.types import Device, LossFn, Nested, WeightFn
 __all__ = ["DataParallel"]
 
 T = TypeVar("T")
+_EXECUTORS = ("threads", "processes")
 
 
 class DataParallel(Container, Unwrapped):
-    """Run ``module`` on several devices of this process, each replica on its slice of the batch.
+    """Run ``module`` on several devices of this host, each replica on its slice of the batch.
 
     Output, input gradients and parameter gradients are those of the unwrapped module within float
     rounding (sums are taken in another order); only what looks across the batch, such as batch norm
@@ -82,6 +91,10 @@ class DataParallel(Container, Unwrapped):
         intra_op: Threads inside operators per replica; default: cores divided by replicas.
         channels_last: Lay convolution weights out channels_last, which CPUs run faster; default:
             on the CPU, where all the model's layers are known to compute the same so.
+        executor: "threads": replicas are threads of this process. "processes", or `Processes` with
+            options: they are worker processes of this host, with the same bits; one that is lost is
+            replaced, in forward, in backward and between them. Losses in a backward pass are told
+            with the next pass.
 
     Shapes:
         B: rows of the batch, 0 or more. Every split leaf is [B, …]; every merged output is [B, …].
@@ -119,8 +132,10 @@ class DataParallel(Container, Unwrapped):
         codec: Codec | str | None = None,
         intra_op: int | None = None,
         channels_last: bool | None = None,
+        executor: str | Processes = "threads",
     ) -> None:
         super().__init__(intra_op)
+        self._choice = ExecutorChoice.read(executor, _EXECUTORS)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -129,6 +144,7 @@ class DataParallel(Container, Unwrapped):
         self._workloads = [1.0] * len(self._devices) if given is None else list(given)
         self._balances = isinstance(workloads, str)
         check_workloads(self._workloads, len(self._devices))
+        self._choice.refuse_devices(self._devices)
         if layout is not None and not isinstance(layout, Layout):
             raise ConfigError(
                 f"`layout` must be a `Layout`, but is {layout!r}. Give Layout(dim=1), say."
@@ -137,6 +153,9 @@ class DataParallel(Container, Unwrapped):
         self._merging = Merging(output, self._layout.dim)
         self._rules = BufferRules(buffers)
         self._rules.check(_buffer_names(module))
+        if not self._choice.features.in_process:
+            self._refuse_meetings(module)
+            check_shareable(module)
         self._feedback = None if codec is None else Feedback(resolve_codec(codec))
         check_choice("channels_last", channels_last)
         self._channels_last = channels_last
@@ -152,6 +171,12 @@ class DataParallel(Container, Unwrapped):
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each replica."""
         return self._devices
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The worker processes' numbers; empty before the first pass, and without any."""
+        executor = self._running.executor
+        return () if executor is None else tuple(executor.worker_pids)
 
     @property
     def workloads(self) -> tuple[float, ...]:
@@ -279,12 +304,42 @@ class DataParallel(Container, Unwrapped):
             ...     torch.allclose(model.forward_loss(loss_fn, x, y), loss_fn(net(x), y))
             True
         """
+        self._choice.refuse_apart("`forward_loss()`")
         return self._as_tried(lambda: self._loss(loss_fn, inputs, targets, weight_fn, sizes))
+
+    def threads(self, init: Callable[[], object]) -> Self:
+        self._choice.refuse_apart("`threads()`")
+        return super().threads(init)
+
+    def flat_parameters(self) -> tuple[Tensor, Tensor]:
+        self._choice.refuse_apart("`flat_parameters()`")
+        return super().flat_parameters()
+
+    def share_memory_with(self, other: DataParallel) -> None:
+        """Let the executors of both find the parameters that they share in one place.
+
+        Otherwise each would move them to its own memory, and the other would have to start anew.
+        """
+        self._running.pools = other._running.pools
+
+    def refuse_apart(self, needing: str) -> None:
+        """Refuse what needs replicas in this process.
+
+        Raises:
+            UnsupportedError: They are in others.
+        """
+        self._choice.refuse_apart(needing)
+
+    def lost_workers(self) -> Iterator[WorkerLost]:
+        """Yield the worker processes that were lost and of which nobody was told yet."""
+        if self._running.failures is not None:
+            yield from self._running.failures.take(self._running.num_passes)
 
     def extra_repr(self) -> str:
         names = [str(device) for device in self._devices]
         kinds = ", ".join(f"{name}×{names.count(name)}" for name in dict.fromkeys(names))
-        return f"{len(names)} replicas on {kinds}, dim={self._layout.dim}"
+        told = f"{len(names)} replicas on {kinds}, dim={self._layout.dim}"
+        return told if self._choice.features.in_process else f"{told}, worker processes"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -301,14 +356,21 @@ class DataParallel(Container, Unwrapped):
 
     def _make_executor(self) -> Executor:
         self._refuse_synchronised_insides()
-        return ThreadExecutor(
+        make = ExecutorMaker(
+            self._choice,
             self.module,
-            self._devices,
-            workloads=self._workloads,
-            intra_op=self._intra_op,
-            rules=self._rules,
+            self._failures(),
+            pools=self._running.pools,
             timed=self._balances,
         )
+        return make(
+            self._devices, workloads=self._workloads, intra_op=self._intra_op, rules=self._rules
+        )
+
+    def _failures(self) -> FailureLog:
+        if self._running.failures is None:
+            self._running.failures = FailureLog(self._choice.options.max_failures)
+        return self._running.failures
 
     def _balancing(self) -> Balancing | None:
         """Return what balances the workloads; None where they are given."""
@@ -319,6 +381,18 @@ class DataParallel(Container, Unwrapped):
     def _observer(self, sizes: Sequence[int]) -> Callable[[Sequence[float]], None] | None:
         balancing = self._balancing()
         return None if balancing is None else balancing.observer(sizes)
+
+    def _refuse_meetings(self, module: nn.Module) -> None:
+        names = (
+            f"{name}.running_mean" if name else "running_mean" for name in batch_norm_names(module)
+        )
+        name = next((name for name in names if self._rules.of(name) == "sync"), None)
+        if name is not None and len(self._devices) > 1:
+            raise UnsupportedError(
+                "`buffers` must be 'mean', 'first' or 'sum' for executor='processes', but is "
+                f"'sync' for `{name}`. Use executor='threads', whose batch norms can wait for each "
+                "other."
+            )
 
     def _refuse_synchronised_insides(self) -> None:
         """A container inside runs its batch norms on threads of its own, which cannot meet."""
@@ -406,6 +480,13 @@ class DataParallel(Container, Unwrapped):
     def _as_tried(self, run: Callable[[], T]) -> T:
         """Run with channels_last weights where they are wanted; some models do not run so."""
         refuse_transforms()  # before anything is laid out anew
+        outputs = self._run_as_tried(run)
+        if self._choice.options.on_failure is not None:
+            for lost in self.lost_workers():
+                self._choice.options.on_failure(lost)
+        return outputs
+
+    def _run_as_tried(self, run: Callable[[], T]) -> T:
         if self._running.executor is not None or not self._wants_channels_last():
             return run()
         use_channels_last(self.module)

@@ -1,54 +1,53 @@
-"""The connection of a pass over threads of this process, whose graphs are kept here."""
+"""One forward pass over replicas as one node of the caller's autograd graph.
+
+    caller      inputs ─┐                                           ┌─ outputs of replica 0
+                        │          (one autograd.Function)          ├─ outputs of replica 1
+    replica 0   own inputs ── module ── own outputs ── graph kept there
+    replica 1   own inputs ── module ── own outputs ── graph kept there
+
+Torch's engine would run all CPU parts of one graph on a single thread. Here every replica's part is
+a graph of its own, cut off from the caller's, and backward runs each in its replica again. How
+inputs are cut and outputs merged is not known here: that happens outside, in the caller's graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import TreeSpec
 
 from phalanx.codecs import Feedback
-from phalanx.errors import StateError
-from phalanx.execution import (
-    MicrobatchContext,
-    PartialSum,
-    PartialSums,
-    RunResult,
-    ThreadExecutor,
-    blame,
-)
+from phalanx.errors import StateError, UnsupportedError
+from phalanx.execution import Executor, Gradients, RunResult, SourceVersion
 from phalanx.memory import dense_strides
-from phalanx.parallel.connection import Connection, Gradients, RunPart, add_shared, freed
+from phalanx.parallel.tasks import BackwardTask, ForwardTask, GradientPayload, Outputs, RunPart
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas import (
     CallerModes,
     Inputs,
     add_gradients,
     advance_process_generator,
-    apart,
-    derive_seed,
-    placed,
-    run_backward,
     seed_of_process,
 )
 from phalanx.types import Nested
 
-__all__ = ["ExecutorGraph", "HeldGradients"]
+__all__ = ["Graph", "HeldGradients", "refuse_transforms"]
 
-_BACKWARD = 1  # what sets the seeds of backward passes apart from those of forward passes
-_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
-_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
+_numbers = itertools.count()
 
 
 class HeldGradients:
-    """What workers have kept of backward passes that were not merged, by worker."""
+    """Gradients of backward passes that were not merged, by replica."""
 
     def __init__(self) -> None:
-        self.by_worker: dict[int, Gradients] = {}
+        self.by_replica: dict[int, Gradients] = {}
         self._parameters: list[nn.Parameter] = []
 
     def bind(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -57,21 +56,30 @@ class HeldGradients:
         Raises:
             StateError: Gradients of other parameters are kept.
         """
-        if self.by_worker and list(map(id, parameters)) != list(map(id, self._parameters)):
+        if self.by_replica and list(map(id, parameters)) != list(map(id, self._parameters)):
             raise StateError(
                 "A container must keep its parameters between `no_sync()` and the backward pass "
                 "that merges, but they were replaced. Merge first, or call `zero_grad()`."
             )
         self._parameters = list(parameters)
 
-    def add(self, worker: int, gradients: Gradients) -> None:
-        """Add to what ``worker`` keeps."""
-        held = self.by_worker.get(worker)
-        self.by_worker[worker] = gradients if held is None else add_gradients(held, gradients)
+    def add(self, replica: int, gradients: Gradients) -> None:
+        """Add to what is kept of ``replica``."""
+        held = self.by_replica.get(replica)
+        self.by_replica[replica] = gradients if held is None else add_gradients(held, gradients)
+
+    def added_to(self, own: Gradients | None, replica: int) -> Gradients | None:
+        """Return the sum of ``own`` and what is kept, which a failure elsewhere leaves whole."""
+        held = self.by_replica.get(replica)
+        if held is None:
+            return own
+        if own is None:
+            return [None if each is None else each.clone() for each in held]
+        return add_gradients(own, held)
 
     def merge(self) -> None:
-        """Add everything to the parameters' own gradients, in the order of the workers."""
-        for _, gradients in sorted(self.by_worker.items()):
+        """Add everything to the parameters' own gradients, in the order of the replicas."""
+        for _, gradients in sorted(self.by_replica.items()):
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 if gradient is not None:
                     _add_to_grad(parameter, gradient)
@@ -79,30 +87,46 @@ class HeldGradients:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.by_worker.clear()
+        self.by_replica.clear()
 
 
 @dataclass
-class _Part:
-    """One worker's own graph: its own inputs, and what the module made of them."""
+class _Given:
+    """What the caller gave one replica, leaf by leaf.
 
-    inputs: list[Any] = field(default_factory=list)  # Any: whatever the module takes and returns
-    turn: MicrobatchContext | None = None
-    outputs: list[Any] | None = None
-    outputs_spec: TreeSpec | None = None
+    Attributes:
+        wanted: Which leaves shall have a gradient.
+        versions: Of those that are tensors.
+    """
+
+    leaves: list[Any]  # Any: whatever the module takes
+    spec: TreeSpec
+    wanted: list[bool]
+    versions: list[int]
+
+    @classmethod
+    def of(cls, part: Nested, records: bool) -> _Given:
+        leaves, spec = flatten(part)
+        wanted = [records and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        return cls(leaves, spec, wanted, _versions_of(leaves))
+
+    def cut_off(self) -> tuple[Nested, list[bool]]:
+        """Return the inputs without the caller's graph, and which need a gradient."""
+        leaves = [each.detach() if isinstance(each, Tensor) else each for each in self.leaves]
+        return unflatten(leaves, self.spec), self.wanted
 
 
-class ExecutorGraph(Connection):
-    """A connection whose graphs lie with the threads of an executor.
+class Graph:
+    """The replicas' graphs of one forward pass, and their node in the caller's graph.
 
     Args:
         executor: Who runs the parts.
-        parts: Nested inputs by worker; None for those that take no part.
-        held: Gradients kept by workers; they are added to those that are merged next.
+        parts: Nested inputs by replica; None for those that take no part.
+        run: The module's forward pass.
+        held: Gradients kept by replica; they are added to those that are merged next.
         hold: Keep this pass's gradients there, instead of merging them.
-        feedback: Every worker's gradient passes through its codec before it is added.
-        inputs: Gives workers copies of inputs that the module writes to; None lets it write to the
-            caller's, as plain PyTorch does.
+        feedback: Every replica's gradient passes through its codec before it is added.
+        inputs: See `ForwardTask`.
 
     Raises:
         UnsupportedError: In forward-mode differentiation.
@@ -110,227 +134,281 @@ class ExecutorGraph(Connection):
 
     def __init__(
         self,
-        executor: ThreadExecutor,
+        executor: Executor,
         parts: Sequence[Nested | None],
+        run: RunPart,
         *,
         held: HeldGradients,
-        hold: bool = False,
-        feedback: Feedback | None = None,
-        inputs: Inputs | None = None,
+        hold: bool,
+        feedback: Feedback | None,
+        inputs: Inputs | None,
     ) -> None:
-        super().__init__(executor, parts)
-        self._inputs = inputs
+        _refuse_tangents(executor.parameters, parts)
         self._executor = executor
-        self._batches = parts
-        self._held = held
-        self._hold = hold
+        self._run = run
+        self._held, self._hold = held, hold
         self._feedback = feedback
-        self._parts = {worker: _Part() for worker in self._given}
-
-    def batches(self) -> Sequence[Nested]:
-        """Return the parts; a worker's own inputs are made in its thread."""
-        return self._batches
-
-    def work(self, run: RunPart) -> Callable[[MicrobatchContext], None]:
-        """Return what runs the module and keeps its graph here."""
-
-        def work(turn: MicrobatchContext) -> None:
-            trains = turn.replica.module.training
-            copies = self._inputs is not None and self._inputs.copies(trains)
-            inputs = self._inputs_of(turn, copies)
-            watched: AbstractContextManager[None] = nullcontext()
-            if self._inputs is not None:
-                own = [e for e in self._parts[turn.index].inputs if isinstance(e, Tensor)]
-                watched = self._inputs.watched(own, copies, trains=trains)
-            with watched, turn.drawing():
-                outputs = run(turn.index, turn.replica.module, inputs)
-            self._keep_outputs(turn, outputs)
-
-        return work
-
-    def _inputs_of(self, turn: MicrobatchContext, copies: bool) -> Nested:
-        """Return the worker's inputs: on its device, cut off from the caller's graph."""
-        part, given = self._parts[turn.index], self._given[turn.index]
-        part.turn = turn
-        part.inputs = [
-            _own_leaf(leaf, turn.replica.device, wanted, copies)
-            for leaf, wanted in zip(given.leaves, given.wanted, strict=True)
-        ]
-        return unflatten(part.inputs, given.spec)
-
-    def _keep_outputs(self, turn: MicrobatchContext, outputs: Nested) -> None:
-        part = self._parts[turn.index]
-        part.outputs, part.outputs_spec = flatten(outputs)
-
-    def outputs(self, report: RunResult) -> list[Nested]:  # noqa: ARG002
-        """Return the workers' outputs, which have come by themselves."""
-        places = [
-            (worker, place)
-            for worker, part in self._parts.items()
-            for place, leaf in enumerate(part.outputs or ())
-            if self._records and isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
-        specs = {
-            worker: part.outputs_spec
-            for worker, part in self._parts.items()
-            if part.outputs_spec is not None
+        self._inputs = inputs
+        self._records = torch.is_grad_enabled()
+        self._seed = (seed_of_process(),)
+        self._modes = CallerModes.capture(executor.devices)
+        self._trainable = {id(p) for p in executor.parameters if p.requires_grad}
+        self._given = {
+            replica: _Given.of(part, self._records)
+            for replica, part in enumerate(parts)
+            if part is not None
         }
-        flat = {worker: _detached(part) for worker, part in self._parts.items()}
-        return self._connect(flat, specs, places)
+        number = next(_numbers)
+        self._names = {replica: f"graph {number} {replica}" for replica in self._given}
+        self._forget = weakref.finalize(
+            self, _forget, weakref.ref(executor), list(self._names.values())
+        )
+        self._forget.atexit = False
+        # (replica, place) of outputs that need gradients
+        self._connected: list[tuple[int, int]] = []
+        self._version: SourceVersion | None = None
+        self._forward_s: list[float] = []
+        self._observe: Callable[[Sequence[float]], None] | None = None
+
+    # -- forward -----------------------------------------------------
+
+    def forward(self, weights: Sequence[float]) -> RunResult:
+        """Run the module on every part; ``weights`` say what each stands for."""
+        batches = [
+            (self._names[replica], *self._given[replica].cut_off())
+            if replica in self._given
+            else None
+            for replica in range(len(self._executor))
+        ]
+        task = ForwardTask(self._run, self._records, self._inputs)
+        return self._executor.run(batches, task, weights=weights, seed=self._seed, pinned=True)
+
+    def outputs(self, result: RunResult) -> list[Nested]:
+        """Return the replicas' outputs, in the caller's graph where they need gradients."""
+        self._version = result.version
+        flat: dict[int, list[Any]] = {}
+        specs: dict[int, TreeSpec] = {}
+        for replica in self._given:
+            found: Outputs = result.results[replica]
+            flat[replica], specs[replica] = flatten(found.nested)
+            self._connected += [(replica, place) for place in found.needing]
+        if self._connected:
+            values = [flat[replica][place] for replica, place in self._connected]
+            connected = _Connect.apply(self, values, *self._tensors())  # type: ignore[no-untyped-call]
+            for (replica, place), tensor in zip(self._connected, connected, strict=True):
+                flat[replica][place] = tensor
+        else:
+            self._free()
+        return [unflatten(flat[replica], spec) for replica, spec in specs.items()]
+
+    def report_seconds(
+        self, forward_s: Sequence[float], observe: Callable[[Sequence[float]], None]
+    ) -> None:
+        """Give ``observe`` what each replica takes, once the backward pass through all is done.
+
+        Args:
+            forward_s: What each has taken until now; to be called after :meth:`outputs`.
+        """
+        if self._connected:
+            self._forward_s, self._observe = list(forward_s), observe
+        else:
+            observe(forward_s)
+
+    def _tensors(self) -> list[Tensor]:
+        """Return the caller's tensors that need gradients: input leaves first, then parameters."""
+        leaves = [
+            leaf
+            for given in self._given.values()
+            for leaf, wanted in zip(given.leaves, given.wanted, strict=True)
+            if wanted
+        ]
+        return leaves + [p for p in self._executor.parameters if id(p) in self._trainable]
+
+    def _free(self) -> None:
+        """Let the replicas' graphs go."""
+        self._version = None
+        self._forget()
+
+    # -- backward ----------------------------------------------------
 
     def backward(self, grads: Sequence[Tensor | None], keep_graph: bool) -> Gradients:
-        """Run every worker's backward pass and return the gradients of :meth:`_tensors`."""
-        if not self._parts or any(part.outputs is None for part in self._parts.values()):
-            raise freed()
+        """Run every replica's backward pass and return the gradients of :meth:`_tensors`."""
+        if self._version is None:
+            raise StateError(
+                "`backward()` needs the graph of its forward pass, but an earlier `backward()` "
+                "has freed it. Call the first one with retain_graph=True."
+            )
         self._check_inputs()
-        sums = PartialSums(len(self._executor))
-        modes = CallerModes.capture(self._executor.devices)
-        members = self._members(grads)
         whole = self._reaches_all_parameters()
-        hold, settle = self._hold and whole, whole and not self._hold
-        seconds = [0.0] * len(self._executor)
-        seed = seed_of_process()
-        turns = [part.turn for part in self._parts.values() if part.turn is not None]
-        for turn in turns:
-            turn.rng_use.drew.clear()
-
-        def work(worker: int) -> Gradients | None:
-            with modes.entered(self._executor.devices[worker]), self._executor.attending(worker):
-                watch = self._executor.stopwatch(worker)
-                own = None
-                if worker in members:
-                    own = self._backward_of(worker, grads, keep_graph, seed)
-                seconds[worker] = watch.lap()
-                if settle:
-                    own = self._with_held(worker, own)
-                if not hold:
-                    sums.put(worker, None if own is None else PartialSum(own, {}))
-                return own
-
+        hold, merge = self._hold and whole, whole and not self._hold
+        members = self._members(grads)
         try:
-            with self._executor.open_meeting(members):
-                results = self._executor.each(work)
+            result = self._run_backward(grads, members, keep_graph, hold=hold, merge=merge)
         except BaseException:
             if self._feedback is not None:
                 self._feedback.rollback()
             raise
-        if any(turn.rng_use.drew.is_set() for turn in turns):
+        if result.drew:
             advance_process_generator()
         if hold:
-            self._keep(results)
-        if settle:
+            self._keep(result)
+        if merge:
             self._held.clear()
             if self._feedback is not None:
                 self._feedback.commit()
-        if set(members) == set(self._parts):
-            self._tell_seconds(seconds)
-        parameter_gradients = self._merged([] if hold else sums.operands(), settle)
-        gradients = self._input_gradients() + parameter_gradients
+        if set(members) == set(self._given):
+            self._tell_seconds(result.seconds)
+        gradients = self._input_gradients(result)
+        gradients += [None] * len(self._trainable) if hold else self._merged(result, merge)
         if not keep_graph:
-            self._forget()
+            self._free()
         return gradients
+
+    def _run_backward(
+        self,
+        grads: Sequence[Tensor | None],
+        members: Sequence[int],
+        keep_graph: bool,
+        *,
+        hold: bool,
+        merge: bool,
+    ) -> RunResult:
+        executor, own = self._executor, {replica: [] for replica in members}  # type: ignore[var-annotated]
+        for (replica, place), grad in zip(self._connected, grads, strict=True):
+            if grad is not None:
+                own[replica].append((place, grad))
+        batches = [
+            GradientPayload(self._names[replica], own[replica], self._given[replica].cut_off)
+            if replica in own
+            else None
+            for replica in range(len(executor))
+        ]
+        task = BackwardTask(
+            self._run, self._modes, keep_graph, seed_of_process(), meets=executor.meets
+        )
+        changed = merge and (self._held.by_replica or self._feedback is not None)
+        with torch.enable_grad():  # gradients are asked for
+            return executor.run(
+                batches,
+                task,
+                weights=[float(replica in own) for replica in range(len(executor))],
+                seed=self._seed,
+                pinned=True,
+                as_of=self._version,
+                gradient_hook=self._with_held if changed else None,
+                adds=not hold,
+            )
+
+    def _check_inputs(self) -> None:
+        if any(given.versions != _versions_of(given.leaves) for given in self._given.values()):
+            raise StateError(
+                "An input of a container must stay as it is until `backward()`, but was modified "
+                "by an inplace operation after the forward pass. Change a copy, or run backward "
+                "first."
+            )
 
     def _reaches_all_parameters(self) -> bool:
         """Tell whether the pass is one for all parameters, not `autograd.grad` for some tensors.
 
-        Only such a pass keeps or takes over what workers hold, and what a codec did not send.
+        Only such a pass keeps or takes over what is held, and what a codec did not send.
         """
-        if not (self._hold or self._held.by_worker or self._feedback):
+        if not (self._hold or self._held.by_replica or self._feedback):
             return True
         return all(_is_reached(p) for p in self._executor.parameters if id(p) in self._trainable)
 
-    def _forget(self) -> None:
-        for part in self._parts.values():
-            part.inputs, part.outputs, part.turn = [], None, None
-
     def _members(self, grads: Sequence[Tensor | None]) -> list[int]:
-        """Return the workers whose outputs got a gradient; all, where they need each other."""
+        """Return the replicas whose outputs got a gradient; all, where they need each other."""
         if self._executor.meets:
-            return list(self._parts)
-        return self._reached(grads)
+            return list(self._given)
+        pairs = zip(self._connected, grads, strict=True)
+        return list(dict.fromkeys(replica for (replica, _), grad in pairs if grad is not None))
 
-    def _backward_of(
-        self, worker: int, grads: Sequence[Tensor | None], keep_graph: bool, seed: int
-    ) -> Gradients:
-        part = self._parts[worker]
-        assert part.turn is not None
-        replica = self._executor.replicas[worker]
-        pairs = []
-        for (owner, place), grad in zip(self._connected, grads, strict=True):
-            if owner == worker and part.outputs is not None:
-                output = part.outputs[place]
-                if grad is not None:
-                    pairs.append((output, grad.to(output.device)))
-                elif self._executor.meets:  # the others wait for this worker in their batch norms
-                    pairs.append((output, torch.zeros_like(output)))
-        try:
-            if pairs:
-                outputs, output_grads = zip(*pairs, strict=True)
-                once = self._executor.compile_once.running("backward", replica.device, output_grads)
-                seeded = derive_seed(seed, _BACKWARD, worker)
-                with once, replica.going_back(), part.turn.drawing(seeded):
-                    run_backward(outputs, output_grads, keep_graph=keep_graph)
-            return replica.take_gradients()
-        except BaseException as error:
-            replica.drop_gradients()
-            blame(error, replica, worker)
-            raise
-
-    def _with_held(self, worker: int, own: Gradients | None) -> Gradients | None:
-        held = self._held.by_worker.get(worker)
-        if held is not None:  # added to the new ones, so that a failure elsewhere leaves it whole
-            copies = [None if each is None else each.clone() for each in held]
-            own = add_gradients(own, held) if own is not None else copies
+    def _with_held(self, replica: int, own: Gradients | None) -> Gradients | None:
+        own = self._held.added_to(own, replica)
         if own is None or self._feedback is None:
             return own
         shapes = [parameter.shape for parameter in self._executor.parameters]
         places = self._feedback.places_of(self._executor.parameters)
-        return self._feedback.compress(worker, own, shapes, places)
+        return self._feedback.compress(replica, own, shapes, places)
 
-    def _keep(self, results: Sequence[Gradients | None]) -> None:
-        def add(worker: int) -> None:
-            gradients = results[worker]
-            if gradients is not None:
-                self._held.add(worker, gradients)
+    def _keep(self, result: RunResult) -> None:
+        found = {node.index: own for node, own in result.sums.items() if own is not None}
+
+        def add(replica: int) -> None:
+            if replica in found:
+                own = found[replica].gradients
+                if not self._executor.keeps_gradients:
+                    own = [None if each is None else each.clone() for each in own]
+                self._held.add(replica, own)
 
         self._executor.each(add)
 
-    def _input_gradients(self) -> Gradients:
+    def _tell_seconds(self, backward_s: Sequence[float]) -> None:
+        observe, self._observe = self._observe, None
+        if observe is not None:
+            observe([sum(each) for each in zip(self._forward_s, backward_s, strict=True)])
+
+    def _input_gradients(self, result: RunResult) -> Gradients:
         gradients: Gradients = []
-        for worker, part in self._parts.items():
-            given = self._given[worker]
-            for leaf, own, wanted in zip(given.leaves, part.inputs, given.wanted, strict=True):
-                if wanted:
-                    gradient, own.grad = own.grad, None
-                    gradients.append(None if gradient is None else gradient.to(leaf.device))
+        for replica, given in self._given.items():
+            leaves = [leaf for leaf, w in zip(given.leaves, given.wanted, strict=True) if w]
+            found = result.results[replica] or [None] * len(leaves)
+            pairs = zip(leaves, found, strict=True)
+            gradients += [None if own is None else own.to(leaf.device) for leaf, own in pairs]
         return gradients
 
-    def _merged(self, operands: Sequence[PartialSum], settle: bool) -> Gradients:
-        """Add the last two partial sums, every thread its share of the elements.
+    def _merged(self, result: RunResult, merge: bool) -> Gradients:
+        """Return the sums for those parameters that autograd asks for.
 
-        What workers kept of a parameter that was frozen since goes to its `grad` at once: autograd
-        asks for the others only.
+        What was held of a parameter that was frozen since goes to its `grad` at once.
         """
-        if not operands:
-            return [None] * len(self._trainable)
-        sums, *others = [apart(operand.gradients) for operand in operands]  # or `grad` would share
-        if others:
-            sums = add_shared(self._executor, sums, *others, fresh=False)
+        merged: Gradients = []
+        sums = self._executor.add_gradients(result)
         for parameter, total in zip(self._executor.parameters, sums, strict=True):
-            if settle and total is not None and id(parameter) not in self._trainable:
+            if id(parameter) in self._trainable:
+                merged.append(None if total is None else _shaped(total, parameter))
+            elif merge and total is not None:
                 _add_to_grad(parameter, total)
-        return [
-            None if total is None else total.as_strided(parameter.shape, dense_strides(parameter))
-            for total, parameter in zip(sums, self._executor.parameters, strict=True)
-            if id(parameter) in self._trainable
-        ]
+        return merged
+
+
+class _Connect(torch.autograd.Function):
+    """Stands in the caller's graph for all replicas' graphs."""
+
+    # Any: torch's own signature for the context.
+    @staticmethod
+    def forward(ctx: Any, graph: Graph, values: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.graph = graph
+        ctx.set_materialize_grads(False)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "A container must be differentiated once only, but double backward "
+                "(create_graph=True) was asked for. Use the unwrapped module for second "
+                "derivatives."
+            )
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        return (None, None, *ctx.graph.backward(grads, keep_graph))
+
+
+def _forget(executor: Callable[[], Executor | None], names: Sequence[str]) -> None:
+    found = executor()
+    if found is not None:
+        for name in names:
+            found.forget(name)
+
+
+def _shaped(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    return gradient.as_strided(parameter.shape, dense_strides(parameter))
 
 
 def _add_to_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
-    shaped = gradient.as_strided(parameter.shape, dense_strides(parameter))
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    parameter.grad += shaped
+    parameter.grad += _shaped(gradient, parameter)
 
 
 def _is_reached(parameter: Tensor) -> bool:
@@ -341,40 +419,34 @@ def _is_reached(parameter: Tensor) -> bool:
         return True
 
 
-# Any: a leaf of the user's own inputs.
-def _own_leaf(leaf: Any, device: torch.device, wanted: bool, copies: bool) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    own = placed(leaf, device, copies)
-    return own.requires_grad_() if wanted else own
+# Any: leaves of the user's own inputs.
+def _versions_of(leaves: Iterable[Any]) -> list[int]:
+    """Return the versions of all tensors; own leaves have another, for slices share one."""
+    return [
+        leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
 
 
-def _detached(part: _Part) -> list[Any]:
-    """Return the outputs without their graph, and in memory of their own.
+def refuse_transforms() -> None:
+    """Refuse what follows tensors by the thread that it was entered in.
 
-    A module may return its input, or a view of it; that memory is the caller's.
+    Raises:
+        UnsupportedError: In a transform of `torch.func`.
     """
-    inputs = (leaf for leaf in part.inputs if isinstance(leaf, Tensor))
-    given = {address for leaf in inputs for address in _addresses(leaf)}
-
-    def detached(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        own = leaf.detach()
-        return own.clone() if given.intersection(_addresses(own)) else own
-
-    return [detached(leaf) for leaf in part.outputs or ()]
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            "A container must be called outside of `torch.func`'s transforms (`grad`, `vmap`, "
+            "`jvp`, …), but is called in one. Use the unwrapped module there."
+        )
 
 
-def _addresses(tensor: Tensor) -> list[int]:
-    """Return where the memory of a tensor begins: a sparse or nested one has several pieces."""
-    pieces = [tensor]
-    if tensor.layout is torch.sparse_coo:
-        pieces = [tensor._indices(), tensor._values()]
-    elif tensor.layout in _BY_ROW:
-        pieces = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in _BY_COLUMN:
-        pieces = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    elif tensor.layout is torch.jagged:
-        pieces = [tensor.values()]
-    return [piece.untyped_storage().data_ptr() for piece in pieces]
+def _refuse_tangents(parameters: Sequence[Tensor], parts: Sequence[Nested | None]) -> None:
+    if forward_ad._current_level < 0:
+        return
+    leaves = [leaf for part in parts if part is not None for leaf in flatten(part)[0]]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(parameters)
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise UnsupportedError(
+            "A container must be differentiated backward, but got a tensor with a tangent "
+            "(forward-mode differentiation). Use the unwrapped module for it."
+        )

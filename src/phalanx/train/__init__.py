@@ -1,5 +1,6 @@
 """Training: the loop, the optimizer's step, metrics, checkpoints."""
 
+from phalanx.execution import EXECUTORS
 from phalanx.train.events import (
     Callback,
     EpochDone,
@@ -10,7 +11,6 @@ from phalanx.train.events import (
     WorkerLost,
 )
 from phalanx.train.merge import Update, merge_updates
-from phalanx.train.opening import EXECUTORS
 from phalanx.train.sampler import ExactSampler
 from phalanx.train.split import split_batch
 from phalanx.train.stragglers import Straggler, Stragglers

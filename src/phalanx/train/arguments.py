@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
-from phalanx.execution import check_patience
+from phalanx.execution import EXECUTORS, check_patience
 from phalanx.plan import (
     Layout,
     check_argument,
@@ -27,7 +27,6 @@ from phalanx.plan import (
     read_whole,
 )
 from phalanx.replicas import refuse_scripts
-from phalanx.train.opening import EXECUTORS
 from phalanx.types import Device, WeightFn
 
 __all__ = [

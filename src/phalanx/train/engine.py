@@ -18,6 +18,8 @@ from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.execution import (
     Executor,
+    ExecutorMaker,
+    Gradients,
     MicrobatchContext,
     MicrobatchResult,
     RunResult,
@@ -38,7 +40,6 @@ from phalanx.replicas import (
 from phalanx.train.cutting import Cut, Cutter
 from phalanx.train.events import StepDone
 from phalanx.train.formation import Formation
-from phalanx.train.opening import ExecutorMaker
 from phalanx.train.position import History, Loss, Position
 from phalanx.train.untrained import Untrained
 from phalanx.types import Nested
@@ -116,7 +117,9 @@ class Engine:
         ]
         with ExitStack() as failed:
             failed.callback(self._flat.release)
-            self.executor = open_executor(module, formation, workloads)
+            self.executor = open_executor(
+                formation.devices, workloads=workloads, intra_op=formation.intra_op
+            )
             failed.callback(self.executor.close)
             self._open_steps()
             failed.pop_all()
@@ -385,13 +388,20 @@ def compute(
     feedback: Feedback | None,
 ) -> RunResult:
     """Run all microbatches of ``pieces`` on ``executor``."""
+    shapes = [] if feedback is None else [each.shape for each in executor.parameters]
+
+    def compressed(index: int, gradients: Gradients | None) -> Gradients | None:
+        if feedback is None or gradients is None:
+            return gradients
+        return feedback.compress(index, gradients, shapes)
+
     return executor.run(
         pieces.microbatches,
         run,
         weights=pieces.weights,
         seed=seed,
         pinned=pieces.pinned,
-        feedback=feedback,
+        gradient_hook=None if feedback is None else compressed,
     )
 
 

@@ -17,7 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from phalanx.clock import now_s
 from phalanx.codecs import Codec, Feedback
 from phalanx.errors import ConfigError
-from phalanx.execution import FailureLog, RunResult
+from phalanx.execution import (
+    ExecutorChoice,
+    ExecutorMaker,
+    FailureLog,
+    Processes,
+    RunResult,
+    writer_of,
+)
 from phalanx.metrics import ReplicaMetrics
 from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_workloads
 from phalanx.replicas import caller_intra_op
@@ -39,7 +46,6 @@ from phalanx.train.engine import Engine, check_members, counted
 from phalanx.train.evaluation import evaluate
 from phalanx.train.events import Callback, EpochDone, FormationChosen, StepDone, Teller, WorkerLost
 from phalanx.train.formation import Formation, given
-from phalanx.train.opening import ExecutorMaker, writer_of
 from phalanx.train.order import Reader, is_complete
 from phalanx.train.position import History, Loss, Position
 from phalanx.train.sharding import Loaders
@@ -175,18 +181,24 @@ class Trainer:
         self._feedback = None if codec is None else Feedback(codec)
         self._channels_last = channels_last
         self._next_formation: Formation | None = None  # what `resize()` asked for
+        options = Processes(
+            timeout_s=timeout_s,
+            max_failures=max_failures,
+            on_failure=on_failure,
+            memory_dir=memory_dir,
+        )
         self._executor = executor
         self._write = writer_of(executor)
         self._failures = FailureLog(max_failures)
         self._teller = Teller(callbacks, on_failure, self._failures)
         self._open_executor = partial(
             ExecutorMaker,
-            executor,
-            self._work,
+            ExecutorChoice(kind=executor, options=options),
+            module,
+            self._failures,
+            shared=[self._work],
             timed=self._balances,
-            timeout_s=timeout_s,
-            memory_dir=None if memory_dir is None else read_folder("memory_dir", memory_dir),
-            failures=self._failures,
+            steps=True,
         )
         self._history = History()
         self._make_engine = partial(

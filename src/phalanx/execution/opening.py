@@ -1,0 +1,246 @@
+"""From `executor=` to an executor: which kind, what that can do, and where its memory lies."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.errors import UnsupportedError
+from phalanx.execution.contract import Executor
+from phalanx.execution.failures import FailureLog, WorkerLost, check_patience
+from phalanx.execution.processes import ProcessExecutor
+from phalanx.execution.ranks import open_ranks, write_once
+from phalanx.execution.shared_stepping import is_worth_sending
+from phalanx.execution.threads import ThreadExecutor
+from phalanx.memory import Allocate, SharedMemoryPool, zeros
+from phalanx.plan import BufferRules, check_argument, check_function
+
+__all__ = [
+    "EXECUTORS",
+    "ExecutorChoice",
+    "ExecutorMaker",
+    "Features",
+    "PoolGroup",
+    "Processes",
+    "writer_of",
+]
+
+EXECUTORS = ("threads", "processes", "inline", "ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """Worker processes of this host, as ``executor=`` takes them with options.
+
+    ``executor="processes"`` is the same with the defaults.
+
+    Args:
+        timeout_s: How long a microbatch may take before its worker process counts as hung.
+        max_failures: How many worker processes may be lost in all; None for any number.
+        on_failure: Called with every `WorkerLost`, after the update or pass that it was lost in.
+        memory_dir: A folder for files in the place of the memory that worker processes share, where
+            that is short; default: anonymous memory, which no size of /dev/shm limits.
+
+    Raises:
+        ConfigError: An option cannot work.
+
+    Example:
+        >>> Processes(timeout_s=60.0).max_failures
+        20
+    """
+
+    timeout_s: float = 300.0
+    max_failures: int | None = 20
+    on_failure: Callable[[WorkerLost], object] | None = None
+    memory_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        check_patience(self.timeout_s, self.max_failures)
+        if self.on_failure is not None:
+            check_function("on_failure", self.on_failure)
+        if self.memory_dir is not None:
+            fits = isinstance(self.memory_dir, (str, os.PathLike))
+            check_argument(fits, "memory_dir", "be a path", self.memory_dir)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """What a kind of executor can do, for those who refuse the rest.
+
+    Attributes:
+        any_device: Its replicas may lie on other devices than the CPU.
+        in_process: Its replicas run in this process, where hooks and closures reach them.
+    """
+
+    any_device: bool = True
+    in_process: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorChoice:
+    """What was given as ``executor=``.
+
+    Attributes:
+        kind: "threads", "processes", "inline" or "ranks".
+        options: Those of worker processes.
+    """
+
+    kind: str
+    options: Processes
+
+    @staticmethod
+    def read(given: Any, kinds: Sequence[str]) -> ExecutorChoice:  # Any: whatever the user wrote
+        """Read one of ``kinds``, or `Processes`.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        named = ", ".join(map(repr, kinds))
+        known = isinstance(given, Processes) or (isinstance(given, str) and given in kinds)
+        check_argument(known, "executor", f"be one of {named}, or `Processes(…)`", given)
+        if isinstance(given, Processes):
+            return ExecutorChoice(kind="processes", options=given)
+        return ExecutorChoice(kind=given, options=Processes())
+
+    @property
+    def features(self) -> Features:
+        """What this kind can do."""
+        apart = self.kind == "processes"
+        return Features(any_device=not apart, in_process=not apart)
+
+    def refuse_devices(self, devices: Sequence[torch.device]) -> None:
+        """Refuse devices that replicas of this kind cannot lie on.
+
+        Raises:
+            UnsupportedError: There is one.
+        """
+        others = [str(device) for device in devices if device.type != "cpu"]
+        if others and not self.features.any_device:
+            raise UnsupportedError(
+                f"`devices` must be CPUs for executor={self.kind!r}, but hold {', '.join(others)}. "
+                "Use executor='threads', which serves several devices from one process."
+            )
+
+    def refuse_apart(self, needing: str) -> None:
+        """Refuse what needs replicas in this process.
+
+        Raises:
+            UnsupportedError: They are in others.
+        """
+        if not self.features.in_process:
+            raise UnsupportedError(
+                f"{needing} needs replicas in this process, but those of executor={self.kind!r} "
+                "are in others. Use executor='threads'."
+            )
+
+
+class PoolGroup:
+    """The memory pools of several executors, which find the parameters they share in one place.
+
+    Each executor has a pool of its own, because a pool frees nothing while its executor works; what
+    one has moved to its pool, the others' hold as well.
+    """
+
+    def __init__(self) -> None:
+        self._pools: weakref.WeakSet[SharedMemoryPool] = weakref.WeakSet()
+
+    def open(
+        self, parameters: Iterable[nn.Parameter], memory_dir: str | Path | None
+    ) -> SharedMemoryPool:
+        """Return a pool for one more executor, with what others have of its ``parameters``."""
+        pool = SharedMemoryPool(None if memory_dir is None else Path(memory_dir))
+        for parameter in parameters:
+            for other in self._pools:
+                pool.share(other, parameter)
+        self._pools.add(pool)
+        return pool
+
+
+class ExecutorMaker:
+    """Opens one executor, and before it the memory where that wants parameters to lie.
+
+    Args:
+        choice: Of which kind.
+        module: What it runs; who has parameters in several executors gives the same ``pools``.
+        failures: Takes note of worker processes that were lost.
+        shared: What the runs refer to; worker processes get it with the module.
+        timed: Measure replicas on devices that work behind their thread's back.
+        steps: Whether it will step an optimizer.
+    """
+
+    def __init__(
+        self,
+        choice: ExecutorChoice,
+        module: nn.Module,
+        failures: FailureLog,
+        *,
+        pools: PoolGroup | None = None,
+        shared: Sequence[object] = (),
+        timed: bool = False,
+        steps: bool = False,
+    ) -> None:
+        self._choice = choice
+        self._module = module
+        self._failures = failures
+        self._shared = shared
+        self._timed = timed
+        self._steps = steps
+        self._pool: SharedMemoryPool | None = None
+        if choice.kind == "processes":
+            pools = PoolGroup() if pools is None else pools
+            self._pool = pools.open(module.parameters(), choice.options.memory_dir)
+
+    @property
+    def allocate(self) -> Allocate:
+        """Makes memory where the executor wants parameters and gradients to lie."""
+        return zeros if self._pool is None else self._pool.allocate
+
+    def __call__(
+        self,
+        devices: Sequence[torch.device],
+        *,
+        workloads: Sequence[float] | None,
+        intra_op: int | None,
+        rules: BufferRules | None = None,
+    ) -> Executor:
+        """Open the executor."""
+        if self._pool is None:
+            local = ThreadExecutor(
+                self._module,
+                devices,
+                workloads=workloads,
+                intra_op=intra_op,
+                rules=rules,
+                timed=self._timed,
+                inline=self._choice.kind == "inline",
+            )
+            return local if self._choice.kind != "ranks" else open_ranks(local, self._module)
+        num_elements = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
+        return ProcessExecutor(
+            self._module,
+            len(devices),
+            shelf=self._pool,
+            shared=self._shared,
+            workloads=workloads,
+            intra_op=intra_op,
+            rules=rules,
+            steps=self._steps and is_worth_sending(num_elements, len(devices)),
+            timeout_s=self._choice.options.timeout_s,
+            on_failure=self._failures.add,
+        )
+
+
+def writer_of(kind: str) -> Callable[[Callable[[], None]], None]:
+    """Return what calls a function that writes files: once, however many processes there are."""
+    return write_once if kind == "ranks" else _call
+
+
+def _call(write: Callable[[], None]) -> None:
+    write()
