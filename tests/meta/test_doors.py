@@ -156,6 +156,7 @@ DOORS: dict[str, Door] = {
     "reads the environment": Door(
         names("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"),
         allowed=(
+            "cli/app.py",
             "cli/bench/",
             "tables/joining.py",
             "distributed/exchange.py",
@@ -164,6 +165,7 @@ DOORS: dict[str, Door] = {
             "distributed/meeting.py",
             "distributed/rank_start.py",
             "distributed/rendezvous.py",
+            "memory/awake.py",
         ),
         caught=(
             "import os\nos.environ['HOME']",

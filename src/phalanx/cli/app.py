@@ -6,6 +6,7 @@ containers that are torch modules. What is slow beside it is imported where it i
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from typing import Annotated
@@ -20,6 +21,7 @@ from phalanx.cli.launch import launch
 from phalanx.cli.session import phalanx_version
 from phalanx.cli.train import INTERRUPTED, train
 from phalanx.errors import InternalError, PhalanxError
+from phalanx.memory import KEEP_AWAKE
 
 _REFUSED = 2  # as for a command line that cannot be parsed
 
@@ -61,6 +63,7 @@ def phalanx(
 
 def main() -> None:
     """Run the command line; what the user can act on is one message, all else a traceback."""
+    os.environ.setdefault(KEEP_AWAKE, "1")  # this process is ours, and so are those it starts
     try:
         app(prog_name="phalanx")
     except InternalError:

@@ -140,7 +140,9 @@ class ProcessExecutor(Executor):
         self._deferred: Exception | None = None
         self._settings = read_settings()
         self._mail = [(Mailbox(shelf), Mailbox(shelf)) for _ in range(num_workers)]
-        self._team = ThreadPool(num_workers, intra_op=self._intra_op, name="phalanx-executor")
+        self._team = ThreadPool(
+            num_workers, intra_op=self._intra_op, name="phalanx-executor", computes=False
+        )
         self._workers: list[WorkerProcess] = []
         self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
         self._moved: list[nn.Parameter] = []
@@ -159,7 +161,9 @@ class ProcessExecutor(Executor):
             places, layout = self._mirrored.places, self._slots.layout
             self._globals = GlobalValues([source, *self._shared])
             blob, values = self._packed_module(), self._globals.at_first
-            self._birth = self._shelved(WorkerInit(blob, places, layout, rules, steps, values))
+            self._birth = self._shelved(
+                WorkerInit(blob, places, layout, rules, steps, values, num_workers)
+            )
             # Noted one by one: where another does not start, these are dismissed.
             self._team.each(lambda index: self._workers.append(self._launch(index)))
             self._workers.sort(key=lambda worker: worker.index)

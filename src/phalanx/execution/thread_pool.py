@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from phalanx.errors import GroupAborted, OutOfSpace, StateError
-from phalanx.memory import keep_awake, tie_to_core
+from phalanx.memory import keep_awake
 from phalanx.replicas import num_threads, set_intra_op
 
 __all__ = ["CallerThread", "ThreadPool"]
@@ -48,13 +48,14 @@ class _Seat:
 class ThreadPool:
     """Threads that run one function at a time, each with its own index.
 
-    Idle threads sleep; they never spin. (Where there is one for each core, cores are kept awake for
-    them: see `keep_awake`.) A team that is no longer referenced dismisses its threads by itself.
+    Idle threads sleep; they never spin. (Cores may be kept awake for them: see `keep_awake`.) A
+    team that is no longer referenced dismisses its threads by itself.
 
     Args:
         size: Number of threads.
         intra_op: Threads inside the operators that each of them runs.
         name: Threads are called ``<name>-<index>``.
+        computes: False for threads that wait for worker processes.
 
     Raises:
         OutOfSpace: The system starts no more threads.
@@ -66,7 +67,9 @@ class ThreadPool:
         >>> team.close()
     """
 
-    def __init__(self, size: int, *, intra_op: int, name: str = "phalanx-replica") -> None:
+    def __init__(
+        self, size: int, *, intra_op: int, name: str = "phalanx-replica", computes: bool = True
+    ) -> None:
         self._busy = threading.RLock()  # two threads may call one container
         self._running = False
         self._closes_afterwards = False
@@ -89,13 +92,11 @@ class ThreadPool:
                 "threads too, or use fewer replicas."
             ) from error
         # After them: where threads are few, these are the ones that are needed.
-        busy = size if intra_op == 1 else 0
-        self._stay_awake = keep_awake(busy)
+        self._stay_awake = keep_awake(size if computes and intra_op == 1 else 0)
         for seat in self._seats:
             seat.stay_awake = self._stay_awake
         before = num_threads()
         self.each(lambda _: set_intra_op(intra_op))
-        self.each(lambda index: tie_to_core(index, busy))
         set_intra_op(before)  # the last number set is what threads born later start with
 
     def each(

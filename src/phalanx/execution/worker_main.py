@@ -27,7 +27,7 @@ from phalanx.execution.settings import adopt_settings
 from phalanx.execution.source_sync import Changes, place_buffers, take_over
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.ipc import die_with_parent, plant, reach
-from phalanx.memory import SharedMemoryPool, TensorHandle
+from phalanx.memory import SharedMemoryPool, TensorHandle, keep_awake
 from phalanx.plan import BufferRules
 from phalanx.replicas import (
     CallerModes,
@@ -89,6 +89,7 @@ class WorkerInit:
         rules: What becomes of buffers that it writes.
         steps: Whether errands will step an optimizer.
         values: Those of global variables that the code in ``blob`` reads.
+        num_workers: How many workers the executor has.
     """
 
     blob: bytes
@@ -97,6 +98,7 @@ class WorkerInit:
     rules: BufferRules | None = None
     steps: bool = False
     values: PackedGlobals = field(default_factory=dict)
+    num_workers: int = 1
 
 
 @dataclass(frozen=True)
@@ -240,11 +242,13 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
     set_intra_op(start.intra_op)
     shelf = SharedMemoryPool()
     worker: Worker | None = None
+    stay_awake: Callable[[], object] = bool
     while True:
         try:
             packed = connection.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)
+        stay_awake()
         try:
             match message := load(packed) if worker is None else load(packed, worker.find):
                 case NewRegions(count):
@@ -259,6 +263,7 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
                     birth: WorkerInit = load(shelf.at(place).numpy().tobytes())
                     worker = Worker(start.worker, birth, shelf)
                     _warm_up(steps=birth.steps)
+                    stay_awake = _watch(start, birth.num_workers)
                     reach("born")
                     answer = pack(None)
                 case _:
@@ -266,10 +271,16 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
                     answer = worker.work(message)
         except BaseException as error:
             answer = pack(_failed(error, () if worker is None else tuple(worker.saved)))
+        stay_awake()  # the next message is a moment away
         try:
             connection.send_bytes(answer)
         except OSError:  # the parent is gone
             os._exit(0)
+
+
+def _watch(start: Start, num_workers: int) -> Callable[[], object]:
+    busy = num_workers if start.intra_op == 1 else 0
+    return keep_awake(busy, place=start.worker, sharers=num_workers, ours=True)
 
 
 class Worker:

@@ -1,6 +1,6 @@
 """Where parameters and gradients lie, and what computes on them."""
 
-from phalanx.memory.awake import keep_awake, tie_to_core
+from phalanx.memory.awake import KEEP_AWAKE, keep_awake
 from phalanx.memory.blocks import (
     PAST_CACHE_BYTES,
     all_finite,
@@ -23,6 +23,7 @@ from phalanx.memory.rows import MatrixRows, all_within, clamp_rows
 from phalanx.memory.shared_memory_pool import SharedMemoryPool, TensorHandle
 
 __all__ = [
+    "KEEP_AWAKE",
     "PAST_CACHE_BYTES",
     "Allocate",
     "FlatParameters",
@@ -45,6 +46,5 @@ __all__ = [
     "is_compiled",
     "keep_awake",
     "sum_to",
-    "tie_to_core",
     "zeros",
 ]

@@ -9,21 +9,23 @@ So where there is a thread of ours for every core, a watcher of the kernel's low
 each: it gives the core up to whoever comes, and sleeps when nobody has come for two milliseconds,
 or 50 after the last call (awake.c).
 
-The kernel takes a core with a watcher for a busy one, and leaves a thread that has just been woken
-behind another one for milliseconds, while the watcher has the other core for itself. So threads
-that have a core each are tied to it.
+Watchers are for runs of our own: worker processes, and what the commands of `phalanx` start. In
+the process of a user they stand only where ``PHALANX_KEEP_AWAKE=1`` asks for them; with 0 they
+stand nowhere.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.memory.compiled import compiled_function
 
-__all__ = ["cores_to_watch", "keep_awake", "tie_to_core"]
+__all__ = ["KEEP_AWAKE", "cores_to_watch", "keep_awake"]
+
+KEEP_AWAKE = "PHALANX_KEEP_AWAKE"
+"""The variable that says whether cores are watched: 1, 0, or only in runs of our own."""
 
 _MOST_CORES = 16  # with more, waking the watchers takes longer than they save
 _QUOTAS = (
@@ -34,7 +36,9 @@ _QUOTAS = (
 _watched: dict[int, set[int]] = {}  # by process: a fork has not its parent's threads
 
 
-def keep_awake(num_threads: int, *, place: int = 0, sharers: int = 1) -> Callable[[], object]:
+def keep_awake(
+    num_threads: int, *, place: int = 0, sharers: int = 1, ours: bool = False
+) -> Callable[[], object]:
     """Watch the cores if so many threads have them all; return what keeps them awake for a moment.
 
     That is to be called whenever work begins. Where nothing is to be watched it does nothing.
@@ -43,13 +47,15 @@ def keep_awake(num_threads: int, *, place: int = 0, sharers: int = 1) -> Callabl
         num_threads: How many threads work at once, each inside operators alone.
         place: Which of the processes this is that watch the cores together.
         sharers: How many those are.
+        ours: Whether this process is one of our own, which watches unless told not to.
 
     Example:
         >>> stay_awake = keep_awake(1)
         >>> _ = stay_awake()
     """
     watch, stay_awake = compiled_function("watch_core"), compiled_function("keep_awake")
-    cores = cores_to_watch(num_threads)
+    wanted = {"0": False, "1": True}.get(os.environ.get(KEEP_AWAKE, ""), ours)
+    cores = cores_to_watch(num_threads) if wanted else []
     if watch is None or stay_awake is None or not cores:
         return bool
     watched = _watched.setdefault(os.getpid(), set())
@@ -57,22 +63,6 @@ def keep_awake(num_threads: int, *, place: int = 0, sharers: int = 1) -> Callabl
         if core not in watched and watch(core):
             watched.add(core)
     return stay_awake
-
-
-def tie_to_core(index: int, num_threads: int) -> None:
-    """Tie the calling thread to a core, if so many threads have a watched one each.
-
-    What it starts stays there as well: a worker process shares the core of the thread that started
-    it and waits for it.
-
-    Args:
-        index: Which of the threads this is.
-        num_threads: As for :func:`keep_awake`.
-    """
-    cores = cores_to_watch(num_threads)
-    if len(cores) == num_threads > 0 and compiled_function("watch_core") is not None:
-        with contextlib.suppress(OSError):  # forbidden here
-            os.sched_setaffinity(0, {cores[index]})
 
 
 def cores_to_watch(num_threads: int) -> list[int]:

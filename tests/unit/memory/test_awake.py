@@ -12,7 +12,7 @@ from phalanx import Trainer
 from phalanx.clock import now_s, pause
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.ipc import Waiting
-from phalanx.memory import awake, compiled, keep_awake, tie_to_core
+from phalanx.memory import KEEP_AWAKE, awake, compiled, keep_awake
 from tests.multiprocess.children import Children, Parent
 
 DEADLINE_S = 30.0
@@ -23,9 +23,9 @@ can_watch = pytest.mark.skipif(
 )
 
 
-def watchers() -> list[int]:
-    """Return the threads of this process that are of the lowest class."""
-    threads = [int(thread) for thread in os.listdir("/proc/self/task")]
+def watchers(pid: int | str = "self") -> list[int]:
+    """Return the threads of a process that are of the lowest class."""
+    threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
     return [thread for thread in threads if os.sched_getscheduler(thread) == os.SCHED_IDLE]
 
 
@@ -48,6 +48,7 @@ def until(condition) -> None:
 
 def watch(parent: Parent) -> None:
     """See in a process of its own, where no test before has had a team."""
+    os.environ[KEEP_AWAKE] = "1"
     assert watchers() == []
     with_few = ThreadPool(NUM_CORES, intra_op=2)
     if NUM_CORES > 1:
@@ -90,6 +91,7 @@ def burn_a_little(parent: Parent, core: int) -> None:
 
 
 def watch_beside_others(parent: Parent) -> None:
+    os.environ[KEEP_AWAKE] = "1"
     team = ThreadPool(NUM_CORES, intra_op=1)
     until(lambda: len(watchers()) == NUM_CORES)
     team.each(lambda index: index)
@@ -111,6 +113,7 @@ def test_what_others_do_keeps_no_watcher_from_its_sleep():
 
 
 def fork(parent: Parent) -> None:
+    os.environ[KEEP_AWAKE] = "1"
     team = ThreadPool(NUM_CORES, intra_op=1)
     child = os.fork()
     if child == 0:
@@ -131,6 +134,7 @@ def test_a_fork_has_watchers_of_its_own():
 
 
 def share(parent: Parent) -> None:
+    os.environ[KEEP_AWAKE] = "1"
     keep_awake(NUM_CORES, place=1, sharers=2)
     until(lambda: len(watchers()) == max(1, NUM_CORES // 2))
     parent.tell("well")
@@ -142,51 +146,51 @@ def test_processes_share_the_cores():
         assert children.start(share).get() == "well"
 
 
-def cores_of_threads(team: ThreadPool) -> list[set[int]]:
-    return team.each(lambda _: os.sched_getaffinity(0))
-
-
-def tie(parent: Parent) -> None:
+def stay_as_they_are(parent: Parent) -> None:
+    """Neither watch nor tie anything in a process of the user's own."""
     every = os.sched_getaffinity(0)
-    one_each, with_pools, more = (
-        ThreadPool(NUM_CORES, intra_op=1),
-        ThreadPool(NUM_CORES, intra_op=2),
-        ThreadPool(NUM_CORES + 1, intra_op=1),
-    )
-    assert cores_of_threads(one_each) == [{core} for core in sorted(every)]
-    assert cores_of_threads(with_pools) == [every] * NUM_CORES
-    assert cores_of_threads(more) == [every] * (NUM_CORES + 1)  # two on one would be half as fast
-    assert os.sched_getaffinity(0) == every  # the caller stays as it was
-    for team in (one_each, with_pools, more):
-        team.close()
+    team = ThreadPool(NUM_CORES, intra_op=1)
+    assert team.each(lambda _: os.sched_getaffinity(0)) == [every] * NUM_CORES
+    assert watchers() == []
+    team.close()
+    keep_awake(NUM_CORES, ours=True)
+    until(lambda: len(watchers()) == NUM_CORES)
     parent.tell("well")
 
 
 @can_watch
-def test_threads_that_have_a_core_each_are_tied_to_it():
+def test_no_core_is_watched_in_a_process_that_is_not_ours(monkeypatch):
+    monkeypatch.delenv(KEEP_AWAKE, raising=False)
     with Children() as children:
-        assert children.start(tie).get() == "well"
+        assert children.start(stay_as_they_are).get() == "well"
 
 
 @can_watch
-def test_worker_processes_stay_on_the_cores_of_their_threads():
+@pytest.mark.parametrize(("value", "watched"), [(None, True), ("0", False), ("1", True)])
+def test_worker_processes_watch_the_cores_and_may_use_them_all(monkeypatch, value, watched):
+    if value is None:
+        monkeypatch.delenv(KEEP_AWAKE, raising=False)
+    else:
+        monkeypatch.setenv(KEEP_AWAKE, value)
     with Trainer(
         torch.nn.Linear(3, 2),
         torch.nn.functional.mse_loss,
         lambda params: torch.optim.SGD(params, lr=0.1),
         replicas=NUM_CORES,
+        intra_op=1,
         executor="processes",
     ) as trainer:
         trainer.step((torch.ones(4, 3), torch.ones(4, 2)))
         cores = [os.sched_getaffinity(pid) for pid in trainer.worker_pids]
-    assert cores == [{core} for core in sorted(os.sched_getaffinity(0))]
+        found = [len(watchers(pid)) for pid in trainer.worker_pids]
+    assert cores == [os.sched_getaffinity(0)] * NUM_CORES
+    assert found == [int(watched)] * NUM_CORES
 
 
 def test_without_compiled_code_it_does_nothing(monkeypatch):
     monkeypatch.setattr(compiled, "FUNCTIONS", {})
     before = os.sched_getaffinity(0)
-    assert not keep_awake(NUM_CORES)()
-    tie_to_core(0, NUM_CORES)
+    assert not keep_awake(NUM_CORES, ours=True)()
     assert os.sched_getaffinity(0) == before
 
 
