@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.clock import pause
-from phalanx.distributed import mourning
+from phalanx.distributed import peer_errors
 from phalanx.distributed.arena import Arena, Steps
 from phalanx.distributed.bell import Bells
-from phalanx.distributed.blame import Blame
 from phalanx.distributed.board import LEFT, Board
+from phalanx.distributed.error_store import ErrorStore
 
 Patch = Callable[[Any, str, Any], None]  # as `setattr`, or pytest's
 
@@ -80,12 +80,12 @@ def signatures_not_compared(patch: Patch) -> None:
 
 def leavers_missed(patch: Patch) -> None:
     """Who has given its part and left is taken for lost."""
-    is_missing = mourning.is_missing
+    is_missing = peer_errors.is_missing
 
     def whoever_left(board: Board, rank: int, mark: int) -> bool:
         return board.state_of(rank)[0] == LEFT or is_missing(board, rank, mark)
 
-    patch(mourning, "is_missing", whoever_left)
+    patch(peer_errors, "is_missing", whoever_left)
 
 
 def rings_lost(patch: Patch) -> None:
@@ -100,7 +100,7 @@ def bells_kept(patch: Patch) -> None:
 
 def blame_kept(patch: Patch) -> None:
     """Nobody tells other hosts why the group has ended."""
-    patch(Blame, "write", lambda self, error: None)
+    patch(ErrorStore, "write", lambda self, error: None)
 
 
 BUGS_ACROSS: dict[str, Callable[[Patch], None]] = {"blame_kept": blame_kept}

@@ -162,9 +162,9 @@ DOORS: dict[str, Door] = {
             "distributed/exchange.py",
             "distributed/hosts.py",
             "distributed/launch.py",
-            "distributed/meeting.py",
+            "distributed/group_rendezvous.py",
             "distributed/rank_start.py",
-            "distributed/rendezvous.py",
+            "distributed/launch_rendezvous.py",
             "memory/awake.py",
         ),
         caught=(
@@ -239,9 +239,9 @@ DOORS: dict[str, Door] = {
         allowed=(
             "execution/thread_pool.py",
             "tables/snapshots.py",  # writes while the next block is hashed
-            "distributed/blame.py",
-            "distributed/pump.py",
-            "distributed/wire.py",
+            "distributed/error_store.py",
+            "distributed/progress.py",
+            "distributed/transport.py",
         ),
         caught=(
             "import threading\nthreading.Thread(target=f).start()",
@@ -285,7 +285,7 @@ DOORS: dict[str, Door] = {
             "cli/bench/",
             "ipc/region.py",
             "execution/timeouts.py",
-            "distributed/rendezvous.py",  # where the launchers of several hosts meet
+            "distributed/launch_rendezvous.py",  # where the launchers of several hosts meet
         ),
         caught=("import socket", "from http.server import HTTPServer", "import urllib.request"),
         passed=("from urllib.parse import urlsplit",),

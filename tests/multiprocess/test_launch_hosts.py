@@ -51,7 +51,7 @@ def check(started: list[subprocess.Popen[str]]) -> None:
             one.wait()
     assert [one.returncode for one in started] == [0, 0], "\n".join(said)
     lines = [line.partition("] ")[2] for text in said for line in text.splitlines()]
-    found = [line for line in lines if line.startswith("AcrossGroup 6.0 ")]
+    found = [line for line in lines if line.startswith("HierarchicalGroup 6.0 ")]
     assert len(found) == 3, "\n".join(said)
     assert len(set(found)) == 1
 

@@ -1,7 +1,7 @@
 """The c10d backend ``phalanx``: collectives over shared memory, and gloo between hosts.
 
 make_group ──> who is where? ──> all on one host      SharedGroup, ways within memory
-                             └─> on several           AcrossGroup, ways across them
+                             └─> on several           HierarchicalGroup, ways across them
                                  (hosts with NCCL     their Cuda kinds: CUDA tensors go there)
 """
 
@@ -12,13 +12,13 @@ import datetime
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from phalanx.distributed.across import Across
-from phalanx.distributed.across_group import AcrossGroup
-from phalanx.distributed.cuda_group import CudaAcrossGroup, CudaGroup, nccl_is_here
+from phalanx.distributed.cuda_group import CudaGroup, CudaHierarchicalGroup, nccl_is_here
 from phalanx.distributed.group import NAME, SharedGroup
+from phalanx.distributed.group_rendezvous import GroupRendezvous
+from phalanx.distributed.hierarchical import Hierarchical
+from phalanx.distributed.hierarchical_group import HierarchicalGroup
 from phalanx.distributed.hosts import network_interfaces
-from phalanx.distributed.meeting import Meeting
-from phalanx.distributed.within import Within
+from phalanx.distributed.intra_host import IntraHost
 
 __all__ = ["NAME", "SharedGroup", "make_group"]
 
@@ -26,15 +26,16 @@ __all__ = ["NAME", "SharedGroup", "make_group"]
 def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> SharedGroup:
     """Make the group of these ranks; what ``torch.distributed`` calls."""
     timeout_s = timeout.total_seconds()
-    meeting = Meeting(store, rank, size, timeout_s)
-    hosts = meeting.find_hosts()
+    rendezvous = GroupRendezvous(store, rank, size, timeout_s)
+    hosts = rendezvous.find_hosts()
     cuda = nccl_is_here()
-    arena = meeting.share_memory(hosts.ranks[hosts.host_of(rank)])
+    arena = rendezvous.share_memory(hosts.ranks[hosts.host_of(rank)])
     if len(hosts.ranks) == 1:
         shared = CudaGroup if cuda else SharedGroup
-        return shared(arena, Within(arena), store, timeout_s, make_group)
-    across = Across(arena, hosts, rank, meeting.store, timeout_s, network_interfaces())
-    return (CudaAcrossGroup if cuda else AcrossGroup)(arena, across, store, timeout_s, make_group)
+        return shared(arena, IntraHost(arena), store, timeout_s, make_group)
+    ways = Hierarchical(arena, hosts, rank, rendezvous.store, timeout_s, network_interfaces())
+    several = CudaHierarchicalGroup if cuda else HierarchicalGroup
+    return several(arena, ways, store, timeout_s, make_group)
 
 
 # Here, and not in a function that somebody would have to call: `import phalanx` is enough.

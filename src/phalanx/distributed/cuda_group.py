@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from phalanx.distributed.across_group import AcrossGroup
 from phalanx.distributed.group import SharedGroup
+from phalanx.distributed.hierarchical_group import HierarchicalGroup
 from phalanx.distributed.uncompiled import uncompiled
 from phalanx.errors import UnsupportedError
 
-__all__ = ["CudaAcrossGroup", "CudaGroup", "nccl_is_here"]
+__all__ = ["CudaGroup", "CudaHierarchicalGroup", "nccl_is_here"]
 
 
 def nccl_is_here() -> bool:
@@ -114,7 +114,7 @@ class CudaGroup(SharedGroup):
             super().shutdown()
 
 
-class CudaAcrossGroup(CudaGroup, AcrossGroup):
+class CudaHierarchicalGroup(CudaGroup, HierarchicalGroup):
     """The same for ranks of several hosts."""
 
 

@@ -24,8 +24,8 @@ from phalanx.clock import now_s
 from phalanx.distributed.arena import Need
 from phalanx.distributed.bell import Bells
 from phalanx.distributed.board import LEFT, Board
-from phalanx.distributed.mourning import cause_state, is_missing, look, out_of_time
-from phalanx.distributed.pump import pump
+from phalanx.distributed.peer_errors import cause_state, is_missing, look, out_of_time
+from phalanx.distributed.progress import progress_thread
 from phalanx.distributed.turns import Turns
 from phalanx.distributed.work import Task
 from phalanx.errors import ConfigError, GroupAborted, StateError
@@ -131,7 +131,7 @@ class Engine:
         if self._busy:
             self._push(task)
         if not task.done:
-            pump.add(self)
+            progress_thread.add(self)
 
     def _refuse_if_broken(self, task: Task, needs: Need) -> None:
         if self._broken is None and now_s() >= self._next_look_s:
@@ -146,8 +146,8 @@ class Engine:
     def _push(self, task: Task) -> None:
         """Go on with ``task`` in the caller's thread while the others go on, too.
 
-        Where every core has a rank that computes, the pump would run in turns with it, and ranks
-        whose pumps seldom run at the same time wait for each other at every piece.
+        Where every core has a rank that computes, the progress thread would run in turns with it,
+        and ranks whose threads seldom run at the same time wait for each other at every piece.
         """
         if not self._mover.acquire(blocking=False):
             return
@@ -162,7 +162,7 @@ class Engine:
         """Look until ``task`` has ended."""
         if timeout_s is not None:
             task.deadline_s = min(task.deadline_s, now_s() + timeout_s)
-        pump.hand_over()
+        progress_thread.hand_over()
         waiting, rests = Waiting(task.timeout_s), 0
         try:
             while not task.done:
@@ -356,7 +356,7 @@ class Engine:
 
     def close(self) -> list[str]:
         """Leave the group; what is under way fails, and is returned by its title."""
-        pump.remove(self)
+        progress_thread.remove(self)
         with self._lock:
             if self._broken is None:
                 self._broken = GroupAborted(f"Group {self._name()!r} is destroyed.")

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 from torch.autograd import profiler
 
-from phalanx.distributed.across import Across
 from phalanx.distributed.arena import Arena, Need, Steps
 from phalanx.distributed.call_forms import (
     check_count,
@@ -38,12 +37,13 @@ from phalanx.distributed.call_forms import (
 from phalanx.distributed.collectives import as_bytes
 from phalanx.distributed.described import NAME, DescribedGroup
 from phalanx.distributed.engine import COLLECTIVES, Engine
-from phalanx.distributed.mail import Mail
+from phalanx.distributed.hierarchical import Hierarchical
+from phalanx.distributed.intra_host import IntraHost
 from phalanx.distributed.ops import reduction_of
+from phalanx.distributed.point_to_point import PointToPoint
 from phalanx.distributed.sparse import all_reduce_sparse, is_sparse
 from phalanx.distributed.tensors import Flat, count_as_changed, flat_of, output_of
 from phalanx.distributed.uncompiled import uncompiled
-from phalanx.distributed.within import Within
 from phalanx.distributed.work import SharedWork, Task
 from phalanx.errors import ConfigError, StateError
 
@@ -71,7 +71,7 @@ class SharedGroup(DescribedGroup):
     def __init__(
         self,
         arena: Arena,
-        ways: Within | Across,
+        ways: IntraHost | Hierarchical,
         store: Store,
         timeout_s: float,
         make_part: GroupMaker,
@@ -80,9 +80,9 @@ class SharedGroup(DescribedGroup):
         self._make_part = make_part
         self._arena = arena
         self._ways = ways
-        self._mail = Mail(arena.board)
-        if isinstance(ways, Within):  # across hosts, messages go over gloo
-            self._mail.open()
+        self._point_to_point = PointToPoint(arena.board)
+        if isinstance(ways, IntraHost):  # across hosts, messages go over gloo
+            self._point_to_point.open()
         # C++ that is given a work from Python, as DDP's `join` gives its reducer one, holds no
         # more than its C++ half, which waits for ever once the Python half is gone.
         self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
@@ -423,7 +423,7 @@ class SharedGroup(DescribedGroup):
 
         return self._run("all_to_all", steps(), result, opts)
 
-    # --- meeting ----------------------------------------------------------------------------------
+    # --- barriers ---------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> SharedWork:
         """Wait until all ranks have come."""
@@ -443,7 +443,7 @@ class SharedGroup(DescribedGroup):
         """Send to one rank."""
         check_rank(self._ways.size, dstRank, "dstRank")
         data = as_bytes(flat_of(only(tensors), "tensor").data)
-        steps = self._mail.send(data, dstRank, tag)
+        steps = self._point_to_point.send(data, dstRank, tag)
         return self._run(
             f"send to rank {dstRank}",
             steps,
@@ -458,7 +458,7 @@ class SharedGroup(DescribedGroup):
         flat = output_of(only(tensors), "tensor")
 
         def steps() -> Steps:
-            yield from self._mail.receive(as_bytes(flat.data), srcRank, tag)
+            yield from self._point_to_point.receive(as_bytes(flat.data), srcRank, tag)
             flat.write_back()
 
         work = self._run(
@@ -477,7 +477,7 @@ class SharedGroup(DescribedGroup):
         found: list[int] = []
 
         def steps() -> Steps:
-            yield from self._mail.receive_any(as_bytes(flat.data), tag, found)
+            yield from self._point_to_point.receive_any(as_bytes(flat.data), tag, found)
             flat.write_back()
 
         work = self._run(
@@ -544,7 +544,7 @@ class SharedGroup(DescribedGroup):
             self._closed = True
             self._warn_of(self._engine.close())
             self._kept.clear()
-            self._mail.close()
+            self._point_to_point.close()
             self._ways.close()
             self._arena.close()
 

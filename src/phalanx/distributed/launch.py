@@ -40,8 +40,8 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from phalanx.distributed.launch_rendezvous import ONE_HOST, SEVERAL_HOSTS
 from phalanx.distributed.rank_start import prepare, record_failures
-from phalanx.distributed.rendezvous import ONE_HOST, SEVERAL_HOSTS
 from phalanx.errors import ConfigError, PeerError
 from phalanx.ipc import RunDirectory
 from phalanx.plan import check_function, read_count

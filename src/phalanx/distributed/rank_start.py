@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from phalanx.clock import wall_clock_s
 from phalanx.distributed.backend import NAME
-from phalanx.distributed.rendezvous import meet_in_folder
+from phalanx.distributed.launch_rendezvous import meet_in_folder
 from phalanx.errors import PeerError, PhalanxError
 from phalanx.files import written_whole
 from phalanx.ipc import die_with_parent

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.distributed.across import Across
 from phalanx.distributed.arena import Steps
+from phalanx.distributed.hierarchical import Hierarchical
+from phalanx.distributed.intra_host import IntraHost
 from phalanx.distributed.ops import Reduction
-from phalanx.distributed.within import Within
 from phalanx.errors import ConfigError, UnsupportedError
 
 __all__ = ["all_reduce_sparse", "is_sparse"]
@@ -27,7 +27,9 @@ def is_sparse(tensor: Tensor) -> bool:
     return tensor.layout is torch.sparse_coo and tensor.is_cpu
 
 
-def all_reduce_sparse(ways: Within | Across, tensor: Tensor, reduction: Reduction) -> Steps:
+def all_reduce_sparse(
+    ways: IntraHost | Hierarchical, tensor: Tensor, reduction: Reduction
+) -> Steps:
     """Sum ``tensor`` over the ranks, in place; it is coalesced afterwards.
 
     Raises:
@@ -46,7 +48,7 @@ def all_reduce_sparse(ways: Within | Across, tensor: Tensor, reduction: Reductio
     return _steps(ways, tensor)
 
 
-def _steps(ways: Within | Across, tensor: Tensor) -> Steps:
+def _steps(ways: IntraHost | Hierarchical, tensor: Tensor) -> Steps:
     with torch.no_grad():
         given = tensor.coalesce()
         indices, values = given.indices(), given.values()

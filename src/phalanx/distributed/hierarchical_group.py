@@ -13,20 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from phalanx.distributed.across import Across
 from phalanx.distributed.arena import Arena
 from phalanx.distributed.call_forms import check_rank, only
 from phalanx.distributed.group import GroupMaker, SharedGroup
+from phalanx.distributed.hierarchical import Hierarchical
 from phalanx.distributed.tensors import Flat, flat_of, output_of
+from phalanx.distributed.transport import Gloo
 from phalanx.distributed.uncompiled import uncompiled
-from phalanx.distributed.wire import Gloo
 
-__all__ = ["AcrossGroup"]
+__all__ = ["HierarchicalGroup"]
 
 
 # Any, below: as in group.py.
 @uncompiled
-class AcrossGroup(SharedGroup):
+class HierarchicalGroup(SharedGroup):
     """Ranks of several hosts: through memory within each, over gloo between.
 
     Messages go over gloo, from rank to rank. As gloo does, a send waits for its receiver.
@@ -40,20 +40,25 @@ class AcrossGroup(SharedGroup):
     """
 
     def __init__(
-        self, arena: Arena, ways: Across, store: Store, timeout_s: float, make_part: GroupMaker
+        self,
+        arena: Arena,
+        ways: Hierarchical,
+        store: Store,
+        timeout_s: float,
+        make_part: GroupMaker,
     ) -> None:
         super().__init__(arena, ways, store, timeout_s, make_part)
-        self._across = ways
+        self._hierarchical = ways
         self._post: Gloo | None = None
 
     def _seconds(self, opts: Any) -> float:
         timeout_s = super()._seconds(opts)
-        self._across.allow(timeout_s)
+        self._hierarchical.allow(timeout_s)
         return timeout_s
 
     def _opened_post(self) -> Gloo:
         if self._post is None:
-            connect = self._across.connect
+            connect = self._hierarchical.connect
             self._post = connect("post", self.rank(), self.size(), self._timeout_s, lazy=True)
         return self._post
 
@@ -63,7 +68,7 @@ class AcrossGroup(SharedGroup):
         self._num_operations += 1
         flat = flat_of(only(tensors), "tensor")
         work = self._opened_post().send([flat.data], dstRank, tag)
-        return _Message(self._across, work, flat, dstRank, self._timeout_s)
+        return _Message(self._hierarchical, work, flat, dstRank, self._timeout_s)
 
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> dist.Work:
         """Receive from one rank."""
@@ -71,13 +76,13 @@ class AcrossGroup(SharedGroup):
         self._num_operations += 1
         flat = output_of(only(tensors), "tensor")
         work = self._opened_post().recv([flat.data], srcRank, tag)
-        return _Message(self._across, work, flat, srcRank, self._timeout_s, received=True)
+        return _Message(self._hierarchical, work, flat, srcRank, self._timeout_s, received=True)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """Receive from whoever sends first."""
         flat = output_of(only(tensors), "tensor")
         work = self._opened_post().recv_anysource([flat.data], tag)
-        return _Message(self._across, work, flat, None, self._timeout_s, received=True)
+        return _Message(self._hierarchical, work, flat, None, self._timeout_s, received=True)
 
     def shutdown(self) -> None:
         """Leave the group; what is under way then fails."""
@@ -89,7 +94,7 @@ class AcrossGroup(SharedGroup):
     abort = shutdown
 
     def __repr__(self) -> str:
-        return f"AcrossGroup({self._group_name!r}, rank {self.rank()} of {self.size()})"
+        return f"HierarchicalGroup({self._group_name!r}, rank {self.rank()} of {self.size()})"
 
 
 @uncompiled
@@ -98,7 +103,7 @@ class _Message(dist.Work):
 
     def __init__(
         self,
-        ways: Across,
+        ways: Hierarchical,
         work: dist.Work,
         flat: Flat,
         other: int | None,
@@ -107,7 +112,7 @@ class _Message(dist.Work):
         received: bool = False,
     ) -> None:
         super().__init__()
-        self._blame = ways.blame
+        self._error_store = ways.error_store
         self._work = work
         self._flat = flat
         self._other = other
@@ -119,7 +124,7 @@ class _Message(dist.Work):
         """Block until the message has gone, or come; raise if it cannot."""
         if not self._ended:
             seconds = timeout.total_seconds() or self._timeout_s
-            with self._blame.naming(self._other, seconds):
+            with self._error_store.naming(self._other, seconds):
                 self._work.wait(datetime.timedelta(seconds=seconds))
             self._ended = True
             if self._received:

@@ -11,13 +11,13 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
 
-__all__ = ["Blame"]
+__all__ = ["ErrorStore"]
 
 _STORE_S = 1.0
 _KINDS: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (PeerLost, PeerTimeout)}
 
 
-class Blame:
+class ErrorStore:
     """The place in ``store`` where the first error of a group of ``group_size`` ranks stands."""
 
     def __init__(self, store: Store, rank: int, group_size: int) -> None:
@@ -35,8 +35,8 @@ class Blame:
         }
 
         def put() -> None:
-            if self._store.add("blame/times", 1) == 1:
-                self._store.set("blame", json.dumps(told))
+            if self._store.add("error/count", 1) == 1:
+                self._store.set("error", json.dumps(told))
 
         _within(_STORE_S, put)
 
@@ -45,8 +45,8 @@ class Blame:
         found: list[dict[str, object]] = []
 
         def get() -> None:
-            if self._store.check(["blame"]):
-                told = json.loads(self._store.get("blame"))
+            if self._store.check(["error"]):
+                told = json.loads(self._store.get("error"))
                 found.append(told if isinstance(told, dict) else {})
 
         _within(_STORE_S, get)
@@ -90,6 +90,6 @@ def _within(seconds: float, call: Callable[[], None]) -> None:
         with suppress(RuntimeError, ValueError):
             call()
 
-    thread = threading.Thread(target=try_it, name="phalanx blame", daemon=True)
+    thread = threading.Thread(target=try_it, name="phalanx error store", daemon=True)
     thread.start()
     thread.join(seconds)

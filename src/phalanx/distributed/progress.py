@@ -9,13 +9,13 @@ from typing import Protocol
 from phalanx.clock import now_s
 from phalanx.ipc import Waiting, register_at_fork
 
-__all__ = ["pump"]
+__all__ = ["progress_thread"]
 
 _IDLE_S = 5.0
 _EXIT_S = 1.0
 
 
-class Pumped(Protocol):
+class Progressing(Protocol):
     """What has operations under way."""
 
     @property
@@ -29,21 +29,21 @@ class Pumped(Protocol):
         """Fail what cannot go on."""
 
 
-class Pump:
+class ProgressThread:
     """A thread that is started when there is work, and ends when there is none for a while."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._pumped: list[Pumped] = []
+        self._engines: list[Progressing] = []
         self._thread: threading.Thread | None = None
         self._threads: list[threading.Thread] = []  # it, and those that end after their callback
         register_at_fork(self.forget)
 
-    def add(self, pumped: Pumped) -> None:
-        """Look after ``pumped`` until it is idle."""
+    def add(self, engine: Progressing) -> None:
+        """Look after ``engine`` until it is idle."""
         with self._changed:
-            if pumped not in self._pumped:
-                self._pumped.append(pumped)
+            if engine not in self._engines:
+                self._engines.append(engine)
             if self._thread is None:
                 self._start()
             self._hand_over()
@@ -69,11 +69,11 @@ class Pump:
         self._threads.append(self._thread)
         self._thread.start()
 
-    def remove(self, pumped: Pumped) -> None:
-        """Forget ``pumped``; the thread ends with the last one."""
+    def remove(self, engine: Progressing) -> None:
+        """Forget ``engine``; the thread ends with the last one."""
         with self._changed:
-            if pumped in self._pumped:
-                self._pumped.remove(pumped)
+            if engine in self._engines:
+                self._engines.remove(engine)
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -100,21 +100,21 @@ class Pump:
             with self._changed:
                 if self._thread is not me:
                     return
-                self._pumped = [pumped for pumped in self._pumped if not pumped.idle]
-                if not self._pumped and not self._changed.wait_for(
-                    lambda: self._pumped or self._thread is not me, _IDLE_S
+                self._engines = [engine for engine in self._engines if not engine.idle]
+                if not self._engines and not self._changed.wait_for(
+                    lambda: self._engines or self._thread is not me, _IDLE_S
                 ):
                     self._thread = None
                     return
                 if self._thread is not me:
                     return
-                pumped = list(self._pumped)
-            if sum(one.advance() for one in pumped):
+                engines = list(self._engines)
+            if sum(engine.advance() for engine in engines):
                 waiting = Waiting(_IDLE_S)
             elif waiting.rest():
-                for one in pumped:
-                    one.examine()
+                for engine in engines:
+                    engine.examine()
 
 
-pump = Pump()
-atexit.register(pump.end)
+progress_thread = ProgressThread()
+atexit.register(progress_thread.end)

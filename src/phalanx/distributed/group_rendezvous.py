@@ -1,18 +1,21 @@
 """How the ranks of a new group find each other's memory: through torch.distributed's store.
 
-    lobby   each rank says hello; rank 0 calls those that it has heard, and names a room
-    room    each that was called comes; rank 0 opens the room when all have, and clears the lobby
-            on each host, the first makes the region; the others map /proc/<pid>/fd/<fd>
+    common namespace   each rank says hello; rank 0 calls those that it has heard, and names a
+                       namespace for this group alone
+    group's namespace  each that was called comes; rank 0 opens it when all have, and clears the
+                       common one; on each host, the first makes the region; the others map
+                       /proc/<pid>/fd/<fd>
 
 The region has no name, so nothing is left behind by whatever crash.
 
-A store may outlive a group, and another group may be made under the same name, also after a meeting
-that failed halfway. So every hello holds a word that nobody has said before, who reads his own
-word knows that he was heard in this meeting, and the room is named by rank 0's. Once the room is
-open nothing of this meeting is in the lobby, and when all have left it, nothing in the room.
+A store may outlive a group, and another group may be made under the same name, also after a
+rendezvous that failed halfway. So every hello holds a word that nobody has said before: a rank that
+reads its own word was heard in this rendezvous, and the group's namespace is named by rank 0's.
+Once that is open, nothing of this rendezvous is in the common namespace, and when all have left,
+nothing is in the group's.
 
-A hello of a process that is gone may be of a meeting before, so it counts as none; but whoever has
-been alive in this meeting and is gone has died in it. (Who dies before rank 0 has heard it is
+A hello of a process that is gone may be of a rendezvous before, so it counts as none; but whoever
+has been alive in this one and is gone has died in it. (Who dies before rank 0 has heard it is
 missed at the deadline only.)
 """
 
@@ -31,13 +34,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from phalanx.clock import now_s, pause
 from phalanx.distributed.arena import Arena
 from phalanx.distributed.bell import Bell, Bells
-from phalanx.distributed.blame import Blame
 from phalanx.distributed.board import Board
+from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.hosts import Hosts, hosts_of, this_place
 from phalanx.errors import GroupAborted, PeerError, PeerLost
 from phalanx.ipc import ProcessIdentity, Region, fence, late_peers
 
-__all__ = ["Meeting"]
+__all__ = ["GroupRendezvous"]
 
 _FIRST_PAUSE_S = 1e-4
 _LONGEST_PAUSE_S = 10e-3
@@ -90,7 +93,7 @@ def _is_hello(found: object) -> bool:
     return _is_word(word) and isinstance(place, str) and _is_number(pid) and _is_number(ticks)
 
 
-class Meeting:
+class GroupRendezvous:
     """The making of one group of ``size`` ranks; all ranks do the same in the same order.
 
     Args:
@@ -100,14 +103,14 @@ class Meeting:
         timeout_s: How long all of it may take.
 
     Attributes:
-        store: The room: a part of the store that no other meeting uses; known with the hosts.
+        store: The group's namespace in the store, which no other uses; known with the hosts.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
         # A job that is started again may have the store of the attempt before.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._lobby = PrefixStore(f"phalanx/{attempt}/", store)
-        self.store: Store = self._lobby
+        self._common = PrefixStore(f"phalanx/{attempt}/", store)
+        self.store: Store = self._common
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
@@ -115,8 +118,8 @@ class Meeting:
         self._pause_s = _FIRST_PAUSE_S
         self._me = _Hello.of_this_process()
         self._heard: list[_Hello | None] = [None] * size
-        self._met: set[str] = set()  # words of who was alive in this meeting
-        self._blame: Blame | None = None
+        self._met: set[str] = set()  # words of who was alive in this rendezvous
+        self._error_store: ErrorStore | None = None
 
     def find_hosts(self) -> Hosts:
         """Return who is on which host.
@@ -128,7 +131,7 @@ class Meeting:
         Blocks: Until all have come.
         """
         with self._told():
-            self._lobby.set(f"hello/{self.rank}", json.dumps(self._me))
+            self._common.set(f"hello/{self.rank}", json.dumps(self._me))
             if self.rank == 0:
                 self._receive()
             else:
@@ -154,7 +157,7 @@ class Meeting:
             bell.close()
             raise
 
-    # --- the lobby --------------------------------------------------------------------------------
+    # --- the common namespace ---------------------------------------------------------------------
 
     def _receive(self) -> None:
         """As rank 0: call whom we hear, anew where one says hello anew, until all have come."""
@@ -165,46 +168,46 @@ class Meeting:
             if heard != self._heard:
                 self._heard, self._pause_s = heard, _FIRST_PAUSE_S
                 self.store.set("heard", json.dumps(heard))
-                self._lobby.set("called", json.dumps([hello and hello.word for hello in heard]))
+                self._common.set("called", json.dumps([hello and hello.word for hello in heard]))
             absent = [r for r in absent if r and not self.store.check([f"here/{r}"])]
             if absent:
                 self._rest([r for r in absent if self._heard[r] is None] or absent)
         for rank in range(self.size):
-            self._lobby.delete_key(f"hello/{rank}")
-        self._lobby.delete_key("called")
+            self._common.delete_key(f"hello/{rank}")
+        self._common.delete_key("called")
         self.store.set("open", "1")
 
     def _come(self) -> None:
         """As another rank: come when rank 0 has heard us, and wait until all have."""
-        while (room := self._called_to()) is None:
+        while (name := self._called_to()) is None:
             self._heard[0] = self._hello(0)
             self._rest([0])
-        self._enter(room)
-        self._met.add(room)  # rank 0's word: it has lived to call us
+        self._enter(name)
+        self._met.add(name)  # rank 0's word: it has lived to call us
         self.store.set(f"here/{self.rank}", "1")
         while not self.store.check(["open"]):
             self._read_heard()
             self._rest([r for r, hello in enumerate(self._heard) if hello is None] or [0])
         self._read_heard()
 
-    def _enter(self, room: str) -> None:
-        self.store = PrefixStore(f"{room}/", self._lobby)
-        self._blame = Blame(self.store, self.rank, self.size)
+    def _enter(self, name: str) -> None:
+        self.store = PrefixStore(f"{name}/", self._common)
+        self._error_store = ErrorStore(self.store, self.rank, self.size)
         self._pause_s = _FIRST_PAUSE_S
 
     def _hello(self, rank: int) -> _Hello | None:
         key = f"hello/{rank}"
-        if not self._lobby.check([key]):
+        if not self._common.check([key]):
             return None
-        hello = _Hello(*_read(key, self._lobby.get(key), _is_hello))
+        hello = _Hello(*_read(key, self._common.get(key), _is_hello))
         is_old = self._is_dead(hello) and hello.word not in self._met
         return None if is_old else hello
 
     def _called_to(self) -> str | None:
-        """Return the room to which we were called; a call from before does not have our word."""
-        if not self._lobby.check(["called"]):
+        """Return whose namespace we were called to; a call from before does not have our word."""
+        if not self._common.check(["called"]):
             return None
-        words: list[str] = _read("called", self._lobby.get("called"), self._are_words)
+        words: list[str] = _read("called", self._common.get("called"), self._are_words)
         return words[0] if words[self.rank] == self._me.word else None
 
     def _are_words(self, found: object) -> bool:
@@ -221,7 +224,7 @@ class Meeting:
         heard = _read("heard", self.store.get("heard"), self._are_hellos)
         self._heard = [hello and _Hello(*hello) for hello in heard]
 
-    # --- the room ---------------------------------------------------------------------------------
+    # --- the group's namespace --------------------------------------------------------------------
 
     def _map(self, ranks: Sequence[int], bell: Bell) -> Arena:
         first = ranks[0]
@@ -284,8 +287,8 @@ class Meeting:
                     f"Rank {rank} of {self.size} has died while the group is made. Make a new one.",
                     rank,
                 )
-        if self._blame and self.store.check(["blame"]):
-            raise self._blame.read() or GroupAborted(f"Some rank of {self.size} gave up.")
+        if self._error_store and self.store.check(["error"]):
+            raise self._error_store.read() or GroupAborted(f"Some rank of {self.size} gave up.")
         if now_s() >= self._deadline_s:
             raise late_peers("Rank", awaited[:1], self.size, "make the group", self._timeout_s)
         pause(self._pause_s)
@@ -302,12 +305,12 @@ class Meeting:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Let the others in the room know why we fail, in good time."""
+        """Let the others know why we fail, in good time."""
         try:
             yield
         except PeerError as exc:
-            if self._blame:
-                self._blame.write(exc)
+            if self._error_store:
+                self._error_store.write(exc)
             raise
         except RuntimeError as exc:
             raise PeerLost(

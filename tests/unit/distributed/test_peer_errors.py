@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx.distributed.board import GAVE_UP, LEFT, LOST, Board, Signature
-from phalanx.distributed.mourning import look, out_of_time
+from phalanx.distributed.peer_errors import look, out_of_time
 from phalanx.distributed.signature import pack
 from phalanx.errors import GroupAborted, PeerLost, PeerTimeout
 from phalanx.ipc import Region

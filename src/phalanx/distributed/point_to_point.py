@@ -24,7 +24,7 @@ from phalanx.errors import ConfigError, PeerLost
 from phalanx.ipc import Region, fence
 from phalanx.memory import copy_to
 
-__all__ = ["Mail"]
+__all__ = ["PointToPoint"]
 
 _RING_BYTES = 1 << 20
 _HEAD_BYTES = 64
@@ -75,7 +75,7 @@ class _Channel:
         self.words.release()
 
 
-class Mail:
+class PointToPoint:
     """The channels of one rank to and from all others."""
 
     def __init__(self, board: Board) -> None:

@@ -11,14 +11,14 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from phalanx.distributed.arena import Arena
-from phalanx.distributed.blame import Blame
+from phalanx.distributed.error_store import ErrorStore
+from phalanx.distributed.group_rendezvous import GroupRendezvous
 from phalanx.distributed.hosts import this_place
-from phalanx.distributed.meeting import Meeting
 from phalanx.errors import PeerError, PeerLost
 from phalanx.ipc import ProcessIdentity, Region
 
 TIMEOUT_S = 20.0
-ROOM = "0123456789abcdef"
+NAMESPACE = "0123456789abcdef"
 
 
 class Liar:
@@ -26,22 +26,22 @@ class Liar:
 
     def __init__(self, said: Callable[[str], str | None]) -> None:
         self.store = HashStore()
-        self._lobby = PrefixStore("phalanx/0/", self.store)
-        self._room = PrefixStore(f"{ROOM}/", self._lobby)
+        self._common = PrefixStore("phalanx/0/", self.store)
+        self._own = PrefixStore(f"{NAMESPACE}/", self._common)
         self._said = said
         self._thread = threading.Thread(target=self._speak)
         self._thread.start()
 
     def _speak(self) -> None:
         with suppress(RuntimeError):  # the other has given up
-            hello = json.loads(self._lobby.get("hello/1"))
-            me = [ROOM, this_place(), *ProcessIdentity.current()]
+            hello = json.loads(self._common.get("hello/1"))
+            me = [NAMESPACE, this_place(), *ProcessIdentity.current()]
             for store, key, text in (
-                (self._lobby, "hello/0", json.dumps(me)),
-                (self._lobby, "called", json.dumps([ROOM, hello[0]])),
-                (self._room, "heard", json.dumps([me, hello])),
-                (self._room, "open", "1"),
-                (self._room, "card/0", "0"),
+                (self._common, "hello/0", json.dumps(me)),
+                (self._common, "called", json.dumps([NAMESPACE, hello[0]])),
+                (self._own, "heard", json.dumps([me, hello])),
+                (self._own, "open", "1"),
+                (self._own, "card/0", "0"),
             ):
                 said = self._said(key)
                 store.set(key, text if said is None else said)
@@ -53,9 +53,9 @@ class Liar:
 
 
 def meet(liar: Liar) -> None:
-    meeting = Meeting(liar.store, 1, 2, TIMEOUT_S)
-    meeting.find_hosts()
-    meeting.share_memory([0, 1])
+    rendezvous = GroupRendezvous(liar.store, 1, 2, TIMEOUT_S)
+    rendezvous.find_hosts()
+    rendezvous.share_memory([0, 1])
 
 
 @pytest.fixture
@@ -102,6 +102,6 @@ def test_a_region_of_something_else_is_not_written_to(lying):
 @pytest.mark.parametrize("text", ["", "[]", '{"kind": 3}', '{"rank": "x", "text": []}'])
 def test_an_error_that_no_rank_wrote_is_read_without_another(text):
     store = HashStore()
-    store.set("blame", text)
-    told = Blame(store, 0, 2).read()
+    store.set("error", text)
+    told = ErrorStore(store, 0, 2).read()
     assert told is None or isinstance(told, PeerError)

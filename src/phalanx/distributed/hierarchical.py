@@ -25,23 +25,23 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.distributed import collectives
 from phalanx.distributed.arena import Arena, Steps
-from phalanx.distributed.blame import Blame
 from phalanx.distributed.board import Signature
 from phalanx.distributed.collectives import as_bytes, pieces
+from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.hosts import Hosts
 from phalanx.distributed.ops import Reduction
 from phalanx.distributed.signature import pack
-from phalanx.distributed.wire import Gloo, Wire, gloo_between
+from phalanx.distributed.transport import Gloo, Transport, gloo_between
 from phalanx.plan import equal_sizes
 
-__all__ = ["Across"]
+__all__ = ["Hierarchical"]
 
 _PIECE_BYTES = 4 << 20
 _SMALL_BYTES = 64 << 10
 _PATIENCE_S = 1.0
 
 
-class Across:
+class Hierarchical:
     """The operations over ``arena`` on each host and the network between.
 
     Args:
@@ -70,7 +70,7 @@ class Across:
     ) -> None:
         self.rank = rank
         self.size = hosts.size
-        self.blame = Blame(store, rank, hosts.size)
+        self.error_store = ErrorStore(store, rank, hosts.size)
         self._arena = arena
         self._hosts = hosts
         self._store = store
@@ -86,11 +86,11 @@ class Across:
 
     def _lay(
         self, name: str, place: int, names: Sequence[int], timeout_s: float, *, lazy: bool
-    ) -> Wire:
+    ) -> Transport:
         connect = partial(self.connect, name, place, len(names), timeout_s, lazy=lazy)
-        wire = Wire(connect, place, names, self.blame, self._arena.bells.ring_here)
-        wire.timeout_s = timeout_s + _PATIENCE_S
-        return wire
+        transport = Transport(connect, place, names, self.error_store, self._arena.bells.ring_here)
+        transport.timeout_s = timeout_s + _PATIENCE_S
+        return transport
 
     def connect(self, name: str, place: int, size: int, timeout_s: float, *, lazy: bool) -> Gloo:
         """Return a connection of ``size`` members; each of them asks once, by the same name."""
@@ -99,12 +99,12 @@ class Across:
 
     def allow(self, timeout_s: float) -> None:
         """Let exchanges take so long from now on."""
-        for wire in (self._leaders, self._all):
-            wire.timeout_s = timeout_s + _PATIENCE_S
+        for transport in (self._leaders, self._all):
+            transport.timeout_s = timeout_s + _PATIENCE_S
 
     def tell(self, error: BaseException) -> None:
         """Let the other hosts know of an error that breaks the group."""
-        self.blame.write(error)
+        self.error_store.write(error)
         self._leaders.cut()
         self._all.cut()
 
@@ -152,18 +152,18 @@ class Across:
 
     def _reduce_hosts(self, flat: Tensor, stage: Reduction, signature: Signature | None) -> None:
         """Reduce what the hosts' first ranks hold, in the order of hosts."""
-        wire = self._leaders
+        transport = self._leaders
         if flat.numel() * flat.itemsize <= _SMALL_BYTES:
-            theirs = {host: torch.empty_like(flat) for host in wire.others}
-            wire.swap(dict.fromkeys(theirs, flat), theirs, signature)
+            theirs = {host: torch.empty_like(flat) for host in transport.others}
+            transport.swap(dict.fromkeys(theirs, flat), theirs, signature)
             flat.copy_(self._in_host_order(flat, theirs, stage))
             return
         parts = flat.split(equal_sizes(len(flat), len(self._hosts.ranks)))
         mine = parts[self._host]
-        theirs = {host: torch.empty_like(mine) for host in wire.others}
-        wire.swap({host: parts[host] for host in wire.others}, theirs, signature)
+        theirs = {host: torch.empty_like(mine) for host in transport.others}
+        transport.swap({host: parts[host] for host in transport.others}, theirs, signature)
         mine.copy_(self._in_host_order(mine, theirs, stage))
-        wire.swap(dict.fromkeys(theirs, mine), {host: parts[host] for host in theirs}, None)
+        transport.swap(dict.fromkeys(theirs, mine), {host: parts[host] for host in theirs}, None)
 
     def _in_host_order(self, mine: Tensor, theirs: dict[int, Tensor], stage: Reduction) -> Tensor:
         sources = [theirs.get(host, mine) for host in range(len(self._hosts.ranks))]
@@ -210,7 +210,7 @@ class Across:
     def broadcast(self, flat: Tensor, root: int) -> Steps:
         """Give every rank the bytes of ``root``."""
         signature = self._sign("broadcast", flat.dtype, len(flat), root=root)
-        home, wire, data = self._hosts.host_of(root), self._leaders, as_bytes(flat)
+        home, transport, data = self._hosts.host_of(root), self._leaders, as_bytes(flat)
         for piece in pieces(len(data), _PIECE_BYTES):
             part = data[piece]
             if self._host == home:
@@ -218,9 +218,11 @@ class Across:
                     collectives.broadcast, part, self._hosts.ranks[home].index(root)
                 )
             if self._leads:
-                sent = dict.fromkeys(wire.others, part) if self._host == home else {}
+                sent = dict.fromkeys(transport.others, part) if self._host == home else {}
                 received = {} if self._host == home else {home: part}
-                yield from wire.run(partial(wire.swap, sent, received, _first(signature, piece)))
+                yield from transport.run(
+                    partial(transport.swap, sent, received, _first(signature, piece))
+                )
             if self._host != home:
                 yield from self._here(collectives.broadcast, part, 0)
 
@@ -229,7 +231,7 @@ class Across:
         count = sum(len(output) for output in outputs)
         signature = self._sign("all_gather", flat.dtype, count)
         data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
-        ranks, wire = self._hosts.ranks, self._leaders
+        ranks, transport = self._hosts.ranks, self._leaders
         longest = max(len(result) for result in results)
         for piece in pieces(longest, max(1, _PIECE_BYTES // self.size)):
             into = [results[rank][piece] for on_host in ranks for rank in on_host]
@@ -241,9 +243,11 @@ class Across:
             own = slots[before : before + len(ranks[self._host])]
             yield from collectives.all_gather(self._arena, own, data[piece])
             if self._leads:
-                sent = dict.fromkeys(wire.others, by_host[self._host])
-                received = {host: by_host[host] for host in wire.others}
-                yield from wire.run(partial(wire.swap, sent, received, _first(signature, piece)))
+                sent = dict.fromkeys(transport.others, by_host[self._host])
+                received = {host: by_host[host] for host in transport.others}
+                yield from transport.run(
+                    partial(transport.swap, sent, received, _first(signature, piece))
+                )
             yield from self._here(collectives.broadcast, packed, 0)
             for one, slot in zip(into, slots, strict=True):
                 one.copy_(slot)

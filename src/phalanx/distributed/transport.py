@@ -6,7 +6,7 @@
 Before the first bytes of an operation goes a head that says which operation it is. So members in
 different calls are told so, where gloo would write one tensor into another.
 
-gloo blocks, so a thread does what is put on a wire, in order; the engine is rung when it is done.
+gloo blocks, so a thread does what a transport is given, in order, and wakes the engine afterwards.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
 from phalanx.clock import now_s
 from phalanx.distributed.arena import Steps
-from phalanx.distributed.blame import Blame
 from phalanx.distributed.board import Signature
+from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.signature import Desync
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import reach
 
-__all__ = ["Gloo", "Wire", "gloo_between"]
+__all__ = ["Gloo", "Transport", "gloo_between"]
 
 _TAG = 1
 _HEAD_WORDS = 4
@@ -86,14 +86,14 @@ class _Job:
         self.error: BaseException | None = None
 
 
-class Wire:
+class Transport:
     """A member's end.
 
     Args:
         connect: Makes the connection, when it is first used.
         place: Which of the members we are.
         names: What each member is called in the group.
-        blame: Where the first error of the group stands.
+        error_store: Where the first error of the group stands.
         ring: Called, from the thread, when something is done.
 
     Attributes:
@@ -108,7 +108,7 @@ class Wire:
         connect: Callable[[], Gloo],
         place: int,
         names: Sequence[int],
-        blame: Blame,
+        error_store: ErrorStore,
         ring: Callable[[], None],
     ) -> None:
         self._connect = connect
@@ -116,7 +116,7 @@ class Wire:
         self._is_cut = False
         self._names = names
         self._place = place
-        self._blame = blame
+        self._error_store = error_store
         self._ring = ring
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -125,7 +125,7 @@ class Wire:
     def run(self, job: Callable[[], None]) -> Steps:
         """Have ``job`` done by the thread; the operation goes on when it is done."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="phalanx wire", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="phalanx gloo", daemon=True)
             self._thread.start()
         put = _Job(job)
         self._jobs.put(put)
@@ -223,7 +223,7 @@ class Wire:
             )
 
     def _naming(self, member: int) -> AbstractContextManager[None]:
-        return self._blame.naming(self._names[member], self.timeout_s)
+        return self._error_store.naming(self._names[member], self.timeout_s)
 
     def cut(self) -> None:
         """End the connection: who waits for this member learns at once that it does not come."""

@@ -7,10 +7,10 @@ from functools import partial
 from phalanx.distributed import collectives
 from phalanx.distributed.arena import Arena
 
-__all__ = ["Within"]
+__all__ = ["IntraHost"]
 
 
-class Within:
+class IntraHost:
     """The operations over ``arena``.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""How a group is made where somebody dies on the way, or did so in a meeting before."""
+"""How a group is made where somebody dies on the way, or did so in a rendezvous before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from phalanx.clock import now_s
 from phalanx.distributed.backend import make_group
-from phalanx.distributed.meeting import Meeting
+from phalanx.distributed.group_rendezvous import GroupRendezvous
 from phalanx.errors import PeerError
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
 
@@ -43,7 +43,7 @@ def meet(store: dist.Store, rank: int, timeout_s: float) -> tuple[str, int | Non
 
 
 def member(parent: Parent, path: str, rank: int, dies_at: str | None) -> None:
-    """Meet as often as the parent says, with so much patience; die at a place in the meeting."""
+    """Meet as often as the parent says, with so much patience; die at a place in it."""
     torch.set_num_threads(1)
     store = dist.FileStore(path, SIZE)
     if dies_at is not None:
@@ -55,17 +55,18 @@ def member(parent: Parent, path: str, rank: int, dies_at: str | None) -> None:
 
 def blind_member(parent: Parent, path: str, rank: int, dies_at: str | None) -> None:
     """The same with a planted bug: nobody sees that somebody is dead."""
-    setattr(Meeting, "_is_dead", lambda *_: False)  # noqa: B010 - mypy lets no method be assigned
+
+    setattr(GroupRendezvous, "_is_dead", lambda *_: False)  # noqa: B010
     member(parent, path, rank, dies_at)
 
 
 def plant_death(where: str) -> None:
-    """Let this process kill itself when it comes to the method ``where`` of a meeting."""
+    """Let this process kill itself when it comes to the method ``where`` of a rendezvous."""
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(Meeting, where, die)
+    setattr(GroupRendezvous, where, die)
 
 
 def gather(
@@ -109,7 +110,7 @@ def test_with_deaths_unseen_it_is_told_at_the_deadline_only(children, tmp_path):
         assert (error, rank) == ("PeerTimeout", 2)
 
 
-def test_after_a_meeting_that_one_missed_the_next_one_succeeds(children, tmp_path):
+def test_after_a_rendezvous_that_one_missed_the_next_one_succeeds(children, tmp_path):
     members = gather(children, tmp_path / "store")
     for one in members[:-1]:
         one.put(LATE_S)
