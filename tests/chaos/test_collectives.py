@@ -49,8 +49,8 @@ def offences(case: Case, hit_at_s: float, reports: dict[int, RunResult]) -> list
             found.append(
                 f"rank {rank} raised {report.error} of rank {report.rank}: {report.message}"
             )
-        whom = f"Rank {case.victim} of {SIZE} must"
-        if whom not in report.message or f"began: rank {case.victim}: " not in report.message:
+        whom = f"Rank {case.victim} of {SIZE} has died"
+        if whom not in report.message or f"of each: rank {case.victim}: " not in report.message:
             found.append(f"rank {rank} was not told whom, and in what: {report.message}")
         if not 0 < report.raised_at_s - hit_at_s < TOLD_WITHIN_S:
             found.append(f"rank {rank} was told after {report.raised_at_s - hit_at_s:.3f} s")
@@ -77,7 +77,7 @@ def halting_offences(case: Case, hit_at_s: float, reports: dict[int, RunResult])
     for report in late:
         if f"of {SIZE} did not come to" not in report.message:
             found.append(f"this is no timeout: {report.message}")
-        if report.message.split("began: ")[1].count("(its process is stopped)") != 1:
+        if report.message.split("of each: ")[1].count("(its process is stopped)") != 1:
             found.append(f"not told who is halted: {report.message}")
         if report.raised_at_s - hit_at_s < case.timeout_s - 0.5:
             found.append("somebody lost patience early")

@@ -18,7 +18,7 @@ def offences(case: Case, hit_at_s: float, reports: dict[int, RunResult]) -> list
     for rank, report in reports.items():
         if (report.error, report.rank) != ("PeerLost", case.victim):
             found.append(f"rank {rank} raised {report.error} of {report.rank}: {report.message}")
-        if f"Rank {case.victim} of {SIZE} must" not in report.message:
+        if f"rank {case.victim} of {SIZE} " not in report.message.lower():
             found.append(f"rank {rank} was not told whom: {report.message}")
         if not 0 < report.raised_at_s - hit_at_s < TOLD_WITHIN_S:
             found.append(f"rank {rank} was told after {report.raised_at_s - hit_at_s:.3f} s")
