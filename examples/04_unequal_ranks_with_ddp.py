@@ -1,6 +1,6 @@
 """DDP over ranks with 1, 5 and 9 samples: whose gradient is that of the whole batch?
 
-Run it with ``python examples/03_unequal_ranks_with_ddp.py``; it starts its three ranks itself.
+Run it with ``python examples/04_unequal_ranks_with_ddp.py``; it starts its three ranks itself.
 """
 
 from __future__ import annotations
