@@ -10,15 +10,12 @@ content, so two snapshots with the same content share a file.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
-import io
 import json
 import os
-import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +37,7 @@ Bytes = NDArray[np.uint8]
 
 _VERSION = 1
 _MOST_MANIFEST_BYTES = 1 << 20
-_BLOCK_BYTES = 1 << 23  # given to the disk at a time
-_ALIGN_BYTES = 4096  # of memory, places and lengths that can go to a disk past the cache
-_NUM_BUFFERS = 3  # one is filled or hashed, one is written, one waits
+_BLOCK_BYTES = 1 << 20  # hashed while it is still in the processor's caches
 _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float64: "F64",
@@ -110,16 +105,16 @@ def _part_names(spec: TableSpec) -> list[str]:
 def _write(path: Path, parts: dict[str, Tensor]) -> str:
     """Write a file of tensors, synced, and return its digest.
 
-    A thread writes one block while the next is hashed. ``save_file`` would copy everything first,
-    and the digest would read it back.
+    ``save_file`` would copy everything first, and the digest would read it back.
     """
     digest = hashlib.sha256()
-    with open(path, "wb", buffering=0) as file:
-        _bypass_cache(file)
-        with _Writer(file) as writer:
-            for block in _blocks(_pieces(parts), writer.take):
-                writer.put(block)
-                digest.update(block.data)
+    with path.open("wb") as file:
+        for piece in _pieces(parts):
+            for start in range(0, len(piece), _BLOCK_BYTES):
+                block = piece[start : start + _BLOCK_BYTES].data
+                file.write(block)
+                digest.update(block)
+        file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
@@ -140,103 +135,6 @@ def _pieces(parts: dict[str, Tensor]) -> Iterator[Bytes]:
     yield np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8)
     for part in parts.values():
         yield part.reshape(-1).view(torch.uint8).numpy()
-
-
-def _blocks(pieces: Iterable[Bytes], take: Callable[[], Bytes]) -> Iterator[Bytes]:
-    """Yield the same bytes in buffers, each of them full but the last."""
-    buffer, filled = take(), 0
-    for piece in pieces:
-        while len(piece):
-            if filled == len(buffer):
-                yield buffer
-                buffer, filled = take(), 0
-            count = min(len(piece), len(buffer) - filled)
-            buffer[filled : filled + count] = piece[:count]
-            piece, filled = piece[count:], filled + count
-    yield buffer[:filled]
-
-
-class _Writer:
-    """A thread that writes blocks to a file, in their order.
-
-    Args:
-        file: Where they go.
-    """
-
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
-        self._free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
-        self._given: queue.SimpleQueue[Bytes | None] = queue.SimpleQueue()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name="phalanx snapshot", daemon=True)
-        for _ in range(_NUM_BUFFERS):
-            self._free.put(_aligned_buffer())
-
-    def take(self) -> Bytes:
-        """Return a buffer to be filled, once one is free.
-
-        Raises:
-            OSError: An earlier block could not be written.
-        """
-        buffer = self._free.get()
-        self._raise_failure()
-        return buffer
-
-    def put(self, block: Bytes) -> None:
-        """Have a block written: a buffer that was taken, or its beginning."""
-        self._given.put(block)
-
-    def __enter__(self) -> _Writer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._given.put(None)
-        self._thread.join()
-        if kind is None:
-            self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _serve(self) -> None:
-        while (block := self._given.get()) is not None:
-            try:
-                if self._failure is None:
-                    _write_all(self._file, block.data)
-            except BaseException as exc:
-                self._failure = exc
-            self._free.put(block)
-
-
-def _aligned_buffer() -> Bytes:
-    memory = torch.empty(_BLOCK_BYTES + _ALIGN_BYTES, dtype=torch.uint8, device="cpu")
-    start = -memory.data_ptr() % _ALIGN_BYTES
-    return memory[start : start + _BLOCK_BYTES].numpy()
-
-
-def _bypass_cache(file: io.FileIO, wanted: bool = True) -> None:
-    """Let blocks go to the disk from where they are, if the file system can do that.
-
-    Through the cache each page is copied once more, to memory that the kernel has to find, and of
-    a large file that takes longer than the disk.
-    """
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
-
-
-def _write_all(file: io.FileIO, block: memoryview) -> None:
-    if len(block) % _ALIGN_BYTES:
-        _bypass_cache(file, False)
-    while len(block):
-        try:
-            block = block[file.write(block) :]
-        except OSError as exc:
-            if exc.errno != errno.EINVAL or not fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
-                raise
-            _bypass_cache(file, False)  # such blocks are too small for this file system
 
 
 def _remove_older(directory: Path, name: str, kept: Path) -> None:
