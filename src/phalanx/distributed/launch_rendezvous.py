@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from phalanx.distributed.hosts import INTERFACES, loopback
-from phalanx.ipc import Waiting, late_peers
+from phalanx.ipc import late_peers, wait_until
 
 __all__ = ["ONE_HOST", "SEVERAL_HOSTS", "meet_in_folder"]
 
@@ -190,18 +190,12 @@ def meet_in_folder(folder: Path) -> None:
             return
         path = folder / f"store-{attempt}-{num_met}"
         if rank != 0:
-            _wait_for(path, size, timeout.total_seconds())
+            timeout_s = timeout.total_seconds()
+            if not wait_until(path.exists, timeout_s):
+                raise late_peers("Rank", [0], size, "make the group", timeout_s)
         store = FileStore(str(path))
         store.set_timeout(timeout)
         num_met += 1
         yield store, rank, size
 
     _rendezvous_handlers[_SCHEME] = meet
-
-
-def _wait_for(path: Path, size: int, timeout_s: float) -> None:
-    waiting = Waiting(timeout_s)
-    while not path.exists():
-        if waiting.over():
-            raise late_peers("Rank", [0], size, "make the group", timeout_s)
-        waiting.rest()

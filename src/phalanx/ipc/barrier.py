@@ -139,7 +139,7 @@ class SharedBarrier:
                 self._look_for_broken(number)
             return bool(lowest >= number)
 
-        if not wait_until(ready, lambda: self._look_for_dead(number), timeout_s):
+        if not wait_until(ready, timeout_s, lambda: self._look_for_dead(number)):
             missing = self._missing(number)
             if missing:  # else the last has come just now
                 raise late_peers(

@@ -43,16 +43,18 @@ class LivenessTimer:
         return True
 
 
-def wait_until(ready: Callable[[], bool], check: Callable[[], object], timeout_s: float) -> bool:
+def wait_until(
+    ready: Callable[[], bool], timeout_s: float, check: Callable[[], object] = bool
+) -> bool:
     """Wait until ``ready()``, and call ``check`` every 20 ms; return False at the deadline.
 
     Args:
         ready: Asked often; what it raises ends the wait.
-        check: Looks who has died. It raises, or changes what ``ready`` sees.
         timeout_s: How long to wait.
+        check: Looks who has died. It raises, or changes what ``ready`` sees.
 
     Example:
-        >>> wait_until(lambda: False, lambda: None, timeout_s=0.0)
+        >>> wait_until(lambda: False, timeout_s=0.0)
         False
     """
     if ready():

@@ -259,7 +259,7 @@ class Barrier:
                 self._membership._mark_dead()
                 self._finish(number, hashed)
 
-        if not wait_until(lambda: words[0] >= number, look, timeout_s):
+        if not wait_until(lambda: words[0] >= number, timeout_s, look):
             self._give_up(worker, name, line, timeout_s)
         self._rounds[name] = words[1]  # the next one is not finished without this worker
         return self._rounds[name]

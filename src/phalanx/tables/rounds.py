@@ -300,7 +300,7 @@ class Rounds:
             if self._missing(number):
                 self._membership.mark_dead(timeout_s)
 
-        if not wait_until(ready, look, timeout_s):
+        if not wait_until(ready, timeout_s, look):
             self._give_up(arrival, timeout_s)
 
     def _missing(self, number: int) -> list[int]:

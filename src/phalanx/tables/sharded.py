@@ -128,11 +128,11 @@ class Sharded(Generic[P]):
                 self._fill(init, timeout_s)
             return bool(self._page[READY])
 
-        if not wait_until(ready, lambda: self._membership.mark_dead(timeout_s), timeout_s):
+        if not wait_until(ready, timeout_s, lambda: self._membership.mark_dead(timeout_s)):
             master = min(self._membership.awaited())
             raise PeerTimeout(
-                f"Worker {master}, the master, must open table {self.spec.name!r} first, but did "
-                f"not within {timeout_s:g} s.",
+                f"Worker {master}, the master, did not open table {self.spec.name!r} within "
+                f"{timeout_s:g} s.",
                 master,
             )
         if self.spec.staleness.is_bulk_synchronous:

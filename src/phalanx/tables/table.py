@@ -397,12 +397,12 @@ def wait_for_clocks(world: TableWorker, judge: Any, what: str) -> None:  # Any: 
         verdict = judge()
         return verdict.may_go_on
 
-    if not wait_until(ready, lambda: world.membership.mark_dead(world.timeout_s), world.timeout_s):
+    if not wait_until(ready, world.timeout_s, lambda: world.membership.mark_dead(world.timeout_s)):
         slowest = verdict.slowest
         assert slowest is not None
         raise PeerTimeout(
-            f"Worker {slowest} must reach clock {verdict.needed_clock} for {what} by worker "
-            f"{world.worker_id} within {world.timeout_s:g} s, but is at clock "
+            f"Worker {slowest} did not come to clock {verdict.needed_clock} within "
+            f"{world.timeout_s:g} s, as {what} by worker {world.worker_id} needs; it is at clock "
             f"{world.membership.clock(slowest)}. Let it `tick`, or leave.",
             slowest,
         )

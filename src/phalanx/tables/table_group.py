@@ -165,7 +165,7 @@ class TableGroup:
         if self.closed or self.is_forked() or self.run is None:
             return
         missing = self.membership.expected_missing
-        if not wait_until(lambda: not missing(), lambda: None, self.timeout_s):
+        if not wait_until(lambda: not missing(), self.timeout_s):
             warnings.warn(
                 f"{say_numbers('Worker', missing())} of run {self.run!r} did not come within "
                 f"{self.timeout_s:g} s, though {self.membership.num_expected} workers were "

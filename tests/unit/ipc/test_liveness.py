@@ -12,13 +12,13 @@ LONG_S = 30.0
 
 
 def test_what_is_ready_is_not_checked():
-    assert wait_until(lambda: True, lambda: pytest.fail("checked"), 0.0)
+    assert wait_until(lambda: True, 0.0, lambda: pytest.fail("checked"))
 
 
 def test_a_check_that_makes_it_ready_ends_the_wait():
     dead: list[int] = []
     since = now_s()
-    assert wait_until(lambda: bool(dead), lambda: dead.append(1), LONG_S)
+    assert wait_until(lambda: bool(dead), LONG_S, lambda: dead.append(1))
     assert now_s() - since < LONG_S
 
 
@@ -31,7 +31,7 @@ def test_a_death_that_comes_later_ends_the_wait():
             raise PeerLost("dead", 1)
 
     with pytest.raises(PeerLost):
-        wait_until(lambda: False, check, LONG_S)
+        wait_until(lambda: False, LONG_S, check)
 
 
 def test_who_comes_at_the_deadline_has_come():
@@ -41,7 +41,7 @@ def test_who_comes_at_the_deadline_has_come():
         asked.append(True)
         return len(asked) > 2  # after the deadline's check
 
-    assert wait_until(ready, lambda: None, 0.0)
+    assert wait_until(ready, 0.0)
     assert len(asked) == 3
 
 
@@ -49,7 +49,7 @@ def test_a_timer_is_due_once_per_interval():
     assert not LivenessTimer(at_once=False).due()
     timer = LivenessTimer(at_once=True)
     assert [timer.due() for _ in range(3)] == [True, False, False]
-    assert wait_until(timer.due, lambda: None, LONG_S)
+    assert wait_until(timer.due, LONG_S)
 
 
 def test_the_error_names_who_did_not_come_and_who_did():

@@ -176,8 +176,8 @@ def test_a_table_that_does_not_fit_is_refused_and_its_name_stays_free():
     [
         (lambda world: world.matrix(2**40, 2**40), ConfigError, "has shape"),
         (lambda world: world.keys(2**40), ConfigError, f"has 1024 rows of {2**40}"),
-        (lambda world: world.keys(2**36, capacity=1), OutOfSpace, "must"),
-        (lambda world: world.keys(2**36, capacity=1, init=0.5), OutOfSpace, "must"),
+        (lambda world: world.keys(2**36, capacity=1), OutOfSpace, "needs"),
+        (lambda world: world.keys(2**36, capacity=1, init=0.5), OutOfSpace, "needs"),
     ],
 )
 def test_a_table_that_no_memory_holds_is_refused_before_it_is_made(make, refused, told):

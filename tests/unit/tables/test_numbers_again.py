@@ -71,7 +71,7 @@ def test_a_barrier_waits_for_who_has_the_number_of_one_that_had_come(full):
     coming = threading.Thread(target=gone.barrier)
     coming.start()
     words = full._context.barrier()._words
-    wait_until(lambda: words[2 + 4 * 1] == 1, lambda: None, 5)  # it has come to round 1
+    wait_until(lambda: words[2 + 4 * 1] == 1, 5)  # it has come to round 1
     gone.leave()
     with full.thread_worker() as other:
         assert other.worker_id == 1
