@@ -10,7 +10,8 @@
 #   RANK_KILLS=300      and how many ranks of process groups
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test check format bits house bench chaos night clean .venv/moved
+BENCHMARKS := bench-step bench-allreduce bench-balance bench-memory bench-recovery bench-tables
+.PHONY: help venv train test check format bits house bench $(BENCHMARKS) chaos night clean .venv/moved
 
 PYTHON ?= python3
 ARGS ?=
@@ -83,8 +84,10 @@ bits: $(STAMP)  ## train three small models in every formation and print hashes 
 house: $(STAMP)  ## print the size of the package, its doubled names, and how far one call walks, beside the aims
 	@$(BIN)/python -W ignore -m tests.meta.house $(ARGS)
 
-bench: $(STAMP)  ## measure a training step beside its peers
-	@$(BIN)/phalanx bench step $(ARGS)
+bench: bench-step  ## measure a training step beside its peers; see also bench-allreduce, -balance, -memory, -recovery, -tables
+
+$(BENCHMARKS): bench-%: $(STAMP)
+	@$(BIN)/python -m benchmarks $* $(ARGS)
 
 chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and groups; bits and books must stay
 	@$(BIN)/python -m tests.chaos.soak --kills $(N) $(ARGS)

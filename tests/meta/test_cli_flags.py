@@ -12,12 +12,6 @@ from tests.meta.commands import flags_by_command, root_command
 
 FROZEN: dict[str, tuple[str, ...]] = {
     "": ("--version",),
-    "bench allreduce": ("--out", "--ranks", "--rounds"),
-    "bench balance": ("--model", "--out", "--slowdown", "--steps"),
-    "bench memory": ("--megabytes", "--out", "--workers"),
-    "bench recovery": ("--kills", "--model", "--out", "--restarts", "--seed", "--workers"),
-    "bench step": ("--contestants", "--models", "--out", "--steps", "--workers"),
-    "bench tables": ("--contestants", "--out", "--rounds", "--rows", "--snapshot-mb"),
     "launch": (
         "--endpoint",
         "--log-dir",

@@ -157,7 +157,6 @@ DOORS: dict[str, Door] = {
         names("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"),
         allowed=(
             "cli/app.py",
-            "cli/bench/",
             "tables/joining.py",
             "distributed/exchange.py",
             "distributed/hosts.py",
@@ -190,7 +189,7 @@ DOORS: dict[str, Door] = {
     ),
     "talks through torch.distributed": Door(
         names("torch.distributed", "torch.nn.parallel.DistributedDataParallel"),
-        allowed=("distributed/", "cli/bench/"),
+        allowed=("distributed/",),
         caught=(
             "import torch.distributed as dist",
             "from torch import distributed",
@@ -272,7 +271,7 @@ DOORS: dict[str, Door] = {
                 "multiprocessing.reduction",
             ),
         ),
-        allowed=("cli/bench/", "execution/worker_client.py"),
+        allowed=("execution/worker_client.py",),
         caught=(
             "import subprocess",
             "from torch import multiprocessing as mp",
@@ -282,7 +281,6 @@ DOORS: dict[str, Door] = {
     "opens sockets": Door(
         names("socket", "socketserver", "ssl", "http", "urllib.request", "ftplib", "xmlrpc", "zmq"),
         allowed=(
-            "cli/bench/",
             "ipc/region.py",
             "execution/timeouts.py",
             "distributed/launch_rendezvous.py",  # where the launchers of several hosts meet
@@ -293,7 +291,6 @@ DOORS: dict[str, Door] = {
     "handles signals": Door(
         names("signal"),
         allowed=(
-            "cli/bench/arena.py",  # stops whoever is not at work
             "cli/train.py",
             "execution/thread_pool.py",  # holds them back where the caller's thread is the replica
             "execution/worker_main.py",
@@ -365,7 +362,6 @@ DOORS: dict[str, Door] = {
             "tables/snapshots.py",
             "cli/run_folder.py",
             "cli/figure.py",
-            "cli/bench/",
             "ipc/region.py",
             "ipc/run_directory.py",
             "distributed/launch.py",  # a folder for the ranks' output

@@ -189,7 +189,7 @@ def test_an_import_from_above_or_beside_is_caught(path, text):
         ("plan/a.py", "from phalanx.errors import ConfigError\nfrom phalanx.plan.b import x"),
         ("train/a.py", "from .events import StepDone\nfrom ..replicas import ThreadExecutor"),
         ("__init__.py", "from phalanx.train import Trainer"),
-        ("cli/bench/a.py", "import phalanx.cli.train\nimport torch\nfrom phalanx import Trainer"),
+        ("cli/a.py", "import phalanx.cli.train\nimport torch\nfrom phalanx import Trainer"),
     ],
 )
 def test_an_import_from_below_or_within_passes(path, text):

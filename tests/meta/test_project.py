@@ -179,7 +179,8 @@ def command_mistakes(words: Sequence[str], root: Any) -> list[str]:
 
 
 def make_targets(makefile: str) -> set[str]:
-    return set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    lines = re.findall(r"^(?:BENCHMARKS := )?([a-z][a-z -]*)(?::|$)", makefile, flags=re.MULTILINE)
+    return {target for line in lines for target in line.split()}
 
 
 def page_mistakes(page: str, root: Any, makefile: str) -> list[str]:
@@ -190,7 +191,7 @@ def page_mistakes(page: str, root: Any, makefile: str) -> list[str]:
         if words[0] == "phalanx":
             mistakes += command_mistakes(words, root)
         else:
-            named = [word for word in words[1:] if re.fullmatch(r"[a-z]+", word)]
+            named = [word for word in words[1:] if re.fullmatch(r"[a-z][a-z-]*", word)]
             mistakes += [f"`make {word}`: no such target" for word in named if word not in targets]
     return mistakes
 

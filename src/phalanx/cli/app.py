@@ -15,7 +15,6 @@ import torch
 import typer
 from rich.text import Text
 
-from phalanx.cli.bench import bench_app
 from phalanx.cli.console import make_console
 from phalanx.cli.launch import launch
 from phalanx.cli.session import phalanx_version
@@ -39,7 +38,6 @@ app = typer.Typer(
 app.command()(train)
 # What follows the script is the script's, options as well.
 app.command(context_settings={"allow_interspersed_args": False})(launch)
-app.add_typer(bench_app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -61,11 +59,11 @@ def phalanx(
     """Train PyTorch models on replicas, with the same numbers in every formation."""
 
 
-def main() -> None:
-    """Run the command line; what the user can act on is one message, all else a traceback."""
+def main(command: typer.Typer = app, prog_name: str = "phalanx") -> None:
+    """Run a command line; what the user can act on is one message, all else a traceback."""
     os.environ.setdefault(KEEP_AWAKE, "1")  # this process is ours, and so are those it starts
     try:
-        app(prog_name="phalanx")
+        command(prog_name=prog_name)
     except InternalError:
         raise
     except PhalanxError as exc:

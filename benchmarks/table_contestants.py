@@ -1,4 +1,4 @@
-"""What the processes of ``phalanx bench tables`` run: each contestant's get and add.
+"""What the processes of ``make bench-tables`` run: each contestant's get and add.
 
     phalanx   worker 0, worker 1                 tables in memory that both map
     torch     worker 0, worker 1                 private memory each, torch's own kernels
@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.arena import Entrant, Turn, attend
+from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, TASKS
+from benchmarks.table_turns import Draws, Steps, take_turn
 from phalanx import tables
-from phalanx.cli.bench.arena import Entrant, Turn, attend
-from phalanx.cli.bench.table_tasks import ARRAY_ELEMENTS, COLS, TASKS
-from phalanx.cli.bench.table_turns import Draws, Steps, take_turn
 from phalanx.clock import now_s, pause
 from phalanx.errors import PeerTimeout
 

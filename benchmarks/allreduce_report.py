@@ -13,8 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.bench.machine import Machine
-from phalanx.cli.bench.record import headlines
+from benchmarks.machine import Machine
+from benchmarks.record import headlines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

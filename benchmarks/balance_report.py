@@ -13,11 +13,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.bench.arena import Outcome, Pace
-from phalanx.cli.bench.machine import Machine
-from phalanx.cli.bench.record import headlines
-from phalanx.cli.bench.slowed import SLOW, Account
-from phalanx.cli.bench.standings import Verdict
+from benchmarks.arena import Outcome, Pace
+from benchmarks.machine import Machine
+from benchmarks.record import headlines
+from benchmarks.slowed import SLOW, Account
+from benchmarks.standings import Verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

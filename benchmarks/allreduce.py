@@ -1,4 +1,4 @@
-"""``phalanx bench allreduce``: an all-reduce over shared memory beside gloo's, and MPI's.
+"""``make bench-allreduce``: an all-reduce over shared memory beside gloo's, and MPI's.
 
 Both have a group of the same ranks and take turns within each round, so that whatever else the
 machine does meets both. What is timed is `torch.distributed.all_reduce` of a tensor in ordinary
@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 import typer
 
-from phalanx.cli.bench.allreduce_report import (
+from benchmarks.allreduce_report import (
     BACKENDS,
     Cell,
     allreduce_table,
     as_json,
     draw_allreduce,
 )
-from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.mpi import ProcessFailed, has_mpi, measure_mpi
-from phalanx.cli.bench.step import introduce, turn_progress
+from benchmarks.machine import describe_machine
+from benchmarks.mpi import ProcessFailed, has_mpi, measure_mpi
+from benchmarks.step import introduce, turn_progress
 from phalanx.cli.console import make_console
 from phalanx.clock import now_s
 from phalanx.distributed import RankFailed, launch

@@ -43,6 +43,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+import phalanx
 from phalanx.clock import now_s
 from phalanx.errors import PeerError, PeerLost, PeerTimeout, UnsupportedError
 from phalanx.ipc import die_with_parent
@@ -351,11 +352,11 @@ class _Child:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of a contestant's process: it finds this very package."""
+    """Return the environment of a contestant's process, which finds these very packages."""
     environment = {k: v for k, v in os.environ.items() if k not in _ENVIRONMENT_LEFT_OUT}
-    source = str(Path(__file__).parents[3])  # the folder that holds the package, installed or not
+    sources = [str(Path(package).parents[1]) for package in (__file__, phalanx.__file__)]
     environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [source, environment.get("PYTHONPATH")])
+        filter(None, [*sources, environment.get("PYTHONPATH")])
     )
     return environment
 

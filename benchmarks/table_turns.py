@@ -1,4 +1,4 @@
-"""One turn of a contestant of ``phalanx bench tables``: work for a while, and time it."""
+"""One turn of a contestant of ``make bench-tables``: work for a while, and time it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.cli.bench.arena import Step
-from phalanx.cli.bench.table_tasks import ARRAY_ELEMENTS, COLS, Task
+from benchmarks.arena import Step
+from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, Task
 from phalanx.clock import now_s
 
 __all__ = ["Draws", "Steps", "take_turn"]

@@ -1,4 +1,4 @@
-"""What the contestants of ``phalanx bench recovery`` run: a training that goes on until it is told.
+"""What the contestants of ``make bench-recovery`` run: a training that goes on until it is told.
 
 Each prints one line of JSON per step to its stdout, with when it ended by the clock that all
 processes of a machine share, and who is at work; ``recovery`` reads them and kills:
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from phalanx.cli.bench.contestants import build, loss_of
+from benchmarks.contestants import build, loss_of
 from phalanx.clock import now_s
 from phalanx.ipc import die_with_parent
 

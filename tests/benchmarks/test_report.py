@@ -1,4 +1,4 @@
-"""What `phalanx bench step` makes of its times: standings, tables, JSON, the figure."""
+"""What `make bench-step` makes of its times: standings, tables, JSON, the figure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import matplotlib.image
 import pytest
 
-from phalanx.cli.bench.arena import Outcome, Pace
-from phalanx.cli.bench.contestants import CONTESTANTS, select
-from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.report import (
+from benchmarks.arena import Outcome, Pace
+from benchmarks.contestants import CONTESTANTS, select
+from benchmarks.machine import describe_machine
+from benchmarks.report import (
     SCHEMA,
     Result,
     as_json,
@@ -20,7 +20,7 @@ from phalanx.cli.bench.report import (
     model_table,
     overhead_table,
 )
-from phalanx.cli.bench.standings import (
+from benchmarks.standings import (
     IDEALS,
     TARGETS,
     Target,

@@ -1,4 +1,4 @@
-"""`phalanx bench balance`: contestants and report; nothing depends on how fast anything is."""
+"""`make bench-balance`: contestants and report; nothing depends on how fast anything is."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-import phalanx.cli.bench.balance as balance_module
-from phalanx.cli.bench import bench_app, slowed
-from phalanx.cli.bench.arena import Entrant, Outcome, Pace
-from phalanx.cli.bench.balance_report import (
+import benchmarks.balance as balance_module
+from benchmarks import slowed
+from benchmarks.__main__ import app as bench_app
+from benchmarks.arena import Entrant, Outcome, Pace
+from benchmarks.balance_report import (
     Contest,
     as_json,
     balance_table,
@@ -25,9 +26,9 @@ from phalanx.cli.bench.balance_report import (
     ratio,
     verdicts,
 )
-from phalanx.cli.bench.contestants import build, loss_of
-from phalanx.cli.bench.machine import Machine
-from phalanx.cli.bench.slowed import Account, Job, Slowdown, open_job, read_account
+from benchmarks.contestants import build, loss_of
+from benchmarks.machine import Machine
+from benchmarks.slowed import Account, Job, Slowdown, open_job, read_account
 from phalanx.errors import ConfigError
 from phalanx.plan import Decision
 

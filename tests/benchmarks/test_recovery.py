@@ -1,4 +1,4 @@
-"""`phalanx bench recovery`: nothing here depends on how fast anything is."""
+"""`make bench-recovery`: nothing here depends on how fast anything is."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from phalanx.cli.bench import bench_app
-from phalanx.cli.bench import recovery as recovery_module
-from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.recovering import Beat, Job, command
-from phalanx.cli.bench.recovery_report import (
+from benchmarks import recovery as recovery_module
+from benchmarks.__main__ import app as bench_app
+from benchmarks.machine import describe_machine
+from benchmarks.recovering import Beat, Job, command
+from benchmarks.recovery_report import (
     TARGETS,
     Disturbed,
     Kill,

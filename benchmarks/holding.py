@@ -1,4 +1,4 @@
-"""What the formations of ``phalanx bench memory`` run: a net of which more is held, case by case.
+"""What the formations of ``make bench-memory`` run: a net of which more is held, case by case.
 
     nothing      a last layer only
     parameters   and behind it many frozen layers
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from phalanx.cli.bench.arena import Entrant, Step, serve
+from benchmarks.arena import Entrant, Step, serve
 
 __all__ = ["CASES", "FORMATIONS", "Job", "build", "entrant", "main"]
 

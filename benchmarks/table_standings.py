@@ -1,11 +1,11 @@
-"""What of ``phalanx bench tables`` is a target, and how it was met. Nothing here runs anything."""
+"""What of ``make bench-tables`` is a target, and how it was met. Nothing here runs anything."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from phalanx.cli.bench.table_tasks import ARRAY_ELEMENTS, SIZES, Task
+from benchmarks.table_tasks import ARRAY_ELEMENTS, SIZES, Task
 
 __all__ = ["Verdict", "flood_rows_per_s", "gb_per_s", "judge"]
 

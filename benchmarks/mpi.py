@@ -1,4 +1,4 @@
-"""An all-reduce by MPI, timed as `phalanx bench allreduce` times the others; where there is one.
+"""An all-reduce by MPI, timed as `make bench-allreduce` times the others; where there is one.
 
 MPI starts its ranks itself and brings its own group, so it takes its turn in processes of its own.
 """
@@ -23,7 +23,7 @@ from phalanx.errors import PhalanxError
 __all__ = ["ProcessFailed", "has_mpi", "main", "measure_mpi"]
 
 _TIMEOUT_S = 300.0
-_START = "from phalanx.cli.bench.mpi import main; main()"
+_START = "from benchmarks.mpi import main; main()"
 
 
 class ProcessFailed(PhalanxError):

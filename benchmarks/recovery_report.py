@@ -14,8 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.bench.machine import Machine
-from phalanx.cli.bench.record import headline, headlines
+from benchmarks.machine import Machine
+from benchmarks.record import headline, headlines
 
 __all__ = [
     "SCHEMA",

@@ -1,4 +1,4 @@
-"""What each contestant of ``phalanx bench balance`` runs: two replicas, one of them perhaps slowed.
+"""What each contestant of ``make bench-balance`` runs: two replicas, one of them perhaps slowed.
 
 Slowed means that the replica waits in every forward pass, as long for a row as its work on it takes
 times the slowdown less one. The wait takes no core from the other replica.
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.cli.bench.arena import Entrant, Step, serve
-from phalanx.cli.bench.contestants import Batch, build, loss_of
+from benchmarks.arena import Entrant, Step, serve
+from benchmarks.contestants import Batch, build, loss_of
 from phalanx.plan import Decision, workload_sizes
 
 __all__ = ["SLOW", "Account", "Job", "entrant", "main", "open_job", "read_account"]

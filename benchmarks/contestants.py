@@ -1,4 +1,4 @@
-"""What each contestant of ``phalanx bench step`` runs.
+"""What each contestant of ``make bench-step`` runs.
 
 All train the same model from the same weights on the same synthetic batch with plain SGD. What
 differs is where the work is done, and nothing is tuned on one side only: Phalanx lays out
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from phalanx.cli.bench.arena import Entrant, Step, serve
+from benchmarks.arena import Entrant, Step, serve
 from phalanx.cli.models import bench_cnn, bench_gpt, bench_mlp
 from phalanx.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""``phalanx bench step``: one training step of three models, Phalanx beside its peers."""
+"""``make bench-step``: one training step of three models, Phalanx beside its peers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from phalanx.cli.bench.arena import Pace, compete
-from phalanx.cli.bench.contestants import CONTESTANTS, by_default, entrant, select
-from phalanx.cli.bench.machine import Machine, describe_machine
-from phalanx.cli.bench.report import (
+from benchmarks.arena import Pace, compete
+from benchmarks.contestants import CONTESTANTS, by_default, entrant, select
+from benchmarks.machine import Machine, describe_machine
+from benchmarks.report import (
     Result,
     as_json,
     curve_table,
@@ -24,25 +24,17 @@ from phalanx.cli.bench.report import (
     overhead_table,
     title,
 )
-from phalanx.cli.bench.standings import TARGET_WORKERS, TARGETS, rank
+from benchmarks.standings import TARGET_WORKERS, TARGETS, rank
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError
 
-__all__ = ["bench_app", "introduce", "turn_progress"]
-
-bench_app = typer.Typer(help="Measure Phalanx beside its peers.", no_args_is_help=True)
+__all__ = ["introduce", "step", "turn_progress"]
 
 DEFAULT_MODELS = "mlp,cnn,gpt"
 DEFAULT_OUT = Path("out/bench-step")
 BUSY_LOAD = 0.5
 
 
-@bench_app.callback()
-def _bench() -> None:
-    """Measure Phalanx beside its peers."""
-
-
-@bench_app.command("step")
 def step(
     models: Annotated[
         str, typer.Option(help="Which models, separated by commas.")

@@ -12,11 +12,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.bench.arena import Outcome, Pace
-from phalanx.cli.bench.contestants import CONTESTANTS
-from phalanx.cli.bench.machine import Machine
-from phalanx.cli.bench.record import headlines
-from phalanx.cli.bench.standings import (
+from benchmarks.arena import Outcome, Pace
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.machine import Machine
+from benchmarks.record import headlines
+from benchmarks.standings import (
     BASELINES,
     Overhead,
     Standing,

@@ -1,4 +1,4 @@
-"""``phalanx bench balance``: what balanced workloads gain beside a slow replica, and cost without.
+"""``make bench-balance``: what balanced workloads gain beside a slow replica, and cost without.
 
 Ten contestants: a `Trainer` and a `DataParallel`, each with one replica slowed (even, balanced and
 ideal shares) and with equal replicas (even and balanced shares). How long the slow replica has to
@@ -15,12 +15,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from phalanx.cli.bench.arena import Arena, Pace, compete
-from phalanx.cli.bench.balance_report import Contest, as_json, balance_table, draw_balance
-from phalanx.cli.bench.contestants import check_model
-from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.slowed import Job, entrant, read_account
-from phalanx.cli.bench.step import introduce, turn_progress
+from benchmarks.arena import Arena, Pace, compete
+from benchmarks.balance_report import Contest, as_json, balance_table, draw_balance
+from benchmarks.contestants import check_model
+from benchmarks.machine import describe_machine
+from benchmarks.slowed import Job, entrant, read_account
+from benchmarks.step import introduce, turn_progress
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError, PeerLost
 

@@ -1,4 +1,4 @@
-"""``phalanx bench recovery``: how long a step takes in which a worker is killed.
+"""``make bench-recovery``: how long a step takes in which a worker is killed.
 
     contestant ──── a line per step ────► this process
                ◄─ kill -9, at a random ─
@@ -25,18 +25,18 @@ from typing import IO, Annotated
 
 import typer
 
-from phalanx.cli.bench.arena import child_environment
-from phalanx.cli.bench.contestants import check_model
-from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.recovering import Beat, Job, command
-from phalanx.cli.bench.recovery_report import (
+from benchmarks.arena import child_environment
+from benchmarks.contestants import check_model
+from benchmarks.machine import describe_machine
+from benchmarks.recovering import Beat, Job, command
+from benchmarks.recovery_report import (
     Disturbed,
     Kill,
     as_json,
     draw_recovery,
     recovery_table,
 )
-from phalanx.cli.bench.step import introduce, turn_progress
+from benchmarks.step import introduce, turn_progress
 from phalanx.cli.console import make_console
 from phalanx.clock import now_s, pause
 from phalanx.errors import ConfigError, PeerError, PeerLost, PeerTimeout

@@ -1,4 +1,4 @@
-"""What ``phalanx bench tables`` has shown: tables, JSON, and a figure."""
+"""What ``make bench-tables`` has shown: tables, JSON, and a figure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.bench.machine import Machine
-from phalanx.cli.bench.record import headlines
-from phalanx.cli.bench.table_standings import Verdict, flood_rows_per_s, gb_per_s, judge
-from phalanx.cli.bench.table_tasks import ARRAY_ELEMENTS, COLS, SIZES, Task
+from benchmarks.machine import Machine
+from benchmarks.record import headlines
+from benchmarks.table_standings import Verdict, flood_rows_per_s, gb_per_s, judge
+from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, SIZES, Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

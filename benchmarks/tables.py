@@ -1,4 +1,4 @@
-"""``phalanx bench tables``: tables beside torch RPC, a Ray actor and torch's own kernels.
+"""``make bench-tables``: tables beside torch RPC, a Ray actor and torch's own kernels.
 
 All contestants are set up, then take turns at one task after the other, in another order each
 round (see `arena`). Snapshots come last, for they want the memory and the disk for themselves.
@@ -14,12 +14,12 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.bench.arena import Arena
-from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.step import introduce, turn_progress
-from phalanx.cli.bench.table_contestants import CONTESTANTS, Job, entrant, is_there
-from phalanx.cli.bench.table_tasks import COLS, TASKS, TASKS_OF_DISK, TASKS_OF_MEMORY, Task
-from phalanx.cli.bench.tables_report import (
+from benchmarks.arena import Arena
+from benchmarks.machine import describe_machine
+from benchmarks.step import introduce, turn_progress
+from benchmarks.table_contestants import CONTESTANTS, Job, entrant, is_there
+from benchmarks.table_tasks import COLS, TASKS, TASKS_OF_DISK, TASKS_OF_MEMORY, Task
+from benchmarks.tables_report import (
     Results,
     as_json,
     draw_tables,

@@ -1,4 +1,4 @@
-"""`phalanx bench memory`: what is weighed, and what is made of it."""
+"""`make bench-memory`: what is weighed, and what is made of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from phalanx.cli.bench import bench_app
-from phalanx.cli.bench import memory as memory_module
-from phalanx.cli.bench.holding import CASES, Job, build, entrant
-from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.memory import descendants, held_bytes
-from phalanx.cli.bench.memory_report import Weight, as_json, draw_memory, growth, memory_table
+from benchmarks import memory as memory_module
+from benchmarks.__main__ import app as bench_app
+from benchmarks.holding import CASES, Job, build, entrant
+from benchmarks.machine import describe_machine
+from benchmarks.memory import descendants, held_bytes
+from benchmarks.memory_report import Weight, as_json, draw_memory, growth, memory_table
 from phalanx.errors import ConfigError
 
 MACHINE = describe_machine()

@@ -1,4 +1,4 @@
-"""`phalanx bench step`, its arena and contestants: nothing here depends on how fast anything is."""
+"""`make bench-step`, its arena and contestants: nothing here depends on how fast anything is."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from phalanx import DataParallel, ModelParallel, unsplit
-from phalanx.cli.bench import arena as arena_module
-from phalanx.cli.bench import bench_app
-from phalanx.cli.bench import step as step_module
-from phalanx.cli.bench.arena import Arena, Entrant, Pace, compete
-from phalanx.cli.bench.contestants import (
+from benchmarks import arena as arena_module
+from benchmarks import step as step_module
+from benchmarks.__main__ import app as bench_app
+from benchmarks.arena import Arena, Entrant, Pace, compete
+from benchmarks.contestants import (
     CODECS,
     CONTESTANTS,
     Job,
@@ -29,6 +28,7 @@ from phalanx.cli.bench.contestants import (
     loss_of,
     select,
 )
+from phalanx import DataParallel, ModelParallel, unsplit
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerLost
 from phalanx.ipc import ProcessIdentity
@@ -212,11 +212,11 @@ def test_who_is_not_at_work_is_stopped():
 def test_children_end_with_a_controller_that_is_killed():
     attends = """
 from contextlib import nullcontext
-from phalanx.cli.bench.arena import attend
+from benchmarks.arena import attend
 attend(nullcontext(lambda number: [1.0] * number))
 """
     controller = f"""
-from phalanx.cli.bench.arena import Arena, Entrant
+from benchmarks.arena import Arena, Entrant
 import sys
 entrant = Entrant(name="a", commands=((sys.executable, "-c", {attends!r}),) * 2)
 with Arena([entrant]) as arena:
@@ -253,7 +253,7 @@ def test_children_do_not_inherit_the_callers_number_of_threads(monkeypatch):
 def test_what_a_contestant_prints_is_not_taken_for_an_answer():
     chatty = """
 import contextlib, os
-from phalanx.cli.bench.arena import serve
+from benchmarks.arena import serve
 @contextlib.contextmanager
 def open_step():
     print("hello")
@@ -374,7 +374,7 @@ def trained_in_a_process(name, model, folder, *, training):
     out = folder / "weights.pt"
     code = (
         "import os, torch\n"
-        "from tests.unit.cli.test_bench import trained_by\n"
+        "from tests.benchmarks.test_step import trained_by\n"
         "def done(trained):\n"
         f"    torch.save(trained, {str(out)!r})\n"
         "    os._exit(0)\n"

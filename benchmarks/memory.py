@@ -1,4 +1,4 @@
-"""``phalanx bench memory``: what a formation's processes hold together, and what grows with them.
+"""``make bench-memory``: what a formation's processes hold together, and what grows with them.
 
 Each formation runs alone, case after case (see `holding`), and is weighed between two steps: by
 the kernel's proportional set size, which counts a page that several processes share once. Pages
@@ -14,11 +14,11 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.bench.arena import Arena
-from phalanx.cli.bench.holding import CASES, FORMATIONS, Job, entrant
-from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.memory_report import Weight, as_json, draw_memory, memory_table
-from phalanx.cli.bench.step import introduce, turn_progress
+from benchmarks.arena import Arena
+from benchmarks.holding import CASES, FORMATIONS, Job, entrant
+from benchmarks.machine import describe_machine
+from benchmarks.memory_report import Weight, as_json, draw_memory, memory_table
+from benchmarks.step import introduce, turn_progress
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError, PeerError, UnsupportedError
 
@@ -48,7 +48,7 @@ def memory(
     """
     counts = _counts(workers)
     if not (_PROC / "self" / "smaps_rollup").exists():
-        raise UnsupportedError("`phalanx bench memory` reads /proc, which this system has not.")
+        raise UnsupportedError("`make bench-memory` reads /proc, which this system has not.")
     console = make_console()
     machine = describe_machine()
     introduce(console, machine)

@@ -1,4 +1,4 @@
-"""What the contestants of ``phalanx bench tables`` are asked to do.
+"""What the contestants of ``make bench-tables`` are asked to do.
 
 A task is named by its place in `TASKS`, which both sides have. Nothing here runs anything.
 """

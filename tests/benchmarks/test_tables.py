@@ -1,4 +1,4 @@
-"""`phalanx bench tables`: what is timed, how it is judged, and what is made of it."""
+"""`make bench-tables`: what is timed, how it is judged, and what is made of it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from phalanx.cli.bench import bench_app, table_turns
-from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.table_contestants import Job, entrant
-from phalanx.cli.bench.table_standings import judge
-from phalanx.cli.bench.table_tasks import TASKS, TASKS_OF_DISK, Task
-from phalanx.cli.bench.table_turns import Draws, Steps, take_turn
-from phalanx.cli.bench.tables_report import (
+from benchmarks import table_turns
+from benchmarks.__main__ import app as bench_app
+from benchmarks.machine import describe_machine
+from benchmarks.table_contestants import Job, entrant
+from benchmarks.table_standings import judge
+from benchmarks.table_tasks import TASKS, TASKS_OF_DISK, Task
+from benchmarks.table_turns import Draws, Steps, take_turn
+from benchmarks.tables_report import (
     TITLES,
     Results,
     as_json,
@@ -223,8 +224,8 @@ def run_tables(*words):
 
 def test_it_runs_beside_its_peers_and_writes_what_it_found(tmp_path, monkeypatch):
     """Real processes, small: every contestant that is installed with torch answers every task."""
-    monkeypatch.setattr("phalanx.cli.bench.tables._DISK_ROUNDS", 1)
-    monkeypatch.setattr("phalanx.cli.bench.tables._TURN_S", 0.0)
+    monkeypatch.setattr("benchmarks.tables._DISK_ROUNDS", 1)
+    monkeypatch.setattr("benchmarks.tables._TURN_S", 0.0)
     result = run_tables(
         "--contestants=phalanx,torch,rpc,snapshot", "--rounds=1", "--rows=900", "--snapshot-mb=1",
         f"--out={tmp_path}",
@@ -255,8 +256,8 @@ def test_unknown_contestants_are_refused(words):
 
 
 def test_a_contestant_that_is_not_installed_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.cli.bench.tables.is_there", lambda name: name != "ray")
-    monkeypatch.setattr("phalanx.cli.bench.tables.compete", lambda names, *_: None)
+    monkeypatch.setattr("benchmarks.tables.is_there", lambda name: name != "ray")
+    monkeypatch.setattr("benchmarks.tables.compete", lambda names, *_: None)
     result = run_tables(f"--out={tmp_path}")
     assert result.exit_code == 0
     assert "Ray is not installed, so it is left out" in result.output

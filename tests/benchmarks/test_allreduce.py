@@ -1,4 +1,4 @@
-"""What `phalanx bench allreduce` makes of its measurements."""
+"""What `make bench-allreduce` makes of its measurements."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from phalanx.cli.app import app
-from phalanx.cli.bench.allreduce import BUSY, _counts, busy_processes
-from phalanx.cli.bench.allreduce_report import (
+from benchmarks.__main__ import app
+from benchmarks.allreduce import BUSY, _counts, busy_processes
+from benchmarks.allreduce_report import (
     Cell,
     allreduce_table,
     as_json,
     draw_allreduce,
     target,
 )
-from phalanx.cli.bench.machine import describe_machine
-from phalanx.cli.bench.mpi import ProcessFailed, has_mpi, measure_mpi
+from benchmarks.machine import describe_machine
+from benchmarks.mpi import ProcessFailed, has_mpi, measure_mpi
 from phalanx.errors import ConfigError
 
 CELLS = [
@@ -120,7 +120,7 @@ def test_numbers_of_ranks_are_read():
 
 @pytest.mark.slow
 def test_the_command_measures_and_writes(tmp_path: Path):
-    words = ["bench", "allreduce", "--ranks", "2", "--rounds", "1", "--out", str(tmp_path)]
+    words = ["allreduce", "--ranks", "2", "--rounds", "1", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "allreduce.png").exists()

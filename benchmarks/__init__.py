@@ -1,0 +1,1 @@
+"""Measure Phalanx beside its peers: ``python -m benchmarks``, in a checkout; not installed."""

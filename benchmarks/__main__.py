@@ -1,0 +1,25 @@
+"""The command line of the benchmarks: ``python -m benchmarks step`` or ``make bench-step``."""
+
+import typer
+
+from benchmarks.allreduce import allreduce
+from benchmarks.balance import balance
+from benchmarks.memory import memory
+from benchmarks.recovery import recovery
+from benchmarks.step import step
+from benchmarks.tables import tables
+from phalanx.cli.app import main
+
+app = typer.Typer(
+    help="Measure Phalanx beside its peers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (step, allreduce, balance, memory, recovery, tables):
+    app.command()(command)
+
+if __name__ == "__main__":
+    main(app, "python -m benchmarks")
