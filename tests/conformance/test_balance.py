@@ -23,7 +23,7 @@ import phalanx
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.execution import stopwatch
 from phalanx.plan import workload_sizes
-from phalanx.replicas import meeting as meeting_module
+from phalanx.replicas import rendezvous as rendezvous_module
 from phalanx.train import checkpoint
 from tests.conformance.models import (
     assert_close,
@@ -74,7 +74,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clocks]:
     Taking.clocks = None
 
 
-class Meeting(threading.Condition):
+class CountedCondition(threading.Condition):
     """Lets the clock of whoever waits go on to that of whoever it waits for."""
 
     def __init__(self, clocks: Clocks) -> None:
@@ -427,7 +427,7 @@ def test_what_a_replica_waits_for_others_is_not_its_own_time(clocks, monkeypatch
 
     With what it waits for the slow one, the fast replica would seem slow, and get ever less.
     """
-    monkeypatch.setattr(meeting_module, "now_s", clocks.read)
+    monkeypatch.setattr(rendezvous_module, "now_s", clocks.read)
     clocks.forward_s = [1.0, 3.0]
     net = Net(norm=True)
     twin = twin_of(net)
@@ -435,14 +435,14 @@ def test_what_a_replica_waits_for_others_is_not_its_own_time(clocks, monkeypatch
         net.eval()
         model(BATCHES[0][0])  # makes the executor
         net.train()
-        model._running.executor._meeting._changed = meeting = Meeting(clocks)
+        model._running.executor._rendezvous._changed = condition = CountedCondition(clocks)
         for x, y in BATCHES:
             for module in (net, twin):
                 module.zero_grad()
             by_outputs(model, x, y).backward()
             F.cross_entropy(twin(x), y).backward()
             assert_close(gradients_of(net), gradients_of(twin), F64)
-        assert meeting.num_waits > 0
+        assert condition.num_waits > 0
         assert_close(state_of(net), state_of(twin), F64)
         for each in model.decisions:
             assert each.seconds_per_row == pytest.approx((1.0, 3.0))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx import Layout, Merge
 from phalanx.plan import least_loaded
-from phalanx.replicas.meeting import Meeting
+from phalanx.replicas.rendezvous import ReplicaRendezvous
 from tests.conformance.containers import (
     Scale,
     Slices,
@@ -389,16 +389,16 @@ def test_replicas_that_are_ahead_do_not_change_what_others_still_read(
 
     Left to chance, the first layer's gradients were wrong in one backward pass out of ten.
     """
-    exchange, leave = Meeting.exchange, Meeting.leave
+    exchange, leave = ReplicaRendezvous.exchange, ReplicaRendezvous.leave
     gone, both_gone = set(), threading.Event()
 
-    def late(self: Meeting, member: int, value: Any, place: str) -> list[Any]:
+    def late(self: ReplicaRendezvous, member: int, value: Any, place: str) -> list[Any]:
         found = exchange(self, member, value, place)
         if "backward" in place and member == 2:
             assert both_gone.wait(20.0)
         return found
 
-    def told(self: Meeting, member: int, error: BaseException | None = None) -> None:
+    def told(self: ReplicaRendezvous, member: int, error: BaseException | None = None) -> None:
         leave(self, member, error)
         gone.add(member)
         if {0, 1} <= gone:
@@ -409,8 +409,8 @@ def test_replicas_that_are_ahead_do_not_change_what_others_still_read(
     mine, theirs = fresh(batch(0)), fresh(batch(0))
     with parallel(net, device, buffers="sync") as model:
         output = model(mine)
-        monkeypatch.setattr(Meeting, "exchange", late)
-        monkeypatch.setattr(Meeting, "leave", told)
+        monkeypatch.setattr(ReplicaRendezvous, "exchange", late)
+        monkeypatch.setattr(ReplicaRendezvous, "leave", told)
         loss_of(output).backward()
     loss_of(twin(theirs)).backward()
     assert_close([mine.grad, *gradients_of(net)], [theirs.grad, *gradients_of(twin)], F64)

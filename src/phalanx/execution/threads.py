@@ -31,8 +31,8 @@ from phalanx.plan import BufferRules, check_workloads, read_intra_op
 from phalanx.replicas import (
     CallerModes,
     CompileOnce,
-    Meeting,
     Replica,
+    ReplicaRendezvous,
     SourceGradients,
     Statistics,
     batch_norm_names,
@@ -123,14 +123,14 @@ class ThreadExecutor(Executor):
             if parameter is not None
         ]
         self.compile_once = CompileOnce(sources)
-        self._meeting = self._synchronise(sources[0], rules) if alone and rules else None
-        self.meets = self._meeting is not None
+        self._rendezvous = self._synchronise(sources[0], rules) if alone and rules else None
+        self.meets = self._rendezvous is not None
         if inline:
             self._team = CallerThread(intra_op=self.intra_op)
         else:
             self._team = ThreadPool(len(devices), intra_op=self.intra_op)
 
-    def _synchronise(self, source: nn.Module, rules: BufferRules) -> Meeting | None:
+    def _synchronise(self, source: nn.Module, rules: BufferRules) -> ReplicaRendezvous | None:
         """Let the replicas' batch norms meet where statistics are to be the whole batch's."""
         names = [
             name
@@ -144,33 +144,33 @@ class ThreadExecutor(Executor):
                 "`module` must not be compiled where batch norms wait for each other "
                 "(buffers='sync'), but is. Do not compile it, or give its buffers another rule."
             )
-        meeting = Meeting()
-        synchronise_batch_norm([replica.module for replica in self.replicas], names, meeting)
-        return meeting
+        rendezvous = ReplicaRendezvous()
+        synchronise_batch_norm([replica.module for replica in self.replicas], names, rendezvous)
+        return rendezvous
 
     def open_meeting(self, members: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """Say which replicas take part in the run of the body, where they wait for each other."""
-        if self._meeting is None:
+        if self._rendezvous is None:
             return contextlib.nullcontext()
-        return self._meeting.open(members)
+        return self._rendezvous.open(members)
 
     @contextlib.contextmanager
     def attending(self, replica: int) -> Iterator[None]:
-        """Take part in the meeting until the body ends, so that nobody waits any longer then."""
-        if self._meeting is None:
+        """Take part in the rendezvous until the body ends, so that nobody waits any longer then."""
+        if self._rendezvous is None:
             yield
             return
         # Torch runs all backward passes of one GPU on one thread of its own, where the first
         # replica would wait for those behind it.
-        with self._meeting.attending(replica), torch.autograd.set_multithreading_enabled(False):
+        with self._rendezvous.attending(replica), torch.autograd.set_multithreading_enabled(False):
             yield
 
     def stopwatch(self, replica: int) -> Stopwatch:
         """Measure what ``replica`` does from now on; to be called in its thread."""
-        meeting = self._meeting
+        rendezvous = self._rendezvous
         return Stopwatch(
             self.devices[replica],
-            waited_s=lambda: 0.0 if meeting is None else meeting.waited_s(replica),
+            waited_s=lambda: 0.0 if rendezvous is None else rendezvous.waited_s(replica),
             settles=self._timed,
         )
 

@@ -20,7 +20,6 @@ from phalanx.replicas.intra_op import (
     num_threads,
     set_intra_op,
 )
-from phalanx.replicas.meeting import Meeting
 from phalanx.replicas.memory_format import (
     restore_memory_format,
     use_channels_last,
@@ -39,6 +38,7 @@ from phalanx.replicas.parcel import (
     picklable_or_named,
     span_bytes,
 )
+from phalanx.replicas.rendezvous import ReplicaRendezvous
 from phalanx.replicas.replica import Replica, add_gradients, apart, refuse_lazy, refuse_scripts
 from phalanx.replicas.rng import (
     MicrobatchRng,
@@ -73,11 +73,11 @@ __all__ = [
     "GlobalValues",
     "Head",
     "Inputs",
-    "Meeting",
     "MicrobatchRng",
     "PackedGlobals",
     "Registered",
     "Replica",
+    "ReplicaRendezvous",
     "RngMode",
     "RngPlan",
     "RngUse",

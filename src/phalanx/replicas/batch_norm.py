@@ -31,7 +31,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
-from phalanx.replicas.meeting import Meeting
+from phalanx.replicas.rendezvous import ReplicaRendezvous
 
 __all__ = ["batch_norm_names", "synchronise_batch_norm"]
 
@@ -52,7 +52,7 @@ def batch_norm_names(module: nn.Module) -> list[str]:
 
 
 def synchronise_batch_norm(
-    modules: Sequence[nn.Module], names: Collection[str], meeting: Meeting
+    modules: Sequence[nn.Module], names: Collection[str], rendezvous: ReplicaRendezvous
 ) -> None:
     """Make the batch norms ``names`` in every replica normalise over the rows of all of them.
 
@@ -63,10 +63,10 @@ def synchronise_batch_norm(
     A forward that normalises by other means is left as it is.
 
     Args:
-        modules: The replicas' own copies, in the order of the meeting's members from 0 on; they
+        modules: The replicas' own copies, in the order of the rendezvous's members from 0 on; they
             are changed in place.
         names: Which batch norms, as in `named_modules()`.
-        meeting: Open, with the replicas in use as its members, whenever these run forward or
+        rendezvous: Open, with the replicas in use as its members, whenever these run forward or
             backward. With one member everything is as in plain torch.
 
     Raises:
@@ -91,7 +91,7 @@ def synchronise_batch_norm(
             kind = type(norm)
             if kind not in swapped:
                 swapped[kind] = new_class(kind.__name__, (_Synchronised, kind))
-            norm._phalanx_seat = _Seat(name, member, meeting)  # type: ignore[assignment]
+            norm._phalanx_seat = _Seat(name, member, rendezvous)  # type: ignore[assignment]
             norm.__class__ = swapped[kind]
 
 
@@ -114,11 +114,11 @@ class _Seat:
 
     name: str
     member: int
-    meeting: Meeting
+    rendezvous: ReplicaRendezvous
 
     def meet(self, share: _Share, place: str) -> list[_Share]:
         """Return what all replicas have brought, in their order."""
-        shares: list[_Share] = self.meeting.exchange(self.member, share, place)
+        shares: list[_Share] = self.rendezvous.exchange(self.member, share, place)
         return shares
 
 
@@ -167,7 +167,7 @@ def _batch_norm(
 ) -> Tensor:
     """Do what `functional.batch_norm` does, over the rows of all replicas."""
     plain = (input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if not training or len(seat.meeting.members) == 1:
+    if not training or len(seat.rendezvous.members) == 1:
         return F.batch_norm(*plain)
     with torch.no_grad():
         shares = seat.meet(_local_moments(input), f"batch norm `{seat.name}`")
@@ -180,7 +180,7 @@ def _batch_norm(
         )
     _move(running_mean, moments.mean, momentum)
     _move(running_var, moments.m2 / (moments.count - 1), momentum)
-    call = _Call(seat, seat.meeting.members, seat.meeting.rounds, moments.count, eps)
+    call = _Call(seat, seat.rendezvous.members, seat.rendezvous.rounds, moments.count, eps)
     normalised: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
         input, weight, bias, moments.mean, moments.m2 / moments.count, call
     )
@@ -323,10 +323,10 @@ class _Normalise(torch.autograd.Function):
 def _total(call: _Call, sums: Tensor) -> Tensor:
     """Return the sum over all replicas, added in their order."""
     seat = call.seat
-    if seat.meeting.members != call.members:
+    if seat.rendezvous.members != call.members:
         raise StateError(
             f"Batch norm `{seat.name}` must run backward on the replicas that ran it forward "
-            f"{call.members}, but these are {seat.meeting.members}."
+            f"{call.members}, but these are {seat.rendezvous.members}."
         )
     place = f"the backward pass of batch norm `{seat.name}` (exchange {call.round})"
     first, *others = seat.meet(_Share.of(sums, call.count), place)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.errors import ConfigError, GroupAborted, PeerTimeout, StateError, UnsupportedError
 from phalanx.execution import ThreadPool
 from phalanx.replicas.batch_norm import batch_norm_names, synchronise_batch_norm
-from phalanx.replicas.meeting import Meeting
+from phalanx.replicas.rendezvous import ReplicaRendezvous
 
 DEADLINE_S = 30
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64; sums are taken in another order
@@ -28,12 +28,12 @@ class Executor:
     def __init__(
         self, source: nn.Module, size: int, *, names: list[str] | None = None, sync: bool = True
     ) -> None:
-        self.meeting = Meeting(DEADLINE_S)
+        self.rendezvous = ReplicaRendezvous(DEADLINE_S)
         self.team = ThreadPool(size, intra_op=1)
         self.modules = [copy.deepcopy(source) for _ in range(size)]
         if sync:
             wanted = batch_norm_names(source) if names is None else names
-            synchronise_batch_norm(self.modules, wanted, self.meeting)
+            synchronise_batch_norm(self.modules, wanted, self.rendezvous)
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
 
@@ -44,12 +44,12 @@ class Executor:
             if index not in members:
                 return None
             try:
-                with self.meeting.attending(index):
+                with self.rendezvous.attending(index):
                     return work(index)
             except Exception as error:  # looked at by the test
                 return error
 
-        with self.meeting.open(members):
+        with self.rendezvous.open(members):
             return self.team.each(task)
 
     def forward(self, x: Tensor, sizes: Sequence[int], *, input_grad: bool = True) -> Tensor:
@@ -300,7 +300,7 @@ def test_evaluation_is_plain_and_bitwise(make: Callable[..., Executor]) -> None:
     source.eval()
     executor, x = make(source, 3), torch.randn(15, 3)
     assert torch.equal(executor.forward(x, (1, 5, 9)), source(x))
-    assert executor.meeting.rounds == 0
+    assert executor.rendezvous.rounds == 0
 
 
 def test_evaluation_without_running_statistics_looks_at_the_whole_batch(
@@ -436,7 +436,7 @@ def test_only_the_named_ones_are_synchronised(make: Callable[..., Executor]) -> 
     first, second = executor.modules[0], source
     torch.testing.assert_close(first.get_buffer("0.running_var"), second[0].running_var, **EXACT)
     assert not torch.allclose(first.get_buffer("1.running_var"), second[1].running_var)
-    assert executor.meeting.rounds == 1
+    assert executor.rendezvous.rounds == 1
 
 
 def test_names_leave_torchs_own_alone() -> None:
@@ -459,25 +459,25 @@ def test_hooks_run_and_the_source_stays_as_it_is(make: Callable[..., Executor]) 
     assert len(seen) == 3
     clone = copy.deepcopy(source)
     clone(torch.randn(6, 3))  # meets nobody
-    assert executor.meeting.rounds == 1
+    assert executor.rendezvous.rounds == 1
 
 
 def test_what_cannot_be_synchronised_is_refused_and_nothing_is_changed() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     module[1].forward = lambda x: x
     with pytest.raises(UnsupportedError, match="`1` must have its class's own `forward`"):
-        synchronise_batch_norm([module], ["0", "1"], Meeting())
+        synchronise_batch_norm([module], ["0", "1"], ReplicaRendezvous())
     assert type(module[0]) is nn.BatchNorm1d
     lazy = nn.Sequential(nn.LazyBatchNorm1d(affine=False, track_running_stats=False))
     with pytest.raises(ConfigError, match="`0` must know its channels"):
-        synchronise_batch_norm([lazy], ["0"], Meeting())
+        synchronise_batch_norm([lazy], ["0"], ReplicaRendezvous())
 
 
 def test_outside_a_run_it_does_not_silently_see_its_slice_alone(
     make: Callable[..., Executor],
 ) -> None:
     executor = make(nn.BatchNorm1d(3), 3)
-    with pytest.raises(StateError, match="needs an open meeting"):
+    with pytest.raises(StateError, match="needs an open rendezvous"):
         executor.modules[0](torch.randn(4, 3))
 
 
@@ -588,7 +588,7 @@ def test_backward_passes_of_different_calls_do_not_mix(make: Callable[..., Execu
 
 def test_a_replica_that_does_not_come_in_time_is_named(make: Callable[..., Executor]) -> None:
     executor = make(nn.BatchNorm1d(3), 3)
-    executor.meeting.timeout_s = 0.02
+    executor.rendezvous.timeout_s = 0.02
     over = threading.Event()
 
     def work(index: int) -> object:

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.errors import GroupAborted, PeerTimeout, StateError, UnsupportedError
 from phalanx.execution import ThreadPool
-from phalanx.replicas.meeting import Meeting
+from phalanx.replicas.rendezvous import ReplicaRendezvous
 
 DEADLINE_S = 30
 
@@ -26,8 +26,8 @@ class Watched(threading.Condition):
         return super().wait(timeout)
 
 
-def watch(meeting: Meeting) -> threading.Event:
-    meeting._changed = watched = Watched()
+def watch(rendezvous: ReplicaRendezvous) -> threading.Event:
+    rendezvous._changed = watched = Watched()
     return watched.somebody_waits
 
 
@@ -40,7 +40,7 @@ def team() -> Iterator[ThreadPool]:
 
 def attend(
     team: ThreadPool,
-    meeting: Meeting,
+    rendezvous: ReplicaRendezvous,
     work: Callable[[int], object],
     members: tuple[int, ...] = (0, 1, 2),
 ) -> list[object]:
@@ -50,28 +50,28 @@ def attend(
         if index not in members:
             return None
         try:
-            with meeting.attending(index):
+            with rendezvous.attending(index):
                 return work(index)
         except Exception as error:  # looked at by the test
             return error
 
-    with meeting.open(members):
+    with rendezvous.open(members):
         return team.each(task)
 
 
 def test_all_get_all_values_in_member_order_round_after_round(team: ThreadPool) -> None:
-    meeting = Meeting(DEADLINE_S)
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
 
     def work(index: int) -> list[list[int]]:
-        return [meeting.exchange(index, 10 * turn + index, "here") for turn in range(50)]
+        return [rendezvous.exchange(index, 10 * turn + index, "here") for turn in range(50)]
 
     expected = [[10 * turn, 10 * turn + 1, 10 * turn + 2] for turn in range(50)]
-    assert attend(team, meeting, work) == [expected] * 3
-    assert attend(team, meeting, work) == [expected] * 3
+    assert attend(team, rendezvous, work) == [expected] * 3
+    assert attend(team, rendezvous, work) == [expected] * 3
 
 
 def test_values_come_in_the_order_of_the_numbers_whoever_is_last(team: ThreadPool) -> None:
-    meeting = Meeting(DEADLINE_S)
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
     others = threading.Event()
 
     def work(index: int) -> list[str]:
@@ -79,35 +79,35 @@ def test_values_come_in_the_order_of_the_numbers_whoever_is_last(team: ThreadPoo
             others.wait(DEADLINE_S)
         else:
             others.set()
-        return meeting.exchange(index, "abc"[index], "here")
+        return rendezvous.exchange(index, "abc"[index], "here")
 
-    assert attend(team, meeting, work, members=(2, 0)) == [["a", "c"], None, ["a", "c"]]
+    assert attend(team, rendezvous, work, members=(2, 0)) == [["a", "c"], None, ["a", "c"]]
 
 
 def test_rounds_number_the_exchanges_alike_for_all_members(team: ThreadPool) -> None:
-    meeting = Meeting(DEADLINE_S)
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
 
     def work(index: int) -> list[int]:
         seen = []
         for _ in range(20):
-            meeting.exchange(index, None, "here")
-            seen.append(meeting.rounds)
+            rendezvous.exchange(index, None, "here")
+            seen.append(rendezvous.rounds)
         return seen
 
-    assert attend(team, meeting, work) == [list(range(1, 21))] * 3
-    assert attend(team, meeting, work) == [list(range(21, 41))] * 3
+    assert attend(team, rendezvous, work) == [list(range(1, 21))] * 3
+    assert attend(team, rendezvous, work) == [list(range(21, 41))] * 3
 
 
 def test_members_are_those_of_the_run_and_nobody_between_runs(team: ThreadPool) -> None:
-    meeting = Meeting(DEADLINE_S)
-    assert meeting.members == ()
-    assert attend(team, meeting, lambda _: meeting.members, (0, 2)) == [(0, 2), None, (0, 2)]
-    assert meeting.members == ()
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
+    assert rendezvous.members == ()
+    assert attend(team, rendezvous, lambda _: rendezvous.members, (0, 2)) == [(0, 2), None, (0, 2)]
+    assert rendezvous.members == ()
 
 
 def test_a_failure_reaches_who_waits_and_who_comes_later(team: ThreadPool) -> None:
-    meeting = Meeting(DEADLINE_S)
-    waits, failed = watch(meeting), threading.Event()
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
+    waits, failed = watch(rendezvous), threading.Event()
 
     def work(index: int) -> object:
         if index == 1:
@@ -116,11 +116,11 @@ def test_a_failure_reaches_who_waits_and_who_comes_later(team: ThreadPool) -> No
         if index == 2:
             failed.wait(DEADLINE_S)
         try:
-            return meeting.exchange(index, None, "the corner")
+            return rendezvous.exchange(index, None, "the corner")
         finally:
             failed.set()
 
-    waiting, cause, late = attend(team, meeting, work)
+    waiting, cause, late = attend(team, rendezvous, work)
     assert isinstance(cause, ZeroDivisionError)
     for index, echo in ((0, waiting), (2, late)):
         assert isinstance(echo, GroupAborted)
@@ -132,7 +132,7 @@ def test_a_failure_reaches_who_waits_and_who_comes_later(team: ThreadPool) -> No
 
 
 def test_the_first_to_fail_is_named_and_not_its_echoes(team: ThreadPool) -> None:
-    meeting = Meeting(DEADLINE_S)
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
     echoed = threading.Event()
 
     def work(index: int) -> object:
@@ -140,26 +140,26 @@ def test_the_first_to_fail_is_named_and_not_its_echoes(team: ThreadPool) -> None
             raise ZeroDivisionError
         if index == 2:
             echoed.wait(DEADLINE_S)
-            return meeting.exchange(index, None, "here")
+            return rendezvous.exchange(index, None, "here")
         try:
-            with meeting.attending(index):
-                return meeting.exchange(index, None, "here")
+            with rendezvous.attending(index):
+                return rendezvous.exchange(index, None, "here")
         finally:
             echoed.set()
 
-    *_, late = attend(team, meeting, work)
+    *_, late = attend(team, rendezvous, work)
     assert isinstance(late, GroupAborted)
     assert late.rank == 1
 
 
 def test_a_member_that_ends_without_coming_is_no_hang(team: ThreadPool) -> None:
-    meeting = Meeting(DEADLINE_S)
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
 
     def work(index: int) -> object:
-        meeting.exchange(index, None, "the first corner")
-        return "done" if index == 1 else meeting.exchange(index, None, "the second corner")
+        rendezvous.exchange(index, None, "the first corner")
+        return "done" if index == 1 else rendezvous.exchange(index, None, "the second corner")
 
-    first, ended, second = attend(team, meeting, work)
+    first, ended, second = attend(team, rendezvous, work)
     assert ended == "done"
     for index, error in ((0, first), (2, second)):
         assert isinstance(error, UnsupportedError)
@@ -169,33 +169,33 @@ def test_a_member_that_ends_without_coming_is_no_hang(team: ThreadPool) -> None:
 
 
 def test_after_a_run_that_failed_the_next_one_meets(team: ThreadPool) -> None:
-    meeting = Meeting(DEADLINE_S)
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
 
     def fail(index: int) -> object:
         if index == 2:
             raise ZeroDivisionError
-        return meeting.exchange(index, None, "here")
+        return rendezvous.exchange(index, None, "here")
 
-    attend(team, meeting, fail)
+    attend(team, rendezvous, fail)
     assert (
-        attend(team, meeting, lambda index: meeting.exchange(index, index, "here"))
+        attend(team, rendezvous, lambda index: rendezvous.exchange(index, index, "here"))
         == [[0, 1, 2]] * 3
     )
 
 
 def test_a_deadline_names_who_did_not_come(team: ThreadPool) -> None:
-    meeting = Meeting(timeout_s=0.02)
+    rendezvous = ReplicaRendezvous(timeout_s=0.02)
     over = threading.Event()
 
     def work(index: int) -> object:
         if index:
             over.wait(DEADLINE_S)
         try:
-            return meeting.exchange(index, None, "here")
+            return rendezvous.exchange(index, None, "here")
         finally:
             over.set()
 
-    timeout, *late = attend(team, meeting, work)
+    timeout, *late = attend(team, rendezvous, work)
     assert isinstance(timeout, PeerTimeout)
     assert timeout.rank == 1
     assert str(timeout) == "Replicas 1–2 of 3 did not come to here within 0.02 s; replica 0 did."
@@ -204,54 +204,54 @@ def test_a_deadline_names_who_did_not_come(team: ThreadPool) -> None:
 
 
 def test_members_at_different_places_are_told_so(team: ThreadPool) -> None:
-    meeting = Meeting(DEADLINE_S)
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
 
     def work(index: int) -> object:
-        return meeting.exchange(index, None, "the left" if index < 2 else "the right")
+        return rendezvous.exchange(index, None, "the left" if index < 2 else "the right")
 
-    for error in attend(team, meeting, work):
+    for error in attend(team, rendezvous, work):
         assert isinstance(error, UnsupportedError)
         assert "replica 0 came to the left and replica 2 to the right" in str(error)
 
 
 def test_who_is_not_expected_is_turned_away(team: ThreadPool) -> None:
-    meeting = Meeting(DEADLINE_S)
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
     with pytest.raises(StateError, match="expects replica 0, but this one expects nobody"):
-        meeting.exchange(0, None, "here")
+        rendezvous.exchange(0, None, "here")
     with (
-        meeting.open([0, 2]),
+        rendezvous.open([0, 2]),
         pytest.raises(StateError, match="expects replica 1, but this one expects replicas 0, 2"),
     ):
-        meeting.exchange(1, None, "here")
+        rendezvous.exchange(1, None, "here")
 
 
 def test_leaving_twice_or_without_being_a_member_does_nothing() -> None:
-    meeting = Meeting(DEADLINE_S)
-    meeting.leave(0)
-    with meeting.open([0]):
-        meeting.leave(1, ZeroDivisionError())
-        assert meeting.exchange(0, "alone", "here") == ["alone"]
-        meeting.leave(0, KeyError("first"))
-        meeting.leave(0)
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
+    rendezvous.leave(0)
+    with rendezvous.open([0]):
+        rendezvous.leave(1, ZeroDivisionError())
+        assert rendezvous.exchange(0, "alone", "here") == ["alone"]
+        rendezvous.leave(0, KeyError("first"))
+        rendezvous.leave(0)
         with pytest.raises(GroupAborted, match="KeyError"):
-            meeting.exchange(0, None, "here")
+            rendezvous.exchange(0, None, "here")
 
 
 def test_one_member_from_two_threads_is_refused(team: ThreadPool) -> None:
-    meeting = Meeting(DEADLINE_S)
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
     refused = threading.Event()
 
     def work(index: int) -> object:
         if index == 2:
             refused.wait(DEADLINE_S)
-            return meeting.exchange(1, "b", "here")
+            return rendezvous.exchange(1, "b", "here")
         try:
-            return meeting.exchange(0, "a", "here")
+            return rendezvous.exchange(0, "a", "here")
         except StateError as error:
             refused.set()
             return error
 
-    with meeting.open([0, 1]):
+    with rendezvous.open([0, 1]):
         *doubles, other = team.each(work)
     assert other == ["a", "b"]
     assert sum(value == ["a", "b"] for value in doubles) == 1
@@ -259,36 +259,36 @@ def test_one_member_from_two_threads_is_refused(team: ThreadPool) -> None:
 
 
 def test_runs_of_two_callers_follow_each_other() -> None:
-    meeting = Meeting(DEADLINE_S)
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
     seen: list[tuple[int, ...]] = []
 
     def other_caller() -> None:
-        with meeting.open([1]):
-            seen.append(meeting.members)
+        with rendezvous.open([1]):
+            seen.append(rendezvous.members)
 
     thread = threading.Thread(target=other_caller)
-    with meeting.open([0]):
+    with rendezvous.open([0]):
         thread.start()
         thread.join(0.1)
-        assert meeting.members == (0,)
+        assert rendezvous.members == (0,)
         assert seen == []
     thread.join(DEADLINE_S)
     assert seen == [(1,)]
 
 
 def test_a_thread_left_behind_does_not_wait_for_the_deadline() -> None:
-    meeting = Meeting(DEADLINE_S)
-    waits = watch(meeting)
+    rendezvous = ReplicaRendezvous(DEADLINE_S)
+    waits = watch(rendezvous)
     heard: list[BaseException] = []
 
     def stay() -> None:
         try:
-            meeting.exchange(0, None, "here")
+            rendezvous.exchange(0, None, "here")
         except GroupAborted as error:
             heard.append(error)
 
     thread = threading.Thread(target=stay)
-    with meeting.open([0, 1]):
+    with rendezvous.open([0, 1]):
         thread.start()
         waits.wait(DEADLINE_S)
     thread.join(DEADLINE_S)

@@ -12,12 +12,12 @@ from phalanx.clock import now_s
 from phalanx.errors import GroupAborted, PeerTimeout, StateError, UnsupportedError
 from phalanx.ipc import late_peers
 
-__all__ = ["Meeting"]
+__all__ = ["ReplicaRendezvous"]
 
 _SAME_ORDER = "Let every replica use the same layers in the same order, whatever its rows hold."
 
 
-class Meeting:
+class ReplicaRendezvous:
     """A rendezvous of the replicas that take part in a run, as often as they like.
 
         caller      open ─────────────────────────────────────────────── close
@@ -33,11 +33,11 @@ class Meeting:
 
     Example:
         >>> from phalanx.execution import ThreadPool
-        >>> team, meeting = ThreadPool(2, intra_op=1), Meeting()
+        >>> team, rendezvous = ThreadPool(2, intra_op=1), ReplicaRendezvous()
         >>> def work(index: int) -> int:
-        ...     with meeting.attending(index):
-        ...         return sum(meeting.exchange(index, index + 1, "the sum"))
-        >>> with meeting.open([0, 1]):
+        ...     with rendezvous.attending(index):
+        ...         return sum(rendezvous.exchange(index, index + 1, "the sum"))
+        >>> with rendezvous.open([0, 1]):
         ...     team.each(work)
         [3, 3]
         >>> team.close()
@@ -147,8 +147,8 @@ class Meeting:
         if run is None or member not in run.members:
             expected = "nobody" if run is None else _named(run.members)
             raise StateError(
-                f"`exchange()` needs an open meeting that expects replica {member}, but this one "
-                f"expects {expected}. Run the replicas inside `open()`."
+                f"`exchange()` needs an open rendezvous that expects replica {member}, but this "
+                f"one expects {expected}. Run the replicas inside `open()`."
             )
         if member in run.round.brought:
             raise StateError(
