@@ -44,6 +44,7 @@ from phalanx.executor_group.records import (
 )
 from phalanx.parallel import DataParallel
 from phalanx.plan import check_function, flatten, leaf_paths, read_count
+from phalanx.replicas import current_replica
 from phalanx.types import Nested
 
 __all__ = ["Monitor", "check_monitor", "norm"]
@@ -52,7 +53,6 @@ Statistic = Callable[[Tensor], Tensor | float]
 
 _KINDS = ("outputs", "inputs", "parameters", "gradients", "buffers")
 _REACTIONS = ("record", "warn", "raise")
-_REPLICA = re.compile(r"phalanx-replica-(\d+)")
 
 
 def norm(values: Tensor) -> Tensor:
@@ -320,9 +320,6 @@ class Monitor:
             return
         time_s = now_s()
         measured = list(self._measured(module, kind, value))
-        thread = threading.current_thread()
-        found = _REPLICA.fullmatch(thread.name)
-        replica = None if found is None else int(found[1])
         seen: list[_Seen] = []
         with self._lock:
             walk = self._walk()
@@ -333,7 +330,7 @@ class Monitor:
                         each,
                         forward=walk.forward,
                         order=walk.order,
-                        replica=replica,
+                        replica=current_replica(),
                         thread=threading.get_ident(),
                         time_s=time_s,
                     )

@@ -39,7 +39,14 @@ from phalanx.replicas.parcel import (
     span_bytes,
 )
 from phalanx.replicas.rendezvous import ReplicaRendezvous
-from phalanx.replicas.replica import Replica, add_gradients, apart, refuse_lazy, refuse_scripts
+from phalanx.replicas.replica import (
+    Replica,
+    add_gradients,
+    apart,
+    current_replica,
+    refuse_lazy,
+    refuse_scripts,
+)
 from phalanx.replicas.rng import (
     MicrobatchRng,
     RngPlan,
@@ -95,6 +102,7 @@ __all__ = [
     "caller_intra_op",
     "check_statistics",
     "copy_of",
+    "current_replica",
     "derive_seed",
     "has_compiled",
     "has_fused_evaluation",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,10 +23,34 @@ from phalanx.replicas.statistics import StatisticsOfReplica
 from phalanx.replicas.tensor_version import TensorVersion
 from phalanx.replicas.unchanged import SameParameters
 
-__all__ = ["Replica", "add_gradients", "apart", "refuse_lazy", "refuse_scripts"]
+__all__ = [
+    "Replica",
+    "add_gradients",
+    "apart",
+    "current_replica",
+    "refuse_lazy",
+    "refuse_scripts",
+]
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+class _Current(threading.local):
+    index: int | None = None
+
+
+_current = _Current()
+
+
+def current_replica() -> int | None:
+    """Return the number of the replica that the calling thread runs; None where it runs none.
+
+    Example:
+        >>> current_replica() is None
+        True
+    """
+    return _current.index
 
 
 class Replica:
@@ -145,6 +170,7 @@ class Replica:
         if any(parameter.grad is not None for parameter in self.parameters):
             self.drop_gradients()
             raise went_back_outside()
+        before, _current.index = _current.index, self.index  # one may run inside of another
         try:
             with self._reaching.catching() as self._caught:
                 yield
@@ -152,6 +178,8 @@ class Replica:
             if (explained := kept_outside(error, self.module)) is not None:
                 raise explained from error
             raise
+        finally:
+            _current.index = before
 
     def take_gradients(self) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
