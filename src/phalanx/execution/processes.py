@@ -395,6 +395,8 @@ class ProcessExecutor(Executor):
 
     def _prepare_first(self, run: _Run) -> None:
         """Prepare what workers do first, here: threads of their own would wait for each other."""
+        if any(isinstance(batch, CachedPayload) for batch in run.job.microbatches):
+            return  # what is sent depends on whether the worker is alive still
         for index, worker in enumerate(self._workers):
             microbatch = run.job.take(index) if worker.ready else None
             if microbatch is not None:
