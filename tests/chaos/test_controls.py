@@ -32,18 +32,18 @@ def returned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     microbatches: set[int] = set()
     real = WorkQueue.give_back
 
-    def give_back(desk: Any, microbatch: int) -> None:
+    def give_back(queue: Any, microbatch: int) -> None:
         microbatches.add(microbatch)
-        real(desk, microbatch)
+        real(queue, microbatch)
 
     monkeypatch.setattr(WorkQueue, "give_back", give_back)
     return microbatches
 
 
 def test_a_lost_microbatch_is_caught(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
-    def give_back(desk: Any, microbatch: int) -> None:
-        desk._job.sums.put(microbatch, None)
-        desk.count()
+    def give_back(queue: Any, microbatch: int) -> None:
+        queue._job.sums.put(microbatch, None)
+        queue.count()
 
     monkeypatch.setattr(WorkQueue, "give_back", give_back)
     course.suffer({1: Order("gradients written")}, compared=False)
@@ -56,11 +56,11 @@ def test_a_doubled_microbatch_is_caught(
     """The dead worker's gradients are added, and those of whoever repeats its work."""
     real = ProcessExecutor._count
 
-    def count(executor: Any, index: int, parcel: Any, done: Any, run: Any) -> None:
-        if parcel.microbatch in returned:
-            for gradient in parcel.slot.gradients:
+    def count(executor: Any, index: int, message: Any, done: Any, run: Any) -> None:
+        if message.microbatch in returned:
+            for gradient in message.gradient_buffer.gradients:
                 gradient.mul_(2)
-        real(executor, index, parcel, done, run)
+        real(executor, index, message, done, run)
 
     monkeypatch.setattr(ProcessExecutor, "_count", count)
     course.suffer({0: Order("gradients written")}, compared=False)
@@ -80,13 +80,13 @@ def test_a_slice_that_nobody_completes_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepper = course.disturbed.trainer._engine._stepper
-    real = stepper._errand
+    real = stepper._call_worker
 
-    def errand(index: int, make: Any) -> bool:
+    def call(index: int, make: Any) -> bool:
         real(index, make)
         return True
 
-    monkeypatch.setattr(stepper, "_errand", errand)
+    monkeypatch.setattr(stepper, "_call_worker", call)
     course.suffer({0: Order("block done")}, compared=False)
     assert_caught(course, "model.middle.weight")  # its first block is of the first weight
 
@@ -131,9 +131,11 @@ def test_stale_statistics_are_caught(course: Course, monkeypatch: pytest.MonkeyP
     course.await_workers()
     executor = course.executor
     nowhere = [None] * len(executor._mirrored.places)
-    old = executor._shelved(WorkerInit(executor._packed_module(), nowhere, executor._slots.layout))
+    old = executor._stored(
+        WorkerInit(executor._packed_module(), nowhere, executor._gradient_buffers.layout)
+    )
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "_birth", old)
+        patch.setattr(executor, "_init", old)
         course.suffer({1: Order("slice taken")})
     course.await_workers()
     deadline_s = time.monotonic() + DEADLINE_S

@@ -128,12 +128,12 @@ def test_what_a_replacement_raises_when_it_starts_does_not_tear_a_step(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepper = course.disturbed.trainer._engine._stepper
-    real = stepper._errand
+    real = stepper._call_worker
 
     def poll_ready(_: float) -> bool:
         raise RuntimeError("cannot take the model over")
 
-    def errand(index: int, make: Any) -> bool:
+    def call(index: int, make: Any) -> bool:
         with monkeypatch.context() as patch:
             if index == 0:
                 patch.setattr(course.worker(0), "poll_ready", poll_ready)
@@ -141,7 +141,7 @@ def test_what_a_replacement_raises_when_it_starts_does_not_tear_a_step(
 
     course.await_workers()
     with monkeypatch.context() as patch:
-        patch.setattr(stepper, "_errand", errand)
+        patch.setattr(stepper, "_call_worker", call)
         course.step()
     course.compare()
     with pytest.raises(RuntimeError, match="cannot take the model over"):

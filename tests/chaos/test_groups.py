@@ -288,9 +288,9 @@ def returned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     microbatches: set[int] = set()
     real = WorkQueue.give_back
 
-    def give_back(desk: Any, microbatch: int) -> None:
+    def give_back(queue: Any, microbatch: int) -> None:
         microbatches.add(microbatch)
-        real(desk, microbatch)
+        real(queue, microbatch)
 
     monkeypatch.setattr(WorkQueue, "give_back", give_back)
     return microbatches
@@ -331,11 +331,11 @@ def test_the_gradients_of_a_dead_worker_are_caught(
 ) -> None:
     real = ProcessExecutor._count
 
-    def count(executor: Any, index: int, parcel: Any, done: Any, run: Any) -> None:
-        if parcel.microbatch in returned:
-            for gradient in parcel.slot.gradients:
+    def count(executor: Any, index: int, message: Any, done: Any, run: Any) -> None:
+        if message.microbatch in returned:
+            for gradient in message.gradient_buffer.gradients:
                 gradient.mul_(2)
-        real(executor, index, parcel, done, run)
+        real(executor, index, message, done, run)
 
     monkeypatch.setattr(ProcessExecutor, "_count", count)
     pair.suffer(2, Order("gradients half written"))

@@ -72,7 +72,7 @@ def test_a_worker_that_reads_nothing_of_a_long_message_is_replaced(hanging: Cour
     os.kill(hanging.worker(1).pid, signal.SIGSTOP)
     long = Keep("long", bytes(1 << 24), frozenset())
     done = hanging.executor.each(
-        lambda index: index == 1 and hanging.executor.errand(1, lambda _: long)
+        lambda index: index == 1 and hanging.executor.call_worker(1, lambda _: long)
     )
     assert done == [False, False]
     hanging.step()

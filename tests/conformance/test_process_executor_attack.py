@@ -76,7 +76,7 @@ def test_deaths_leave_neither_memory_nor_descriptors_behind() -> None:
             trainer.fit([(x, y)], steps=1)  # notices it
             assert all(worker.poll_ready(PATIENCE_S) for worker in executor._workers)
             trainer.fit([(x, y)], steps=2)
-            held.append((len(executor.shelf), descriptors()))
+            held.append((len(executor.pool), descriptors()))
         assert held[1:] == held[:1] * 2
 
 
@@ -216,17 +216,17 @@ def test_a_worker_that_has_computed_nothing_steps_under_these_settings_too() -> 
         trainer.step(batch())
         executor = trainer._engine.executor
 
-        def errands() -> list[bool]:
+        def calls() -> list[bool]:
             done: list[bool] = executor.each(
-                lambda index: executor.errand(index, lambda _: must_flush)
+                lambda index: executor.call_worker(index, lambda _: must_flush)
             )
             return done
 
         with changed("flushed denormals"):
             trainer.step(batch())
-        assert errands() == [True, True]
+        assert calls() == [True, True]
         trainer.step(batch())
-        assert errands() == [False, False]
+        assert calls() == [False, False]
 
 
 def fail(_: object) -> None:
@@ -249,18 +249,18 @@ def test_what_a_worker_has_saved_is_known_whether_its_call_failed_or_not() -> No
         executor = trainer._engine.executor
         seen: list[bool] = []
 
-        def errand(deed: Any) -> Any:
+        def call(deed: Any) -> Any:
             def note(saved: Collection[str]) -> Any:
                 seen.append("left" in saved)
                 return deed
 
-            return lambda index: index == 0 and executor.errand(0, note)
+            return lambda index: index == 0 and executor.call_worker(0, note)
 
         deeds = fail, leave, print
-        assert [executor.each(errand(deed))[0] for deed in deeds] == [False, True, True]
+        assert [executor.each(call(deed))[0] for deed in deeds] == [False, True, True]
         executor.forget("left")
         deeds = print, leave_and_fail, print
-        assert [executor.each(errand(deed))[0] for deed in deeds] == [True, False, True]
+        assert [executor.each(call(deed))[0] for deed in deeds] == [True, False, True]
         assert seen == [False, False, True, True, False, True]
 
 

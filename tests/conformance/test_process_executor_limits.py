@@ -58,12 +58,12 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-def size_of_shelf(trainer: Any) -> int:
-    return 0 if trainer._engine is None else len(trainer._engine.executor.shelf)
+def size_of_pool(trainer: Any) -> int:
+    return 0 if trainer._engine is None else len(trainer._engine.executor.pool)
 
 
 class Ration:
-    """How many more times a shelf gives out memory."""
+    """How many more times a pool gives out memory."""
 
     left: float = math.inf
 
@@ -107,7 +107,7 @@ def step_once(trainer: Any, batch: tuple[Tensor, Tensor], ration: Ration) -> int
     refused, allocations = 0, 0
     while trainer.steps == done:
         assert refused < MOST_REFUSED, "it asks for memory again and again"
-        size = size_of_shelf(trainer)
+        size = size_of_pool(trainer)
         ration.left = allocations
         try:
             trainer.step(batch)
@@ -116,7 +116,7 @@ def step_once(trainer: Any, batch: tuple[Tensor, Tensor], ration: Ration) -> int
             assert trainer.steps == done
             assert same(everything(trainer), before)
             # What was given out is kept: the next one is refused first, too.
-            allocations = 0 if size_of_shelf(trainer) > size else allocations + 1
+            allocations = 0 if size_of_pool(trainer) > size else allocations + 1
     ration.left = math.inf
     return refused
 

@@ -181,7 +181,7 @@ def test_a_reader_that_dies_does_not_show(expected: dict[str, Tensor], tmp_path:
 
 
 class KeepsAtMost:
-    """An errand that fails in a worker that keeps more of what it was sent once."""
+    """A call that fails in a worker that keeps more of what it was sent once."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -209,8 +209,8 @@ def test_data_sets_of_loaders_that_are_gone_are_kept_nowhere(executor: str) -> N
         assert sum(each() is not None for each in seen) <= 1  # that of a run to be gone on with
         replicas = trainer._engine.executor
         if executor == "processes":
-            told = replicas.each(lambda i: replicas.errand(i, lambda _: KeepsAtMost(3)))
-            control = replicas.each(lambda i: replicas.errand(i, lambda _: KeepsAtMost(0)))
+            told = replicas.each(lambda i: replicas.call_worker(i, lambda _: KeepsAtMost(3)))
+            control = replicas.each(lambda i: replicas.call_worker(i, lambda _: KeepsAtMost(0)))
             assert (told, control) == ([True, True], [False, False])
 
 

@@ -15,20 +15,26 @@ from torch import Tensor, nn
 
 from phalanx.ipc import ALIGN_BYTES
 from phalanx.memory import SharedMemoryPool, TensorHandle
-from phalanx.replicas import Head, Statistic, Statistics
+from phalanx.replicas import Statistic, Statistics, StatisticSpec
 
-__all__ = ["LARGE_BYTES", "Filling", "Slot", "SlotLayout", "Slots"]
+__all__ = [
+    "LARGE_BYTES",
+    "GradientBuffer",
+    "GradientBufferLayout",
+    "GradientBuffers",
+    "WrittenGradients",
+]
 
 LARGE_BYTES = 64 << 10
 """Gradients that are smaller are copied together; larger buffers, seldom written, have no place."""
 
 
-class Slot:
+class GradientBuffer:
     """Shared memory of one microbatch; free again when nobody holds it.
 
     Attributes:
         gradients: By parameter, in memory order; None for those without elements.
-        statistics: By head.
+        statistics: By what they are.
     """
 
     def __init__(
@@ -40,67 +46,70 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class SlotLayout:
-    """Where things lie in every slot; the region's number is that of the first one."""
+class GradientBufferLayout:
+    """Where things lie in every buffer; the region's number is that of the first one."""
 
     gradients: list[TensorHandle | None]
-    heads: list[Head]
+    specs: list[StatisticSpec]
     statistics: list[TensorHandle]
 
 
-class Slots:
-    """Slots, made when there are none free.
+class GradientBuffers:
+    """Buffers, made when there are none free.
 
-    In a slot gradients lie as the parameters lie on the shelf, so whoever adds what is in two slots
-    to the buffer of gradients, which lies like that, too, can add all of it at once.
+    In a buffer gradients lie as the parameters lie in the pool, so whoever adds what is in two of
+    them to the flat gradients, which lie like that, too, can add all of it at once.
 
     Args:
-        heads: What microbatches may leave in buffers.
+        specs: What microbatches may leave in buffers.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], heads: Sequence[Head], shelf: SharedMemoryPool
+        self,
+        parameters: Sequence[nn.Parameter],
+        specs: Sequence[StatisticSpec],
+        pool: SharedMemoryPool,
     ) -> None:
-        self.shelf = shelf
-        self._parameters = [(p.numel(), p.dtype, shelf.place_of(p)) for p in parameters]
+        self.pool = pool
+        self._parameters = [(p.numel(), p.dtype, pool.handle_of(p)) for p in parameters]
         self._spans = _spans(self._parameters)
-        buffers = [torch.empty(h.shape, dtype=h.dtype, device="meta") for h in heads]
-        told = [0 < buffer.nbytes <= LARGE_BYTES for buffer in buffers]
+        likes = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs]
+        told = [0 < like.nbytes <= LARGE_BYTES for like in likes]
         sizes = [stop - start for start, stop in self._spans.values()]
         self._rooms = [
             *(torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes),
-            *(buffer for buffer, yes in zip(buffers, told, strict=True) if yes),
+            *(like for like, yes in zip(likes, told, strict=True) if yes),
         ]
         self._lock = threading.Lock()
         self._free: list[tuple[int, list[Tensor | None], list[Tensor]]] = []
         region, gradients, statistics = self._make()
-        self.layout = SlotLayout(
-            [None if g is None else shelf.place_of(g) for g in gradients],
-            [head for head, yes in zip(heads, told, strict=True) if yes],
-            [place for each in statistics if (place := shelf.place_of(each)) is not None],
+        self.layout = GradientBufferLayout(
+            [None if g is None else pool.handle_of(g) for g in gradients],
+            [spec for spec, yes in zip(specs, told, strict=True) if yes],
+            [place for each in statistics if (place := pool.handle_of(each)) is not None],
         )
         self._free.append((region, gradients, statistics))
 
-    def take(self) -> Slot:
-        """Return a free slot; it is free again when it is collected."""
+    def take(self) -> GradientBuffer:
+        """Return a free buffer; it is free again when it is collected."""
         with self._lock:
             room = self._free.pop() if self._free else self._make()
-        slot = Slot(*room)
-        weakref.finalize(slot, self._free.append, room).atexit = False
-        return slot
+        buffer = GradientBuffer(*room)
+        weakref.finalize(buffer, self._free.append, room).atexit = False
+        return buffer
 
     def _make(self) -> tuple[int, list[Tensor | None], list[Tensor]]:
-        rooms = self.shelf.allocate_like(self._rooms)
-        places = [self.shelf.place_of(room) for room in rooms]
+        rooms = self.pool.allocate_like(self._rooms)
+        places = [self.pool.handle_of(room) for room in rooms]
         number = next((place.region for place in places if place is not None), -1)
-        mirrors = dict(zip(self._spans, rooms, strict=False))
+        spans = dict(zip(self._spans, rooms, strict=False))
         gradients: list[Tensor | None] = []
         for count, dtype, place in self._parameters:
             if place is None:
                 gradients.append(None)
                 continue
             start = place.offset_bytes - self._spans[place.region][0]
-            own = mirrors[place.region][start : start + count * dtype.itemsize]
+            own = spans[place.region][start : start + count * dtype.itemsize]
             with torch.inference_mode(False):  # a first run may be under it
                 gradients.append(own.view(dtype))
         return number, gradients, rooms[len(self._spans) :]
@@ -124,12 +133,12 @@ def _spans(parameters: Sequence[_Lying]) -> dict[int, tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Filling:
-    """What a worker has written to a slot.
+class WrittenGradients:
+    """What a worker has written to a gradient buffer.
 
     Attributes:
         gradients: By parameter, whether it has got one.
-        statistics: The heads' places of those that are there.
+        statistics: The places of those that are there.
         others: Those that had no place.
     """
 
@@ -138,14 +147,14 @@ class Filling:
     others: Statistics
 
     def read(
-        self, slot: Slot | None, heads: Sequence[Head], weight: float
+        self, buffer: GradientBuffer | None, specs: Sequence[StatisticSpec], weight: float
     ) -> tuple[list[Tensor | None], Statistics]:
-        """Return gradients and statistics of a microbatch of this weight, in the slot's memory."""
-        if slot is None:
+        """Return what a microbatch of this weight left, in the buffer's memory."""
+        if buffer is None:
             return [None] * len(self.gradients), self.others
         statistics = {
-            heads[place].name: Statistic(slot.statistics[place], weight, heads[place].rule)
+            specs[place].name: Statistic(buffer.statistics[place], weight, specs[place].rule)
             for place in self.statistics
         }
-        gradients = zip(slot.gradients, self.gradients, strict=True)
+        gradients = zip(buffer.gradients, self.gradients, strict=True)
         return [g if there else None for g, there in gradients], {**statistics, **self.others}

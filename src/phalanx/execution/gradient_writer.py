@@ -1,4 +1,4 @@
-"""How a worker process copies what a microbatch leaves to its slot, once it is done."""
+"""How a worker process copies what a microbatch leaves to its gradient buffer, once it is done."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from phalanx.execution.gradient_buffers import LARGE_BYTES, Filling, SlotLayout
+from phalanx.execution.gradient_buffers import LARGE_BYTES, GradientBufferLayout, WrittenGradients
 from phalanx.ipc import reach
 from phalanx.memory import SharedMemoryPool, copy_to
 from phalanx.replicas import Statistics
@@ -17,11 +17,11 @@ __all__ = ["GradientWriter"]
 
 @dataclass(frozen=True)
 class _Room:
-    """A slot, as a worker sees it.
+    """A gradient buffer, as a worker sees it.
 
     Attributes:
         gradients: By parameter; None for those without elements.
-        statistics: By head.
+        statistics: By what they are.
     """
 
     gradients: list[Tensor | None]
@@ -29,23 +29,25 @@ class _Room:
 
 
 class GradientWriter:
-    """Write to slots, in a worker process."""
+    """Writes to gradient buffers, in a worker process."""
 
-    def __init__(self, layout: SlotLayout, shelf: SharedMemoryPool) -> None:
+    def __init__(self, layout: GradientBufferLayout, pool: SharedMemoryPool) -> None:
         self._layout = layout
-        self._shelf = shelf
-        self._heads = {head.name: place for place, head in enumerate(layout.heads)}
+        self._pool = pool
+        self._places = {spec.name: place for place, spec in enumerate(layout.specs)}
         self._rooms: dict[int, _Room] = {}
 
-    def fill(self, region: int, gradients: list[Tensor | None], statistics: Statistics) -> Filling:
-        """Write them to the slot in ``region``; with one below 0 nobody asked for gradients.
+    def fill(
+        self, region: int, gradients: list[Tensor | None], statistics: Statistics
+    ) -> WrittenGradients:
+        """Write them to the buffer in ``region``; with one below 0 nobody asked for gradients.
 
         Args:
             gradients: By parameter, in memory order.
         """
         present = tuple([gradient is not None for gradient in gradients])
         if region < 0:
-            return Filling(present, (), statistics)
+            return WrittenGradients(present, (), statistics)
         room = self._room(region)
         pairs = [
             (own, gradient)
@@ -54,8 +56,8 @@ class GradientWriter:
         ]
         placed, others = [], {}
         for name, statistic in statistics.items():
-            place = self._heads.get(name)
-            if place is not None and self._layout.heads[place].fits(statistic):
+            place = self._places.get(name)
+            if place is not None and self._layout.specs[place].fits(statistic):
                 placed.append(place)
                 pairs.append((room.statistics[place], statistic.value))
             else:
@@ -65,11 +67,11 @@ class GradientWriter:
         reach("gradients half written")
         _copy(pairs[half:], whole_bytes)
         reach("gradients written")
-        return Filling(present, tuple(placed), others)
+        return WrittenGradients(present, tuple(placed), others)
 
     def _room(self, region: int) -> _Room:
         if region not in self._rooms:
-            at, layout = self._shelf.at, self._layout
+            at, layout = self._pool.at, self._layout
             self._rooms[region] = _Room(
                 [None if p is None else at(replace(p, region=region)) for p in layout.gradients],
                 [at(replace(place, region=region)) for place in layout.statistics],

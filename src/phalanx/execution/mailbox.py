@@ -38,14 +38,14 @@ class Outbox:
     that is still to be read.
 
     Args:
-        room: Where the bytes to write to lie on the shelf; None for none.
+        room: Where the bytes to write to lie in the pool; None for none.
 
     Attributes:
         needed_bytes: What the tensors of this message take, those that did not fit included.
     """
 
-    def __init__(self, shelf: SharedMemoryPool, room: TensorHandle | None = None) -> None:
-        self._shelf = shelf
+    def __init__(self, pool: SharedMemoryPool, room: TensorHandle | None = None) -> None:
+        self._pool = pool
         self._room = room
         self._used = 0
         self.needed_bytes = 0
@@ -64,9 +64,9 @@ class Outbox:
         region, offset = self._room.region, self._room.offset_bytes + start
         place = TensorHandle(region, offset, tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.is_contiguous():
-            self._shelf.at(place).copy_(tensor)
+            self._pool.at(place).copy_(tensor)
         else:  # elements may lie in one another's memory
-            self._shelf.at(_as_bytes(place, size)).copy_(bytes_of(tensor))
+            self._pool.at(_as_bytes(place, size)).copy_(bytes_of(tensor))
         return ("mail", place, size, alignment_of(tensor))
 
     @property
@@ -108,8 +108,8 @@ class Mailbox(Outbox):
     def _grow(self, least: int) -> None:
         """Take a new region; what this message has in the old one is read from there."""
         size = max(_FIRST_BYTES, 2 * self._room_bytes, 2 * least)
-        room = self._shelf.allocate(size, torch.uint8, _CPU)
-        self._room, self._used = self._shelf.place_of(room), 0
+        room = self._pool.allocate(size, torch.uint8, _CPU)
+        self._room, self._used = self._pool.handle_of(room), 0
 
 
 def _aligned(size: int) -> int:
@@ -120,14 +120,14 @@ def _as_bytes(place: TensorHandle, size: int) -> TensorHandle:
     return TensorHandle(place.region, place.offset_bytes, torch.uint8, (size,), (1,))
 
 
-def collect(shelf: SharedMemoryPool, place: TensorHandle, size: int, alignment: int) -> Tensor:
+def collect(pool: SharedMemoryPool, place: TensorHandle, size: int, alignment: int) -> Tensor:
     """Return a copy of the ``size`` bytes at ``place``, in the reader's process.
 
     Args:
         alignment: Of the original's first byte, modulo 64, and so of the copy's.
     """
-    there = shelf.at(place)
+    there = pool.at(place)
     if alignment == 0 and there.is_contiguous():
         return there.clone()
     form = Form(place.dtype, place.shape, place.strides, alignment)
-    return copy_of(shelf.at(_as_bytes(place, size)), form)
+    return copy_of(pool.at(_as_bytes(place, size)), form)

@@ -226,7 +226,7 @@ class ExecutorMaker:
         return ProcessExecutor(
             self._module,
             len(devices),
-            shelf=self._pool,
+            pool=self._pool,
             shared=self._shared,
             workloads=workloads,
             intra_op=intra_op,

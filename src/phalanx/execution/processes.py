@@ -1,10 +1,10 @@
 """An executor of worker processes that runs microbatches and outlives each of its workers.
 
     this process                                 worker processes
-    module ──── parameters on the shelf ───────► the same memory
+    module ──── parameters in the pool ───────► the same memory
     thread i ── microbatch i ─────────────────►  forward, backward
              ◄─ loss, outputs, statistics ─────
-             ◄─ gradients, in a slot on the shelf
+             ◄─ gradients, in a buffer in the pool
 
 Each worker has a thread here that hands it one microbatch after another, adds what comes back
 along the tree, and notices at once when the worker is gone. Everything that has come back lies
@@ -36,7 +36,7 @@ from phalanx.execution.contract import (
     default_intra_op,
 )
 from phalanx.execution.failures import WorkerFailure
-from phalanx.execution.gradient_buffers import Slot, Slots
+from phalanx.execution.gradient_buffers import GradientBuffer, GradientBuffers
 from phalanx.execution.mailbox import Mailbox
 from phalanx.execution.partial_sums import PartialSum
 from phalanx.execution.reduction import LocalSums
@@ -50,22 +50,21 @@ from phalanx.execution.timeouts import LONGEST_S
 from phalanx.execution.work_queue import WorkQueue
 from phalanx.execution.worker_client import START_S, Lost, WorkerProcess, dismiss_all, rebuilt
 from phalanx.execution.worker_main import (
-    BirthPlace,
     Done,
     Failed,
-    Packed,
+    PackedRunSpec,
     RemoteCall,
     RunSpec,
     Task,
     Worker,
     WorkerInit,
+    WorkerInitHandle,
 )
 from phalanx.memory import FlatParameters, SharedMemoryPool
 from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas import (
     CallerModes,
     GlobalValues,
-    heads_of,
     num_cores,
     pack,
     pack_data,
@@ -73,6 +72,7 @@ from phalanx.replicas import (
     refuse_compiled_in_place,
     refuse_lazy,
     refuse_scripts,
+    statistic_specs,
 )
 
 __all__ = ["ProcessExecutor", "check_shareable"]
@@ -87,13 +87,13 @@ class ProcessExecutor(Executor):
     Args:
         source: The module that the user trains; all its parameters lie on the CPU.
         num_workers: Number of processes.
-        shelf: Where its parameters lie, or will: those that do not yet are moved there. Kept as
+        pool: Where its parameters lie, or will: those that do not yet are moved there. Kept as
             an attribute.
         shared: Objects that the run refers to, such as the loss; sent once, with the module.
         workloads: Relative shares; equal by default; 0 switches a worker off.
         intra_op: Threads inside operators, per worker.
         rules: What becomes of buffers that workers write.
-        steps: Whether errands will step an optimizer: a worker is ready only when it has imported
+        steps: Whether calls will step an optimizer: a worker is ready only when it has imported
             what that takes.
         timeout_s: How long one microbatch may take before its worker counts as hung; what is
             longer than three weeks, as infinity is, counts as that.
@@ -113,7 +113,7 @@ class ProcessExecutor(Executor):
         source: nn.Module,
         num_workers: int,
         *,
-        shelf: SharedMemoryPool,
+        pool: SharedMemoryPool,
         shared: Sequence[object] = (),
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
@@ -131,7 +131,7 @@ class ProcessExecutor(Executor):
         check_shareable(source)
         self._source = source
         self.sources = (source,)
-        self.shelf = shelf
+        self.pool = pool
         self._shared = list(shared)
         self._timeout_s = min(float(timeout_s), LONGEST_S)
         self._on_failure = on_failure
@@ -139,7 +139,7 @@ class ProcessExecutor(Executor):
         self._once = OnceNames(weakref.WeakMethod(self.forget))
         self._deferred: Exception | None = None
         self._settings = read_settings()
-        self._mail = [(Mailbox(shelf), Mailbox(shelf)) for _ in range(num_workers)]
+        self._mail = [(Mailbox(pool), Mailbox(pool)) for _ in range(num_workers)]
         self._team = ThreadPool(
             num_workers, intra_op=self._intra_op, name="phalanx-executor", computes=False
         )
@@ -147,21 +147,21 @@ class ProcessExecutor(Executor):
         self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
         self._moved: list[nn.Parameter] = []
         try:
-            elsewhere = [p for p in self.parameters if p.numel() and shelf.place_of(p) is None]
-            self._moved = _move(elsewhere, shelf)
+            elsewhere = [p for p in self.parameters if p.numel() and pool.handle_of(p) is None]
+            self._moved = _move(elsewhere, pool)
             self._places = [
                 (owner, key, parameter, parameter.data_ptr())
                 for owner in source.modules()
                 for key, parameter in owner._parameters.items()
                 if parameter is not None
             ]
-            self._mirrored = Mirrored(source, shelf)
-            heads = heads_of(source, rules if rules is not None else BufferRules())
-            self._slots = Slots(self.parameters, heads, shelf)
-            places, layout = self._mirrored.places, self._slots.layout
+            self._mirrored = Mirrored(source, pool)
+            specs = statistic_specs(source, rules if rules is not None else BufferRules())
+            self._gradient_buffers = GradientBuffers(self.parameters, specs, pool)
+            places, layout = self._mirrored.places, self._gradient_buffers.layout
             self._globals = GlobalValues([source, *self._shared])
             blob, values = self._packed_module(), self._globals.at_first
-            self._birth = self._shelved(
+            self._init = self._stored(
                 WorkerInit(blob, places, layout, rules, steps, values, num_workers)
             )
             # Noted one by one: where another does not start, these are dismissed.
@@ -193,7 +193,7 @@ class ProcessExecutor(Executor):
 
         def share(optimizer: Optimizer, flat: FlatParameters) -> SharedStepper:
             return SharedStepper(
-                optimizer, flat, num_workers=len(self), shelf=self.shelf, errand=self.errand
+                optimizer, flat, num_workers=len(self), pool=self.pool, call_worker=self.call_worker
             )
 
         return open_stepper(optimizer, flat, share)
@@ -243,7 +243,7 @@ class ProcessExecutor(Executor):
             parameter.data = parameter.data.clone()
         self._moved = []
         self._workers.clear()
-        for held in ("shelf", "_mail", "_mirrored", "_slots"):
+        for held in ("pool", "_mail", "_mirrored", "_gradient_buffers"):
             self.__dict__.pop(held, None)  # a graph may hold this for longer, and the memory not
 
     # -- workers -----------------------------------------------------
@@ -254,7 +254,7 @@ class ProcessExecutor(Executor):
         def aside(obj: Any) -> Any:
             if not isinstance(obj, nn.Parameter) or id(obj) not in numbers:
                 return None
-            place = self.shelf.place_of(obj)
+            place = self.pool.handle_of(obj)
             value = None if place is not None else pack(obj.detach())
             kind, others = type(obj), dict(obj.__dict__)
             return ("parameter", numbers[id(obj)], kind, place, value, obj.requires_grad, others)
@@ -264,18 +264,18 @@ class ProcessExecutor(Executor):
         except Exception as error:  # whatever the user's objects raise when pickled
             raise picklable_or_named(self._source, error) from error
 
-    def _shelved(self, birth: WorkerInit) -> BirthPlace:
+    def _stored(self, init: WorkerInit) -> WorkerInitHandle:
         """Put it where workers read it; a message that long would wait until one has started."""
-        packed = np.frombuffer(pack(birth), dtype=np.uint8)
-        room = self.shelf.allocate(len(packed), torch.uint8, _CPU)
+        packed = np.frombuffer(pack(init), dtype=np.uint8)
+        room = self.pool.allocate(len(packed), torch.uint8, _CPU)
         room.numpy()[:] = packed
-        place = self.shelf.place_of(room)
+        place = self.pool.handle_of(room)
         assert place is not None
-        return BirthPlace(place)
+        return WorkerInitHandle(place)
 
     def _launch(self, index: int) -> WorkerProcess:
-        mail = self._mail[index]  # a dead worker's, for its replacement: the shelf frees nothing
-        return WorkerProcess(index, mail, self._intra_op, self._birth, self.shelf)
+        mail = self._mail[index]  # a dead worker's, for its replacement: the pool frees nothing
+        return WorkerProcess(index, mail, self._intra_op, self._init, self.pool)
 
     def _await_first(self, index: int) -> None:
         try:
@@ -309,10 +309,10 @@ class ProcessExecutor(Executor):
             self._workers[index] = self._launch(index)
         self._on_failure(failure)
 
-    def errand(
+    def call_worker(
         self, index: int, make: Callable[[Collection[str]], Callable[[Worker], object]]
     ) -> bool:
-        """Send worker ``index`` on an errand; return False if it is not there to complete it.
+        """Let worker ``index`` make a call; return False if it is not there to complete it.
 
         To be called in the worker's thread (see :meth:`each`). A loss on the way is told by the
         next run: in the middle of an optimizer step nothing may be raised.
@@ -355,13 +355,13 @@ class ProcessExecutor(Executor):
         modes = CallerModes.capture(self.devices)
         run = _Run(
             job=job,
-            order=self._packed_order(job, modes),
+            spec=self._packed_spec(job, modes),
             wants_gradients=modes.grad,
             version=version,
-            desk=WorkQueue(job, [workload > 0 for workload in self.workloads]),
+            queue=WorkQueue(job, [workload > 0 for workload in self.workloads]),
         )
         self._prepare_first(run)
-        self._team.each(lambda index: self._look_after(index, run), on_interrupt=run.desk.fail)
+        self._team.each(lambda index: self._look_after(index, run), on_interrupt=run.queue.fail)
 
     def _version_for(self, job: RunState) -> _Version:
         """Return the source as ``job`` shall see it."""
@@ -380,7 +380,7 @@ class ProcessExecutor(Executor):
             )
         return job.as_of
 
-    def _packed_order(self, job: RunState, modes: CallerModes) -> bytes:
+    def _packed_spec(self, job: RunState, modes: CallerModes) -> bytes:
         numbers = {id(each): index for index, each in enumerate(self._shared)}
         return pack(
             RunSpec(
@@ -405,23 +405,23 @@ class ProcessExecutor(Executor):
     def _look_after(self, index: int, run: _Run) -> None:
         """Keep worker ``index`` busy until the run is over."""
         try:
-            parcel = run.first.pop(index, None)
-            while not run.desk.over:
-                if parcel is None:
+            message = run.first.pop(index, None)
+            while not run.queue.over:
+                if message is None:
                     if not self._is_ready(index, run):
                         continue
-                    microbatch = run.desk.take(index, _LOOK_S)
+                    microbatch = run.queue.take(index, _LOOK_S)
                     if microbatch is None:
                         continue
-                    parcel = self._prepare(index, microbatch, run)
+                    message = self._prepare(index, microbatch, run)
                 try:
-                    self._compute(index, parcel, run)
+                    self._compute(index, message, run)
                 except Lost as lost:
-                    run.desk.give_back(parcel.microbatch)
-                    self._replace(index, lost, parcel.microbatch)
-                parcel = None
+                    run.queue.give_back(message.microbatch)
+                    self._replace(index, lost, message.microbatch)
+                message = None
         except BaseException:
-            run.desk.fail()
+            run.queue.fail()
             raise
 
     def _is_ready(self, index: int, run: _Run) -> bool:
@@ -430,7 +430,7 @@ class ProcessExecutor(Executor):
             if worker.poll_ready(0.0):
                 worker.check_alive()
                 return True
-            run.desk.leave_to_others(index)
+            run.queue.leave_to_others(index)
             if worker.poll_ready(_LOOK_S):
                 return True
             worker.check_start()
@@ -438,32 +438,32 @@ class ProcessExecutor(Executor):
             self._replace(index, lost, None)
         return False
 
-    def _prepare(self, index: int, microbatch: int, run: _Run) -> _Parcel:
+    def _prepare(self, index: int, microbatch: int, run: _Run) -> _Message:
         """Pack a microbatch for worker ``index``; its rows go where that one reads them."""
         worker, job, once = self._workers[index], run.job, {}
         self._check_repeatable(worker, job, microbatch)
         worker.mailbox.clear()
 
         def aside(obj: Any) -> Any:
-            if isinstance(obj, Packed):
-                return ("order", obj.order)
+            if isinstance(obj, PackedRunSpec):
+                return ("spec", obj.packed)
             if not isinstance(obj, SentOnce):
                 return worker.mailbox.put(obj)
             once[name := self._once.of(obj)] = obj
             return ("once", name)
 
-        slot = self._slots.take() if run.wants_gradients else None
+        buffer = self._gradient_buffers.take() if run.wants_gradients else None
         task = Task(
             index=microbatch,
-            order=Packed(run.order),
+            spec=PackedRunSpec(run.spec),
             batch=job.payload(microbatch, worker.saved),
             weight=job.weights[microbatch],
             seed=job.seed,
-            slot=-1 if slot is None else slot.region,
+            gradient_buffer=-1 if buffer is None else buffer.region,
             changes=run.version.changes.since(worker.knows),
             reply=worker.answers.place,
         )
-        return _Parcel(microbatch, slot, once, pack_data(task, aside))
+        return _Message(microbatch, buffer, once, pack_data(task, aside))
 
     def _check_repeatable(self, worker: WorkerProcess, job: RunState, microbatch: int) -> None:
         """Refuse to repeat what a lost worker had, when the source is another by now."""
@@ -478,19 +478,19 @@ class ProcessExecutor(Executor):
                 "`forward()` again."
             )
 
-    def _compute(self, index: int, parcel: _Parcel, run: _Run) -> None:
+    def _compute(self, index: int, message: _Message, run: _Run) -> None:
         worker = self._workers[index]
-        self._send_once(worker, parcel.once)
-        answer = worker.ask(parcel.message, self._timeout_s)
+        self._send_once(worker, message.once)
+        answer = worker.ask(message.packed, self._timeout_s)
         if isinstance(answer, Failed):
             raise rebuilt(
                 answer,
                 f"Raised by replica {index} in process {worker.pid}, "
-                f"microbatch {parcel.microbatch}.",
+                f"microbatch {message.microbatch}.",
             )
         worker.knows = run.version.changes.version
         worker.answers.reserve(answer.result_bytes)
-        self._count(index, parcel, answer, run)
+        self._count(index, message, answer, run)
 
     def _send_once(self, worker: WorkerProcess, things: dict[str, SentOnce]) -> None:
         for name in [name for name in things if name not in worker.saved]:
@@ -498,10 +498,10 @@ class ProcessExecutor(Executor):
             if isinstance(answer, Failed):
                 raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
 
-    def _count(self, index: int, parcel: _Parcel, done: Done, run: _Run) -> None:
-        job, microbatch, slot = run.job, parcel.microbatch, parcel.slot
-        heads, weight = self._slots.layout.heads, job.weights[microbatch]
-        gradients, statistics = done.filling.read(slot, heads, weight)
+    def _count(self, index: int, message: _Message, done: Done, run: _Run) -> None:
+        job, microbatch, buffer = run.job, message.microbatch, message.gradient_buffer
+        specs, weight = self._gradient_buffers.layout.specs, job.weights[microbatch]
+        gradients, statistics = done.written.read(buffer, specs, weight)
         if done.drew:
             job.rng_use.drew.set()
         if done.drew_hidden:
@@ -517,8 +517,8 @@ class ProcessExecutor(Executor):
                 stop_s=done.stop_s,
             )
         )
-        job.put(microbatch, PartialSum(gradients, statistics, owners=(slot,)))
-        run.desk.count()
+        job.put(microbatch, PartialSum(gradients, statistics, owners=(buffer,)))
+        run.queue.count()
 
 
 @dataclass(frozen=True)
@@ -538,26 +538,26 @@ class _Run:
     """What the threads of one run share."""
 
     job: RunState
-    order: bytes  # what all tasks of the run have in common
+    spec: bytes  # what all tasks of the run have in common
     wants_gradients: bool
     version: _Version
-    desk: WorkQueue
-    first: dict[int, _Parcel] = field(default_factory=dict)  # by worker
+    queue: WorkQueue
+    first: dict[int, _Message] = field(default_factory=dict)  # by worker
 
 
 @dataclass(frozen=True)
-class _Parcel:
+class _Message:
     """A microbatch as it is sent to one worker."""
 
     microbatch: int
-    slot: Slot | None  # takes its gradients
+    gradient_buffer: GradientBuffer | None  # takes its gradients
     once: dict[str, SentOnce]  # what goes before it, where the worker lacks it
-    message: bytes
+    packed: bytes
 
 
-def _move(parameters: list[nn.Parameter], shelf: SharedMemoryPool) -> list[nn.Parameter]:
-    """Move parameters that the optimizer does not hold, such as frozen ones, to the shelf."""
-    for parameter, place in zip(parameters, shelf.allocate_like(parameters), strict=True):
+def _move(parameters: list[nn.Parameter], pool: SharedMemoryPool) -> list[nn.Parameter]:
+    """Move parameters that the optimizer does not hold, such as frozen ones, to the pool."""
+    for parameter, place in zip(parameters, pool.allocate_like(parameters), strict=True):
         parameter.data = place.copy_(parameter.detach())
     return parameters
 

@@ -74,16 +74,16 @@ class Slice:
 
     Args:
         plan: Where everything lies.
-        shelf: Of this process.
+        pool: Of this process.
         options: Of the optimizer, for each kind of block.
     """
 
     def __init__(
-        self, plan: SlicePlan, shelf: SharedMemoryPool, options: Mapping[Key, Options]
+        self, plan: SlicePlan, pool: SharedMemoryPool, options: Mapping[Key, Options]
     ) -> None:
-        self._blocks = [_OpenBlock(plan.kind, block, shelf, options) for block in plan.blocks]
-        self._undo = [shelf.at(place) for place in plan.undo]
-        self._progress = shelf.at(plan.progress).numpy()
+        self._blocks = [_OpenBlock(plan.kind, block, pool, options) for block in plan.blocks]
+        self._undo = [pool.at(place) for place in plan.undo]
+        self._progress = pool.at(plan.progress).numpy()
 
     def begin(self) -> None:
         """Forget the step before; to be called while no worker is at it."""
@@ -128,15 +128,15 @@ class _OpenBlock:
         self,
         kind: type[Optimizer],
         block: Block,
-        shelf: SharedMemoryPool,
+        pool: SharedMemoryPool,
         options: Mapping[Key, Options],
     ) -> None:
         self.key = block.key
-        parameter = nn.Parameter(shelf.at(block.values))
-        parameter.grad = shelf.at(block.gradients)
+        parameter = nn.Parameter(pool.at(block.values))
+        parameter.grad = pool.at(block.gradients)
         self._optimizer = kind([{**options[block.key], "params": [parameter]}])  # type: ignore[call-arg]
         self._optimizer.state.clear()  # Adagrad made some
-        self._state: dict[str, Any] = {key: shelf.at(place) for key, place in block.state}
+        self._state: dict[str, Any] = {key: pool.at(place) for key, place in block.state}
         self._optimizer.state[parameter] = self._state
         self.tensors = [parameter.data, *self._state.values()]
         self._counts = torch.zeros(())
@@ -150,7 +150,7 @@ class _OpenBlock:
 
 @dataclass(frozen=True)
 class SliceStep:
-    """An errand for a worker: its slice of one step.
+    """A call of a worker: its slice of one step.
 
     Attributes:
         plan: The worker keeps it under its number; given only when it has not got it.
@@ -167,7 +167,7 @@ class SliceStep:
         if self.plan is not None:
             for name in [name for name in worker.saved if name.startswith(_PREFIX)]:
                 del worker.saved[name]  # of an earlier plan
-            worker.saved[slice_name(self.number)] = Slice(self.plan, worker.shelf, self.options)
+            worker.saved[slice_name(self.number)] = Slice(self.plan, worker.pool, self.options)
         worker.saved[slice_name(self.number)].step(self.options, self.steps)
         reach("slice done")
 
@@ -180,9 +180,9 @@ def slice_name(number: int) -> str:
 def plan_slice(
     kind: type[Optimizer],
     owned: Sequence[tuple[Range, Mapping[str, Any]]],
-    shelf: SharedMemoryPool,
+    pool: SharedMemoryPool,
 ) -> tuple[SlicePlan, list[int]]:
-    """Plan the slice whose ranges and state are ``owned``, all of it on ``shelf``.
+    """Plan the slice whose ranges and state are ``owned``, all of it on ``pool``.
 
     Returns:
         The plan, and for each block the place in ``owned`` of its range.
@@ -195,21 +195,21 @@ def plan_slice(
             blocks.append(
                 Block(
                     group=where.segment.group,
-                    values=_placed(shelf, where.values[start:stop]),
-                    gradients=_placed(shelf, where.gradients[start:stop]),
-                    state=tuple((k, _placed(shelf, v[start:stop])) for k, v in moments.items()),
+                    values=_placed(pool, where.values[start:stop]),
+                    gradients=_placed(pool, where.gradients[start:stop]),
+                    state=tuple((k, _placed(pool, v[start:stop])) for k, v in moments.items()),
                 )
             )
             ranges.append(place)
     rows = max((1 + len(block.state) for block in blocks), default=0)
     largest = max((_nbytes(block.values) for block in blocks), default=0)
     row, counts = torch.empty(largest, dtype=torch.uint8), torch.empty(2, dtype=torch.int64)
-    *record, progress = shelf.allocate_like([row] * rows + [counts])
+    *record, progress = pool.allocate_like([row] * rows + [counts])
     plan = SlicePlan(
         kind=kind,
         blocks=tuple(blocks),
-        undo=tuple(_placed(shelf, row) for row in record),
-        progress=_placed(shelf, progress),
+        undo=tuple(_placed(pool, row) for row in record),
+        progress=_placed(pool, progress),
     )
     return plan, ranges
 
@@ -219,8 +219,8 @@ def _cuts(size: int) -> Iterator[tuple[int, int]]:
     return zip([0, *stops[:-1]], stops, strict=True)
 
 
-def _placed(shelf: SharedMemoryPool, tensor: Tensor) -> TensorHandle:
-    place = shelf.place_of(tensor)
+def _placed(pool: SharedMemoryPool, tensor: Tensor) -> TensorHandle:
+    place = pool.handle_of(tensor)
     assert place is not None
     return place
 

@@ -44,10 +44,10 @@ class SharedStepper(FlatStepper):
 
     Args:
         optimizer: The user's; its options and state stay the truth.
-        flat: The parameters, on the executor's shelf.
+        flat: The parameters, on the executor's pool.
         num_workers: Number of workers.
-        shelf: Where they find the slices.
-        errand: Sends a worker to step one; see `ProcessExecutor.errand`.
+        pool: Where they find the slices.
+        call_worker: Lets a worker step one; see `ProcessExecutor.call_worker`.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class SharedStepper(FlatStepper):
         flat: FlatParameters,
         *,
         num_workers: int,
-        shelf: SharedMemoryPool,
-        errand: Callable[[int, _MakeCall], bool],
+        pool: SharedMemoryPool,
+        call_worker: Callable[[int, _MakeCall], bool],
     ) -> None:
-        self._shelf = shelf
-        self._errand = errand
+        self._pool = pool
+        self._call_worker = call_worker
         self._slices: list[_Planned] = []
-        super().__init__(optimizer, flat, num_workers, allocate=shelf.allocate)
+        super().__init__(optimizer, flat, num_workers, allocate=pool.allocate)
         elements = sum(segment.values.numel() for segment in flat.segments)
         self._is_worth_sending = is_worth_sending(elements, num_workers)
         self._has_state = bool(optimizer.state)
@@ -92,11 +92,11 @@ class SharedStepper(FlatStepper):
         steps = tuple(counts[place] for place in planned.ranges)
         planned.slice.begin()
 
-        def errand(saved: Collection[str]) -> SliceStep:
+        def step(saved: Collection[str]) -> SliceStep:
             plan = None if slice_name(planned.number) in saved else planned.plan
             return SliceStep(planned.number, plan, self._options, steps)
 
-        if not self._errand(part, errand):
+        if not self._call_worker(part, step):
             planned.slice.step(self._options, steps)
         for _, state in owned:
             if isinstance(state.get("step"), Tensor):
@@ -108,9 +108,9 @@ class SharedStepper(FlatStepper):
 
     def _plan(self, part: int) -> _Planned:
         plan, ranges = plan_slice(
-            type(self._optimizer), self._pieces[part].everything(), self._shelf
+            type(self._optimizer), self._pieces[part].everything(), self._pool
         )
-        own = Slice(plan, self._shelf, self._options)
+        own = Slice(plan, self._pool, self._options)
         return _Planned(next(_numbers), plan, own, ranges)
 
 

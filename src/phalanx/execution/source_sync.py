@@ -47,21 +47,21 @@ class Mirrored:
 
     Args:
         source: The module.
-        shelf: Where the copies of its buffers lie.
+        pool: Where the copies of its buffers lie.
 
     Attributes:
         places: Where the copies lie, in the order of the modules.
     """
 
-    def __init__(self, source: nn.Module, shelf: SharedMemoryPool) -> None:
+    def __init__(self, source: nn.Module, pool: SharedMemoryPool) -> None:
         self._source = source
         self._parameters = list(source.parameters())
         self._attributes = Attributes(source, source)
         self._hooks = Registered(source)
         found = list(_buffers(source))
-        copies = shelf.allocate_like([buffer for _, _, buffer in found])
+        copies = pool.allocate_like([buffer for _, _, buffer in found])
         self._copies = [(o, k, copy) for (o, k, _), copy in zip(found, copies, strict=True)]
-        self.places = [shelf.place_of(copy) for copy in copies]
+        self.places = [pool.handle_of(copy) for copy in copies]
         self._seen = [TensorVersion()] * len(self._copies)
         self._buffers_written = 0
         self._changed: dict[int, dict[str, Any]] = {}
@@ -130,12 +130,12 @@ def take_over(module: nn.Module, changes: Changes) -> None:
 
 
 def place_buffers(
-    module: nn.Module, places: list[TensorHandle | None], shelf: SharedMemoryPool
+    module: nn.Module, places: list[TensorHandle | None], pool: SharedMemoryPool
 ) -> None:
-    """Give ``module``, in a worker, the buffers that lie on ``shelf``."""
+    """Give ``module``, in a worker, the buffers that lie on ``pool``."""
     for (owner, key, _), place in zip(list(_buffers(module)), places, strict=True):
         if place is not None:
-            owner._buffers[key] = shelf.at(place)
+            owner._buffers[key] = pool.at(place)
 
 
 def _alike(buffer: Tensor | None, copy: Tensor) -> bool:

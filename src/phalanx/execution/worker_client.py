@@ -17,11 +17,11 @@ from phalanx.errors import ConfigError, PeerLost, UnsupportedError
 from phalanx.execution.mailbox import Mailbox, collect
 from phalanx.execution.timeouts import limit_patience
 from phalanx.execution.worker_main import (
-    BirthPlace,
     Failed,
     Forget,
-    NewRegions,
-    Start,
+    ProcessArguments,
+    RegionsFollow,
+    WorkerInitHandle,
     serve,
 )
 from phalanx.ipc import planted, signal_main_thread
@@ -65,8 +65,8 @@ class WorkerProcess:
         index: Which one.
         mail: Where its rows and its answers go; nobody else writes there any more.
         intra_op: Threads inside its operators.
-        birth: What it begins with.
-        shelf: The executor's.
+        init: What it begins with.
+        pool: The executor's.
 
     Raises:
         PeerLost: The system starts no process.
@@ -86,8 +86,8 @@ class WorkerProcess:
         index: int,
         mail: tuple[Mailbox, Mailbox],
         intra_op: int,
-        birth: BirthPlace,
-        shelf: SharedMemoryPool,
+        init: WorkerInitHandle,
+        pool: SharedMemoryPool,
     ) -> None:
         self.index = index
         self.knows = -1
@@ -96,7 +96,7 @@ class WorkerProcess:
         self._forgotten: deque[str] = deque()
         self.mailbox, self.answers = mail
         self.parent_pid = os.getpid()
-        self._shelf = shelf
+        self._pool = pool
         self._regions = 0
         self._started_s = now_s()
         self._patience_s = START_S
@@ -115,7 +115,7 @@ class WorkerProcess:
         for source in (self._ear, self._process.sentinel):
             self._spoken.register(source, select.POLLIN)
         with contextlib.suppress(OSError):  # it may be dead already; `poll_ready` finds out
-            self._send(pack(birth))
+            self._send(pack(init))
 
     def _start(self, intra_op: int) -> None:
         if multiprocessing.current_process().daemon:
@@ -127,12 +127,12 @@ class WorkerProcess:
         self._connection, theirs = _SPAWN.Pipe(duplex=True)
         limit_patience(self._connection, START_S)
         self._dump, their_dump = _SPAWN.Pipe(duplex=False)
-        start = Start(
+        arguments = ProcessArguments(
             worker=self.index, parent_pid=self.parent_pid, intra_op=intra_op, fault=planted()
         )
         self._process = _SPAWN.Process(
             target=serve,
-            args=(start, theirs, their_dump),
+            args=(arguments, theirs, their_dump),
             name=f"phalanx-worker-{self.index}",
             daemon=True,
         )
@@ -220,10 +220,10 @@ class WorkerProcess:
         if forgotten:
             self._connection.send_bytes(pack(Forget(tuple(forgotten))))
             self.saved -= forgotten
-        missing = len(self._shelf) - self._regions
+        missing = len(self._pool) - self._regions
         if missing:
-            self._connection.send_bytes(pack(NewRegions(missing)))
-            self._shelf.send(self._connection, range(self._regions, self._regions + missing))
+            self._connection.send_bytes(pack(RegionsFollow(missing)))
+            self._pool.send(self._connection, range(self._regions, self._regions + missing))
             self._regions += missing
         self._connection.send_bytes(message)
 
@@ -242,7 +242,7 @@ class WorkerProcess:
             raise self._hung(self._patience_s) from None
         except (EOFError, OSError):
             raise self._gone() from None
-        found = load(answer, lambda token: collect(self._shelf, *token[1:]))
+        found = load(answer, lambda token: collect(self._pool, *token[1:]))
         if found is not None:
             self.saved = frozenset(found.saved)
         return found

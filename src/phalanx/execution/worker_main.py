@@ -20,7 +20,7 @@ from torch import nn
 
 from phalanx.clock import now_s
 from phalanx.execution.contract import MicrobatchContext
-from phalanx.execution.gradient_buffers import Filling, SlotLayout
+from phalanx.execution.gradient_buffers import GradientBufferLayout, WrittenGradients
 from phalanx.execution.gradient_writer import GradientWriter
 from phalanx.execution.mailbox import Outbox, collect
 from phalanx.execution.settings import adopt_settings
@@ -43,18 +43,18 @@ from phalanx.replicas import (
 from phalanx.types import Nested
 
 __all__ = [
-    "BirthPlace",
     "Done",
     "Failed",
     "Forget",
-    "NewRegions",
-    "Packed",
+    "PackedRunSpec",
+    "ProcessArguments",
+    "RegionsFollow",
     "RemoteCall",
     "RunSpec",
-    "Start",
     "Task",
     "Worker",
     "WorkerInit",
+    "WorkerInitHandle",
     "serve",
 ]
 
@@ -62,7 +62,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Start:
+class ProcessArguments:
     """What a process is started with; everything else comes through its connection."""
 
     worker: int
@@ -72,8 +72,8 @@ class Start:
 
 
 @dataclass(frozen=True)
-class NewRegions:
-    """The next ``count`` regions of the shelf follow."""
+class RegionsFollow:
+    """The next ``count`` regions of the pool follow."""
 
     count: int
 
@@ -83,18 +83,18 @@ class WorkerInit:
     """The model.
 
     Attributes:
-        blob: The module and what goes with it, packed; parameters are places on the shelf.
+        blob: The module and what goes with it, packed; parameters are places in the pool.
         buffers: Where the module's buffers lie.
-        slot: Where in a slot what one microbatch leaves lies; the region comes with each task.
+        layout: Where in a gradient buffer things lie; its region comes with each task.
         rules: What becomes of buffers that it writes.
-        steps: Whether errands will step an optimizer.
+        steps: Whether calls will step an optimizer.
         values: Those of global variables that the code in ``blob`` reads.
         num_workers: How many workers the executor has.
     """
 
     blob: bytes
     buffers: list[TensorHandle | None]
-    slot: SlotLayout
+    layout: GradientBufferLayout
     rules: BufferRules | None = None
     steps: bool = False
     values: PackedGlobals = field(default_factory=dict)
@@ -102,8 +102,8 @@ class WorkerInit:
 
 
 @dataclass(frozen=True)
-class BirthPlace:
-    """Where a `WorkerInit` lies on the shelf, packed."""
+class WorkerInitHandle:
+    """Where a `WorkerInit` lies in the pool, packed."""
 
     place: TensorHandle
 
@@ -116,7 +116,7 @@ class RunSpec:
         run: What is to be called with the `MicrobatchContext`.
         settings: Those of the executor's process.
         rng: How microbatches get their random numbers.
-        values: Of global variables that have changed since the worker's birth.
+        values: Of global variables that have changed since the worker was made.
     """
 
     run: Callable[[MicrobatchContext], Any]  # Any: the result, whatever the caller's
@@ -127,10 +127,10 @@ class RunSpec:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedRunSpec:
     """An `RunSpec` on its way: most of the time it is that of the run before."""
 
-    order: bytes
+    packed: bytes
 
 
 @dataclass(frozen=True)
@@ -138,19 +138,19 @@ class Task:
     """One microbatch.
 
     Attributes:
-        order: In the executor's process it is packed. It comes before the rows, as settings may
+        spec: In the executor's process it is packed. It comes before the rows, as settings may
             say how those are made.
         batch: Its rows.
-        slot: The region that takes the gradients; -1 for none.
+        gradient_buffer: The region that takes the gradients; -1 for none.
         reply: Bytes that take what is large in the result; None for none.
     """
 
     index: int
-    order: RunSpec | Packed
+    spec: RunSpec | PackedRunSpec
     batch: Nested
     weight: float
     seed: tuple[int, ...]
-    slot: int
+    gradient_buffer: int
     changes: Changes
     reply: TensorHandle | None
 
@@ -202,7 +202,7 @@ class Done:
 
     Attributes:
         result: What the run returned.
-        filling: What is in the slot.
+        written: What is in the gradient buffer.
         result_bytes: How much room those before it would take where the task said `reply`; known
             when they have been packed.
         drew: Whether the model drew random numbers.
@@ -212,7 +212,7 @@ class Done:
     """
 
     result: Any  # Any: whatever the caller's `run` returns
-    filling: Filling
+    written: WrittenGradients
     result_bytes: int | Needed
     drew: bool
     drew_hidden: bool
@@ -232,15 +232,15 @@ class Failed:
     saved: tuple[str, ...]
 
 
-def serve(start: Start, connection: Connection, dump: Connection) -> None:
+def serve(arguments: ProcessArguments, connection: Connection, dump: Connection) -> None:
     """Work until the parent closes the connection or is gone."""
-    die_with_parent(start.parent_pid)
+    die_with_parent(arguments.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     faulthandler.register(signal.SIGUSR1, file=dump.fileno(), all_threads=True)
-    plant(start.fault, start.worker)
+    plant(arguments.fault, arguments.worker)
     torch.set_num_interop_threads(1)
-    set_intra_op(start.intra_op)
-    shelf = SharedMemoryPool()
+    set_intra_op(arguments.intra_op)
+    pool = SharedMemoryPool()
     worker: Worker | None = None
     stay_awake: Callable[[], object] = bool
     while True:
@@ -251,19 +251,19 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
         stay_awake()
         try:
             match message := load(packed) if worker is None else load(packed, worker.find):
-                case NewRegions(count):
-                    shelf.receive(connection, count)
+                case RegionsFollow(count):
+                    pool.receive(connection, count)
                     continue
                 case Forget(names):
                     assert worker is not None
                     for name in names:
                         worker.saved.pop(name, None)
                     continue
-                case BirthPlace(place):
-                    birth: WorkerInit = load(shelf.at(place).numpy().tobytes())
-                    worker = Worker(start.worker, birth, shelf)
-                    _warm_up(steps=birth.steps)
-                    stay_awake = _watch(start, birth.num_workers)
+                case WorkerInitHandle(place):
+                    init: WorkerInit = load(pool.at(place).numpy().tobytes())
+                    worker = Worker(arguments.worker, init, pool)
+                    _warm_up(steps=init.steps)
+                    stay_awake = _watch(arguments, init.num_workers)
                     reach("born")
                     answer = pack(None)
                 case _:
@@ -278,28 +278,28 @@ def serve(start: Start, connection: Connection, dump: Connection) -> None:
             os._exit(0)
 
 
-def _watch(start: Start, num_workers: int) -> Callable[[], object]:
-    busy = num_workers if start.intra_op == 1 else 0
-    return keep_awake(busy, place=start.worker, sharers=num_workers, ours=True)
+def _watch(arguments: ProcessArguments, num_workers: int) -> Callable[[], object]:
+    busy = num_workers if arguments.intra_op == 1 else 0
+    return keep_awake(busy, place=arguments.worker, sharers=num_workers, ours=True)
 
 
 class Worker:
     """One replica in a process of its own.
 
     Attributes:
-        shelf: The memory that it shares with its executor.
+        pool: The memory that it shares with its executor.
         saved: What calls and runs have left for later ones, by name.
     """
 
-    def __init__(self, index: int, birth: WorkerInit, shelf: SharedMemoryPool) -> None:
-        self.shelf = shelf
+    def __init__(self, index: int, init: WorkerInit, pool: SharedMemoryPool) -> None:
+        self.pool = pool
         self.saved: dict[str, Any] = {}
-        self._filler = GradientWriter(birth.slot, shelf)
-        self._module, self._shared = _born(birth, shelf)
-        adopt_globals(birth.values, [self._module, *self._shared])
-        self._replica = Replica(self._module, _CPU, index, rules=birth.rules)
-        self._packed_order = b""
-        self._order: RunSpec | None = None
+        self._writer = GradientWriter(init.layout, pool)
+        self._module, self._shared = _unpacked(init, pool)
+        adopt_globals(init.values, [self._module, *self._shared])
+        self._replica = Replica(self._module, _CPU, index, rules=init.rules)
+        self._packed_spec = b""
+        self._spec: RunSpec | None = None
         self._buffers_seen = -1
 
     def work(self, message: Any) -> bytes:  # Any: the messages above
@@ -311,35 +311,36 @@ class Worker:
             return pack(Called(tuple(self.saved)))
         assert isinstance(message, Task)
         reach("microbatch taken")
-        outbox = Outbox(self.shelf, message.reply)
+        outbox = Outbox(self.pool, message.reply)
         done = self._compute(message, outbox)
         reach("before reply")
         return pack(done, outbox.put)
 
     def _compute(self, task: Task, outbox: Outbox) -> Done:
         start_s = now_s()
-        order = task.order
-        assert isinstance(order, RunSpec)
+        spec = task.spec
+        assert isinstance(spec, RunSpec)
         self._follow(task.changes)
         turn = MicrobatchContext(
             replica=self._replica,
             index=task.index,
             batch=task.batch,
             seed=derive_seed(*task.seed, task.index),
-            rng=order.rng,
+            rng=spec.rng,
             saved=self.saved,
             in_worker=True,
         )
         watch = Stopwatch(_CPU, waited_s=lambda: 0.0, settles=False)
         replica = self._replica
         try:
-            with order.modes.entered(_CPU):
+            with spec.modes.entered(_CPU):
                 with replica.running():
                     reach("before forward")
-                    result = order.run(turn)
+                    result = spec.run(turn)
                     reach("after backward")
-                written = replica.statistics.collect(task.weight)
-                filling = self._filler.fill(task.slot, replica.take_gradients(), written)
+                statistics = replica.statistics.collect(task.weight)
+                gradients = replica.take_gradients()
+                written = self._writer.fill(task.gradient_buffer, gradients, statistics)
         except BaseException:
             replica.drop_gradients()
             replica.statistics.collect(0.0)
@@ -347,7 +348,7 @@ class Worker:
         busy_s = watch.lap()
         return Done(
             result=result,
-            filling=filling,
+            written=written,
             result_bytes=Needed(outbox),
             drew=turn.rng_use.drew.is_set(),
             drew_hidden=turn.rng_use.hidden.is_set(),
@@ -359,20 +360,20 @@ class Worker:
 
     def _begin(self, packed: bytes) -> RunSpec:
         """Return the order of a microbatch whose rows come next, and be as it says."""
-        if self._order is None or packed != self._packed_order:
-            order: RunSpec = load(packed, lambda token: self._shared[token[1]])
-            self._order, self._packed_order = order, packed
-            adopt_globals(order.values, [self._module, *self._shared])
-        adopt_settings(self._order.settings)
-        return self._order
+        if self._spec is None or packed != self._packed_spec:
+            spec: RunSpec = load(packed, lambda token: self._shared[token[1]])
+            self._spec, self._packed_spec = spec, packed
+            adopt_globals(spec.values, [self._module, *self._shared])
+        adopt_settings(self._spec.settings)
+        return self._spec
 
     # Any: a token, and what it stands for.
     def find(self, token: Any) -> Any:
         """Return what a message has set aside."""
         kind, *rest = token
-        if kind == "order":
+        if kind == "spec":
             return self._begin(*rest)
-        return collect(self.shelf, *rest) if kind == "mail" else self.saved[rest[0]]
+        return collect(self.pool, *rest) if kind == "mail" else self.saved[rest[0]]
 
     def _follow(self, changes: Changes) -> None:
         take_over(self._module, changes)
@@ -382,7 +383,7 @@ class Worker:
         self._replica.refresh()
 
 
-def _born(birth: WorkerInit, shelf: SharedMemoryPool) -> tuple[nn.Module, list[Any]]:
+def _unpacked(init: WorkerInit, pool: SharedMemoryPool) -> tuple[nn.Module, list[Any]]:
     """Unpack the module, its parameters in the memory that all workers share."""
     made: dict[int, nn.Parameter] = {}
 
@@ -390,13 +391,13 @@ def _born(birth: WorkerInit, shelf: SharedMemoryPool) -> tuple[nn.Module, list[A
         _, index, kind, place, value, trained, attributes = pid
         if index not in made:
             # `data`: a region's tensors have one version, which must tell of this one's writes.
-            tensor = shelf.at(place).data if value is None else load(value)
+            tensor = pool.at(place).data if value is None else load(value)
             made[index] = torch.Tensor._make_subclass(kind, tensor, trained)
             made[index].__dict__.update(attributes)
         return made[index]
 
-    module, shared = load(birth.blob, find)
-    place_buffers(module, birth.buffers, shelf)
+    module, shared = load(init.blob, find)
+    place_buffers(module, init.buffers, pool)
     return module, shared
 
 

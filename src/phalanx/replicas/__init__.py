@@ -59,12 +59,12 @@ from phalanx.replicas.rng_mode import RngMode, derive_seed, preserve_rng, seed_o
 from phalanx.replicas.rng_watch import numpy_swap
 from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.statistics import (
-    Head,
     Statistic,
     Statistics,
+    StatisticSpec,
     check_statistics,
-    heads_of,
     merge_statistics,
+    statistic_specs,
     sum_statistics,
     write_statistics,
 )
@@ -78,7 +78,6 @@ __all__ = [
     "CompileOnce",
     "Form",
     "GlobalValues",
-    "Head",
     "Inputs",
     "MicrobatchRng",
     "PackedGlobals",
@@ -90,6 +89,7 @@ __all__ = [
     "RngUse",
     "SourceGradients",
     "Statistic",
+    "StatisticSpec",
     "Statistics",
     "TensorVersion",
     "add_gradients",
@@ -106,7 +106,6 @@ __all__ = [
     "derive_seed",
     "has_compiled",
     "has_fused_evaluation",
-    "heads_of",
     "hold_caller_at_one_thread",
     "is_plain",
     "known_devices",
@@ -133,6 +132,7 @@ __all__ = [
     "seed_of_process",
     "set_intra_op",
     "span_bytes",
+    "statistic_specs",
     "sum_statistics",
     "synchronise_batch_norm",
     "uncompiled",

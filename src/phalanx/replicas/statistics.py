@@ -22,13 +22,13 @@ from phalanx.plan import BufferRules
 from phalanx.replicas.tensor_version import TensorVersion
 
 __all__ = [
-    "Head",
     "Statistic",
+    "StatisticSpec",
     "Statistics",
     "StatisticsOfReplica",
     "check_statistics",
-    "heads_of",
     "merge_statistics",
+    "statistic_specs",
     "sum_statistics",
     "write_statistics",
 ]
@@ -64,7 +64,7 @@ class Statistic:
 Statistics = dict[str, Statistic]
 
 
-class Head(NamedTuple):
+class StatisticSpec(NamedTuple):
     """What a statistic is, its numbers aside."""
 
     name: str
@@ -78,7 +78,7 @@ class Head(NamedTuple):
         return (value.dtype, tuple(value.shape), statistic.rule) == self[1:]
 
 
-def heads_of(source: nn.Module, rules: BufferRules) -> list[Head]:
+def statistic_specs(source: nn.Module, rules: BufferRules) -> list[StatisticSpec]:
     """Return what microbatches leave in buffers that keep their shape and dtype."""
     found = []
     for path, owner in source.named_modules():
@@ -86,7 +86,7 @@ def heads_of(source: nn.Module, rules: BufferRules) -> list[Head]:
             if buffer is not None:
                 name = _name_of(path, key)
                 rule, dtype = _brought(_rule_for(name, owner, rules), buffer)
-                found.append(Head(name, dtype, tuple(buffer.shape), rule))
+                found.append(StatisticSpec(name, dtype, tuple(buffer.shape), rule))
     return found
 
 

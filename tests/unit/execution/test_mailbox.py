@@ -16,48 +16,48 @@ ROWS = 33  # of 64 floats: more than the 4096 bytes below which tensors travel w
 
 
 @pytest.fixture
-def shelf() -> Any:
-    shelf = SharedMemoryPool()
-    yield shelf
-    shelf.close()
+def pool() -> Any:
+    pool = SharedMemoryPool()
+    yield pool
+    pool.close()
 
 
-def received(shelf: SharedMemoryPool, message: bytes) -> Any:
-    return load(message, lambda token: collect(shelf, *token[1:]))
+def received(pool: SharedMemoryPool, message: bytes) -> Any:
+    return load(message, lambda token: collect(pool, *token[1:]))
 
 
 def big(seed: int = 0) -> Tensor:
     return torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_mailbox_grows_and_what_it_had_is_read_from_the_old_room(shelf: SharedMemoryPool) -> None:
-    box = Mailbox(shelf)
+def test_a_mailbox_grows_and_what_it_had_is_read_from_the_old_room(pool: SharedMemoryPool) -> None:
+    box = Mailbox(pool)
     values = [big(seed) for seed in range(20)]
     message = pack(values, box.put)
     assert len(message) < 20 * 400
-    assert len(shelf) > 1
-    assert all(torch.equal(a, b) for a, b in zip(received(shelf, message), values, strict=True))
+    assert len(pool) > 1
+    assert all(torch.equal(a, b) for a, b in zip(received(pool, message), values, strict=True))
 
 
-def test_an_outbox_says_how_much_room_would_be_enough(shelf: SharedMemoryPool) -> None:
+def test_an_outbox_says_how_much_room_would_be_enough(pool: SharedMemoryPool) -> None:
     """The first answer travels whole, the next one through the room that was made for it."""
-    answers = Mailbox(shelf)
+    answers = Mailbox(pool)
     values = [big(seed) for seed in range(3)]
     lengths = []
     for _ in range(2):
-        outbox = Outbox(shelf, answers.place)
+        outbox = Outbox(pool, answers.place)
         message = pack(values, outbox.put)
         lengths.append(len(message))
         assert outbox.needed_bytes >= 3 * values[0].nbytes
-        assert all(torch.equal(a, b) for a, b in zip(received(shelf, message), values, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(received(pool, message), values, strict=True))
         answers.reserve(outbox.needed_bytes)
     assert lengths[0] > 3 * values[0].nbytes
     assert lengths[1] < 3 * 400
 
 
-def test_a_room_that_is_too_small_takes_what_fits(shelf: SharedMemoryPool) -> None:
-    room = shelf.allocate(big().nbytes + 64, torch.uint8, torch.device("cpu"))
-    outbox = Outbox(shelf, shelf.place_of(room))
+def test_a_room_that_is_too_small_takes_what_fits(pool: SharedMemoryPool) -> None:
+    room = pool.allocate(big().nbytes + 64, torch.uint8, torch.device("cpu"))
+    outbox = Outbox(pool, pool.handle_of(room))
     assert outbox.put(big()) is not None
     assert outbox.put(big()) is None
     assert outbox.needed_bytes == 2 * big().nbytes
@@ -75,47 +75,47 @@ def test_a_room_that_is_too_small_takes_what_fits(shelf: SharedMemoryPool) -> No
         lambda x: x.flatten()[16:],
     ],
 )
-def test_tensors_come_out_as_they_lay(shelf: SharedMemoryPool, lay_out: Any) -> None:
+def test_tensors_come_out_as_they_lay(pool: SharedMemoryPool, lay_out: Any) -> None:
     with torch.inference_mode():
         made_in_inference_mode = lay_out(big())
     for value in (lay_out(big()), made_in_inference_mode):
-        found = received(shelf, pack(value, Mailbox(shelf).put))
+        found = received(pool, pack(value, Mailbox(pool).put))
         assert torch.equal(found, value)
         assert (found.dtype, found.stride()) == (value.dtype, value.stride())
         assert found.data_ptr() % 64 == value.data_ptr() % 64
         assert not found.is_inference()
 
 
-def test_a_mailbox_that_was_used_in_inference_mode_is_used_outside(shelf: SharedMemoryPool) -> None:
+def test_a_mailbox_that_was_used_in_inference_mode_is_used_outside(pool: SharedMemoryPool) -> None:
     numbers = torch.arange(1024)
-    box = Mailbox(shelf)
+    box = Mailbox(pool)
     for mode in (True, False, True, False):
         with torch.inference_mode(mode):
             box.clear()
             for value in (big(), numbers):
                 message = pack(value, box.put)
-        assert torch.equal(received(shelf, message), numbers)
+        assert torch.equal(received(pool, message), numbers)
 
 
-def test_nested_tensors_travel_as_torch_pickles_them(shelf: SharedMemoryPool) -> None:
+def test_nested_tensors_travel_as_torch_pickles_them(pool: SharedMemoryPool) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2, 900), torch.ones(3, 900)])
-    found = received(shelf, pack(nested, Mailbox(shelf).put))
+    found = received(pool, pack(nested, Mailbox(pool).put))
     assert all(torch.equal(a, b) for a, b in zip(found.unbind(), nested.unbind(), strict=True))
 
 
-def test_a_tensor_that_comes_twice_is_one_over_there(shelf: SharedMemoryPool) -> None:
+def test_a_tensor_that_comes_twice_is_one_over_there(pool: SharedMemoryPool) -> None:
     """As it is in a thread of the process that sends it."""
     for value in (big(), torch.ones(3)):
-        first, second = received(shelf, pack([value, value], Mailbox(shelf).put))
+        first, second = received(pool, pack([value, value], Mailbox(pool).put))
         assert first is second
 
 
 def test_small_tensors_and_those_with_a_graph_travel_with_the_message(
-    shelf: SharedMemoryPool,
+    pool: SharedMemoryPool,
 ) -> None:
-    box = Mailbox(shelf)
+    box = Mailbox(pool)
     assert box.put(torch.ones(3)) is None
     assert box.put(big().requires_grad_()) is None
     assert box.put(big().to_sparse()) is None
     assert box.put("text") is None
-    assert len(shelf) == 0
+    assert len(pool) == 0
