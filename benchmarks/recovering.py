@@ -82,10 +82,10 @@ def _run_trainer(job: Job, tell: Callable[[Beat], None]) -> None:
         module,
         loss_of,
         lambda parameters: torch.optim.SGD(parameters, lr=_LEARNING_RATE),
-        executor="processes",
+        executor=phalanx.Processes(
+            max_failures=None, on_failure=lambda failure: lost.append(failure.pid)
+        ),
         replicas=job.workers,
-        max_failures=None,
-        on_failure=lambda failure: lost.append(failure.pid),
     ) as trainer:
         while True:
             started_s = now_s()

@@ -83,10 +83,9 @@ def train(steps: int, *, kill: bool) -> str:
         net,
         nn.functional.cross_entropy,
         lambda params: torch.optim.AdamW(params, lr=1e-3),
-        executor="processes",
+        executor=phalanx.Processes(on_failure=tell),
         replicas=2,
         microbatches=6,
-        on_failure=tell,
         callbacks=[after_each],
     )
     with trainer:

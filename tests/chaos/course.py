@@ -112,15 +112,16 @@ class Watched:
             Net(),
             nn.functional.cross_entropy,
             adamw,
-            executor=executor,
+            executor=phalanx.Processes(
+                timeout_s=timeout_s, max_failures=None, on_failure=self.lost.append
+            )
+            if executor == "processes"
+            else executor,
             replicas=replicas,
             microbatches=MICROBATCHES,
             seed=11,
             clip_norm=0.5,
             scheduler=schedule,
-            timeout_s=timeout_s,
-            max_failures=None,
-            on_failure=self.lost.append,
             callbacks=[self._note],
         )
         self._data = batches()

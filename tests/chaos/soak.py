@@ -90,13 +90,11 @@ def make_trainer(options: argparse.Namespace, **others: Any) -> phalanx.Trainer:
         Mlp(),
         nn.functional.cross_entropy,
         adamw,
-        executor="processes",
+        executor=phalanx.Processes(timeout_s=options.timeout_s, max_failures=None),
         replicas=options.workers,
         microbatches=8,
         seed=11,
         clip_norm=1.0,
-        timeout_s=options.timeout_s,
-        max_failures=None,
         **others,
     )
 

@@ -63,10 +63,11 @@ class Watched:
             workloads=[1, 5, 3],
             inputs_need_grad=True,
             buffers=RULES,
-            executor=executor,
-            timeout_s=DEADLINE_S,
-            max_failures=None,
-            on_failure=self.lost.append,
+            executor=phalanx.Processes(
+                timeout_s=DEADLINE_S, max_failures=None, on_failure=self.lost.append
+            )
+            if executor == "processes"
+            else executor,
         )
         self._optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.found: dict[str, object] = {}
@@ -255,10 +256,7 @@ def test_one_loss_too_many_is_an_error_and_the_group_goes_on(tmp_path: Path) -> 
         net,
         1,
         data=[("data", (5, 3))],
-        executor="processes",
-        max_failures=0,
-        on_failure=lost.append,
-        memory_dir=tmp_path,
+        executor=phalanx.Processes(max_failures=0, on_failure=lost.append, memory_dir=tmp_path),
     ) as group:
         group.forward(torch.ones(5, 3))
         assert str(tmp_path) in Path("/proc/self/maps").read_text()

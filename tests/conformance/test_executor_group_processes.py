@@ -417,10 +417,7 @@ class Graphs(nn.Module):
             {"executor": "inline"},
             "`executor` must be one of 'threads', 'processes', or `Processes.*, but is 'inline'",
         ),
-        (Zoo(), {"timeout_s": 0}, "`timeout_s` must be above 0 seconds"),
-        (Zoo(), {"max_failures": -1}, "`max_failures` must be at least 0"),
-        (Zoo(), {"on_failure": 3}, "`on_failure` must be a function"),
-        (Zoo(), {"memory_dir": 3}, "`memory_dir` must be a path"),
+        (Zoo(), {"memory_dir": "/tmp"}, r"Give executor=Processes\(memory_dir="),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(

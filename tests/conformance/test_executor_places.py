@@ -159,7 +159,7 @@ def test_a_fork_cannot_use_the_workers() -> None:
 
 
 def test_files_in_a_folder_do_where_memory_is_short(tmp_path: Path) -> None:
-    with make(memory_dir=tmp_path) as trainer:
+    with make(executor=phalanx.Processes(memory_dir=tmp_path)) as trainer:
         trainer.fit(DATA)
         assert trainer.steps == 1
     assert list(tmp_path.iterdir()) == []
@@ -167,7 +167,7 @@ def test_files_in_a_folder_do_where_memory_is_short(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with (
-        make(memory_dir=tmp_path / "nowhere") as trainer,
+        make(executor=phalanx.Processes(memory_dir=tmp_path / "nowhere")) as trainer,
         pytest.raises(ConfigError, match="nowhere"),
     ):
         trainer.fit(DATA)
@@ -200,8 +200,7 @@ def test_a_full_place_is_an_error_with_the_way_out_and_no_crash(small_place: Pat
             nn.functional.mse_loss,
             sgd,
             replicas=1,
-            executor="processes",
-            memory_dir=small_place,
+            executor=phalanx.Processes(memory_dir=small_place),
         ) as trainer,
         pytest.raises(phalanx.PhalanxError, match=r"needs .* bytes in") as caught,
     ):
@@ -211,7 +210,11 @@ def test_a_full_place_is_an_error_with_the_way_out_and_no_crash(small_place: Pat
 
 
 def test_too_many_losses_end_the_run(tmp_path: Path) -> None:
-    with make(Deadly(), max_failures=2) as trainer, pytest.raises(PeerLost, match="max_failures"):
+    executor = phalanx.Processes(max_failures=2)
+    with (
+        make(Deadly(), executor=executor) as trainer,
+        pytest.raises(PeerLost, match="max_failures"),
+    ):
         trainer.fit(DATA)
 
 

@@ -41,7 +41,7 @@ def batch(seed: int = 0, rows: int = 7) -> Batch:
     return x, y
 
 
-def make(module: nn.Module | None = None, executor: str = "processes", **options: Any) -> Any:
+def make(module: nn.Module | None = None, executor: Any = "processes", **options: Any) -> Any:
     torch.manual_seed(0)
     return phalanx.Trainer(
         nn.Linear(5, 3) if module is None else module,
@@ -65,7 +65,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 def test_deaths_leave_neither_memory_nor_descriptors_behind() -> None:
     """A replacement takes over where rows for the dead one were written."""
     x, y = torch.randn(7, 4000), torch.randn(7, 3)  # rows that travel through shared memory
-    with make(nn.Linear(4000, 3), max_failures=None) as trainer:
+    with make(nn.Linear(4000, 3), phalanx.Processes(max_failures=None)) as trainer:
         trainer.fit([(x, y)], steps=2)
         executor = trainer._engine.executor
         held = []
@@ -170,7 +170,9 @@ def test_a_worker_that_dies_with_nothing_to_do_is_replaced_while_another_compute
     for name in ("who", "word"):
         os.mkfifo(tmp_path / name)
     lost: list[phalanx.WorkerLost] = []
-    with make(Waiting(tmp_path), microbatches=1, on_failure=lost.append) as trainer:
+    with make(
+        Waiting(tmp_path), phalanx.Processes(on_failure=lost.append), microbatches=1
+    ) as trainer:
         trainer.step(batch())
 
         def kill_the_other() -> list[int]:
@@ -269,7 +271,7 @@ def test_what_a_worker_has_saved_is_known_whether_its_call_failed_or_not() -> No
 
 @pytest.mark.parametrize("timeout_s", [float("inf"), np.float32(PATIENCE_S)])
 def test_any_time_above_zero_is_a_time_to_wait(timeout_s: float) -> None:
-    with make(timeout_s=timeout_s) as trainer:
+    with make(executor=phalanx.Processes(timeout_s=timeout_s)) as trainer:
         trainer.step(batch())
         assert trainer.steps == 1
 
@@ -426,7 +428,8 @@ def interrupted_when(folder: Path, files: int, times: int) -> Iterator[None]:
 def test_ctrl_c_ends_a_step_whose_workers_hang_with_their_microbatches(tmp_path: Path) -> None:
     """Nobody else is given them, to hang as long, and nobody the third one."""
     bad = torch.full((7, 5), Hangs.MARK), torch.zeros(7, 3)
-    with make(Hangs(tmp_path), timeout_s=3.0) as trainer, make(executor="threads") as judge:
+    executor = phalanx.Processes(timeout_s=3.0)
+    with make(Hangs(tmp_path), executor) as trainer, make(executor="threads") as judge:
         trainer.step(batch())
         before = weights(trainer)
         with interrupted_when(tmp_path, files=2, times=1), pytest.raises(KeyboardInterrupt):
@@ -442,7 +445,7 @@ def test_ctrl_c_ends_a_step_whose_workers_hang_with_their_microbatches(tmp_path:
 def test_closing_after_a_second_ctrl_c_does_not_wait_for_workers_that_hang(tmp_path: Path) -> None:
     bad = torch.full((7, 5), Hangs.MARK), torch.zeros(7, 3)
     others = set(threading.enumerate())
-    trainer = make(Hangs(tmp_path), timeout_s=10 * PATIENCE_S)
+    trainer = make(Hangs(tmp_path), phalanx.Processes(timeout_s=10 * PATIENCE_S))
     trainer.step(batch())
     pids = trainer.worker_pids
     with interrupted_when(tmp_path, files=2, times=2), pytest.raises(KeyboardInterrupt):

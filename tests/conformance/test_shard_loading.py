@@ -67,7 +67,7 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def train(executor: str, replicas: int, data: Any, **options: Any) -> dict[str, Tensor]:
+def train(executor: Any, replicas: int, data: Any, **options: Any) -> dict[str, Tensor]:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     with phalanx.Trainer(
@@ -176,7 +176,7 @@ def test_another_thread_keeps_torchs_numbers_while_samples_are_read() -> None:
 def test_a_reader_that_dies_does_not_show(expected: dict[str, Tensor], tmp_path: Any) -> None:
     lost: list[phalanx.WorkerLost] = []
     data = loader(Deadly(str(tmp_path / "dead")))
-    assert_same(train("processes", 2, data, on_failure=lost.append), expected)
+    assert_same(train(phalanx.Processes(on_failure=lost.append), 2, data), expected)
     assert [each.reason.split()[3] for each in lost] == ["SIGKILL"]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.errors import StateError
-from phalanx.execution import FailureLog, WorkerFailure, WorkerLost
-from phalanx.train import FormationChosen, StepDone, opening, trial
+from phalanx.execution import FailureLog, Processes, WorkerFailure, WorkerLost, opening
+from phalanx.train import FormationChosen, StepDone, trial
 from phalanx.train.events import Teller
 
 
@@ -206,7 +206,7 @@ def test_a_step_is_told_of_though_telling_of_a_loss_in_it_raises() -> None:
     def hear(lost: WorkerLost) -> None:
         raise KeyError(lost.worker)
 
-    with make(on_failure=hear, callbacks=[listen]) as trainer:
+    with make(executor=Processes(on_failure=hear), callbacks=[listen]) as trainer:
         trainer._failures.add(loss_of(0))
         with pytest.raises(KeyError):
             trainer.step(batches()[0])

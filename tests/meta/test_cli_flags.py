@@ -52,14 +52,13 @@ SHARED_WITH_TRAINER = (
     "executor",
     "forward",
     "loss",
-    "max_failures",
-    "memory_dir",
     "microbatches",
     "replicas",
     "seed",
-    "timeout_s",
     "workloads",
 )
+# … and those that are options of `phalanx.Processes`.
+SHARED_WITH_PROCESSES = ("max_failures", "memory_dir", "timeout_s")
 
 
 def changes(found: dict[str, tuple[str, ...]], frozen: dict[str, tuple[str, ...]]) -> list[str]:
@@ -80,10 +79,14 @@ def test_commands_and_flags_are_the_frozen_ones():
     assert changes(flags_by_command(root_command()), FROZEN) == []
 
 
-@pytest.mark.parametrize("name", SHARED_WITH_TRAINER)
-def test_an_option_that_means_a_trainers_parameter_bears_its_name(name):
-    trainer = importlib.import_module("phalanx").Trainer
-    assert name in inspect.signature(trainer).parameters
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("Trainer", name) for name in SHARED_WITH_TRAINER]
+    + [("Processes", name) for name in SHARED_WITH_PROCESSES],
+)
+def test_an_option_that_means_a_parameter_bears_its_name(kind, name):
+    house = importlib.import_module("phalanx")
+    assert name in inspect.signature(getattr(house, kind)).parameters
     assert "--" + name.replace("_", "-") in flags_by_command(root_command())["train"]
 
 

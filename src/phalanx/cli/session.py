@@ -41,6 +41,7 @@ from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
 from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
+from phalanx.execution import Processes
 from phalanx.train import FormationChosen, StepDone, Stragglers, Trainer
 
 if TYPE_CHECKING:
@@ -306,10 +307,13 @@ class Session:
             forward=own,
             metrics=_metrics_for(self.data) if self._counts_classes() else None,
             codec=options.codec,
-            executor=options.executor,
-            timeout_s=options.timeout_s,
-            max_failures=options.max_failures,
-            memory_dir=options.memory_dir,
+            executor=Processes(
+                timeout_s=options.timeout_s,
+                max_failures=options.max_failures,
+                memory_dir=options.memory_dir,
+            )
+            if options.executor == "processes"
+            else options.executor,
             callbacks=(self.history, self.stragglers, self.progress, self._listen, self.control),
         )
 

@@ -23,6 +23,7 @@ from phalanx.execution.opening import (
     Features,
     PoolGroup,
     Processes,
+    refuse_moved,
     writer_of,
 )
 from phalanx.execution.partial_sums import Gradients, PartialSum, PartialSums, TreeSums
@@ -76,5 +77,6 @@ __all__ = [
     "default_intra_op",
     "is_worth_sending",
     "norm_of_gradients",
+    "refuse_moved",
     "writer_of",
 ]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from phalanx.errors import UnsupportedError
+from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.execution.contract import Executor
 from phalanx.execution.failures import FailureLog, WorkerLost, check_patience
 from phalanx.execution.processes import ProcessExecutor
@@ -29,6 +29,7 @@ __all__ = [
     "Features",
     "PoolGroup",
     "Processes",
+    "refuse_moved",
     "writer_of",
 ]
 
@@ -235,6 +236,22 @@ class ExecutorMaker:
             timeout_s=self._choice.options.timeout_s,
             on_failure=self._failures.add,
         )
+
+
+def refuse_moved(given: Mapping[str, object]) -> None:
+    """Refuse keywords that a constructor does not know, and name the new place of those it knew.
+
+    Raises:
+        ConfigError: One is an option of `Processes` now.
+        TypeError: There is no such keyword.
+    """
+    for name in given:
+        if name in {each.name for each in fields(Processes)}:
+            raise ConfigError(
+                f"`{name}` must be an option of worker processes, but is given by itself. Give "
+                f"executor=Processes({name}=…)."
+            )
+        raise TypeError(f"unexpected keyword argument {name!r}")
 
 
 def writer_of(kind: str) -> Callable[[Callable[[], None]], None]:

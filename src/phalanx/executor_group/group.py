@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.execution import Processes, WorkerLost
+from phalanx.execution import Processes, refuse_moved
 from phalanx.executor_group.arguments import (
     check_buffer_rules,
     check_devices,
@@ -69,13 +68,9 @@ class DataParallelExecutorGroup:
         outputs: `DataDesc`s of all outputs, for their names and layouts. Default: cut along the
             data's batch axis.
         buffers: What becomes of buffers that replicas write, as for `DataParallel`.
-        executor: "threads": replicas are threads of this process. "processes": they are worker
-            processes of this host, started with the first pass; one that dies takes nothing along.
-        timeout_s: How long one pass may take in a worker process before it counts as hung.
-        max_failures: How many worker processes may be lost in all; None for any number.
-        on_failure: Called with every `WorkerLost`, after the pass that it was lost in.
-        memory_dir: A folder for files in the place of the memory that worker processes share;
-            default: anonymous memory.
+        executor: "threads": replicas are threads of this process. "processes", or `Processes` with
+            options: they are worker processes of this host, started with the first pass; one that
+            dies takes nothing along.
 
     Shapes:
         B: rows of the batch, 0 or more. Tensors with an N in their layout have B there.
@@ -116,12 +111,10 @@ class DataParallelExecutorGroup:
         shared_group: DataParallelExecutorGroup | None = None,
         outputs: Any = None,
         buffers: str | Mapping[str, str] = "mean",
-        executor: str = "threads",
-        timeout_s: float = 300.0,
-        max_failures: int | None = 20,
-        on_failure: Callable[[WorkerLost], object] | None = None,
-        memory_dir: str | Path | None = None,
+        executor: str | Processes = "threads",
+        **moved: object,
     ) -> None:
+        refuse_moved(moved)
         if inputs_need_grad and not for_training:
             raise ConfigError(
                 "`inputs_need_grad` must be False for a group that does not train, but is True. "
@@ -129,19 +122,15 @@ class DataParallelExecutorGroup:
             )
         check_devices(devices)
         check_buffer_rules(buffers)
-        options = Processes(
-            timeout_s=timeout_s,
-            max_failures=max_failures,
-            on_failure=on_failure,
-            memory_dir=memory_dir,
-        )
-        self._on_failure = on_failure
+        self._on_failure = None
+        if isinstance(executor, Processes):  # losses are told here, where a pass ends
+            self._on_failure, executor = executor.on_failure, replace(executor, on_failure=None)
         self._model = DataParallel(
             module,
             devices,
             workloads=workloads,
             buffers=buffers,
-            executor=replace(options, on_failure=None) if executor == "processes" else executor,
+            executor=executor,
         )
         self._model.keep_inputs()  # as worker processes do
         self._declared = read_descs(outputs, "outputs")

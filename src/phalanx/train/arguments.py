@@ -14,7 +14,6 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
-from phalanx.execution import EXECUTORS, check_patience
 from phalanx.plan import (
     Layout,
     check_argument,
@@ -54,8 +53,6 @@ def check_options(
     intra_op: int | None,
     executor: str,
     clip_norm: float | None,
-    timeout_s: float,
-    max_failures: int | None,
 ) -> None:
     """Refuse options that cannot work."""
     if not isinstance(module, nn.Module):
@@ -68,23 +65,14 @@ def check_options(
         raise ConfigError(
             f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
         )
-    if executor not in EXECUTORS:
-        raise ConfigError(
-            f"`executor` must be one of {', '.join(map(repr, EXECUTORS))}, but is {executor!r}."
-        )
     check_replicas(replicas, executor)
-    check_patience(timeout_s, max_failures)
 
 
 # Any, here and below: whatever the user wrote.
-def check_told(
-    seed: Any, on_failure: Any, metrics: Any, channels_last: Any, callbacks: Any
-) -> None:
+def check_told(seed: Any, metrics: Any, channels_last: Any, callbacks: Any) -> None:
     """Refuse a seed, functions to be called and other words of the wrong kind."""
     read_whole("seed", seed)
     check_choice("channels_last", channels_last)
-    if on_failure is not None:
-        check_function("on_failure", on_failure)
     if metrics is not None:
         fits = isinstance(metrics, Mapping)
         way_out = "Give a name to each: {'accuracy': …}, say."

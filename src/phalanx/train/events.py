@@ -95,7 +95,7 @@ class Teller:
     def __init__(
         self,
         callbacks: Sequence[Callback],
-        on_failure: Callable[[WorkerLost], None] | None,
+        on_failure: Callable[[WorkerLost], object] | None,
         failures: FailureLog,
     ) -> None:
         self._callbacks = tuple(callbacks)

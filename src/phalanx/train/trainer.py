@@ -18,11 +18,13 @@ from phalanx.clock import now_s
 from phalanx.codecs import Codec, Feedback
 from phalanx.errors import ConfigError
 from phalanx.execution import (
+    EXECUTORS,
     ExecutorChoice,
     ExecutorMaker,
     FailureLog,
     Processes,
     RunResult,
+    refuse_moved,
     writer_of,
 )
 from phalanx.metrics import ReplicaMetrics
@@ -44,7 +46,7 @@ from phalanx.train.arguments import (
 from phalanx.train.cutting import Cutter
 from phalanx.train.engine import Engine, check_members, counted
 from phalanx.train.evaluation import evaluate
-from phalanx.train.events import Callback, EpochDone, FormationChosen, StepDone, Teller, WorkerLost
+from phalanx.train.events import Callback, EpochDone, FormationChosen, StepDone, Teller
 from phalanx.train.formation import Formation, given
 from phalanx.train.order import Reader, is_complete
 from phalanx.train.position import History, Loss, Position
@@ -82,17 +84,12 @@ class Trainer:
         intra_op: Threads inside operators, per replica. Part of what fixes the bits: 1 when
             ``microbatches`` is given, else cores divided by replicas.
         seed: Where dropout and its like start; each microbatch of each step has numbers of its own.
-        executor: "threads": replicas are threads of this process. "processes": they are worker
-            processes of this host, which take nothing with them when they die. "inline": the one
-            replica runs in the caller's thread, where a debugger finds it. "ranks": every process
-            of a `torch.distributed` job has such a trainer, is given the same batches, and computes
-            its share of them with its replicas; each steps and keeps a slice of the optimizer's
-            state (ZeRO, stage 1).
-        timeout_s: How long a microbatch may take before its worker process counts as hung.
-        max_failures: How many worker processes may be lost in all; None for any number.
-        on_failure: Called with every `WorkerLost`, after the update that it was lost in.
-        memory_dir: A folder for files in the place of the memory that worker processes share, where
-            that is short; default: anonymous memory, which no size of /dev/shm limits.
+        executor: "threads": replicas are threads of this process. "processes", or `Processes` with
+            options: they are worker processes of this host, which take nothing with them when they
+            die. "inline": the one replica runs in the caller's thread, where a debugger finds it.
+            "ranks": every process of a `torch.distributed` job has such a trainer, is given the
+            same batches, and computes its share of them with its replicas; each steps and keeps a
+            slice of the optimizer's state (ZeRO, stage 1).
         shard_loading: Let the replicas read the data; loaders must then be `DataLoader` objects
             over data sets with `__getitem__`. What these draw is the same in every formation.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
@@ -137,11 +134,7 @@ class Trainer:
         microbatches: int | None = None,
         intra_op: int | None = None,
         seed: int = 0,
-        executor: str = "threads",
-        timeout_s: float = 300.0,
-        max_failures: int | None = 20,
-        on_failure: Callable[[WorkerLost], None] | None = None,
-        memory_dir: str | Path | None = None,
+        executor: str | Processes = "threads",
         shard_loading: bool = False,
         weight: WeightFn | None = None,
         forward: ForwardFn | None = None,
@@ -152,17 +145,18 @@ class Trainer:
         codec: Codec | str | None = None,
         channels_last: bool | None = None,
         callbacks: Sequence[Callback] = (),
+        **moved: object,
     ) -> None:
-        check_options(
-            module, replicas, microbatches, intra_op, executor, clip_norm, timeout_s, max_failures
-        )
-        check_told(seed, on_failure, metrics, channels_last, callbacks)
-        check_ranks(executor, workloads, codec)
+        refuse_moved(moved)
+        choice = ExecutorChoice.read(executor, EXECUTORS)
+        check_options(module, replicas, microbatches, intra_op, choice.kind, clip_norm)
+        check_told(seed, metrics, channels_last, callbacks)
+        check_ranks(choice.kind, workloads, codec)
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
         self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
-        self._formation = given(replicas, self._home, self._intra_op, executor)
+        self._formation = given(replicas, self._home, self._intra_op, choice.kind)
         self._workloads = fixed_workloads(workloads)
         if self._workloads is not None:
             check_workloads(self._workloads, len(self.devices) or None)
@@ -181,19 +175,13 @@ class Trainer:
         self._feedback = None if codec is None else Feedback(codec)
         self._channels_last = channels_last
         self._next_formation: Formation | None = None  # what `resize()` asked for
-        options = Processes(
-            timeout_s=timeout_s,
-            max_failures=max_failures,
-            on_failure=on_failure,
-            memory_dir=memory_dir,
-        )
-        self._executor = executor
-        self._write = writer_of(executor)
-        self._failures = FailureLog(max_failures)
-        self._teller = Teller(callbacks, on_failure, self._failures)
+        self._executor = choice.kind
+        self._write = writer_of(choice.kind)
+        self._failures = FailureLog(choice.options.max_failures)
+        self._teller = Teller(callbacks, choice.options.on_failure, self._failures)
         self._open_executor = partial(
             ExecutorMaker,
-            ExecutorChoice(kind=executor, options=options),
+            choice,
             module,
             self._failures,
             shared=[self._work],
