@@ -18,7 +18,7 @@ from phalanx.replicas import (
     merge_statistics,
     write_statistics,
 )
-from phalanx.replicas.statistics import heads_of
+from phalanx.replicas.statistics import statistic_specs
 
 CPU = torch.device("cpu")
 
@@ -402,9 +402,9 @@ def test_heads_foretell_what_microbatches_leave(buffers: Any) -> None:
     replica.refresh()
     replica.module(torch.randn(7, 3))
     written = replica.statistics.collect(7.0)
-    heads = {head.name: head for head in heads_of(net, rules)}
+    specs = {spec.name: spec for spec in statistic_specs(net, rules)}
     assert list(heads) == list(written)
-    assert all(heads[name].fits(statistic) for name, statistic in written.items())
+    assert all(specs[name].fits(statistic) for name, statistic in written.items())
 
 
 def test_a_buffer_under_two_names_starts_anew_though_only_its_second_owner_trains() -> None:
