@@ -381,7 +381,7 @@ def test_a_shared_buffer_is_brought_by_whoever_trains() -> None:
 
 
 @pytest.mark.parametrize("buffers", ["mean", "first", "sync", {"*flags": "sum", "*count": "sum"}])
-def test_heads_foretell_what_microbatches_leave(buffers: Any) -> None:
+def test_specs_foretell_what_microbatches_leave(buffers: Any) -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -403,7 +403,7 @@ def test_heads_foretell_what_microbatches_leave(buffers: Any) -> None:
     replica.module(torch.randn(7, 3))
     written = replica.statistics.collect(7.0)
     specs = {spec.name: spec for spec in statistic_specs(net, rules)}
-    assert list(heads) == list(written)
+    assert list(specs) == list(written)
     assert all(specs[name].fits(statistic) for name, statistic in written.items())
 
 
