@@ -93,6 +93,30 @@ def rings_lost(patch: Patch) -> None:
     patch(Bells, "ring", lambda self, rank: None)
 
 
+def said_too_late(patch: Patch) -> None:
+    """A rank looks for the last time before it says for whom it sleeps, and not after that."""
+    fall_asleep, sleep = Bells.fall_asleep, Bells.sleep
+    awaited: list[tuple[int, int]] = []
+    patch(Bells, "fall_asleep", lambda self, rank, mark: awaited.append((rank, mark)))
+
+    def too_late(self: Bells, timeout_s: float) -> None:
+        pause(_WINDOW_S)
+        while awaited:
+            fall_asleep(self, *awaited.pop())
+        sleep(self, timeout_s)
+
+    patch(Bells, "sleep", too_late)
+
+
+def contention_not_agreed(patch: Patch) -> None:
+    """Each rank goes by what it has said itself, and cuts its tensors in pieces of its own."""
+
+    def own(self: Board, number: int) -> bool:
+        return bool(self._words[self._mine + 16 + 4 * (number % 4) + 3])
+
+    patch(Board, "any_contended", own)
+
+
 def bells_kept(patch: Patch) -> None:
     """A group that is destroyed leaves its pipes open."""
     patch(Bells, "close", lambda self: None)
@@ -118,6 +142,8 @@ BUGS: dict[str, Callable[[Patch], None]] = {
         signatures_not_compared,
         leavers_missed,
         rings_lost,
+        said_too_late,
+        contention_not_agreed,
         bells_kept,
     )
 }

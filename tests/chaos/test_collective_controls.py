@@ -17,6 +17,7 @@ import torch.distributed as dist
 from phalanx.clock import now_s
 from phalanx.distributed import board as pages
 from phalanx.distributed import engine
+from phalanx.distributed.contention import Verdict
 from phalanx.errors import PeerLost, StateError
 from phalanx.ipc import Waiting, plant
 from tests.chaos.calls import Call, draw
@@ -128,6 +129,39 @@ def sleep_often(rank: int, call: Callable[[], object]) -> None:
     assert now_s() - began_s < 3.0, "nobody was woken"
 
 
+def marks_come_before_sleep(parent: Parent, rank: int) -> None:
+    """Ranks that never spin are about to sleep when what they wait for comes; sleeps are long."""
+    Verdict.holds = lambda self, now_s: True
+    engine._FIRST_SLEEP_S = engine._LONGEST_SLEEP_S = 0.5
+    began_s = now_s()
+    for number in range(20):
+        assert Call("all_reduce", number, 9000, SIZE).is_right(rank)
+    assert now_s() - began_s < 5.0, "somebody slept in vain"
+
+
+def one_rank_is_contended(parent: Parent, rank: int) -> None:
+    """All others do as it does, and sums have the same bits as before."""
+    Verdict.holds = lambda self, now_s: False
+    draw_bits = torch.Generator().manual_seed(rank)
+    given = [
+        torch.randn(length, generator=draw_bits).to(dtype)
+        for length in (3, 5001, 70_001, 800_003)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    ]
+    before = [sum_of(each) for each in given]
+    if rank == 1:
+        Verdict.holds = lambda self, now_s: True
+    dist.all_reduce(torch.ones(3))
+    for each, expected in zip(given, before, strict=True):
+        assert torch.equal(sum_of(each), expected), "a wrong result of a contended all_reduce"
+
+
+def sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    result = tensor.clone()
+    dist.all_reduce(result)
+    return result
+
+
 def _sleeps_for_next_mark_of(board: pages.Board, at: int) -> bool:
     """Tell whether the rank whose page is at ``at`` sleeps for what this one has not posted."""
     awaited, wanted = board._words[at + pages._AWAITED], board._words[at + pages._WANTED]
@@ -197,6 +231,8 @@ SCENES: dict[str, tuple[Scene, str]] = {
         "PeerLost: Rank 1 of 3 has destroyed its group",
     ),
     "rings_lost": (sleepers_are_woken, "nobody was woken"),
+    "said_too_late": (marks_come_before_sleep, "somebody slept in vain"),
+    "contention_not_agreed": (one_rank_is_contended, "a wrong result of"),
     "bells_kept": (nothing_is_left, "something is left open"),
     "course_marks_unread": (sums_are_right, "a wrong result of"),
     "course_mark_before_data": (sums_are_right, "a wrong result of"),

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from phalanx.distributed.bell import Bells
 from phalanx.distributed.board import Board, Signature
-from phalanx.distributed.course import PIECE_POINTS, Course, State
+from phalanx.distributed.contention import Contention
+from phalanx.distributed.course import PIECE_POINTS, Course, PieceSizes, State
 from phalanx.distributed.signature import Desync
 from phalanx.ipc import Region, fence, reach
 from phalanx.memory import Function
@@ -47,6 +48,7 @@ _LARGEST_SLOT_BYTES = 1 << 20
 _ALL_SLOTS_BYTES = 8 << 20
 _MOST_CUTS = 16  # a cut of n ranks holds n² views
 _SMALLEST_SLOT_BYTES = 64 << 10
+_USUAL_SIZES = PieceSizes(16 << 10, 256 << 10)  # pieces that stay in the caches of the cores
 _PUBLISHED, _REDUCED, _DONE, _PER_PIECE = 1, 2, 3, 3
 
 
@@ -73,7 +75,8 @@ class Arena:
         self._unchecked: set[int] = set()
         whole = region.tensor(torch.uint8, self.needed_bytes(board.size))
         slots = whole[Board.needed_bytes(board.size) :]
-        self._course = Course(board, whole, slots, self.slot_bytes)
+        self.contention = Contention()
+        self._course = Course(board, whole, slots, self.slot_bytes, self.contention)
 
     @staticmethod
     def needed_bytes(size: int) -> int:
@@ -89,7 +92,7 @@ class Arena:
         """Begin the next operation, and say which it is."""
         self._operation = Signature(self._operation.number + 1, what, num_elements)
         self._unchecked = set(self.board.others)
-        self.board.sign(self._operation)
+        self.board.sign(self._operation, contended=self.contention.begin())
         reach("operation begun")
 
     def slots(self, dtype: torch.dtype) -> list[Tensor]:
@@ -127,10 +130,22 @@ class Arena:
             for letter in range(_NUM_SLOTS)
         ]
 
-    def carry(self, function: Function, flat: Tensor) -> Steps:
+    @property
+    def piece_sizes(self) -> PieceSizes:
+        """How to cut the all-reduce that was begun; where cores are contended, in few pieces."""
+        if self.contention.agreed:
+            return PieceSizes(self.slot_bytes // 2, self.slot_bytes)
+        return _USUAL_SIZES._replace(piece_bytes=min(_USUAL_SIZES.piece_bytes, self.slot_bytes))
+
+    def agree_on_contention(self) -> None:
+        """Let the next all-reduce be as suits what all ranks have said at the begin of this one."""
+        self.contention.agreed = self.board.any_contended(self._operation.number)
+        self.contention.look()
+
+    def carry(self, function: Function, flat: Tensor, sizes: PieceSizes) -> Steps:
         """Let compiled code do the operation that was begun, with all pieces of ``flat``."""
         course = self._course
-        course.begin(self._operation, self._piece + 1, flat)
+        course.begin(self._operation, self._piece + 1, flat, sizes)
         while (state := course.go(function)) != State.ENDED:
             if state == State.WAITS:
                 yield self.board.others, course.wanted

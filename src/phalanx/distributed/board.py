@@ -128,17 +128,23 @@ class Board:
 
     # --- operations -------------------------------------------------------------------------------
 
-    def sign(self, signature: Signature) -> None:
+    def sign(self, signature: Signature, *, contended: bool = False) -> None:
         """Say which operation this rank is in, before it posts anything of it."""
         at = self._mine + _SIGNATURES + _RING * (signature.number % _RING)
         self._words[at + 1] = signature.what
         self._words[at + 2] = signature.num_elements
+        self._words[at + 3] = contended
         self._words[at] = signature.number
 
     def signature_of(self, rank: int, number: int) -> Signature:
         """Return what ``rank`` said of its ``number``-th operation."""
         at = rank * self._step + _SIGNATURES + _RING * (number % _RING)
         return Signature(*self._words[at : at + 3].tolist())
+
+    def any_contended(self, number: int) -> bool:
+        """Tell whether any rank said so with the ``number``-th operation, which all have begun."""
+        at = _SIGNATURES + _RING * (number % _RING) + 3
+        return any(self._words[rank * self._step + at] for rank in range(self.size))
 
     def latest_of(self, rank: int) -> Signature:
         """Return the last operation that ``rank`` began; its number is 0 if there was none."""

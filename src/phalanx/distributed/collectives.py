@@ -40,11 +40,8 @@ __all__ = [
     "scatter",
 ]
 
-_SMALL_BYTES = 16 << 10
-
-# What course.c carries where it was compiled, in pieces that stay in the caches of the cores.
+# What course.c carries where it was compiled.
 _CARRIED = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
-_CARRIED_BYTES = 256 << 10
 
 
 def as_bytes(flat: Tensor) -> Tensor:
@@ -73,16 +70,23 @@ def barrier(arena: Arena) -> Steps:
 def all_reduce(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
     """Reduce ``flat`` over the ranks, in place and with the same bits on all of them."""
     arena.begin(pack("all_reduce", flat.dtype, reduction=reduction.number), flat.numel())
-    piece_bytes, function = arena.slot_bytes, None
+    sizes, function = arena.piece_sizes, None
     if reduction.is_plain_sum and flat.dtype in _CARRIED:
-        piece_bytes = min(piece_bytes, _CARRIED_BYTES)  # also of ranks where nothing was compiled
-        function = compiled_for("all_reduce", flat.dtype)
+        function = compiled_for("all_reduce", flat.dtype)  # ranks without it cut in the same pieces
+    else:
+        sizes = sizes._replace(piece_bytes=arena.slot_bytes)
     if function is not None and arena.size > 1:
-        yield from arena.carry(function, flat)
-        return
-    if flat.numel() * flat.itemsize <= _SMALL_BYTES:
-        yield from _all_reduce_small(arena, flat, reduction)
-        return
+        yield from arena.carry(function, flat, sizes)
+    elif flat.numel() * flat.itemsize <= sizes.whole_bytes:
+        yield from _all_reduce_whole(arena, flat, reduction)
+    else:
+        yield from _all_reduce_in_pieces(arena, flat, reduction, sizes.piece_bytes)
+    arena.agree_on_contention()
+
+
+def _all_reduce_in_pieces(
+    arena: Arena, flat: Tensor, reduction: Reduction, piece_bytes: int
+) -> Steps:
     cuts = [
         tuple(equal_sizes(piece.stop - piece.start, arena.size))
         for piece in pieces(flat.numel(), piece_bytes // flat.itemsize)
@@ -93,7 +97,7 @@ def all_reduce(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
         yield from _all_reduce_piece(arena, own, sizes, reduction)
 
 
-def _all_reduce_small(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
+def _all_reduce_whole(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
     yield from arena.begin_piece()
     sources = arena.heads(flat.dtype, flat.numel())
     sources[arena.rank].copy_(flat)

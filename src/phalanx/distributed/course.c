@@ -14,7 +14,7 @@
 /* As in course.py. */
 enum {
     WORDS, WORDS_PER_PAGE, RANK, SIZE, SLOTS, SLOT_BYTES, SPIN_NS, CROWDED, STOPS,
-    NUMBER, WHAT, TENSOR, COUNT, PIECE, AT, PHASE, WANTED, AGREED
+    NUMBER, WHAT, TENSOR, COUNT, PIECE, AT, PHASE, WANTED, AGREED, WHOLE_BYTES, PIECE_BYTES
 };
 enum { ENDED, WAITS, MOVES, DIFFERS };
 enum { WRITE, PUBLISH, REDUCE, TAKE, OVER };
@@ -23,10 +23,9 @@ enum { WRITE, PUBLISH, REDUCE, TAKE, OVER };
 enum { MARK = 0, AWAITED = 3, WANTED_MARK = 4, SIGNATURES = 16, RING = 4 };
 enum { PUBLISHED = 1, REDUCED = 2, DONE = 3, PER_PIECE = 3, NUM_SLOTS = 2 };
 
-#define SMALL_BYTES (16 << 10) /* as in collectives.py, like the next */
-#define PIECE_BYTES (256 << 10)
-#define BLOCK 1024             /* numbers that are added up in the nearest cache */
+#define BLOCK 1024 /* numbers that are added up in the nearest cache */
 #define LOOKS_PER_CLOCK 32
+#define LATE_NS 1000000 /* between looks: other work had the core */
 #define PIECES_PER_CALL 128
 
 typedef int64_t word;
@@ -69,18 +68,24 @@ static void pause_for_a_look(const word *course) {
 #endif
 }
 
-/* Look for a while whether all others have reached a mark. */
+/* Look for a while whether all others have reached a mark. Where that has cost a time slice, this
+   call looks for nobody any more: a thread that slept is run sooner. */
 static int come(word *course, word step) {
-    word mark = PER_PIECE * course[PIECE] + step;
+    word mark = PER_PIECE * course[PIECE] + step, looks = course[CROWDED] ? 1 : LOOKS_PER_CLOCK;
     course[WANTED] = mark;
     if (mark <= 0 || have_reached(course, mark)) return 1;
-    word until = now_ns() + course[SPIN_NS];
-    do {
-        for (int look = 0; look < LOOKS_PER_CLOCK; look++) {
+    word now = now_ns(), until = now + course[SPIN_NS];
+    while (now < until) {
+        int reached = 0;
+        for (word look = 0; look < looks && !reached; look++) {
             pause_for_a_look(course);
-            if (have_reached(course, mark)) return 1;
+            reached = have_reached(course, mark);
         }
-    } while (now_ns() < until);
+        word before = now;
+        now = now_ns();
+        if (now - before > LATE_NS) course[SPIN_NS] = 0;
+        if (reached) return 1;
+    }
     return 0;
 }
 
@@ -233,7 +238,7 @@ static void reduce_bfloat16(const word *course, const uint16_t *ours, word start
 
 #define ALL_REDUCE(NAME, TYPE)                                                                     \
     /* All publish everything, and each reduces everything: one wait instead of two. */            \
-    static word reduce_small_##NAME(word *course) {                                                \
+    static word reduce_whole_##NAME(word *course) {                                                \
         TYPE *tensor = (TYPE *)course[TENSOR];                                                     \
         switch (course[PHASE]) {                                                                   \
         case WRITE:                                                                                \
@@ -284,9 +289,9 @@ static void reduce_bfloat16(const word *course, const uint16_t *ours, word start
     }                                                                                              \
                                                                                                    \
     word phalanx_all_reduce_##NAME(word *course) {                                                 \
-        word bytes = course[SLOT_BYTES] < PIECE_BYTES ? course[SLOT_BYTES] : PIECE_BYTES;          \
-        word per_piece = bytes / (word)sizeof(TYPE);                                               \
-        if (course[COUNT] * (word)sizeof(TYPE) <= SMALL_BYTES) return reduce_small_##NAME(course); \
+        word per_piece = course[PIECE_BYTES] / (word)sizeof(TYPE);                                 \
+        if (course[COUNT] * (word)sizeof(TYPE) <= course[WHOLE_BYTES])                             \
+            return reduce_whole_##NAME(course);                                                    \
         for (word pieces = 0; pieces < PIECES_PER_CALL; pieces++) {                                \
             word left = course[COUNT] - course[AT], state;                                         \
             state = reduce_piece_##NAME(course, left < per_piece ? left : per_piece);              \

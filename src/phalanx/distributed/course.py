@@ -13,26 +13,25 @@ from __future__ import annotations
 import os
 from array import array
 from enum import IntEnum
+from typing import NamedTuple
 
 from torch import Tensor
 
 from phalanx.distributed.board import Board, Signature
-from phalanx.distributed.turns import Turns
+from phalanx.distributed.contention import Contention
 from phalanx.ipc import planted, reach
 from phalanx.memory import Function
 
-__all__ = ["PIECE_POINTS", "Course", "State"]
+__all__ = ["PIECE_POINTS", "Course", "PieceSizes", "State"]
 
 PIECE_POINTS = ("piece written", "piece published", "result given", "piece ended")
 """Where the tests stop a rank, by what is to be done next."""
 
 # As in course.c.
-_NUM_WORDS = 18
+_NUM_WORDS = 20
 _SPIN, _STOPS, _NUMBER, _PIECE, _PHASE, _WANTED, _AGREED = 6, 8, 9, 13, 15, 16, 17
 _SPIN_NS = 150_000  # some times what the other takes for its part of a piece
 _CROWDED_SPIN_NS = 50_000
-_BUSY_SPIN_NS = 3_000  # where other work wants the core
-_SMALL_ELEMENTS = 16 << 10  # fewer are not worth the microsecond of asking
 
 
 class State(IntEnum):
@@ -47,6 +46,18 @@ class State(IntEnum):
     """Somebody is in another operation."""
 
 
+class PieceSizes(NamedTuple):
+    """How an all-reduce is cut, the same on all ranks.
+
+    Attributes:
+        whole_bytes: Tensors of up to so many bytes go whole: all ranks publish and reduce all.
+        piece_bytes: Longer ones go in pieces of so many bytes.
+    """
+
+    whole_bytes: int
+    piece_bytes: int
+
+
 class Course:
     """The row of numbers of one arena.
 
@@ -55,11 +66,15 @@ class Course:
         whole: The region's memory, with the board at its begin.
         slots: That of the slots.
         slot_bytes: How long a slot is.
+        contention: The group's.
     """
 
-    def __init__(self, board: Board, whole: Tensor, slots: Tensor, slot_bytes: int) -> None:
+    def __init__(
+        self, board: Board, whole: Tensor, slots: Tensor, slot_bytes: int, contention: Contention
+    ) -> None:
         crowded = board.size > len(os.sched_getaffinity(0))
-        self._turns = None if crowded else Turns()
+        self._contention = contention
+        self._spin_ns = _CROWDED_SPIN_NS if crowded else _SPIN_NS
         self._memory: Tensor | None = whole
         self._words = array("q", [0] * _NUM_WORDS)
         self._at, _ = self._words.buffer_info()
@@ -68,24 +83,22 @@ class Course:
             board.size,
             slots.data_ptr(),
             slot_bytes,
-            _CROWDED_SPIN_NS if crowded else _SPIN_NS,
+            self._spin_ns,
             crowded,
         ]
         self._words[:_STOPS] = array("q", [whole.data_ptr(), board.words_per_page, *own])
 
-    def begin(self, operation: Signature, piece: int, flat: Tensor) -> None:
+    def begin(self, operation: Signature, piece: int, flat: Tensor, sizes: PieceSizes) -> None:
         """Begin with an operation, over ``flat``, whose first piece has that number."""
         stops = planted() is not None
-        if self._turns is not None and flat.numel() > _SMALL_ELEMENTS:
-            busy = self._turns.lost_lately()
-            self._words[_SPIN] = _BUSY_SPIN_NS if busy else _SPIN_NS
         number, what, num_elements = operation
         self._words[_STOPS:] = array(
-            "q", [stops, number, what, flat.data_ptr(), num_elements, piece, 0, 0, 0, 0]
+            "q", [stops, number, what, flat.data_ptr(), num_elements, piece, 0, 0, 0, 0, *sizes]
         )
 
     def go(self, function: Function) -> int:
         """Go on as far as it goes; return a `State`."""
+        self._words[_SPIN] = self._spin_ns if self._contention.spins else 0
         return int(function(self._at))
 
     def reach(self) -> None:

@@ -24,9 +24,9 @@ from phalanx.clock import now_s
 from phalanx.distributed.arena import Need
 from phalanx.distributed.bell import Bells
 from phalanx.distributed.board import LEFT, Board
+from phalanx.distributed.contention import Contention
 from phalanx.distributed.peer_errors import cause_state, is_missing, look, out_of_time
 from phalanx.distributed.progress import progress_thread
-from phalanx.distributed.turns import Turns
 from phalanx.distributed.work import Task
 from phalanx.errors import ConfigError, GroupAborted, StateError
 from phalanx.ipc import Waiting, register_at_fork
@@ -36,7 +36,7 @@ __all__ = ["COLLECTIVES", "Engine"]
 
 COLLECTIVES = "collectives"
 _LOOK_FOR_DEAD_S = 0.02
-_SHORTEST_SPIN_S, _LONGEST_SPIN_S = 20e-6, 300e-6
+_SPIN_S = 300e-6
 _CROWDED_SPIN_S = 10e-6
 _LOOKS_PER_CLOCK = 16
 _NOBODY: Need = ((), 0)
@@ -51,6 +51,7 @@ class Engine:
     Args:
         board: The group's.
         bells: The group's.
+        contention: The group's.
         name: What the group is called in messages.
         tell: Whom to tell of an error that breaks the group, beyond the ranks on the board.
 
@@ -62,6 +63,7 @@ class Engine:
         self,
         board: Board,
         bells: Bells,
+        contention: Contention,
         name: Callable[[], str],
         tell: Callable[[BaseException], object] = bool,
     ) -> None:
@@ -77,14 +79,10 @@ class Engine:
         self._next_look_s = 0.0
         # One caller moves the operations at a time: two would take each other's wake-ups.
         self._mover = threading.RLock()
-        # How long to look before sleeping. Where each rank has a core, what is waited for is
-        # mostly a moment away, and a sleep takes longer to end than that; where other work keeps
-        # the cores busy, looking is in vain. Which it is shows by how long waits are.
         num_cores = len(os.sched_getaffinity(0))
-        self._roomy = board.size <= num_cores
         self._busy = num_cores < 2 * board.size  # no core is left for a second thread per rank
-        self._spin_s = _LONGEST_SPIN_S if self._roomy else _CROWDED_SPIN_S
-        self._turns = Turns()
+        self._contention = contention
+        self._spin_s = _SPIN_S if board.size <= num_cores else _CROWDED_SPIN_S
         self._stay_awake = keep_awake(board.size, place=board.rank, sharers=board.size)
         self.forked = False
         register_at_fork(self.forget)
@@ -153,7 +151,7 @@ class Engine:
             return
         try:
             while not task.done:
-                if not self.advance() and not self._spin(self._first_need() or _NOBODY, now_s()):
+                if not self.advance() and not self._spin(self._first_need() or _NOBODY):
                     return
         finally:
             self._mover.release()
@@ -187,31 +185,22 @@ class Engine:
         """Move on, or look for a moment, or else sleep; tell whether it was not the last."""
         if self.advance():
             return True
-        if not rests:
-            since = now_s()
-            if self._spin(need or _NOBODY, since):
-                return True
-            self.rest(need, 1)
-            self._learn(now_s() - since)
-        else:
-            self.rest(need, rests + 1)
+        if not rests and self._spin(need or _NOBODY):
+            return True
+        self.rest(need, rests + 1)
         return False
 
-    def _spin(self, need: Need, since_s: float) -> bool:
+    def _spin(self, need: Need) -> bool:
+        self._contention.look()
+        if not self._contention.spins:
+            return False
         ranks, mark = need
-        busy = self._roomy and self._turns.lost_lately()
-        until_s = since_s + (_CROWDED_SPIN_S if busy else self._spin_s)
+        until_s = now_s() + self._spin_s
         while now_s() < until_s:
             for _ in range(_LOOKS_PER_CLOCK):
                 if self._board.reached(ranks, mark) if mark > 0 else self.advance():
                     return True
         return False
-
-    def _learn(self, waited_s: float) -> None:
-        if self._roomy:
-            more = waited_s < 2 * _LONGEST_SPIN_S
-            spin_s = self._spin_s * (2 if more else 0.5)
-            self._spin_s = min(max(spin_s, _SHORTEST_SPIN_S), _LONGEST_SPIN_S)
 
     def rest(self, need: Need | None, times: int) -> None:
         """Sleep until the first of those needed rings, or for a moment that grows with ``times``.

@@ -86,7 +86,9 @@ class SharedGroup(DescribedGroup):
         # C++ that is given a work from Python, as DDP's `join` gives its reducer one, holds no
         # more than its C++ half, which waits for ever once the Python half is gone.
         self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
-        self._engine = Engine(arena.board, arena.bells, self.getGroupName, ways.tell)
+        self._engine = Engine(
+            arena.board, arena.bells, arena.contention, self.getGroupName, ways.tell
+        )
         self._closed = False
 
     def _run(
