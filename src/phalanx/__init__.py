@@ -1,6 +1,10 @@
 """Data- and model-parallel training for PyTorch, with the same numbers in every formation."""
 
-from phalanx.distributed import codec_hook, launch, merge_hook
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.distributed import codec_hook, merge_hook
 from phalanx.errors import (
     CheckpointError,
     ConfigError,
@@ -38,6 +42,9 @@ from phalanx.train import (
     merge_updates,
     split_batch,
 )
+
+if TYPE_CHECKING:
+    from phalanx.distributed import launch
 
 __version__ = "0.1.0"
 
@@ -84,3 +91,12 @@ __all__ = [
     "split_linear",
     "unsplit",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import the launcher when it is used; see `phalanx.distributed`."""
+    if name != "launch":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from phalanx.distributed import launch  # late: see there
+
+    return launch

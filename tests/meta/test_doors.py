@@ -160,7 +160,7 @@ DOORS: dict[str, Door] = {
             "tables/joining.py",
             "distributed/exchange.py",
             "distributed/hosts.py",
-            "distributed/launch.py",
+            "distributed/launcher.py",
             "distributed/group_rendezvous.py",
             "distributed/rank_start.py",
             "distributed/launch_rendezvous.py",
@@ -295,7 +295,7 @@ DOORS: dict[str, Door] = {
             "execution/thread_pool.py",  # holds them back where the caller's thread is the replica
             "execution/worker_main.py",
             "execution/worker_client.py",
-            "distributed/launch.py",
+            "distributed/launcher.py",
         ),
         caught=("import signal", "from signal import SIGINT"),
     ),
@@ -364,7 +364,7 @@ DOORS: dict[str, Door] = {
             "cli/figure.py",
             "ipc/region.py",
             "ipc/run_directory.py",
-            "distributed/launch.py",  # a folder for the ranks' output
+            "distributed/launcher.py",  # a folder for the ranks' output
             "distributed/bell.py",  # pipes of other ranks
             "distributed/rank_start.py",  # how a rank has failed, for the launcher
             "ipc/locks.py",  # opens the file anew, for locks of its own

@@ -16,7 +16,10 @@ from tests.meta.source import (
     is_within,
 )
 
-SLOW = {"phalanx.metrics.group_metrics"}  # needs torchmetrics, which takes half as long as torch
+SLOW = {
+    "phalanx.metrics.group_metrics",  # needs torchmetrics, which takes half as long as torch
+    *("phalanx.distributed.launcher", "phalanx.distributed.launch"),  # need torch's launcher
+}
 
 
 def room_of(item: Import) -> str | None:

@@ -1,10 +1,22 @@
 """How ranks talk to each other."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from phalanx.distributed.backend import SharedGroup, make_group
 from phalanx.distributed.codec_hook import CodecHook, codec_hook
 from phalanx.distributed.exchange import Exchange, num_ranks_here
-from phalanx.distributed.launch import Job, RankFailed, available_cores, launch, launch_script
 from phalanx.distributed.merge_hook import Hook, merge_hook
+
+if TYPE_CHECKING:
+    from phalanx.distributed.launcher import (
+        Job,
+        RankFailed,
+        available_cores,
+        launch,
+        launch_script,
+    )
 
 __all__ = [
     "CodecHook",
@@ -21,3 +33,14 @@ __all__ = [
     "merge_hook",
     "num_ranks_here",
 ]
+
+_OF_THE_LAUNCHER = {"Job", "RankFailed", "available_cores", "launch", "launch_script"}
+
+
+def __getattr__(name: str) -> object:
+    """Import the launcher when it is used: torch's, below it, takes a quarter of a second."""
+    if name not in _OF_THE_LAUNCHER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from phalanx.distributed import launcher  # late: see above
+
+    return getattr(launcher, name)

@@ -21,11 +21,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, runtime_checkable
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -46,6 +44,10 @@ from phalanx.parallel import DataParallel
 from phalanx.plan import check_function, flatten, leaf_paths, read_count
 from phalanx.replicas import current_replica
 from phalanx.types import Nested
+
+if TYPE_CHECKING:  # it takes long to import
+    from rich.console import Console
+    from rich.table import Table
 
 __all__ = ["Monitor", "check_monitor", "norm"]
 

@@ -6,11 +6,12 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TextIO
-
-from rich.table import Table
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 
 from phalanx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = [
     "Board",
@@ -128,6 +129,8 @@ def write_lines(records: Iterable[Record], file: TextIO) -> None:
 
 def draw_table(records: Sequence[Record]) -> Table:
     """Draw the records as a table; what is not finite in red."""
+    from rich.table import Table  # here, as it takes long to import
+
     table = Table("step", "device", "name", "value")
     for record in records:
         style = None if math.isfinite(record.value) else "bold red"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from phalanx.distributed.launch import Job, describe_failures, first_failure, launch
+from phalanx.distributed.launcher import Job, describe_failures, first_failure, launch
 from phalanx.distributed.rank_start import record_failures
 from phalanx.errors import ConfigError
 
