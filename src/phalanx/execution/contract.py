@@ -273,7 +273,7 @@ class Executor(ABC):
         plan = RngPlan(
             watched=kind not in self._rng_watched,
             throughout=self._rng_hidden.is_set() or self._sees_operators(all(trains)),
-            alone=self.is_alone(),
+            alone=kind not in self._rng_watched and self.is_alone(),
         )
         job = RunState(
             microbatches,

@@ -8,13 +8,13 @@ import queue
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
 from phalanx.errors import GroupAborted, OutOfSpace, StateError
 from phalanx.memory import keep_awake
-from phalanx.replicas import num_threads, set_intra_op
+from phalanx.replicas import caller_intra_op, num_threads, set_intra_op
 
 __all__ = ["CallerThread", "ThreadPool"]
 
@@ -227,21 +227,15 @@ class CallerThread:
 
     def each_whole(self, task: Callable[[int], T]) -> list[T]:
         """As :meth:`each`, but a Ctrl-C arrives after it, as it does where threads do the work."""
-        with contextlib.ExitStack() as held:
-            if threading.current_thread() is threading.main_thread():  # handlers run nowhere else
-                for number in _SIGNALS:
-                    if callable(signal.getsignal(number)):
-                        held.enter_context(_held(number))
+        if threading.current_thread() is not threading.main_thread():  # handlers run nowhere else
+            return self.each(task)
+        with _SignalsHeld():
             return self.each(task)
 
     def each(self, task: Callable[[int], T]) -> list[T]:
         """Run ``task(0)`` here and now; a Ctrl-C arrives inside of it."""
-        before = num_threads()
-        set_intra_op(self._intra_op)
-        try:
+        with caller_intra_op(self._intra_op):
             return [task(0)]
-        finally:
-            set_intra_op(before)
 
     def is_alone(self) -> bool:
         """Tell whether the program has no thread of Python's but the calling one."""
@@ -252,17 +246,32 @@ class CallerThread:
         self.closed = True
 
 
-@contextlib.contextmanager
-def _held(number: int) -> Iterator[None]:
-    """Call the handler of signal ``number`` only after the body, if the signal came."""
-    came: list[FrameType | None] = []
-    handler = signal.signal(number, lambda _, frame: came.append(frame))
-    try:
-        yield
-    finally:
-        signal.signal(number, handler)
-        if came and callable(handler):
-            handler(number, came[0])
+class _SignalsHeld:
+    """Call the handlers of signals that come in the body after it."""
+
+    def __enter__(self) -> None:
+        self._came: dict[int, FrameType | None] = {}
+        self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+        try:
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._came.setdefault)
+        except BaseException:  # of a handler that is not replaced yet
+            self._put_back()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._put_back()
+        if self._came:
+            with contextlib.ExitStack() as calls:  # one that raises keeps no other from its call
+                for number, frame in self._came.items():
+                    calls.callback(self._handlers[number], number, frame)
+
+    def _put_back(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
 
 def _bind(task: Callable[[int], T], index: int) -> Callable[[], T]:

@@ -154,15 +154,17 @@ class ThreadExecutor(Executor):
             return contextlib.nullcontext()
         return self._rendezvous.open(members)
 
-    @contextlib.contextmanager
-    def attending(self, replica: int) -> Iterator[None]:
+    def attending(self, replica: int) -> contextlib.AbstractContextManager[None]:
         """Take part in the rendezvous until the body ends, so that nobody waits any longer then."""
         if self._rendezvous is None:
-            yield
-            return
+            return contextlib.nullcontext()
+        return self._attending(self._rendezvous, replica)
+
+    @contextlib.contextmanager
+    def _attending(self, rendezvous: ReplicaRendezvous, replica: int) -> Iterator[None]:
         # Torch runs all backward passes of one GPU on one thread of its own, where the first
         # replica would wait for those behind it.
-        with self._rendezvous.attending(replica), torch.autograd.set_multithreading_enabled(False):
+        with rendezvous.attending(replica), torch.autograd.set_multithreading_enabled(False):
             yield
 
     def stopwatch(self, replica: int) -> Stopwatch:

@@ -9,7 +9,6 @@ modes, and so to the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,14 @@ from torch.utils._pytree import TreeSpec
 
 from phalanx.execution import CachedPayload, MicrobatchContext
 from phalanx.plan import flatten, unflatten
-from phalanx.replicas import CallerModes, Inputs, derive_seed, placed, run_backward
+from phalanx.replicas import (
+    CallerModes,
+    Inputs,
+    WatchedInputs,
+    derive_seed,
+    placed,
+    run_backward,
+)
 from phalanx.types import Nested
 
 __all__ = ["BackwardTask", "ForwardTask", "GradientPayload", "Outputs", "RunPart"]
@@ -167,12 +173,12 @@ def _evaluate(
     for leaf, w in zip(own, wanted, strict=True):
         if w:
             leaf.requires_grad_()
-    watched: AbstractContextManager[None] = nullcontext()
-    if watch is not None:
-        tensors = [leaf for leaf in own if isinstance(leaf, Tensor)]
-        watched = watch.watched(tensors, copies, trains=module.training)
-    with watched, context.drawing():
+    tensors = [leaf for leaf in own if isinstance(leaf, Tensor)]
+    watched = WatchedInputs(tensors, copies, module.training)
+    with context.drawing():
         outputs = run(context.index, module, unflatten(own, spec))
+    if watch is not None:
+        watch.note(watched)
     return _Graph(own, wanted, *flatten(outputs))
 
 

@@ -92,6 +92,9 @@ class Layout:
 class Rows:
     """A batch that is cut leaf by leaf.
 
+    Attributes:
+        dims: For every leaf, along which dim it is split; None where it is given whole.
+
     Raises:
         ConfigError: A leaf has not the dim that it is to be split along; a path of the layout names
             no leaf; a list may be meant in two ways; a value of B items cannot be split.
@@ -104,6 +107,10 @@ class Rows:
         self._opened: set[int] = set()  # ids of lists of lists whose own items are no rows
         self._mappings: list[Sequence[Any]] = []  # lists of mappings with tensors
         self._numbers: list[Sequence[Any]] = []  # tuples of numbers
+        if not layout.dims and _is_plain(batch, layout.dim):
+            self._leaves, self._spec = flatten(batch)
+            self.dims: list[int | None] = [layout.dim] * len(self._leaves)
+            return
         self._read()
         while self._open_lists():
             self._read()
@@ -117,7 +124,6 @@ class Rows:
         self._numbers.clear()
         self._leaves, self._spec = flatten(self._batch, self._is_leaf)
         self.dims = self._dims()
-        """For every leaf, along which dim it is split; None where it is given whole."""
 
     @property
     def first(self) -> int | None:
@@ -401,6 +407,18 @@ def _reaches(value: Nested, path: str) -> bool:
 
 
 # Any, from here on: nodes of the user's own inputs.
+def _is_plain(batch: Any, dim: int | None) -> bool:
+    """Tell whether ``batch`` is a dense tensor, or some: most are, and can be nothing else."""
+    leaves = batch if type(batch) in (tuple, list) else (batch,)
+    return dim is not None and all(
+        type(leaf) is Tensor
+        and leaf.ndim > dim >= 0
+        and leaf.layout is torch.strided
+        and not leaf.is_nested
+        for leaf in leaves
+    )
+
+
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (Tensor, np.ndarray))
 

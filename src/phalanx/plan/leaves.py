@@ -35,12 +35,14 @@ def flatten(
     Args:
         is_leaf: Tells of a node that it is a leaf.
     """
-    # A tensor, and a tuple of tensors, are most of what is flattened; torch's own way takes longer.
+    # A tensor, and a pair of tensors, are most of what is flattened; torch's own way takes longer.
     if isinstance(value, Tensor):
         return [value], _ONE_LEAF
-    are_leaves = type(value) is tuple and all(isinstance(each, Tensor) for each in value)
-    if are_leaves and (is_leaf is None or not is_leaf(value)):
-        return list(value), _spec_of_tuple(len(value))
+    kind = type(value)
+    if kind is tuple or kind is list:
+        are_leaves = all(isinstance(each, Tensor) for each in value)
+        if are_leaves and (is_leaf is None or not is_leaf(value)):
+            return list(value), _spec_of(list if kind is list else tuple, len(value))
     leaves, spec = pytree.tree_flatten(value, is_leaf)
     strange = {
         kind: None
@@ -56,8 +58,8 @@ _ONE_LEAF = pytree.tree_flatten(0)[1]
 
 
 @functools.cache
-def _spec_of_tuple(length: int) -> pytree.TreeSpec:
-    return pytree.tree_flatten((0,) * length)[1]
+def _spec_of(kind: type[list[int]] | type[tuple[int, ...]], length: int) -> pytree.TreeSpec:
+    return pytree.tree_flatten(kind([0] * length))[1]
 
 
 def _teach(kind: type) -> None:
@@ -153,7 +155,7 @@ def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Nested:
     """Put ``leaves`` back into the structure that :func:`flatten` returned."""
     if spec is _ONE_LEAF and len(leaves) == 1:
         return leaves[0]
-    if spec is _spec_of_tuple(len(leaves)):
+    if spec is _spec_of(tuple, len(leaves)):
         return tuple(leaves)
     return pytree.tree_unflatten(list(leaves), spec)
 

@@ -12,7 +12,7 @@ from phalanx.replicas.devices import (
 )
 from phalanx.replicas.global_values import GlobalValues, PackedGlobals, adopt_globals
 from phalanx.replicas.hooks import Registered
-from phalanx.replicas.inputs import Inputs, placed
+from phalanx.replicas.inputs import Inputs, WatchedInputs, placed
 from phalanx.replicas.intra_op import (
     caller_intra_op,
     hold_caller_at_one_thread,
@@ -92,6 +92,7 @@ __all__ = [
     "StatisticSpec",
     "Statistics",
     "TensorVersion",
+    "WatchedInputs",
     "add_gradients",
     "adopt_globals",
     "advance_process_generator",

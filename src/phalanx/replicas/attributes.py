@@ -53,7 +53,7 @@ class _Member:
         self._children = list(source._modules.values())
         self._parameters = _present(source._parameters)
         self._buffers = _present(source._buffers)
-        self._places = [*source._parameters, *source._buffers]  # those that hold None, too
+        self._places = {*source._parameters, *source._buffers}  # those that hold None, too
 
     def has_changed(self) -> bool:
         """Tell by identity: 1 and 1.0 are equal, and a model may tell them apart."""
@@ -72,9 +72,9 @@ class _Member:
         source = self._source
         if (
             list(source._modules.values()) != self._children
-            or _present(source._parameters) != self._parameters
-            or _present(source._buffers) != self._buffers
-            or not all(n in source._parameters or n in source._buffers for n in self._places)
+            or (source._parameters and _present(source._parameters) != self._parameters)
+            or (source._buffers and _present(source._buffers) != self._buffers)
+            or not self._places <= source._parameters.keys() | source._buffers.keys()
         ):
             return False
         return not self.has_changed() or all(_is_plain(value) for value in self._changes().values())

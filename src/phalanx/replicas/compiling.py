@@ -11,6 +11,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -90,16 +91,18 @@ class CompileOnce:
     def __bool__(self) -> bool:
         return self._on
 
-    @contextlib.contextmanager
-    def running(self, phase: str, device: torch.device, values: Nested) -> Iterator[None]:
+    def running(
+        self, phase: str, device: torch.device, values: Nested
+    ) -> AbstractContextManager[None]:
         """Run the body alone if it is the first on such values, and so may compile.
 
         Args:
             phase: What is done with them.
         """
-        if not self._on:
-            yield
-            return
+        return self._first_alone(phase, device, values) if self._on else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _first_alone(self, phase: str, device: torch.device, values: Nested) -> Iterator[None]:
         kind = (phase, device, torch.is_grad_enabled(), self._modes(), _shapes(values))
         with contextlib.ExitStack() as stack:
             if kind not in self._known:

@@ -9,8 +9,8 @@ kernels may choose by alignment.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from phalanx.plan import flatten, unflatten
 from phalanx.replicas.parcel import copied
 from phalanx.types import Nested
 
-__all__ = ["Inputs", "placed"]
+__all__ = ["Inputs", "WatchedInputs", "placed"]
 
 
 class Inputs:
@@ -30,51 +30,72 @@ class Inputs:
     def __init__(self) -> None:
         self._written: dict[bool, bool] = {}
 
-    @contextlib.contextmanager
-    def lent(self, batch: Nested, device: torch.device, *, trains: bool) -> Iterator[Nested]:
-        """Give the body the batch on ``device``; its slices have versions of their own.
+    def lend(
+        self, batch: Nested, device: torch.device, *, trains: bool
+    ) -> tuple[Nested, WatchedInputs]:
+        """Return the batch on ``device``, whose slices have versions of their own.
+
+        And what is to be told when the model has had them, by :meth:`note`.
 
         Raises:
-            ConfigError: A tensor requires a gradient, and the body ``trains``.
-            UnsupportedError: As :meth:`watched`.
+            ConfigError: A tensor requires a gradient, and the model ``trains``.
         """
         copies = self.copies(trains)
         leaves, spec = flatten(batch)
-        given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-        if trains and any(leaf.requires_grad for leaf in given.values()):
-            raise ConfigError(
-                "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
-                "`DataParallel` to train what stands before the module."
-            )
-        own = {key: placed(leaf, device, copies) for key, leaf in given.items()}
-        with self.watched(list(own.values()), copies, trains=trains):
-            arrays = {id(leaf): leaf.copy() for leaf in leaves if isinstance(leaf, np.ndarray)}
-            yield unflatten(
-                [own.get(id(leaf), arrays.get(id(leaf), leaf)) for leaf in leaves], spec
-            )
+        lent: dict[int, Any] = {}  # by id: one that is there twice stays one
+        for leaf in leaves:
+            if id(leaf) in lent:
+                continue
+            if isinstance(leaf, Tensor):
+                if trains and leaf.requires_grad:
+                    raise ConfigError(
+                        "A batch must hold no tensor that requires a gradient, but does. Detach "
+                        "it, or use `DataParallel` to train what stands before the module."
+                    )
+                lent[id(leaf)] = placed(leaf, device, copies)
+            else:
+                lent[id(leaf)] = leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+        tensors = [leaf for leaf in lent.values() if isinstance(leaf, Tensor)]
+        rows = unflatten([lent[id(leaf)] for leaf in leaves], spec)
+        return rows, WatchedInputs(tensors, copies, trains)
 
     def copies(self, trains: bool) -> bool:
         """Tell whether the next microbatch is to be a copy."""
         return self._written.get(trains, True)
 
-    @contextlib.contextmanager
-    def watched(self, tensors: Sequence[Tensor], copies: bool, *, trains: bool) -> Iterator[None]:
-        """Learn whether the body writes to ``tensors``, which are ``copies`` or not.
+    def note(self, watched: WatchedInputs) -> None:
+        """Learn whether a model has written to its inputs.
 
         Raises:
             UnsupportedError: It has written to what is not a copy: the model did not at first.
         """
-        tensors = [each for each in tensors if not each.is_inference()]
-        before = [tensor._version for tensor in tensors]
-        yield
-        written = before != [tensor._version for tensor in tensors]
-        if written and not copies:
+        written = watched.were_written()
+        if written and not watched.copies:
             raise UnsupportedError(
                 "An input must stay as it is in `forward()` and in the loss, but was changed in "
                 "place, and was not in the first microbatches. Change a copy: x = x.clone()."
             )
-        if written or trains not in self._written:
-            self._written[trains] = written
+        if written or watched.trains not in self._written:
+            self._written[watched.trains] = written
+
+
+class WatchedInputs:
+    """The inputs of one microbatch, and the versions that they had.
+
+    Args:
+        copies: Whether they are copies.
+        trains: Whether the model trains on them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], copies: bool, trains: bool) -> None:
+        self._tensors = [each for each in tensors if not each.is_inference()]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self.copies = copies
+        self.trains = trains
+
+    def were_written(self) -> bool:
+        """Tell whether anybody has written to them since."""
+        return self._versions != [tensor._version for tensor in self._tensors]
 
 
 def placed(leaf: Tensor, device: torch.device, copies: bool) -> Tensor:

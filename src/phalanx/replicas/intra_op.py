@@ -7,11 +7,10 @@ beside replica threads a caller's spinning pool cost a factor of 1.8.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -76,12 +75,17 @@ def hold_caller_at_one_thread(owner: object) -> Callable[[], object]:
     return weakref.finalize(owner, _holders.leave)
 
 
-@contextlib.contextmanager
-def caller_intra_op(count: int) -> Iterator[None]:
+class caller_intra_op:  # named as `torch.no_grad` is
     """Run the body with ``count`` threads inside the caller's operators."""
-    before = num_threads()
-    set_intra_op(count)
-    try:
-        yield
-    finally:
-        set_intra_op(before)
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __enter__(self) -> None:
+        self._before = num_threads()
+        if self._before != self._count:
+            torch.set_num_threads(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._count:
+            torch.set_num_threads(self._before)

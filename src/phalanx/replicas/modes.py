@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -39,9 +40,14 @@ class CallerModes:
             streams=_current_streams() if kinds - {"cpu", "meta"} else (),
         )
 
-    @contextlib.contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
+    def entered(self, device: torch.device) -> AbstractContextManager[None]:
         """Run the body under these modes, with ``device`` as the thread's current one."""
+        if self.inference or self.autocast or self.streams:
+            return self._all_entered(device)
+        return torch.enable_grad() if self.grad else torch.no_grad()
+
+    @contextlib.contextmanager
+    def _all_entered(self, device: torch.device) -> Iterator[None]:
         for stream in self.streams:
             torch.accelerator.set_stream(stream)
         if self.streams and device.index is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -147,39 +148,32 @@ class Replica:
         """Make the next :meth:`refresh` copy all buffers, whatever their versions say."""
         self.statistics.outdate()
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Run the model in the body, and its backward pass where that comes at once.
 
         Raises:
             UnsupportedError: The body has changed parameters, or buffers of the source itself.
         """
-        before = self._same.note()
-        with self.going_back():
-            yield
-        self._same.check(before)
-        self.statistics.check_source()
+        return _Running(self, self._same)
 
-    @contextlib.contextmanager
-    def going_back(self) -> Iterator[None]:
+    def going_back(self) -> AbstractContextManager[None]:
         """Take for this replica's what backward passes of the body bring to the source itself.
 
         Raises:
             UnsupportedError: A graph of the replica was gone back through from outside.
         """
+        return _GoingBack(self)
+
+    def begin_backward(self) -> None:
+        """Begin what :meth:`going_back` does."""
         if any(parameter.grad is not None for parameter in self.parameters):
             self.drop_gradients()
             raise went_back_outside()
-        before, _current.index = _current.index, self.index  # one may run inside of another
-        try:
-            with self._reaching.catching() as self._caught:
-                yield
-        except Exception as error:
-            if (explained := kept_outside(error, self.module)) is not None:
-                raise explained from error
-            raise
-        finally:
-            _current.index = before
+        self._caught = self._reaching.begin()
+
+    def end_backward(self) -> None:
+        """End it."""
+        self._reaching.end()
 
     def take_gradients(self) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
@@ -204,6 +198,53 @@ class Replica:
         self._caught = {}
         for parameter in self.parameters:
             parameter.grad = None
+
+
+class _GoingBack:
+    """See :meth:`Replica.going_back`."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def __enter__(self) -> None:
+        self._replica.begin_backward()
+        self._outer, _current.index = _current.index, self._replica.index
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _current.index = self._outer  # one may run inside of another
+        self._replica.end_backward()
+        if isinstance(error, Exception):
+            explained = kept_outside(error, self._replica.module)
+            if explained is not None:
+                raise explained from error
+
+
+class _Running(_GoingBack):
+    """See :meth:`Replica.running`."""
+
+    def __init__(self, replica: Replica, same: SameParameters) -> None:
+        super().__init__(replica)
+        self._same = same
+
+    def __enter__(self) -> None:
+        self._before = self._same.note()
+        super().__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None:
+            self._same.check(self._before)
+            self._replica.statistics.check_source()
 
 
 def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from phalanx.replicas.rng_mode import RngMode, current_rng
+from phalanx.replicas.rng_mode import RngMode, pop_rng, push_rng
 from phalanx.replicas.rng_watch import RngWatch
 
 __all__ = [
@@ -110,21 +110,23 @@ class MicrobatchRng:
         self._use = use
         self._may_hide = plan.watched and not plan.throughout
         watch = RngWatch(alone=plan.alone, reads=reads) if plan.watched else None
-        self._contexts: list[AbstractContextManager[object]] = []
+        contexts: list[AbstractContextManager[object]] = []
         if watch is not None:
-            self._contexts.append(watch)
+            contexts.append(watch)
         if plan.watched or plan.throughout:
-            self._contexts.append(draws)
+            contexts.append(draws)
         # Not for a fused evaluation, which it would take apart in the first run alone.
         if not plan.throughout or (reads and plan.watched):
-            self._contexts.append(CallRng(draws, watch))
+            contexts.append(CallRng(draws, watch))
+        self._context = contexts[0] if len(contexts) == 1 else _Nested(contexts)
 
     def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(current_rng(self._draws))
-            for context in self._contexts:
-                stack.enter_context(context)
-            self._entered = stack.pop_all()
+        push_rng(self._draws)
+        try:
+            self._context.__enter__()
+        except BaseException:
+            pop_rng()
+            raise
 
     def __exit__(
         self,
@@ -136,6 +138,30 @@ class MicrobatchRng:
             self._use.drew.set()
         if self._draws.hidden and self._may_hide:
             self._use.hidden.set()
+        try:
+            self._context.__exit__(kind, error, trace)
+        finally:
+            pop_rng()
+
+
+class _Nested:
+    """Several contexts, the first one outermost; may be entered again."""
+
+    def __init__(self, contexts: Sequence[AbstractContextManager[object]]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered = stack.pop_all()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._entered.__exit__(kind, error, trace)
 
 

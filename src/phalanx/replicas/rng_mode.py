@@ -24,7 +24,14 @@ from phalanx.errors import UnsupportedError
 from phalanx.replicas.rng_watch import WRAPPERS
 from phalanx.replicas.uncompiled import uncompiled
 
-__all__ = ["RngMode", "current_rng", "derive_seed", "preserve_rng", "seed_of_process"]
+__all__ = [
+    "RngMode",
+    "derive_seed",
+    "pop_rng",
+    "preserve_rng",
+    "push_rng",
+    "seed_of_process",
+]
 
 aten = torch.ops.aten
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
@@ -56,14 +63,14 @@ class _Stack(threading.local):
 _stack = _Stack()
 
 
-@contextlib.contextmanager
-def current_rng(draws: RngMode) -> Iterator[None]:
-    """Let ``draws`` be those of the body, for containers inside the model and `preserve_rng`."""
+def push_rng(draws: RngMode) -> None:
+    """Let ``draws`` be this thread's, for containers inside the model and `preserve_rng`."""
     _stack.draws.append(draws)
-    try:
-        yield
-    finally:
-        _stack.draws.pop()
+
+
+def pop_rng() -> None:
+    """Take back the last :func:`push_rng` of this thread."""
+    _stack.draws.pop()
 
 
 def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

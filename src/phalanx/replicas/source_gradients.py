@@ -14,10 +14,9 @@ nothing. Outside of a replica's run the hook changes nothing: `grad` of the modu
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -64,19 +63,19 @@ class SourceGradients:
             node.register_prehook(partial(_arrived, weakref.ref(self), index, parameter.is_cuda))
             self._nodes[index] = node
 
-    @contextlib.contextmanager
-    def catching(self) -> Iterator[dict[int, Tensor]]:
-        """Catch, by index, what backward passes of the body in this thread bring."""
+    def begin(self) -> dict[int, Tensor]:
+        """Catch, by index, what backward passes in this thread bring until :meth:`end`."""
         caught: dict[int, Tensor] = {}
         with self._lock:
             self._num_running += 1
         _running.catches.append((self, caught))
-        try:
-            yield caught
-        finally:
-            _running.catches.pop()
-            with self._lock:
-                self._num_running -= 1
+        return caught
+
+    def end(self) -> None:
+        """Catch no more for who has begun last in this thread."""
+        _running.catches.pop()
+        with self._lock:
+            self._num_running -= 1
 
     def arrived(self, index: int, gradient: Tensor | None, on_cuda: bool) -> bool:
         """Catch a gradient; return False for one that no replica's backward pass has brought."""

@@ -151,6 +151,8 @@ class _Merging:
 
 def write_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
     """Write the merged statistics into ``buffers``, in place."""
+    if not merged:
+        return
     with _Merging.lock:
         _Merging.begun += 1
     try:
@@ -195,6 +197,8 @@ class StatisticsOfReplica:
 
     def refresh(self) -> None:
         """Give the replica the source's buffers where either's have changed since."""
+        if not self._homes:
+            return
         self._done = _Merging.done
         with torch.inference_mode(False):  # a buffer made under it could not be written later
             for home in self._homes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.errors import ConfigError
@@ -24,22 +24,21 @@ class Cut:
         sizes: Rows of each.
         weights: What each stands for.
         pinned: One slice for every replica, rather than microbatches for whoever is free.
+        weight: What the whole batch stands for.
+        scales: Each microbatch's share in the loss of the whole batch.
     """
 
     microbatches: list[Nested]
     sizes: list[int]
     weights: list[float]
     pinned: bool
+    weight: float = field(init=False)
+    scales: tuple[float, ...] = field(init=False)
 
-    @property
-    def weight(self) -> float:
-        """What the whole batch stands for."""
-        return math.fsum(self.weights)
-
-    @property
-    def scales(self) -> list[float]:
-        """Each microbatch's share in the loss of the whole batch."""
-        return [weight / self.weight for weight in self.weights]
+    def __post_init__(self) -> None:
+        weight = math.fsum(self.weights)
+        object.__setattr__(self, "weight", weight)
+        object.__setattr__(self, "scales", tuple(each / weight for each in self.weights))
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ class LossBuffers:
 
     def note(self) -> list[tuple[Tensor | None, int]]:
         """Return the buffers as they are now."""
-        found = [owner._buffers[key] for owner, key in self._places]
+        if not (places := self._places):
+            return []
+        found = [owner._buffers[key] for owner, key in places]
         return [(b, -1 if b is None or b.is_inference() else b._version) for b in found]
 
     def check(self, before: list[tuple[Tensor | None, int]]) -> None:
@@ -69,6 +71,8 @@ class LossBuffers:
         Raises:
             UnsupportedError: A buffer was written or replaced.
         """
+        if not before:
+            return
         for (owner, key), (was, then), (now, version) in zip(
             self._places, before, self.note(), strict=True
         ):

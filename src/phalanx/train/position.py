@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -41,17 +39,12 @@ class Position:
     weighted_loss: float = 0.0
     target: int | None = None
 
-    @contextmanager
-    def named_in_errors(self, *, in_epoch: bool) -> Iterator[None]:
-        """Note on what the body raises in which step it was: the one that comes next here."""
-        try:
-            yield
-        except Exception as error:
-            where = f": batch {self.batch + 1} of epoch {self.epochs + 1}" if in_epoch else ""
-            note = f"In step {self.steps + 1}{where}."
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
-            raise
+    def note_on(self, error: Exception, *, in_epoch: bool) -> None:
+        """Note on ``error`` in which step it was raised: the one that comes next here."""
+        where = f": batch {self.batch + 1} of epoch {self.epochs + 1}" if in_epoch else ""
+        note = f"In step {self.steps + 1}{where}."
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
     def next_batch(self, loss: Loss) -> Position:
         """Return the position after one more batch."""

@@ -443,14 +443,16 @@ class Trainer:
 
         self._in_step = True
         try:
-            with before.named_in_errors(in_epoch=in_epoch):
-                update = engine.update(
-                    pieces,
-                    self._work.training(pieces.scales, keep_outputs=counts),
-                    (self._seed, before.steps),
-                    count=count if counts else None,
-                    commit=commit,
-                )
+            update = engine.update(
+                pieces,
+                self._work.training(pieces.scales, keep_outputs=counts),
+                (self._seed, before.steps),
+                count=count if counts else None,
+                commit=commit,
+            )
+        except Exception as error:
+            before.note_on(error, in_epoch=in_epoch)
+            raise
         finally:
             self._in_step = False
             if self._closed:  # since it has begun

@@ -68,7 +68,7 @@ class Work:
         self._inputs = Inputs()
 
     def training(
-        self, scales: Sequence[float], keep_outputs: bool
+        self, scales: tuple[float, ...], keep_outputs: bool
     ) -> Callable[[MicrobatchContext], MicrobatchResult]:
         """Return what runs a microbatch forward and backward.
 
@@ -76,7 +76,7 @@ class Work:
             scales: Each microbatch's share in the whole batch's loss.
             keep_outputs: Whether metrics will want them.
         """
-        return _Training(self, tuple(scales), keep_outputs)
+        return _Training(self, scales, keep_outputs)
 
     def evaluation(self, keep_outputs: bool) -> Callable[[MicrobatchContext], MicrobatchResult]:
         """Return what runs a microbatch forward only."""
@@ -92,11 +92,12 @@ class Work:
     ) -> tuple[Tensor, MicrobatchResult]:
         """Run one microbatch forward; one that ``trains`` must bring no graph."""
         rows = turn.batch.read() if isinstance(turn.batch, Shard) else turn.batch
-        with self._inputs.lent(rows, turn.replica.device, trains=trains) as batch:
-            before = self._loss_buffers.note()
-            with rng:
-                loss, outputs, targets = self._call(turn.replica.module, batch)
-            self._loss_buffers.check(before)
+        batch, lent = self._inputs.lend(rows, turn.replica.device, trains=trains)
+        before = self._loss_buffers.note()
+        with rng:
+            loss, outputs, targets = self._call(turn.replica.module, batch)
+        self._loss_buffers.check(before)
+        self._inputs.note(lent)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(
