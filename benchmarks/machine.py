@@ -36,6 +36,14 @@ class Machine:
     commit: str | None
     date: str
 
+    def in_words(self) -> str:
+        """Return a line for the head of a run and the foot of a figure."""
+        commit = f" · commit {self.commit}" if self.commit else ""
+        return (
+            f"{self.cpu}, {self.cores} cores, {self.system} · Python {self.python} · torch "
+            f"{self.torch} · phalanx {self.phalanx}{commit} · {self.date}"
+        )
+
 
 def describe_machine() -> Machine:
     """Look at this machine."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,19 +18,60 @@ import typer
 
 from benchmarks.arena import Arena
 from benchmarks.holding import CASES, FORMATIONS, Job, entrant
-from benchmarks.machine import describe_machine
-from benchmarks.memory_report import Weight, as_json, draw_memory, memory_table
+from benchmarks.machine import Machine, describe_machine
+from benchmarks.panels import Bar, Bars
+from benchmarks.report import Column, Judged, Report, Row, Sheet, command_line, publish
 from benchmarks.step import introduce, turn_progress
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError, PeerError, UnsupportedError
 
-__all__ = ["memory"]
+__all__ = ["Weight", "descendants", "growth", "held_bytes", "memory", "report_memory", "weigh"]
 
 DEFAULT_OUT = Path("out/bench-memory")
 WIDTH = 1024
 _STEPS = 4
 _PROC = Path("/proc")
 _COUNTED = ("Pss_Anon:", "Pss_Shmem:")
+_MIB = 1 << 20
+
+TITLES = {"processes": "Trainer, worker processes", "ddp": "DDP over gloo"}
+JUDGED = "processes"
+AT_MOST = 1.05  # parameters and optimizer state, of any number of workers over one
+
+# By part of a formation's memory: the case that holds it, and the one that does not.
+PARTS = {
+    "parameters": ("parameters", "nothing"),
+    "optimizer state": ("optimizer", "gradients"),
+    "gradients": ("gradients", "parameters"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """What the processes of one formation hold together, by case."""
+
+    formation: str
+    workers: int
+    bytes_by_case: Mapping[str, int]
+
+    def part(self, name: str) -> int:
+        """Return the bytes of one of `PARTS`, or of the ``"rest"``."""
+        if name == "rest":
+            return self.bytes_by_case["nothing"]
+        with_it, without = PARTS[name]
+        return self.bytes_by_case[with_it] - self.bytes_by_case[without]
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters and optimizer state."""
+        return self.part("parameters") + self.part("optimizer state")
+
+
+def growth(weight: Weight, weights: Sequence[Weight]) -> float | None:
+    """Return a formation's parameters and optimizer state over those of its fewest workers."""
+    same = [each for each in weights if each.formation == weight.formation]
+    fewest = min(same, key=lambda each: each.workers)
+    return None if fewest is weight else weight.state / fewest.state
 
 
 def memory(
@@ -81,17 +124,8 @@ def memory(
                 weights.append(
                     Weight(formation=formation, workers=count, bytes_by_case=bytes_by_case)
                 )
-    console.print(memory_table(weights, megabytes))
-    for name, cause in failures.items():
-        console.print(f"{name} failed.", style="red")
-        console.print(cause)
-    out.mkdir(parents=True, exist_ok=True)
-    record = as_json(weights, failures, machine, megabytes=megabytes)
-    (out / "memory.json").write_text(record, encoding="utf-8")
-    draw_memory(weights, machine, out / "memory.png", megabytes=megabytes)
-    console.print(f"Wrote {out / 'memory.json'} and {out / 'memory.png'}.")
-    if failures:
-        raise typer.Exit(1)
+    report = report_memory(weights, failures, machine, megabytes)
+    publish(report, console, out)
 
 
 def _counts(workers: str) -> list[int]:
@@ -136,3 +170,42 @@ def held_bytes(pid: int) -> int:
     lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
     fields = [line.split() for line in lines]
     return sum(int(words[1]) << 10 for words in fields if words[0] in _COUNTED)
+
+
+def report_memory(
+    weights: Sequence[Weight], failures: Mapping[str, str], machine: Machine, megabytes: int
+) -> Report:
+    """Return what the formations weigh."""
+    parts = (*PARTS, "rest")
+    rows: list[Row] = []
+    for formation, title in TITLES.items():
+        rows.append(Row(title))
+        for weight in weights:
+            if weight.formation == formation:
+                factor = growth(weight, weights)
+                judged = factor is not None and formation == JUDGED
+                sizes = [weight.part(name) / _MIB for name in parts]
+                whole = weight.bytes_by_case["optimizer"] / _MIB
+                grown = Judged(factor, AT_MOST) if judged else factor
+                rows.append(Row(f"  {weight.workers} workers", (grown, *sizes, whole)))
+    headings = ("parameters", "optimizer", "gradients", "rest", "all")
+    columns = (Column("growth", "×"), *(Column(heading, "MiB") for heading in headings))
+    title = f"Memory of all processes, {megabytes} MiB of parameters and AdamW"
+    bars = tuple(
+        Bar(
+            label=f"{TITLES[weight.formation]}, {weight.workers}",
+            parts=tuple(weight.part(name) / _MIB for name in parts),
+        )
+        for weight in weights
+    )
+    counts = ",".join(str(count) for count in sorted({each.workers for each in weights}))
+    return Report(
+        name="memory",
+        title=title,
+        command=command_line("memory", workers=counts, megabytes=megabytes),
+        machine=machine,
+        sheets=(Sheet(title, columns, tuple(rows)),),
+        panels=(Bars(title="all processes", note="MiB", bars=bars, parts=parts),),
+        measured={"megabytes": megabytes, "formations": [asdict(each) for each in weights]},
+        failures=failures,
+    )

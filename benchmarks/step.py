@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.arena import Pace, compete
 from benchmarks.contestants import CONTESTANTS, by_default, entrant, select
 from benchmarks.machine import Machine, describe_machine
-from benchmarks.report import (
+from benchmarks.standings import TARGET_WORKERS, TARGETS, rank
+from benchmarks.step_report import (
     Result,
     as_json,
     curve_table,
@@ -24,7 +25,6 @@ from benchmarks.report import (
     overhead_table,
     title,
 )
-from benchmarks.standings import TARGET_WORKERS, TARGETS, rank
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError
 
@@ -106,11 +106,7 @@ def step(
 
 def introduce(console: Console, machine: Machine) -> None:
     """Say on what is measured."""
-    console.print(
-        f"{machine.cpu}, {machine.cores} cores, {machine.system} · Python {machine.python} · "
-        f"torch {machine.torch} · phalanx {machine.phalanx}"
-        f"{f' · commit {machine.commit}' if machine.commit else ''} · {machine.date}"
-    )
+    console.print(machine.in_words())
     if machine.load is not None and machine.load > BUSY_LOAD:
         console.print(
             f"This machine had other work in the last minute (load {machine.load:.1f}); if it "

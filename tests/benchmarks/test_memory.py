@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import memory as memory_module
 from benchmarks.__main__ import app as bench_app
 from benchmarks.holding import CASES, Job, build, entrant
 from benchmarks.machine import describe_machine
-from benchmarks.memory import descendants, held_bytes
-from benchmarks.memory_report import Weight, as_json, draw_memory, growth, memory_table
+from benchmarks.memory import Weight, descendants, growth, held_bytes, report_memory
 from phalanx.errors import ConfigError
 
 MACHINE = describe_machine()
@@ -60,33 +57,12 @@ def test_growth_is_over_the_fewest_workers_of_the_same_formation():
     assert factors == [None, pytest.approx(200 / 192), pytest.approx(214 / 192), None, 2.0]
 
 
-def test_the_table_fits_and_marks_growth_as_met_or_missed():
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(memory_table(ALL, 64))
-    lines = console.export_text().splitlines()
-    assert max(map(len, lines)) <= 80
-    rows = [" ".join(line.split()) for line in lines]
-    assert "1 64 + 128 – 50 200 442" in rows
-    assert "2 64 + 136 1.04 ≤1.05 ✓ 50 200 450" in rows
-    assert "3 64 + 150 1.11 ≤1.05 ✗ 50 200 464" in rows
-    assert "2 128 + 256 2.00 50 200 634" in rows
-
-
-def test_the_record_holds_every_case_and_part():
-    report = json.loads(as_json(ALL, {"x": "It fell."}, MACHINE, megabytes=64))
-    assert report["schema"] == "phalanx.bench.memory/1"
-    assert report["failures"] == {"x": "It fell."}
-    second = report["formations"][1]
-    assert (second["formation"], second["workers"]) == ("processes", 2)
-    assert set(second["bytes_by_case"]) == set(CASES)
-    assert second["bytes_by_part"]["optimizer state"] == 136 * MIB
-    assert second["growth"] == pytest.approx(200 / 192)
-
-
-@pytest.mark.parametrize("weights", [ALL, ALL[:1], []])
-def test_a_figure_is_drawn_whoever_fell_out(tmp_path, weights):
-    draw_memory(weights, MACHINE, tmp_path / "memory.png", megabytes=64)
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+def test_growth_of_worker_processes_is_judged():
+    rows = report_memory(ALL, {}, MACHINE, 64).sheets[0].rows
+    judged = [row.cells[0] for row in rows if row.cells]
+    assert [cell.met for cell in judged[1:3]] == [True, False]
+    assert (judged[0], judged[3], judged[4]) == (None, None, 2.0)
+    assert rows[2].cells[1:] == (64, 136, 50, 200, 450)
 
 
 # --- weighing -------------------------------------------------------------------------------------
@@ -165,7 +141,7 @@ def test_a_failed_formation_is_shown_and_the_command_says_so_at_the_end(tmp_path
     assert result.exit_code == 1
     assert "ddp, 2 workers failed." in result.output
     report = json.loads((tmp_path / "memory.json").read_text())
-    assert [each["workers"] for each in report["formations"]] == [1, 2]
+    assert [each["workers"] for each in report["measured"]["formations"]] == [1, 2]
     assert set(report["failures"]) == {"ddp, 1 workers", "ddp, 2 workers"}
     assert (tmp_path / "memory.png").exists()
 
