@@ -76,7 +76,6 @@ class WorkerProcess:
     Attributes:
         knows: The version of the module's attributes that it has (see `mirror`); -1 for none.
         ready: Whether it has got the model and has said so.
-        saved: The names of what it has saved, as it said last.
         mailbox: Where rows for it are written.
         answers: Where it writes what is large in its answers.
     """
@@ -92,7 +91,7 @@ class WorkerProcess:
         self.index = index
         self.knows = -1
         self.ready = False
-        self.saved: frozenset[str] = frozenset()
+        self._saved: frozenset[str] = frozenset()
         self._forgotten: deque[str] = deque()
         self.mailbox, self.answers = mail
         self.parent_pid = os.getpid()
@@ -208,6 +207,11 @@ class WorkerProcess:
             raise self._hung(timeout_s)
         return self._receive()
 
+    @property
+    def saved(self) -> frozenset[str]:
+        """The names of what it has saved, as it said last, without those to be forgotten."""
+        return self._saved.difference(list(self._forgotten))  # a list: others append meanwhile
+
     def forget(self, name: str) -> None:
         """Let it drop what it has saved under ``name``, before it does anything else.
 
@@ -216,10 +220,10 @@ class WorkerProcess:
         self._forgotten.append(name)
 
     def _send(self, message: bytes) -> None:
-        forgotten = {self._forgotten.popleft() for _ in range(len(self._forgotten))} & self.saved
+        forgotten = {self._forgotten.popleft() for _ in range(len(self._forgotten))} & self._saved
         if forgotten:
             self._connection.send_bytes(pack(Forget(tuple(forgotten))))
-            self.saved -= forgotten
+            self._saved -= forgotten
         missing = len(self._pool) - self._regions
         if missing:
             self._connection.send_bytes(pack(RegionsFollow(missing)))
@@ -244,7 +248,7 @@ class WorkerProcess:
             raise self._gone() from None
         found = load(answer, lambda token: collect(self._pool, *token[1:]))
         if found is not None:
-            self.saved = frozenset(found.saved)
+            self._saved = frozenset(found.saved)
         return found
 
     def _gone(self) -> Lost:
