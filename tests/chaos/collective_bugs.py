@@ -13,9 +13,9 @@ from typing import Any
 from phalanx.clock import pause
 from phalanx.distributed import peer_errors
 from phalanx.distributed.arena import Arena, Steps
-from phalanx.distributed.bell import Bells
-from phalanx.distributed.board import LEFT, Board
 from phalanx.distributed.error_store import ErrorStore
+from phalanx.distributed.status_pages import LEFT, StatusPages
+from phalanx.distributed.wake_up_pipes import WakeUpPipes
 
 Patch = Callable[[Any, str, Any], None]  # as `setattr`, or pytest's
 
@@ -24,17 +24,17 @@ _WINDOW_S = 20e-3
 
 def deaths_unseen(patch: Patch) -> None:
     """Nobody looks whether a rank lives."""
-    patch(Board, "alive", lambda self, rank: True)
+    patch(StatusPages, "alive", lambda self, rank: True)
 
 
 def news_kept(patch: Patch) -> None:
     """Who has found a rank gone does not tell the others."""
-    patch(Board, "stop", lambda self, state, cause: None)
+    patch(StatusPages, "stop", lambda self, state, cause: None)
 
 
 def marks_unread(patch: Patch) -> None:
     """Nobody waits for anybody: results are made of whatever lies in the slots."""
-    patch(Board, "reached", lambda self, ranks, mark: True)
+    patch(StatusPages, "reached", lambda self, ranks, mark: True)
     patch(Arena, "_check", lambda self, ranks: None)
 
 
@@ -82,44 +82,44 @@ def leavers_missed(patch: Patch) -> None:
     """Who has given its part and left is taken for lost."""
     is_missing = peer_errors.is_missing
 
-    def whoever_left(board: Board, rank: int, mark: int) -> bool:
-        return board.state_of(rank)[0] == LEFT or is_missing(board, rank, mark)
+    def whoever_left(pages: StatusPages, rank: int, mark: int) -> bool:
+        return pages.state_of(rank)[0] == LEFT or is_missing(pages, rank, mark)
 
     patch(peer_errors, "is_missing", whoever_left)
 
 
-def rings_lost(patch: Patch) -> None:
-    """Nobody rings."""
-    patch(Bells, "ring", lambda self, rank: None)
+def wake_ups_lost(patch: Patch) -> None:
+    """Nobody is woken."""
+    patch(WakeUpPipes, "wake", lambda self, rank: None)
 
 
 def said_too_late(patch: Patch) -> None:
     """A rank looks for the last time before it says for whom it sleeps, and not after that."""
-    fall_asleep, sleep = Bells.fall_asleep, Bells.sleep
+    fall_asleep, sleep = WakeUpPipes.fall_asleep, WakeUpPipes.sleep
     awaited: list[tuple[int, int]] = []
-    patch(Bells, "fall_asleep", lambda self, rank, mark: awaited.append((rank, mark)))
+    patch(WakeUpPipes, "fall_asleep", lambda self, rank, mark: awaited.append((rank, mark)))
 
-    def too_late(self: Bells, timeout_s: float) -> None:
+    def too_late(self: WakeUpPipes, timeout_s: float) -> None:
         pause(_WINDOW_S)
         while awaited:
             fall_asleep(self, *awaited.pop())
         sleep(self, timeout_s)
 
-    patch(Bells, "sleep", too_late)
+    patch(WakeUpPipes, "sleep", too_late)
 
 
 def contention_not_agreed(patch: Patch) -> None:
     """Each rank goes by what it has said itself, and cuts its tensors in pieces of its own."""
 
-    def own(self: Board, number: int) -> bool:
+    def own(self: StatusPages, number: int) -> bool:
         return bool(self._words[self._mine + 16 + 4 * (number % 4) + 3])
 
-    patch(Board, "any_contended", own)
+    patch(StatusPages, "any_contended", own)
 
 
-def bells_kept(patch: Patch) -> None:
+def pipes_kept(patch: Patch) -> None:
     """A group that is destroyed leaves its pipes open."""
-    patch(Bells, "close", lambda self: None)
+    patch(WakeUpPipes, "close", lambda self: None)
 
 
 def blame_kept(patch: Patch) -> None:
@@ -141,9 +141,9 @@ BUGS: dict[str, Callable[[Patch], None]] = {
         slot_taken_early,
         signatures_not_compared,
         leavers_missed,
-        rings_lost,
+        wake_ups_lost,
         said_too_late,
         contention_not_agreed,
-        bells_kept,
+        pipes_kept,
     )
 }

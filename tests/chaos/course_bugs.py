@@ -35,7 +35,7 @@ COURSE_BUGS: dict[str, tuple[str, str]] = {
     # Ranks in different calls take each other's numbers.
     "course_signatures_not_compared": ("rank < course[SIZE] && !course[AGREED]", "rank < 0"),
     # Nobody looks who sleeps.
-    "course_rings_lost": (
+    "course_wake_ups_lost": (
         "return asleep || course[STOPS];",
         "return (asleep & 0) || course[STOPS];",
     ),

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.clock import now_s
-from phalanx.distributed import board as pages
-from phalanx.distributed import engine
+from phalanx.distributed import engine, status_pages
 from phalanx.distributed.contention import Verdict
 from phalanx.errors import PeerLost, StateError
 from phalanx.ipc import Waiting, plant
@@ -70,13 +69,13 @@ def sums_are_right(parent: Parent, rank: int) -> None:
 
 def a_reader_falls_behind(parent: Parent, rank: int) -> None:
     """The root of a broadcast of many pieces runs ahead of rank 0 as far as it can."""
-    board = dist.group.WORLD._arena.board
+    pages = dist.group.WORLD._arena.pages
     pieces = iter(range(3))
 
     def fault(point: str, worker: int) -> None:
         if point == "piece ended" and next(pieces, None) == 1:
             waiting, before = Waiting(DEADLINE_S), -1
-            while before != (before := board.mark_of(1)):
+            while before != (before := pages.mark_of(1)):
                 until_s = now_s() + 0.2
                 while now_s() < until_s:
                     waiting.rest()
@@ -117,12 +116,12 @@ def sleepers_are_woken_by_sums(parent: Parent, rank: int) -> None:
 def sleep_often(rank: int, call: Callable[[], object]) -> None:
     """Rank 0 comes late each time, when the others sleep for it; sleeps are long."""
     engine._FIRST_SLEEP_S = engine._LONGEST_SLEEP_S = 0.5
-    board = dist.group.WORLD._arena.board
+    pages = dist.group.WORLD._arena.pages
     began_s = now_s()
     for _ in range(10):
         if rank == 0:
             waiting = Waiting(DEADLINE_S)
-            while not all(_sleeps_for_next_mark_of(board, at) for _, at in board.places):
+            while not all(_sleeps_for_next_mark_of(pages, at) for _, at in pages.places):
                 assert not waiting.over()
                 waiting.rest()
         call()
@@ -162,10 +161,11 @@ def sum_of(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _sleeps_for_next_mark_of(board: pages.Board, at: int) -> bool:
+def _sleeps_for_next_mark_of(pages: status_pages.StatusPages, at: int) -> bool:
     """Tell whether the rank whose page is at ``at`` sleeps for what this one has not posted."""
-    awaited, wanted = board._words[at + pages._AWAITED], board._words[at + pages._WANTED]
-    return awaited == board.rank + 1 and wanted > board.mark_of(board.rank)
+    awaited = pages._words[at + status_pages._AWAITED]
+    wanted = pages._words[at + status_pages._WANTED]
+    return awaited == pages.rank + 1 and wanted > pages.mark_of(pages.rank)
 
 
 def nothing_is_left(parent: Parent, rank: int) -> None:
@@ -230,15 +230,15 @@ SCENES: dict[str, tuple[Scene, str]] = {
         somebody_leaves_early,
         "PeerLost: Rank 1 of 3 has destroyed its group",
     ),
-    "rings_lost": (sleepers_are_woken, "nobody was woken"),
+    "wake_ups_lost": (sleepers_are_woken, "nobody was woken"),
     "said_too_late": (marks_come_before_sleep, "somebody slept in vain"),
     "contention_not_agreed": (one_rank_is_contended, "a wrong result of"),
-    "bells_kept": (nothing_is_left, "something is left open"),
+    "pipes_kept": (nothing_is_left, "something is left open"),
     "course_marks_unread": (sums_are_right, "a wrong result of"),
     "course_mark_before_data": (sums_are_right, "a wrong result of"),
     "course_mark_before_result": (sums_are_right, "a wrong result of"),
     "course_signatures_not_compared": (calls_differ, "DID NOT RAISE"),
-    "course_rings_lost": (sleepers_are_woken_by_sums, "nobody was woken"),
+    "course_wake_ups_lost": (sleepers_are_woken_by_sums, "nobody was woken"),
 }
 
 

@@ -239,7 +239,7 @@ DOORS: dict[str, Door] = {
             "execution/thread_pool.py",
             "tables/snapshots.py",  # writes while the next block is hashed
             "distributed/error_store.py",
-            "distributed/progress.py",
+            "distributed/progress_thread.py",
             "distributed/transport.py",
         ),
         caught=(
@@ -365,7 +365,8 @@ DOORS: dict[str, Door] = {
             "ipc/region.py",
             "ipc/run_directory.py",
             "distributed/launcher.py",  # a folder for the ranks' output
-            "distributed/bell.py",  # pipes of other ranks
+            "distributed/wake_up_pipes.py",  # pipes of other ranks
+            "distributed/contention.py",  # opens /proc to read, without a buffer
             "distributed/rank_start.py",  # how a rank has failed, for the launcher
             "ipc/locks.py",  # opens the file anew, for locks of its own
         ),

@@ -1,6 +1,6 @@
 """The memory through which the ranks of a group pass their tensors, piece by piece.
 
-    region │ board │ rank 0: slot a, slot b │ rank 1: slot a, slot b │ ...
+    region │ pages │ rank 0: slot a, slot b │ rank 1: slot a, slot b │ ...
 
 A tensor of any size goes through slots of fixed size. Each piece of it is published in the slots of
 one letter while slower ranks may still read the other; who begins piece p waits until everybody is
@@ -11,7 +11,7 @@ done with piece p − 2. Per piece a rank's mark goes through three numbers:
     3p + 3   I read nobody's slot any more
 
 Pieces are numbered through the life of the group, so that the marks only grow; ranks agree on the
-numbers because they agree on the operations, which the signatures check.
+numbers because they agree on the operations, which the fingerprints check.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.distributed.bell import Bells
-from phalanx.distributed.board import Board, Signature
 from phalanx.distributed.contention import Contention
 from phalanx.distributed.course import PIECE_POINTS, Course, PieceSizes, State
-from phalanx.distributed.signature import Desync
+from phalanx.distributed.fingerprint import Desync
+from phalanx.distributed.status_pages import Fingerprint, StatusPages
+from phalanx.distributed.wake_up_pipes import WakeUpPipes
 from phalanx.ipc import Region, fence, reach
 from phalanx.memory import Function
 
@@ -61,38 +61,38 @@ def slot_bytes(size: int) -> int:
 class Arena:
     """The slots of a group as rank ``rank`` sees them."""
 
-    def __init__(self, region: Region, board: Board, bells: Bells) -> None:
-        self.bells = bells
-        self.rank = board.rank
-        self.size = board.size
-        self.board = board
-        self.slot_bytes = slot_bytes(board.size)
+    def __init__(self, region: Region, pages: StatusPages, pipes: WakeUpPipes) -> None:
+        self.pipes = pipes
+        self.rank = pages.rank
+        self.size = pages.size
+        self.pages = pages
+        self.slot_bytes = slot_bytes(pages.size)
         self._region = region
         self._slots_by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
         self._cuts: dict[tuple[torch.dtype, tuple[int, ...], int], list[Sequence[Tensor]]] = {}
         self._piece = -1
-        self._operation = Signature(0, 0, 0)
+        self._operation = Fingerprint(0, 0, 0)
         self._unchecked: set[int] = set()
-        whole = region.tensor(torch.uint8, self.needed_bytes(board.size))
-        slots = whole[Board.needed_bytes(board.size) :]
+        whole = region.tensor(torch.uint8, self.needed_bytes(pages.size))
+        slots = whole[StatusPages.needed_bytes(pages.size) :]
         self.contention = Contention()
-        self._course = Course(board, whole, slots, self.slot_bytes, self.contention)
+        self._course = Course(pages, whole, slots, self.slot_bytes, self.contention)
 
     @staticmethod
     def needed_bytes(size: int) -> int:
-        """Return how large the region of a group of ``size`` ranks is, board included."""
-        return Board.needed_bytes(size) + size * _NUM_SLOTS * slot_bytes(size)
+        """Return how large the region of a group of ``size`` ranks is, pages included."""
+        return StatusPages.needed_bytes(size) + size * _NUM_SLOTS * slot_bytes(size)
 
     @property
-    def operation(self) -> Signature:
+    def operation(self) -> Fingerprint:
         """The operation that was begun last."""
         return self._operation
 
     def begin(self, what: int, num_elements: int) -> None:
         """Begin the next operation, and say which it is."""
-        self._operation = Signature(self._operation.number + 1, what, num_elements)
-        self._unchecked = set(self.board.others)
-        self.board.sign(self._operation, contended=self.contention.begin())
+        self._operation = Fingerprint(self._operation.number + 1, what, num_elements)
+        self._unchecked = set(self.pages.others)
+        self.pages.publish(self._operation, contended=self.contention.begin())
         reach("operation begun")
 
     def slots(self, dtype: torch.dtype) -> list[Tensor]:
@@ -118,7 +118,7 @@ class Arena:
         return found
 
     def _view(self, dtype: torch.dtype) -> list[list[Tensor]]:
-        start = Board.needed_bytes(self.size)
+        start = StatusPages.needed_bytes(self.size)
         count = self.slot_bytes // dtype.itemsize
         return [
             [
@@ -139,7 +139,7 @@ class Arena:
 
     def agree_on_contention(self) -> None:
         """Let the next all-reduce be as suits what all ranks have said at the begin of this one."""
-        self.contention.agreed = self.board.any_contended(self._operation.number)
+        self.contention.agreed = self.pages.any_contended(self._operation.number)
         self.contention.look()
 
     def carry(self, function: Function, flat: Tensor, sizes: PieceSizes) -> Steps:
@@ -148,12 +148,12 @@ class Arena:
         course.begin(self._operation, self._piece + 1, flat, sizes)
         while (state := course.go(function)) != State.ENDED:
             if state == State.WAITS:
-                yield self.board.others, course.wanted
+                yield self.pages.others, course.wanted
             elif state == State.DIFFERS:
-                self._check(self.board.others)  # it raises, unless a test has it pass
+                self._check(self.pages.others)  # it raises, unless a test has it pass
                 course.agree()
             else:
-                self.board.wake_sleepers(course.wanted)
+                self.pages.wake_sleepers(course.wanted)
                 course.reach()
         self._piece = course.piece - 1
 
@@ -164,17 +164,17 @@ class Arena:
         self._piece += 1
         done_before = _PER_PIECE * (self._piece - _NUM_SLOTS) + _DONE
         if done_before > 0:
-            yield from self._reach(self.board.others, done_before)
+            yield from self._reach(self.pages.others, done_before)
 
     def publish(self) -> None:
         """Say that what others need of this rank is in its slot."""
         reach("piece written")
-        self.board.post(_PER_PIECE * self._piece + _PUBLISHED)
+        self.pages.post(_PER_PIECE * self._piece + _PUBLISHED)
         reach("piece published")
 
     def published(self, ranks: Sequence[int] | None = None) -> Steps:
         """Wait until ``ranks``, or all, have published; see that they are in this operation."""
-        waited = self.board.others if ranks is None else ranks
+        waited = self.pages.others if ranks is None else ranks
         yield from self._reach(waited, _PER_PIECE * self._piece + _PUBLISHED)
         if self._unchecked:
             self._check(waited)
@@ -182,21 +182,21 @@ class Arena:
 
     def give_result(self) -> None:
         """Say that what this rank has reduced is in the slots of all others."""
-        self.board.post(_PER_PIECE * self._piece + _REDUCED)
+        self.pages.post(_PER_PIECE * self._piece + _REDUCED)
         reach("result given")
 
     def results_given(self) -> Steps:
         """Wait until all have reduced."""
-        yield from self._reach(self.board.others, _PER_PIECE * self._piece + _REDUCED)
+        yield from self._reach(self.pages.others, _PER_PIECE * self._piece + _REDUCED)
         fence()
 
     def end_piece(self) -> None:
         """Say that this rank reads nobody's slot any more."""
-        self.board.post(_PER_PIECE * self._piece + _DONE)
+        self.pages.post(_PER_PIECE * self._piece + _DONE)
         reach("piece ended")
 
     def _reach(self, ranks: Sequence[int], mark: int) -> Steps:
-        while not self.board.reached(ranks, mark):
+        while not self.pages.reached(ranks, mark):
             yield ranks, mark
 
     def _check(self, ranks: Sequence[int]) -> None:
@@ -204,9 +204,9 @@ class Arena:
         for rank in ranks:
             if rank in self._unchecked:
                 self._unchecked.discard(rank)
-                theirs = self.board.signature_of(rank, ours.number)
+                theirs = self.pages.fingerprint_of(rank, ours.number)
                 if theirs != ours:
-                    names = self.board.names
+                    names = self.pages.names
                     raise Desync(names[self.rank], ours, names[rank], theirs)
 
     def close(self) -> None:
@@ -214,6 +214,6 @@ class Arena:
         self._slots_by_dtype.clear()
         self._cuts.clear()
         self._course.close()
-        self.bells.close()
-        self.board.close()
+        self.pipes.close()
+        self.pages.close()
         self._region.close()

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from phalanx.distributed.arena import Arena, Steps
+from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.ops import Reduction
-from phalanx.distributed.signature import pack
 from phalanx.errors import ConfigError
 from phalanx.memory import compiled_for, copy_to
 from phalanx.plan import equal_sizes
@@ -113,7 +113,7 @@ def _all_reduce_piece(
     sizes: tuple[int, ...],
     reduction: Reduction,
 ) -> Steps:
-    me, others = arena.rank, arena.board.others
+    me, others = arena.rank, arena.pages.others
     mine = parts[me]
     yield from arena.begin_piece()
     slots = arena.cut(mine.dtype, sizes)

@@ -19,7 +19,7 @@ enum {
 enum { ENDED, WAITS, MOVES, DIFFERS };
 enum { WRITE, PUBLISH, REDUCE, TAKE, OVER };
 
-/* As in board.py and arena.py. */
+/* As in status_pages.py and arena.py. */
 enum { MARK = 0, AWAITED = 3, WANTED_MARK = 4, SIGNATURES = 16, RING = 4 };
 enum { PUBLISHED = 1, REDUCED = 2, DONE = 3, PER_PIECE = 3, NUM_SLOTS = 2 };
 

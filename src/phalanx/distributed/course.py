@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from phalanx.distributed.board import Board, Signature
 from phalanx.distributed.contention import Contention
+from phalanx.distributed.status_pages import Fingerprint, StatusPages
 from phalanx.ipc import planted, reach
 from phalanx.memory import Function
 
@@ -62,33 +62,38 @@ class Course:
     """The row of numbers of one arena.
 
     Args:
-        board: Whose marks count.
-        whole: The region's memory, with the board at its begin.
+        pages: Whose marks count.
+        whole: The region's memory, with the pages at its begin.
         slots: That of the slots.
         slot_bytes: How long a slot is.
         contention: The group's.
     """
 
     def __init__(
-        self, board: Board, whole: Tensor, slots: Tensor, slot_bytes: int, contention: Contention
+        self,
+        pages: StatusPages,
+        whole: Tensor,
+        slots: Tensor,
+        slot_bytes: int,
+        contention: Contention,
     ) -> None:
-        crowded = board.size > len(os.sched_getaffinity(0))
+        crowded = pages.size > len(os.sched_getaffinity(0))
         self._contention = contention
         self._spin_ns = _CROWDED_SPIN_NS if crowded else _SPIN_NS
         self._memory: Tensor | None = whole
         self._words = array("q", [0] * _NUM_WORDS)
         self._at, _ = self._words.buffer_info()
         own = [
-            board.rank,
-            board.size,
+            pages.rank,
+            pages.size,
             slots.data_ptr(),
             slot_bytes,
             self._spin_ns,
             crowded,
         ]
-        self._words[:_STOPS] = array("q", [whole.data_ptr(), board.words_per_page, *own])
+        self._words[:_STOPS] = array("q", [whole.data_ptr(), pages.words_per_page, *own])
 
-    def begin(self, operation: Signature, piece: int, flat: Tensor, sizes: PieceSizes) -> None:
+    def begin(self, operation: Fingerprint, piece: int, flat: Tensor, sizes: PieceSizes) -> None:
         """Begin with an operation, over ``flat``, whose first piece has that number."""
         stops = planted() is not None
         number, what, num_elements = operation

@@ -22,20 +22,19 @@ import torch
 
 from phalanx.clock import now_s
 from phalanx.distributed.arena import Need
-from phalanx.distributed.bell import Bells
-from phalanx.distributed.board import LEFT, Board
 from phalanx.distributed.contention import Contention
-from phalanx.distributed.peer_errors import cause_state, is_missing, look, out_of_time
-from phalanx.distributed.progress import progress_thread
+from phalanx.distributed.peer_errors import cause_state, is_missing, peer_error, timeout_error
+from phalanx.distributed.progress_thread import progress_thread
+from phalanx.distributed.status_pages import LEFT, StatusPages
+from phalanx.distributed.wake_up_pipes import WakeUpPipes
 from phalanx.distributed.work import Task
 from phalanx.errors import ConfigError, GroupAborted, StateError
-from phalanx.ipc import Waiting, register_at_fork
+from phalanx.ipc import LivenessTimer, Waiting, register_at_fork
 from phalanx.memory import keep_awake
 
 __all__ = ["COLLECTIVES", "Engine"]
 
 COLLECTIVES = "collectives"
-_LOOK_FOR_DEAD_S = 0.02
 _SPIN_S = 300e-6
 _CROWDED_SPIN_S = 10e-6
 _LOOKS_PER_CLOCK = 16
@@ -49,11 +48,11 @@ class Engine:
     """The operations of one group that have not ended.
 
     Args:
-        board: The group's.
-        bells: The group's.
+        pages: The group's.
+        pipes: The group's.
         contention: The group's.
         name: What the group is called in messages.
-        tell: Whom to tell of an error that breaks the group, beyond the ranks on the board.
+        tell: Whom to tell of an error that breaks the group, beyond the ranks of this host.
 
     Attributes:
         forked: Whether this is a copy in a forked child, where the group is not to be touched.
@@ -61,29 +60,29 @@ class Engine:
 
     def __init__(
         self,
-        board: Board,
-        bells: Bells,
+        pages: StatusPages,
+        pipes: WakeUpPipes,
         contention: Contention,
         name: Callable[[], str],
         tell: Callable[[BaseException], object] = bool,
     ) -> None:
-        self._board = board
+        self._pages = pages
         self._tell = tell
-        self._bells = bells
+        self._pipes = pipes
         self._name = name
         self._lock = threading.RLock()  # a step may run a signal's handler, which may wait again
         self._lanes: dict[Hashable, deque[Task]] = {}
         self._ended: deque[Task] = deque()  # whose futures have not been told yet
         self._advancing = False
         self._broken: BaseException | None = None
-        self._next_look_s = 0.0
+        self._liveness = LivenessTimer(at_once=True)
         # One caller moves the operations at a time: two would take each other's wake-ups.
         self._mover = threading.RLock()
         num_cores = len(os.sched_getaffinity(0))
-        self._busy = num_cores < 2 * board.size  # no core is left for a second thread per rank
+        self._busy = num_cores < 2 * pages.size  # no core is left for a second thread per rank
         self._contention = contention
-        self._spin_s = _SPIN_S if board.size <= num_cores else _CROWDED_SPIN_S
-        self._stay_awake = keep_awake(board.size, place=board.rank, sharers=board.size)
+        self._spin_s = _SPIN_S if pages.size <= num_cores else _CROWDED_SPIN_S
+        self._stay_awake = keep_awake(pages.size, place=pages.rank, sharers=pages.size)
         self.forked = False
         register_at_fork(self.forget)
 
@@ -132,9 +131,8 @@ class Engine:
             progress_thread.add(self)
 
     def _refuse_if_broken(self, task: Task, needs: Need) -> None:
-        if self._broken is None and now_s() >= self._next_look_s:
-            self._next_look_s = now_s() + _LOOK_FOR_DEAD_S
-            gone = look(self._board, *needs, task.title)
+        if self._broken is None and self._liveness.due():
+            gone = peer_error(self._pages, *needs, task.title)
             if gone is not None:
                 self._break(gone, task)
         if self._broken is not None:
@@ -198,23 +196,23 @@ class Engine:
         until_s = now_s() + self._spin_s
         while now_s() < until_s:
             for _ in range(_LOOKS_PER_CLOCK):
-                if self._board.reached(ranks, mark) if mark > 0 else self.advance():
+                if self._pages.reached(ranks, mark) if mark > 0 else self.advance():
                     return True
         return False
 
     def rest(self, need: Need | None, times: int) -> None:
-        """Sleep until the first of those needed rings, or for a moment that grows with ``times``.
+        """Sleep until a rank of ``need`` wakes this one; at most ``times`` milliseconds, or 10.
 
         Afterwards, what cannot go on fails.
         """
         ranks, mark = need or _NOBODY
-        awaited = next((rank for rank in ranks if is_missing(self._board, rank, mark)), None)
+        awaited = next((rank for rank in ranks if is_missing(self._pages, rank, mark)), None)
         if awaited is not None:
-            self._bells.fall_asleep(awaited, mark)
+            self._pipes.fall_asleep(awaited, mark)
             if self.advance():
-                self._board.wait_for(None)
+                self._pages.wait_for(None)
                 return
-        self._bells.sleep(min(times * _FIRST_SLEEP_S, _LONGEST_SLEEP_S))
+        self._pipes.sleep(min(times * _FIRST_SLEEP_S, _LONGEST_SLEEP_S))
         self.examine()
 
     def advance(self) -> bool:
@@ -293,7 +291,7 @@ class Engine:
         return _ENDED
 
     def _interrupted(self, task: Task, by: BaseException) -> GroupAborted:
-        me = self._board.names[self._board.rank]
+        me = self._pages.names[self._pages.rank]
         return GroupAborted(
             f"Rank {me} gave up {task.title} ({type(by).__name__}). "
             "Destroy the group and make a new one.",
@@ -305,10 +303,7 @@ class Engine:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            now = now_s()
-            look_closely = now >= self._next_look_s
-            if look_closely:
-                self._next_look_s = now + _LOOK_FOR_DEAD_S
+            now, look_closely = now_s(), self._liveness.due()
             for tasks in list(self._lanes.values()):
                 if tasks and tasks[0].need is not None:
                     self._examine(tasks[0], look_closely, now)
@@ -320,9 +315,9 @@ class Engine:
         if task.need is None or task.done:
             return
         ranks, mark = task.need
-        error = look(self._board, ranks, mark, task.title, closely=look_closely)
+        error = peer_error(self._pages, ranks, mark, task.title, closely=look_closely)
         if error is None and now >= task.deadline_s:
-            error = out_of_time(self._board, ranks, mark, task.title, task.timeout_s)
+            error = timeout_error(self._pages, ranks, mark, task.title, task.timeout_s)
         if error is None:
             return
         before = task.need
@@ -334,7 +329,7 @@ class Engine:
         """Fail everything under way, now and from now on; the others learn of it."""
         if self._broken is None:
             self._broken = error
-            self._board.stop(*cause_state(error, self._board.names[self._board.rank]))
+            self._pages.stop(*cause_state(error, self._pages.names[self._pages.rank]))
             self._tell(error)
         lanes, self._lanes = self._lanes, {}
         task.end(error)
@@ -349,7 +344,7 @@ class Engine:
         with self._lock:
             if self._broken is None:
                 self._broken = GroupAborted(f"Group {self._name()!r} is destroyed.")
-                self._board.stop(LEFT, self._board.rank)
+                self._pages.stop(LEFT, self._pages.rank)
             lanes, self._lanes = self._lanes, {}
             left = [task for tasks in lanes.values() for task in tasks if not task.done]
             for task in left:

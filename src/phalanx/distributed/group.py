@@ -80,14 +80,14 @@ class SharedGroup(DescribedGroup):
         self._make_part = make_part
         self._arena = arena
         self._ways = ways
-        self._point_to_point = PointToPoint(arena.board)
+        self._point_to_point = PointToPoint(arena.pages)
         if isinstance(ways, IntraHost):  # across hosts, messages go over gloo
             self._point_to_point.open()
         # C++ that is given a work from Python, as DDP's `join` gives its reducer one, holds no
         # more than its C++ half, which waits for ever once the Python half is gone.
         self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
         self._engine = Engine(
-            arena.board, arena.bells, arena.contention, self.getGroupName, ways.tell
+            arena.pages, arena.pipes, arena.contention, self.getGroupName, ways.tell
         )
         self._closed = False
 
@@ -109,8 +109,8 @@ class SharedGroup(DescribedGroup):
         timeout_s = self._seconds(opts) + self._ways.patience_s
         task = Task(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
         if needs is None:  # everybody who has not begun it yet
-            board = self._arena.board
-            needs = board.others, board.mark_of(board.rank) + 1
+            pages = self._arena.pages
+            needs = pages.others, pages.mark_of(pages.rank) + 1
         wait = not getattr(opts, "asyncOp", True)
         if profiler._is_profiler_enabled:  # torch has no public way to ask; 1 µs where it is off
             with profiler.record_function(f"{NAME}:{kind.partition(' ')[0]}"):

@@ -33,10 +33,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.clock import now_s, pause
 from phalanx.distributed.arena import Arena
-from phalanx.distributed.bell import Bell, Bells
-from phalanx.distributed.board import Board
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.hosts import Hosts, hosts_of, this_place
+from phalanx.distributed.status_pages import StatusPages
+from phalanx.distributed.wake_up_pipes import WakeUpPipe, WakeUpPipes
 from phalanx.errors import GroupAborted, PeerError, PeerLost
 from phalanx.ipc import ProcessIdentity, Region, fence, late_peers
 
@@ -149,12 +149,12 @@ class GroupRendezvous:
 
         Blocks: Until all of them have come.
         """
-        bell = Bell()
+        pipe = WakeUpPipe()
         try:
             with self._told():
-                return self._map(ranks, bell)
+                return self._map(ranks, pipe)
         except BaseException:
-            bell.close()
+            pipe.close()
             raise
 
     # --- the common namespace ---------------------------------------------------------------------
@@ -226,24 +226,24 @@ class GroupRendezvous:
 
     # --- the group's namespace --------------------------------------------------------------------
 
-    def _map(self, ranks: Sequence[int], bell: Bell) -> Arena:
+    def _map(self, ranks: Sequence[int], pipe: WakeUpPipe) -> Arena:
         first = ranks[0]
         needed_bytes = Arena.needed_bytes(len(ranks))
         if self.rank == first:
             region = Region.create(needed_bytes, label="group")
         else:
             region = self._borrow(first, len(ranks), needed_bytes)
-        board = Board(region, ranks.index(self.rank), ranks, self.size)
-        board.offer_bell(bell.fd)
+        pages = StatusPages(region, ranks.index(self.rank), ranks, self.size)
+        pages.offer_pipe(pipe.fd)
         fence()
         # Of the cards only the first's says anything; the others' pages are in the region then.
         self.store.set(f"card/{self.rank}", str(region.fd))
         for rank in ranks:
             self._wait_for(f"card/{rank}", rank)
-        bells = Bells(board, bell)
-        for other in board.others:
-            bells.reach(other)
-        arena = Arena(region, board, bells)
+        pipes = WakeUpPipes(pages, pipe)
+        for other in pages.others:
+            pipes.connect(other)
+        arena = Arena(region, pages, pipes)
         # All have mapped the region, so that the first may go as soon as it likes.
         self.store.set(f"mapped/{self.rank}", "1")
         for rank in ranks:
@@ -257,7 +257,7 @@ class GroupRendezvous:
         assert hello is not None
         fd = _read(f"card/{first}", self._wait_for(f"card/{first}", first), _is_number)
         region = Region.borrow(hello.pid, fd, needed_bytes, label="group")
-        if not Board.is_in(region, 0, size, ProcessIdentity(hello.pid, hello.start_ticks)):
+        if not StatusPages.is_in(region, 0, size, ProcessIdentity(hello.pid, hello.start_ticks)):
             region.close()
             raise _not_ours(f"card/{first}", str(fd))
         return region

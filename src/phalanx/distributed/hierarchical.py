@@ -25,12 +25,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.distributed import collectives
 from phalanx.distributed.arena import Arena, Steps
-from phalanx.distributed.board import Signature
 from phalanx.distributed.collectives import as_bytes, pieces
 from phalanx.distributed.error_store import ErrorStore
+from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.hosts import Hosts
 from phalanx.distributed.ops import Reduction
-from phalanx.distributed.signature import pack
+from phalanx.distributed.status_pages import Fingerprint
 from phalanx.distributed.transport import Gloo, Transport, gloo_between
 from phalanx.plan import equal_sizes
 
@@ -88,7 +88,9 @@ class Hierarchical:
         self, name: str, place: int, names: Sequence[int], timeout_s: float, *, lazy: bool
     ) -> Transport:
         connect = partial(self.connect, name, place, len(names), timeout_s, lazy=lazy)
-        transport = Transport(connect, place, names, self.error_store, self._arena.bells.ring_here)
+        transport = Transport(
+            connect, place, names, self.error_store, self._arena.pipes.wake_this_rank
+        )
         transport.timeout_s = timeout_s + _PATIENCE_S
         return transport
 
@@ -117,26 +119,26 @@ class Hierarchical:
 
     def barrier(self) -> Steps:
         """Wait until all ranks have come."""
-        signature = self._sign("barrier", torch.uint8, 0)
+        fingerprint = self._fingerprint("barrier", torch.uint8, 0)
         yield from self._here(collectives.barrier)
         if self._leads:
             nothing = dict.fromkeys(self._leaders.others, torch.empty(0, dtype=torch.uint8))
-            yield from self._leaders.run(partial(self._leaders.swap, nothing, nothing, signature))
+            yield from self._leaders.run(partial(self._leaders.swap, nothing, nothing, fingerprint))
         yield from self._here(collectives.barrier)
 
     def all_reduce(self, flat: Tensor, reduction: Reduction) -> Steps:
         """Reduce ``flat`` over the ranks, in place and with the same bits on all of them."""
-        signature = self._sign("all_reduce", flat.dtype, len(flat), reduction.number)
-        yield from self._reduce_to_all(flat, flat, reduction, signature)
+        fingerprint = self._fingerprint("all_reduce", flat.dtype, len(flat), reduction.number)
+        yield from self._reduce_to_all(flat, flat, reduction, fingerprint)
 
     def reduce(self, flat: Tensor, reduction: Reduction, root: int) -> Steps:
         """Reduce ``flat`` over the ranks into that of ``root``; the others keep theirs."""
-        signature = self._sign("reduce", flat.dtype, len(flat), reduction.number, root)
+        fingerprint = self._fingerprint("reduce", flat.dtype, len(flat), reduction.number, root)
         into = flat if self.rank == root else torch.empty_like(flat)
-        yield from self._reduce_to_all(flat, into, reduction, signature)
+        yield from self._reduce_to_all(flat, into, reduction, fingerprint)
 
     def _reduce_to_all(
-        self, flat: Tensor, into: Tensor, reduction: Reduction, signature: Signature
+        self, flat: Tensor, into: Tensor, reduction: Reduction, fingerprint: Fingerprint
     ) -> Steps:
         stage = reduction.stage
         for piece in pieces(len(flat), _PIECE_BYTES // flat.itemsize):
@@ -145,23 +147,25 @@ class Hierarchical:
             yield from self._here(collectives.reduce, total, stage, 0)
             if self._leads:
                 yield from self._leaders.run(
-                    partial(self._reduce_hosts, total, stage, _first(signature, piece))
+                    partial(self._reduce_hosts, total, stage, _first(fingerprint, piece))
                 )
                 reduction.finish(total, self.size, result)
             yield from self._here(collectives.broadcast, result, 0)
 
-    def _reduce_hosts(self, flat: Tensor, stage: Reduction, signature: Signature | None) -> None:
+    def _reduce_hosts(
+        self, flat: Tensor, stage: Reduction, fingerprint: Fingerprint | None
+    ) -> None:
         """Reduce what the hosts' first ranks hold, in the order of hosts."""
         transport = self._leaders
         if flat.numel() * flat.itemsize <= _SMALL_BYTES:
             theirs = {host: torch.empty_like(flat) for host in transport.others}
-            transport.swap(dict.fromkeys(theirs, flat), theirs, signature)
+            transport.swap(dict.fromkeys(theirs, flat), theirs, fingerprint)
             flat.copy_(self._in_host_order(flat, theirs, stage))
             return
         parts = flat.split(equal_sizes(len(flat), len(self._hosts.ranks)))
         mine = parts[self._host]
         theirs = {host: torch.empty_like(mine) for host in transport.others}
-        transport.swap({host: parts[host] for host in transport.others}, theirs, signature)
+        transport.swap({host: parts[host] for host in transport.others}, theirs, fingerprint)
         mine.copy_(self._in_host_order(mine, theirs, stage))
         transport.swap(dict.fromkeys(theirs, mine), {host: parts[host] for host in theirs}, None)
 
@@ -177,7 +181,7 @@ class Hierarchical:
         """Reduce over the ranks what each holds for this one, into ``output``."""
         longest = max(len(part) for part in inputs)
         count = sum(len(part) for part in inputs)
-        signature = self._sign("reduce_scatter", output.dtype, count, reduction.number)
+        fingerprint = self._fingerprint("reduce_scatter", output.dtype, count, reduction.number)
         stage, ranks = reduction.stage, self._hosts.ranks
         for piece in pieces(longest, max(1, _PIECE_BYTES // output.itemsize // self.size)):
             cuts = [inputs[rank][piece] for on_host in ranks for rank in on_host]
@@ -189,7 +193,7 @@ class Hierarchical:
             if self._leads:
                 mine = by_host[self._host]
                 yield from self._leaders.run(
-                    partial(self._swap_and_reduce, by_host, mine, stage, _first(signature, piece))
+                    partial(self._swap_and_reduce, by_host, mine, stage, _first(fingerprint, piece))
                 )
                 reduction.finish(mine, self.size, share)
             yield from self._here(collectives.broadcast, share, 0)
@@ -201,15 +205,15 @@ class Hierarchical:
         by_host: Sequence[Tensor],
         mine: Tensor,
         stage: Reduction,
-        signature: Signature | None,
+        fingerprint: Fingerprint | None,
     ) -> None:
         theirs = {host: torch.empty_like(mine) for host in self._leaders.others}
-        self._leaders.swap({host: by_host[host] for host in theirs}, theirs, signature)
+        self._leaders.swap({host: by_host[host] for host in theirs}, theirs, fingerprint)
         mine.copy_(self._in_host_order(mine, theirs, stage))
 
     def broadcast(self, flat: Tensor, root: int) -> Steps:
         """Give every rank the bytes of ``root``."""
-        signature = self._sign("broadcast", flat.dtype, len(flat), root=root)
+        fingerprint = self._fingerprint("broadcast", flat.dtype, len(flat), root=root)
         home, transport, data = self._hosts.host_of(root), self._leaders, as_bytes(flat)
         for piece in pieces(len(data), _PIECE_BYTES):
             part = data[piece]
@@ -221,7 +225,7 @@ class Hierarchical:
                 sent = dict.fromkeys(transport.others, part) if self._host == home else {}
                 received = {} if self._host == home else {home: part}
                 yield from transport.run(
-                    partial(transport.swap, sent, received, _first(signature, piece))
+                    partial(transport.swap, sent, received, _first(fingerprint, piece))
                 )
             if self._host != home:
                 yield from self._here(collectives.broadcast, part, 0)
@@ -229,7 +233,7 @@ class Hierarchical:
     def all_gather(self, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
         """Give every rank the tensors of all, which may differ in length."""
         count = sum(len(output) for output in outputs)
-        signature = self._sign("all_gather", flat.dtype, count)
+        fingerprint = self._fingerprint("all_gather", flat.dtype, count)
         data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
         ranks, transport = self._hosts.ranks, self._leaders
         longest = max(len(result) for result in results)
@@ -246,7 +250,7 @@ class Hierarchical:
                 sent = dict.fromkeys(transport.others, by_host[self._host])
                 received = {host: by_host[host] for host in transport.others}
                 yield from transport.run(
-                    partial(transport.swap, sent, received, _first(signature, piece))
+                    partial(transport.swap, sent, received, _first(fingerprint, piece))
                 )
             yield from self._here(collectives.broadcast, packed, 0)
             for one, slot in zip(into, slots, strict=True):
@@ -256,33 +260,33 @@ class Hierarchical:
 
     def gather(self, outputs: Sequence[Tensor], flat: Tensor, root: int) -> Steps:
         """Give ``root`` the tensors of all, which have one length; others have no ``outputs``."""
-        signature = self._sign("gather", flat.dtype, len(flat), root=root)
+        fingerprint = self._fingerprint("gather", flat.dtype, len(flat), root=root)
         data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
         if self.rank == root:
             results[root].copy_(data)
             sent, received = {}, {rank: results[rank] for rank in self._all.others}
         else:
             sent, received = {root: data}, {}
-        yield from self._all.run(partial(self._all.swap, sent, received, signature))
+        yield from self._all.run(partial(self._all.swap, sent, received, fingerprint))
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> Steps:
         """Give each rank its tensor of ``root``'s; others have no ``inputs``."""
-        signature = self._sign("scatter", output.dtype, len(output), root=root)
+        fingerprint = self._fingerprint("scatter", output.dtype, len(output), root=root)
         result, parts = as_bytes(output), [as_bytes(part) for part in inputs]
         if self.rank == root:
             result.copy_(parts[root])
             sent, received = {rank: parts[rank] for rank in self._all.others}, {}
         else:
             sent, received = {}, {root: result}
-        yield from self._all.run(partial(self._all.swap, sent, received, signature))
+        yield from self._all.run(partial(self._all.swap, sent, received, fingerprint))
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
         """Give each rank one tensor of every other; lengths may all differ."""
-        signature = self._sign("all_to_all", outputs[0].dtype, 0)
+        fingerprint = self._fingerprint("all_to_all", outputs[0].dtype, 0)
         outputs[self.rank].copy_(inputs[self.rank])
         sent = {rank: as_bytes(inputs[rank]) for rank in self._all.others}
         received = {rank: as_bytes(outputs[rank]) for rank in self._all.others}
-        yield from self._all.run(partial(self._all.swap, sent, received, signature))
+        yield from self._all.run(partial(self._all.swap, sent, received, fingerprint))
 
     # ----------------------------------------------------------------------------------------------
 
@@ -291,12 +295,12 @@ class Hierarchical:
         if self._arena.size > 1:
             yield from operation(self._arena, *args)
 
-    def _sign(
+    def _fingerprint(
         self, kind: str, dtype: torch.dtype, count: int, reduction: int = 0, root: int | None = None
-    ) -> Signature:
+    ) -> Fingerprint:
         self._number += 1
-        return Signature(self._number, pack(kind, dtype, reduction=reduction, root=root), count)
+        return Fingerprint(self._number, pack(kind, dtype, reduction=reduction, root=root), count)
 
 
-def _first(signature: Signature, piece: slice) -> Signature | None:
-    return signature if piece.start == 0 else None
+def _first(fingerprint: Fingerprint, piece: slice) -> Fingerprint | None:
+    return fingerprint if piece.start == 0 else None

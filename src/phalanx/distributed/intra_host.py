@@ -35,7 +35,7 @@ class IntraHost:
         self.barrier = partial(collectives.barrier, arena)
 
     def tell(self, error: BaseException) -> None:
-        """Do nothing: all who must hear of an error read the same board."""
+        """Do nothing: all who must hear of an error read the same pages."""
 
     def close(self) -> None:
         """Do nothing: the memory is the group's."""

@@ -4,113 +4,113 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.distributed.board import GAVE_UP, HERE, LEFT, LOST, Board
-from phalanx.distributed.signature import describe
+from phalanx.distributed.fingerprint import describe
+from phalanx.distributed.status_pages import GAVE_UP, HERE, LEFT, LOST, StatusPages
 from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
 from phalanx.ipc import late_peers
 
-__all__ = ["cause_state", "is_missing", "look", "out_of_time"]
+__all__ = ["cause_state", "is_missing", "peer_error", "timeout_error"]
 
 
-def look(
-    board: Board, ranks: Sequence[int], mark: int, title: str = "", *, closely: bool = True
+def peer_error(
+    pages: StatusPages, ranks: Sequence[int], mark: int, title: str = "", *, closely: bool = True
 ) -> PeerError | None:
     """Return why a wait for ``ranks`` to reach ``mark`` cannot end well, or None.
 
     Args:
-        board: The group's.
+        pages: The group's.
         ranks: Who is waited for.
         mark: What they must reach; who has reached it may be gone.
         title: The operation that waits.
         closely: Whether to ask the kernel who lives; else only what the ranks say themselves.
     """
-    missing = [rank for rank in ranks if is_missing(board, rank, mark)]
+    missing = [rank for rank in ranks if is_missing(pages, rank, mark)]
     during = f" during {title}" if title else ""
     if closely:
         for rank in missing:
-            name = board.names[rank]
-            state, _ = board.state_of(rank)
-            if state == HERE and not board.alive(rank) and is_missing(board, rank, mark):
+            name = pages.names[rank]
+            state, _ = pages.state_of(rank)
+            if state == HERE and not pages.alive(rank) and is_missing(pages, rank, mark):
                 return PeerLost(
-                    f"Rank {name} of {board.group_size} has died{during}. "
-                    f"{_last_of(board, rank, board.rank)} Destroy the group and make a new one.",
+                    f"Rank {name} of {pages.group_size} has died{during}. "
+                    f"{_last_of(pages, rank, pages.rank)} Destroy the group and make a new one.",
                     name,
                 )
     for rank in missing:
-        name = board.names[rank]
-        state, cause = board.state_of(rank)
+        name = pages.names[rank]
+        state, cause = pages.state_of(rank)
         if state == LOST:
             return PeerLost(
-                f"Rank {cause} of {board.group_size} has died, as rank {name} has found{during}. "
-                f"{_last_of(board, *_places(board, cause), board.rank)} Destroy the group and make "
+                f"Rank {cause} of {pages.group_size} has died, as rank {name} has found{during}. "
+                f"{_last_of(pages, *_places(pages, cause), pages.rank)} Destroy the group and make "
                 "a new one.",
                 cause,
             )
-        if state == LEFT and is_missing(board, rank, mark):
+        if state == LEFT and is_missing(pages, rank, mark):
             return PeerLost(
-                f"Rank {name} of {board.group_size} has destroyed its group{during}. "
-                f"{_last_of(board, rank, board.rank)}",
+                f"Rank {name} of {pages.group_size} has destroyed its group{during}. "
+                f"{_last_of(pages, rank, pages.rank)}",
                 name,
             )
         if state == GAVE_UP:
             return GroupAborted(
-                f"Rank {name} of {board.group_size} gave up the group{during} because of rank "
+                f"Rank {name} of {pages.group_size} gave up the group{during} because of rank "
                 f"{cause}. See the error there.",
                 cause,
             )
     return None
 
 
-def is_missing(board: Board, rank: int, mark: int) -> bool:
+def is_missing(pages: StatusPages, rank: int, mark: int) -> bool:
     """Tell whether ``rank`` has not reached ``mark``; for no mark, always."""
-    return mark <= 0 or board.mark_of(rank) < mark
+    return mark <= 0 or pages.mark_of(rank) < mark
 
 
-def out_of_time(
-    board: Board, ranks: Sequence[int], mark: int, title: str, timeout_s: float
+def timeout_error(
+    pages: StatusPages, ranks: Sequence[int], mark: int, title: str, timeout_s: float
 ) -> PeerTimeout | None:
     """Say who did not come, and what everybody was in; None if all have come after all.
 
     They have where this rank itself did not run for a while.
     """
-    missing = [rank for rank in ranks if is_missing(board, rank, mark)]
+    missing = [rank for rank in ranks if is_missing(pages, rank, mark)]
     if not missing:
         return None
-    slowest = min(missing, key=lambda rank: _progress(board, rank))
+    slowest = min(missing, key=lambda rank: _progress(pages, rank))
     return late_peers(
         "Rank",
-        sorted(board.names[rank] for rank in missing),
-        board.group_size,
+        sorted(pages.names[rank] for rank in missing),
+        pages.group_size,
         title,
         timeout_s,
-        slowest=board.names[slowest],
-        more=_last_of(board, *range(board.size)),
+        slowest=pages.names[slowest],
+        more=_last_of(pages, *range(pages.size)),
     )
 
 
-def _progress(board: Board, rank: int) -> tuple[bool, int, int]:
+def _progress(pages: StatusPages, rank: int) -> tuple[bool, int, int]:
     """Return what grows with how far ``rank`` is; who is behind may wait for who is further."""
-    identity = board.identity_of(rank)
+    identity = pages.identity_of(rank)
     runs = identity is not None and not identity.stopped()
-    return runs, board.latest_of(rank).number, board.mark_of(rank)
+    return runs, pages.latest_of(rank).number, pages.mark_of(rank)
 
 
-def _last_of(board: Board, *ranks: int) -> str:
+def _last_of(pages: StatusPages, *ranks: int) -> str:
     """Say what each of ``ranks`` began last, with its number."""
     told = "; ".join(
-        f"rank {board.names[rank]}: {describe(board.latest_of(rank))}{_hint(board, rank)}"
+        f"rank {pages.names[rank]}: {describe(pages.latest_of(rank))}{_hint(pages, rank)}"
         for rank in ranks
     )
     return f"The last operation of each: {told}."
 
 
-def _places(board: Board, name: int) -> list[int]:
-    """Return where on the board the rank of that name is, unless it is on another host."""
-    return [rank for rank, known in enumerate(board.names) if known == name]
+def _places(pages: StatusPages, name: int) -> list[int]:
+    """Return where on the pages the rank of that name is, unless it is on another host."""
+    return [rank for rank, known in enumerate(pages.names) if known == name]
 
 
-def _hint(board: Board, rank: int) -> str:
-    identity = board.identity_of(rank)
+def _hint(pages: StatusPages, rank: int) -> str:
+    identity = pages.identity_of(rank)
     if identity is None:
         return " (it has not joined)"
     return " (its process is stopped)" if identity.stopped() else ""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from phalanx.distributed.arena import Need, Steps
-from phalanx.distributed.board import LEFT, Board
+from phalanx.distributed.status_pages import LEFT, StatusPages
 from phalanx.errors import ConfigError, PeerLost
 from phalanx.ipc import Region, fence
 from phalanx.memory import copy_to
@@ -78,8 +78,8 @@ class _Channel:
 class PointToPoint:
     """The channels of one rank to and from all others."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, pages: StatusPages) -> None:
+        self._pages = pages
         self._inbox: Region | None = None
         self._borrowed: list[Region] = []
         self._out: dict[int, _Channel] = {}
@@ -87,9 +87,9 @@ class PointToPoint:
 
     def open(self) -> None:
         """Make the inbox, and let the others know of it."""
-        nbytes = self._board.size * _CHANNEL_BYTES
+        nbytes = self._pages.size * _CHANNEL_BYTES
         self._inbox = Region.create(nbytes, label="inbox", reserved=False)
-        self._board.offer_inbox(self._inbox.fd)
+        self._pages.offer_inbox(self._inbox.fd)
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -105,14 +105,14 @@ class PointToPoint:
             while start < len(source):
                 moved = channel.write(source[start:])
                 start += moved
-                self._board.nudge(receiver)
+                self._pages.nudge(receiver)
                 if not moved:
                     yield (receiver,), -channel.words[_WRITTEN]
 
     def _channel_to(self, receiver: int) -> _Channel | None:
         if receiver not in self._out:
-            fd = self._board.inbox_of(receiver)
-            identity = self._board.identity_of(receiver)
+            fd = self._pages.inbox_of(receiver)
+            identity = self._pages.identity_of(receiver)
             if fd is None or identity is None:
                 return None
             try:
@@ -120,8 +120,8 @@ class PointToPoint:
             except PeerLost:  # the inbox went with its owner, of whom the wait will tell
                 return None
             self._borrowed.append(region)
-            region.reserve_part(self._board.rank * _CHANNEL_BYTES, _CHANNEL_BYTES)
-            self._out[receiver] = _Channel(region, self._board.rank)
+            region.reserve_part(self._pages.rank * _CHANNEL_BYTES, _CHANNEL_BYTES)
+            self._out[receiver] = _Channel(region, self._pages.rank)
         return self._out[receiver]
 
     # --- receiving --------------------------------------------------------------------------------
@@ -138,17 +138,17 @@ class PointToPoint:
 
     def receive_any(self, into: Tensor, tag: int, found: list[int]) -> Steps:
         """Fill ``into`` with a message of ``tag`` from anybody; put the sender into ``found``."""
-        if not self._board.others:
+        if not self._pages.others:
             raise ConfigError("`src` must be another rank, but the group has one rank only.")
         claim = object()
         while True:
-            for sender in self._board.others:
+            for sender in self._pages.others:
                 if (yield from self._try(into, sender, tag, claim)):
                     found.append(sender)
                     return
             # Who has left after its last message is waited for no longer, unless all have.
-            here = [each for each in self._board.others if self._board.state_of(each)[0] != LEFT]
-            yield tuple(here or self._board.others), 0
+            here = [each for each in self._pages.others if self._pages.state_of(each)[0] != LEFT]
+            yield tuple(here or self._pages.others), 0
 
     def _try(
         self, into: Tensor, sender: int, tag: int, claim: object
@@ -184,7 +184,7 @@ class PointToPoint:
         while start < len(into):
             moved = channel.read(into[start:])
             start += moved
-            self._board.nudge(sender)
+            self._pages.nudge(sender)
             if not moved:
                 yield (sender,), -channel.words[_READ]
 

@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
 from phalanx.clock import now_s
 from phalanx.distributed.arena import Steps
-from phalanx.distributed.board import Signature
 from phalanx.distributed.error_store import ErrorStore
-from phalanx.distributed.signature import Desync
+from phalanx.distributed.fingerprint import Desync
+from phalanx.distributed.status_pages import Fingerprint
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import reach
 
@@ -94,7 +94,7 @@ class Transport:
         place: Which of the members we are.
         names: What each member is called in the group.
         error_store: Where the first error of the group stands.
-        ring: Called, from the thread, when something is done.
+        wake: Called, from the thread, when something is done.
 
     Attributes:
         others: The places of the other members.
@@ -109,7 +109,7 @@ class Transport:
         place: int,
         names: Sequence[int],
         error_store: ErrorStore,
-        ring: Callable[[], None],
+        wake: Callable[[], None],
     ) -> None:
         self._connect = connect
         self._gloo: Gloo | None = None
@@ -117,7 +117,7 @@ class Transport:
         self._names = names
         self._place = place
         self._error_store = error_store
-        self._ring = ring
+        self._wake = wake
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.others = [other for other in range(len(names)) if other != place]
@@ -141,20 +141,20 @@ class Transport:
             except BaseException as exc:
                 job.error = exc
             job.ended = True
-            self._ring()
+            self._wake()
 
     def swap(
         self,
         sent: Mapping[int, Tensor],
         received: Mapping[int, Tensor],
-        signature: Signature | None,
+        fingerprint: Fingerprint | None,
     ) -> None:
         """Send tensors to members and receive others, all at once; both are flat.
 
         Args:
             sent: By receiver.
             received: By sender; they are filled.
-            signature: The operation, before its first bytes; None for further ones.
+            fingerprint: The operation, before its first bytes; None for further ones.
 
         Raises:
             PeerLost: A member is gone, or another rank because of which it has given up.
@@ -184,16 +184,16 @@ class Transport:
             works.clear()
 
         heads = {member: torch.empty(_HEAD_WORDS, dtype=torch.int64) for member in received}
-        if signature is not None:
+        if fingerprint is not None:
             for member, data in sent.items():
                 with self._naming(member):
-                    send(member, torch.tensor([*signature, len(data)]))
+                    send(member, torch.tensor([*fingerprint, len(data)]))
             for member, head in heads.items():
                 with self._naming(member):
                     receive(member, head)
             wait()
             for member, head in heads.items():
-                self._check(signature, member, head.tolist(), len(received[member]))
+                self._check(fingerprint, member, head.tolist(), len(received[member]))
         for member, data in sent.items():
             with self._naming(member):
                 send(member, data)
@@ -210,9 +210,9 @@ class Transport:
             self._gloo = self._connect()
         return self._gloo
 
-    def _check(self, ours: Signature, member: int, head: list[int], length: int) -> None:
+    def _check(self, ours: Fingerprint, member: int, head: list[int], length: int) -> None:
         *words, sent = head
-        theirs = Signature(*words)
+        theirs = Fingerprint(*words)
         if theirs != ours:
             raise Desync(self._names[self._place], ours, self._names[member], theirs)
         if sent != length:

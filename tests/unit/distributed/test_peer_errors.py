@@ -1,4 +1,4 @@
-"""What ranks are told about each other, on boards of one region."""
+"""What ranks are told about each other, on status pages of one region."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from phalanx.distributed.board import GAVE_UP, LEFT, LOST, Board, Signature
-from phalanx.distributed.peer_errors import look, out_of_time
-from phalanx.distributed.signature import pack
+from phalanx.distributed.fingerprint import pack
+from phalanx.distributed.peer_errors import peer_error, timeout_error
+from phalanx.distributed.status_pages import GAVE_UP, LEFT, LOST, Fingerprint, StatusPages
 from phalanx.errors import GroupAborted, PeerLost, PeerTimeout
 from phalanx.ipc import Region
 
@@ -17,27 +17,27 @@ SIZE = 3
 
 
 @pytest.fixture
-def boards() -> Iterator[list[Board]]:
-    with Region.create(Board.needed_bytes(SIZE)) as region:
-        boards = [Board(region, rank, range(SIZE), SIZE) for rank in range(SIZE)]
-        yield boards
-        for board in boards:
-            board.close()
+def all_pages() -> Iterator[list[StatusPages]]:
+    with Region.create(StatusPages.needed_bytes(SIZE)) as region:
+        all_pages = [StatusPages(region, rank, range(SIZE), SIZE) for rank in range(SIZE)]
+        yield all_pages
+        for pages in all_pages:
+            pages.close()
 
 
-def begin(board: Board, number: int) -> None:
-    board.sign(Signature(number, pack("all_reduce", torch.float32), 9))
+def begin(pages: StatusPages, number: int) -> None:
+    pages.publish(Fingerprint(number, pack("all_reduce", torch.float32), 9))
 
 
-def test_who_is_here_is_not_missed(boards):
-    assert look(boards[0], [1, 2], 4) is None
+def test_who_is_here_is_not_missed(all_pages):
+    assert peer_error(all_pages[0], [1, 2], 4) is None
 
 
-def test_second_hand_news_name_the_dead_and_what_it_was_in(boards):
+def test_second_hand_news_name_the_dead_and_what_it_was_in(all_pages):
     for rank, number in enumerate((8, 8, 7)):
-        begin(boards[rank], number)
-    boards[1].stop(LOST, 2)
-    error = look(boards[0], [1], 4, "all_reduce of group 'x'")
+        begin(all_pages[rank], number)
+    all_pages[1].stop(LOST, 2)
+    error = peer_error(all_pages[0], [1], 4, "all_reduce of group 'x'")
     assert isinstance(error, PeerLost)
     assert error.rank == 2
     assert str(error) == (
@@ -47,29 +47,29 @@ def test_second_hand_news_name_the_dead_and_what_it_was_in(boards):
     )
 
 
-def test_who_has_left_is_missed_until_the_mark_that_it_reached(boards):
-    boards[1].post(4)
-    boards[1].stop(LEFT, 1)
-    assert look(boards[0], [1], 4) is None
-    assert isinstance(look(boards[0], [1], 5), PeerLost)
+def test_who_has_left_is_missed_until_the_mark_that_it_reached(all_pages):
+    all_pages[1].post(4)
+    all_pages[1].stop(LEFT, 1)
+    assert peer_error(all_pages[0], [1], 4) is None
+    assert isinstance(peer_error(all_pages[0], [1], 5), PeerLost)
 
 
-def test_who_gave_up_is_an_echo_of_its_cause(boards):
-    boards[1].stop(GAVE_UP, 2)
-    error = look(boards[0], [1], 4)
+def test_who_gave_up_is_an_echo_of_its_cause(all_pages):
+    all_pages[1].stop(GAVE_UP, 2)
+    error = peer_error(all_pages[0], [1], 4)
     assert isinstance(error, GroupAborted)
     assert error.rank == 2
 
 
-def test_of_several_who_are_late_the_one_behind_is_named(boards):
+def test_of_several_who_are_late_the_one_behind_is_named(all_pages):
     for rank, number in enumerate((3, 3, 2)):
-        begin(boards[rank], number)
-    error = out_of_time(boards[0], [1, 2], 4, "reduce of group 'x'", 0.5)
+        begin(all_pages[rank], number)
+    error = timeout_error(all_pages[0], [1, 2], 4, "reduce of group 'x'", 0.5)
     assert isinstance(error, PeerTimeout)
     assert error.rank == 2  # rank 1 is in the third call already, and may wait for rank 2
     assert str(error).startswith("Ranks 1–2 of 3 did not come to reduce of group 'x' within 0.5 s")
 
 
-def test_who_came_after_all_is_not_late(boards):
-    boards[1].post(4)
-    assert out_of_time(boards[0], [1], 4, "reduce", 0.5) is None
+def test_who_came_after_all_is_not_late(all_pages):
+    all_pages[1].post(4)
+    assert timeout_error(all_pages[0], [1], 4, "reduce", 0.5) is None

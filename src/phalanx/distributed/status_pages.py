@@ -1,9 +1,9 @@
-"""What the ranks of a group let each other know: one page per rank, written by that rank alone.
+"""What ranks on one host let each other know: a page per rank, which that rank alone writes.
 
     page of rank r │ mark │ state │ cause │ ...      how far it is, and whether it still takes part
                    │ awaited │ wanted                for whom it sleeps, and until which mark
-                   │ pid │ start │ bell │ inbox      who it is, how to wake and to write to it
-                   │ signatures of its last operations, a ring of four
+                   │ pid │ start │ pipe │ inbox      who it is, how to wake and to write to it
+                   │ fingerprints of its last operations, a ring of four
 
 A *mark* is a number that only grows. Whoever needs something of another waits until the other's
 mark has reached the number at which that thing is there. Python stores eight aligned bytes at once
@@ -17,22 +17,22 @@ from typing import NamedTuple
 
 from phalanx.ipc import ProcessIdentity, Region, fence
 
-__all__ = ["GAVE_UP", "HERE", "LEFT", "LOST", "Board", "Signature"]
+__all__ = ["GAVE_UP", "HERE", "LEFT", "LOST", "Fingerprint", "StatusPages"]
 
 HERE, LEFT, LOST, GAVE_UP = range(4)
 """States of a rank: taking part; gone in good order; stopped because a rank was lost, or not."""
 
 _MARK, _STATE, _CAUSE, _AWAITED, _WANTED = range(5)
-_PID, _START, _BELL, _INBOX = range(8, 12)
-_SIGNATURES, _RING, _WORDS_PER_PAGE = 16, 4, 32
+_PID, _START, _PIPE, _INBOX = range(8, 12)
+_FINGERPRINTS, _RING, _WORDS_PER_PAGE = 16, 4, 32
 
 
-class Signature(NamedTuple):
+class Fingerprint(NamedTuple):
     """What an operation is, in numbers that must be equal on all ranks.
 
     Attributes:
-        number: The how-manieth of the group it is, from 1.
-        what: Its kind, dtype, reduction and root, packed by :mod:`phalanx.distributed.signature`.
+        number: Sequence number in the group, from 1.
+        what: Its kind, dtype, reduction and root, packed by :mod:`phalanx.distributed.fingerprint`.
         num_elements: How many.
     """
 
@@ -41,7 +41,7 @@ class Signature(NamedTuple):
     num_elements: int
 
 
-class Board:
+class StatusPages:
     """The pages of some ranks in a region of zeros, seen by one of them.
 
     Args:
@@ -63,7 +63,7 @@ class Board:
         self._words = region.buffer[: self.needed_bytes(size)].cast("q")
         self._mine = rank * self._step
         self.others = [other for other in range(size) if other != rank]
-        self.wake: Callable[[int], object] = bool  # until there are bells, nobody sleeps
+        self.wake: Callable[[int], object] = bool  # until there are pipes, nobody sleeps
         self._woken_for: dict[int, int] = {}
         self.places = [(other, other * self._step) for other in self.others]
         me = ProcessIdentity.current()
@@ -128,27 +128,27 @@ class Board:
 
     # --- operations -------------------------------------------------------------------------------
 
-    def sign(self, signature: Signature, *, contended: bool = False) -> None:
+    def publish(self, fingerprint: Fingerprint, *, contended: bool = False) -> None:
         """Say which operation this rank is in, before it posts anything of it."""
-        at = self._mine + _SIGNATURES + _RING * (signature.number % _RING)
-        self._words[at + 1] = signature.what
-        self._words[at + 2] = signature.num_elements
+        at = self._mine + _FINGERPRINTS + _RING * (fingerprint.number % _RING)
+        self._words[at + 1] = fingerprint.what
+        self._words[at + 2] = fingerprint.num_elements
         self._words[at + 3] = contended
-        self._words[at] = signature.number
+        self._words[at] = fingerprint.number
 
-    def signature_of(self, rank: int, number: int) -> Signature:
+    def fingerprint_of(self, rank: int, number: int) -> Fingerprint:
         """Return what ``rank`` said of its ``number``-th operation."""
-        at = rank * self._step + _SIGNATURES + _RING * (number % _RING)
-        return Signature(*self._words[at : at + 3].tolist())
+        at = rank * self._step + _FINGERPRINTS + _RING * (number % _RING)
+        return Fingerprint(*self._words[at : at + 3].tolist())
 
     def any_contended(self, number: int) -> bool:
         """Tell whether any rank said so with the ``number``-th operation, which all have begun."""
-        at = _SIGNATURES + _RING * (number % _RING) + 3
+        at = _FINGERPRINTS + _RING * (number % _RING) + 3
         return any(self._words[rank * self._step + at] for rank in range(self.size))
 
-    def latest_of(self, rank: int) -> Signature:
+    def latest_of(self, rank: int) -> Fingerprint:
         """Return the last operation that ``rank`` began; its number is 0 if there was none."""
-        return max(self.signature_of(rank, number) for number in range(_RING))
+        return max(self.fingerprint_of(rank, number) for number in range(_RING))
 
     # --- who takes part ---------------------------------------------------------------------------
 
@@ -174,13 +174,13 @@ class Board:
         identity = self.identity_of(rank)
         return identity is None or identity.alive()
 
-    def offer_bell(self, fd: int) -> None:
-        """Let the others know the descriptor of this rank's bell."""
-        self._words[self._mine + _BELL] = fd
+    def offer_pipe(self, fd: int) -> None:
+        """Let the others know the descriptor of this rank's pipe."""
+        self._words[self._mine + _PIPE] = fd
 
-    def bell_of(self, rank: int) -> int:
-        """Return the descriptor, in its own process, of the bell of ``rank``, which has come."""
-        return self._words[rank * self._step + _BELL]
+    def pipe_of(self, rank: int) -> int:
+        """Return the descriptor, in its own process, of the pipe of ``rank``, which has come."""
+        return self._words[rank * self._step + _PIPE]
 
     # --- messages ---------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.distributed.board import Signature
+from phalanx.distributed.status_pages import Fingerprint
 from phalanx.errors import StateError
 
 __all__ = ["Desync", "describe", "pack", "unpack"]
@@ -54,9 +54,9 @@ def unpack(packed: int) -> tuple[str, torch.dtype, int, int | None]:
     )
 
 
-def describe(signature: Signature) -> str:
+def describe(fingerprint: Fingerprint) -> str:
     """Say an operation as ``all_reduce #7 (SUM of 1000 × float32)``."""
-    number, what, num_elements = signature
+    number, what, num_elements = fingerprint
     if number == 0:
         return "no operation yet"
     kind, dtype, reduction, root = unpack(what)
@@ -67,7 +67,7 @@ def describe(signature: Signature) -> str:
     return f"{kind} #{number} ({reduced}{num_elements} × {str(dtype).removeprefix('torch.')}{at})"
 
 
-def _way_out(ours: Signature, theirs: Signature) -> str:
+def _way_out(ours: Fingerprint, theirs: Fingerprint) -> str:
     if ours[0] == theirs[0] != 0 and unpack(ours[1])[0] == unpack(theirs[1])[0]:
         return "Give it tensors of one size and dtype, one reduction and one root, on all ranks."
     return "Look for a call that only some ranks make."
@@ -80,7 +80,7 @@ class Desync(StateError):
         rank: The other rank.
     """
 
-    def __init__(self, rank: int, ours: Signature, other: int, theirs: Signature) -> None:
+    def __init__(self, rank: int, ours: Fingerprint, other: int, theirs: Fingerprint) -> None:
         super().__init__(
             f"All ranks must make the same calls in the same order, but rank {rank} is in "
             f"{describe(ours)} and rank {other} in {describe(theirs)}. {_way_out(ours, theirs)}"
@@ -88,5 +88,5 @@ class Desync(StateError):
         self.rank = other
         self._made_of = (rank, ours, other, theirs)
 
-    def __reduce__(self) -> tuple[type[Desync], tuple[int, Signature, int, Signature]]:
+    def __reduce__(self) -> tuple[type[Desync], tuple[int, Fingerprint, int, Fingerprint]]:
         return type(self), self._made_of
