@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -93,7 +94,7 @@ def draw(panels: Sequence[Panel], title: str, footnote: str, path: Path) -> None
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     figure.suptitle(title, fontsize=15, weight="bold", color=_INK)
-    figure.supxlabel(footnote, fontsize=8.5, color=_GREY)
+    figure.supxlabel(textwrap.fill(footnote, 95 * num_columns), fontsize=8.5, color=_GREY)
     figure.savefig(path, dpi=130)
 
 
@@ -130,7 +131,7 @@ def _draw_bars(axis: Axes, panel: Bars) -> None:
     axis.tick_params(axis="y", length=0)
     axis.xaxis.grid(True, color="#e5e7eb")
     if panel.parts and rows:
-        axis.legend(frameon=False, fontsize=8.5, ncols=2, loc="lower right")
+        axis.legend(fontsize=8.5, loc="lower right")
 
 
 def _draw_lines(axis: Axes, panel: Lines) -> None:

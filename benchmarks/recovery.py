@@ -12,13 +12,15 @@ contestants run one after the other, each alone.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import selectors
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Annotated
@@ -27,21 +29,16 @@ import typer
 
 from benchmarks.arena import child_environment
 from benchmarks.contestants import check_model
-from benchmarks.machine import describe_machine
+from benchmarks.machine import Machine, describe_machine
+from benchmarks.panels import Bar, Bars
 from benchmarks.recovering import Beat, Job, command
-from benchmarks.recovery_report import (
-    Disturbed,
-    Kill,
-    as_json,
-    draw_recovery,
-    recovery_table,
-)
+from benchmarks.report import Column, Judged, Report, Row, Sheet, command_line, headline, publish
 from benchmarks.step import introduce, turn_progress
 from phalanx.cli.console import make_console
 from phalanx.clock import now_s, pause
 from phalanx.errors import ConfigError, PeerError, PeerLost, PeerTimeout
 
-__all__ = ["recovery"]
+__all__ = ["Disturbed", "Kill", "disturb", "percentile", "recovery", "report_recovery"]
 
 DEFAULT_OUT = Path("out/bench-recovery")
 _PATIENCE_S = 180.0  # for any line of a contestant
@@ -51,6 +48,72 @@ _ORDINARY_STEPS = 60  # undisturbed, at the beginning
 _WARMUP_STEPS = 5
 _LAST_WORDS_BYTES = 4000
 _SIGKILL = 9
+
+TITLES = {
+    "processes": "worker processes",
+    "torchrun": "torchrun, gloo",
+    "launch": "phalanx launch",
+}
+JUDGED = "processes"
+EXTRA_S = {50: 0.1, 99: 0.5}  # by percentile: beyond an ordinary step, at most
+_FIELDS = {
+    "running_s": "step that was running",
+    "noticed_s": "step that noticed it",
+    "whole_s": "all workers back",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """What followed a kill, in seconds from it.
+
+    Attributes:
+        running_s: To the end of the step that was running; where that step was lost, to the end of
+            the first one after the restart.
+        noticed_s: To the end of the step in which the loss was noticed. It is a later step if the
+            victim had done its part of the running one.
+        whole_s: To the end of the first step that has all workers at work again.
+    """
+
+    running_s: float
+    noticed_s: float
+    whole_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disturbed:
+    """What was measured of one contestant.
+
+    Attributes:
+        name: Which.
+        ordinary_s: Its ordinary steps.
+        kills: Those after which it went on, at least one.
+        num_asked: How many workers were to be killed.
+        end: Why it did not go on after a further one.
+    """
+
+    name: str
+    ordinary_s: tuple[float, ...]
+    kills: tuple[Kill, ...]
+    num_asked: int
+    end: str = ""
+
+    @property
+    def median_s(self) -> float:
+        """The ordinary step."""
+        return statistics.median(self.ordinary_s)
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return the smallest value that at least ``percent`` % of ``values`` do not exceed.
+
+    Of fewer than 100 values the 99th percentile is the largest.
+
+    Example:
+        >>> percentile([3.0, 1.0, 2.0, 4.0], 50), percentile([3.0, 1.0, 2.0, 4.0], 99)
+        (2.0, 4.0)
+    """
+    return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 
 def recovery(
@@ -97,20 +160,14 @@ def recovery(
             else:
                 if results[-1].end:
                     failures[name] = results[-1].end
-    console.print(recovery_table(results, model, workers))
-    killed = {result.name for result in results}
-    for name, cause in failures.items():
-        console.print(
-            f"{name} did not go on." if name in killed else f"{name} failed.", style="red"
-        )
-        console.print(cause)
-    out.mkdir(parents=True, exist_ok=True)
-    record = as_json(results, failures, machine, model=model, workers=workers, seed=seed)
-    (out / "recovery.json").write_text(record, encoding="utf-8")
-    draw_recovery(results, machine, out / "recovery.png", model=model, workers=workers)
-    console.print(f"Wrote {out / 'recovery.json'} and {out / 'recovery.png'}.")
-    if set(failures) - ({"torchrun"} & killed):
-        raise typer.Exit(1)
+    command_again = command_line(
+        "recovery", model=model, kills=kills, restarts=restarts, workers=workers, seed=seed
+    )
+    report = report_recovery(
+        results, failures, machine, command_again, model=model, workers=workers, seed=seed
+    )
+    # That torchrun does not go on is a result, and so are its kills until then.
+    publish(report, console, out, excused={"torchrun"} & {result.name for result in results})
 
 
 class Training:
@@ -284,3 +341,66 @@ def _watch(training: Training, before: Beat, victim: int, killed_s: float) -> Ki
             # Of torchrun the running step is lost; a survivor may still have told of one.
             running = noticed_s if anew or running_s is None else running_s
             return Kill(running_s=running, noticed_s=noticed_s, whole_s=after_s)
+
+
+def report_recovery(
+    results: Sequence[Disturbed],
+    failures: Mapping[str, str],
+    machine: Machine,
+    command_again: str,
+    *,
+    model: str,
+    workers: int,
+    seed: int,
+) -> Report:
+    """Return how soon the contestants went on."""
+    steps = (1e3 * result.median_s for result in results)
+    rows = [Row("ordinary step, median", tuple(steps))]
+    rows.append(Row("went on after a kill", tuple(map(_went_on, results))))
+    for name, words in _FIELDS.items():
+        for percent, extra_s in EXTRA_S.items():
+            cells = []
+            for result in results:
+                times = [getattr(kill, name) for kill in result.kills]
+                measured = 1e3 * percentile(times, percent)
+                judged = result.name == JUDGED and name == "running_s"
+                limit = 1e3 * (result.median_s + extra_s)
+                cells.append(Judged(measured, limit) if judged else measured)
+            rows.append(Row(f"{words}, p{percent}", tuple(cells), ours=name == "running_s"))
+    columns = tuple(Column(TITLES[result.name], "ms") for result in results)
+    guides = {
+        f"p{percent} at most": 1e3 * (result.median_s + extra_s)
+        for result in results
+        if result.name == JUDGED
+        for percent, extra_s in EXTRA_S.items()
+    }
+    bars = tuple(
+        Bar(
+            label=TITLES[result.name],
+            parts=(1e3 * result.median_s,),
+            dots=tuple(1e3 * kill.running_s for kill in result.kills),
+            text=f"went on after {_went_on(result)}",
+            ours=result.name == JUDGED,
+        )
+        for result in results
+    )
+    note = "ms from kill -9 to the end of the step; bar: an ordinary step"
+    return Report(
+        name="recovery",
+        title="A worker is killed in mid-step",
+        command=command_again,
+        machine=machine,
+        sheets=(Sheet(f"{model}, {workers} workers: time from kill -9", columns, tuple(rows)),),
+        panels=(Bars(title="", note=note, bars=bars, guides=guides, log=True),),
+        measured={
+            "model": model,
+            "workers": workers,
+            "seed": seed,
+            "contestants": [asdict(result) | {"end": headline(result.end)} for result in results],
+        },
+        failures=failures,
+    )
+
+
+def _went_on(result: Disturbed) -> str:
+    return f"{len(result.kills)} of {result.num_asked}"

@@ -28,6 +28,7 @@ __all__ = [
     "Row",
     "Sheet",
     "command_line",
+    "headline",
     "number",
     "publish",
 ]

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
 import sys
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import recovery as recovery_module
 from benchmarks.__main__ import app as bench_app
 from benchmarks.machine import describe_machine
 from benchmarks.recovering import Beat, Job, command
-from benchmarks.recovery_report import (
-    TARGETS,
-    Disturbed,
-    Kill,
-    as_json,
-    draw_recovery,
-    percentile,
-    recovery_table,
-)
+from benchmarks.recovery import Disturbed, Kill, percentile, report_recovery
 from phalanx.errors import ConfigError, PeerLost
 
 MACHINE = describe_machine()
@@ -53,57 +43,34 @@ def test_a_percentile_is_one_of_the_values(count, percent, value):
     assert percentile(values, percent) == value
 
 
-def rows_of(*results):
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(recovery_table(results, "mlp", 2))
-    lines = console.export_text().splitlines()
-    assert max(map(len, lines)) <= 80
-    return [" ".join(line.split()) for line in lines]
+def cells_of(*results):
+    report = report_recovery(results, {}, MACHINE, "", model="mlp", workers=2, seed=0)
+    return {row.label: row.cells for row in report.sheets[0].rows}
 
 
 def test_a_target_is_an_ordinary_step_and_so_much_more():
-    met = disturbed("processes", kill(running=0.119), kill(running=0.121), kill(running=0.1))
-    missed = disturbed("processes", kill(running=0.121), kill(running=0.521))
-    assert "step that was running, p50 119.0 ≤120.0 ✓" in rows_of(met)
-    assert "step that was running, p50 121.0 ≤120.0 ✗" in rows_of(missed)
-    assert "step that was running, p99 521.0 ≤520.0 ✗" in rows_of(missed)
+    met = cells_of(
+        disturbed("processes", kill(running=0.119), kill(running=0.121), kill(running=0.1))
+    )
+    missed = cells_of(disturbed("processes", kill(running=0.121), kill(running=0.521)))
+    (judged,) = met["step that was running, p50"]
+    assert (judged.value, judged.limit, judged.met) == (
+        pytest.approx(119),
+        pytest.approx(120),
+        True,
+    )
+    assert not missed["step that was running, p50"][0].met
+    assert not missed["step that was running, p99"][0].met
 
 
 def test_the_peer_stands_beside_without_a_target():
-    rows = rows_of(
-        disturbed("processes", kill(noticed=0.04)), disturbed("torchrun", kill(running=7.5))
+    cells = cells_of(
+        disturbed("processes", kill(noticed=0.04)),
+        disturbed("torchrun", kill(running=7.5), end="It ended."),
     )
-    assert "step that was running, p50 30.0 ≤120.0 ✓ 7500" in rows
-    assert "step that noticed it, p99 40.0 30.0" in rows
-    assert "all workers back, p50 2000 2000" in rows
-
-
-def test_who_did_not_go_on_has_fewer_kills_than_asked():
-    rows = rows_of(disturbed(), disturbed("torchrun", kill(), end="It ended."))
-    assert "went on after a kill 1 of 1 1 of 3" in rows
-
-
-def test_the_record_holds_every_kill_and_verdict():
-    results = [disturbed("processes", kill(), kill(running=0.9)), disturbed("torchrun")]
-    words = "It fell. It said last:\nTraceback, /somebody/s/own/path"
-    report = json.loads(as_json(results, {"x": words}, MACHINE, model="mlp", workers=2))
-    assert report["schema"] == "phalanx.bench.recovery/1"
-    assert (report["model"], report["workers"]) == ("mlp", 2)
-    assert report["failures"] == {"x": "It fell."}
-    ours = report["contestants"]["processes"]
-    assert ours["kills"][1] == {"running_s": 0.9, "noticed_s": 0.03, "whole_s": 2.0}
-    assert ours["percentiles_s"]["running_s"] == {"p50": 0.03, "p99": 0.9}
-    assert [each["met"] for each in ours["targets"]] == [True, False]
-    assert [each["extra_s"] for each in ours["targets"]] == [each.extra_s for each in TARGETS]
-    assert report["contestants"]["torchrun"]["targets"] == []
-
-
-@pytest.mark.parametrize(
-    "results", [[disturbed(), disturbed("torchrun", kill(running=7.0))], [disturbed()], []]
-)
-def test_a_figure_is_drawn_whoever_fell_out(tmp_path, results):
-    draw_recovery(results, MACHINE, tmp_path / "recovery.png", model="mlp", workers=2)
-    assert (tmp_path / "recovery.png").read_bytes().startswith(b"\x89PNG")
+    assert cells["step that was running, p50"][1] == 7500
+    assert cells["step that noticed it, p99"] == (40, 30)
+    assert cells["went on after a kill"] == ("1 of 1", "1 of 3")
 
 
 # --- what follows a kill --------------------------------------------------------------------------
@@ -245,8 +212,8 @@ def test_real_workers_are_killed_and_the_files_written(tmp_path, monkeypatch):
     result = run_recovery("--model=tiny", "--kills=2", "--restarts=0", f"--out={out}")
     assert result.exit_code == 0, result.output
     report = json.loads((out / "recovery.json").read_text())
-    assert list(report["contestants"]) == ["processes"]
-    kills = report["contestants"]["processes"]["kills"]
+    (ours,) = report["measured"]["contestants"]
+    kills = ours["kills"]
     assert len(kills) == 2
     assert all(0 <= each["running_s"] <= each["noticed_s"] <= each["whole_s"] for each in kills)
     assert (out / "recovery.png").exists()
