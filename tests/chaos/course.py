@@ -44,7 +44,7 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> Tensor:
-        fail_points.reach("inside backward")
+        fail_points.fail_point("inside backward")
         return grad
 
 
@@ -69,7 +69,7 @@ class Net(nn.Module):
         self.seen += 1
         hidden = self.norm(self.first(x_NLI).transpose(1, 2))  # L > 1: one row is enough
         hidden = self.drop(torch.relu(hidden).mean(2))
-        fail_points.reach("inside forward")
+        fail_points.fail_point("inside forward")
         hidden = _Passed.apply(torch.relu(self.middle(self.middle(hidden))))
         scores: Tensor = self.last(hidden)
         return scores
@@ -181,12 +181,12 @@ class Course:
         self.undisturbed = Watched("inline", 1)
 
     def __enter__(self) -> Course:
-        self._planted_before = fail_points.planted()  # there may be a course around this one
-        fail_points.plant(Saboteur(str(self.folder)))
+        self._planted_before = fail_points.injected()  # there may be a course around this one
+        fail_points.inject(Saboteur(str(self.folder)))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        fail_points.plant(self._planted_before)
+        fail_points.inject(self._planted_before)
         self.disturbed.trainer.close()
         self.undisturbed.trainer.close()
 

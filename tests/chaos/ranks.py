@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx  # noqa: F401
-from phalanx.ipc import Waiting, plant
+from phalanx.ipc import Waiting, inject
 from tests.chaos.calls import Call
 from tests.chaos.collective_bugs import BUGS, BUGS_ACROSS
 from tests.multiprocess.children import DEADLINE_S, Child, Parent
@@ -83,7 +83,7 @@ def serve(parent: Parent) -> None:
         rank, store, case = order
         before = held()
         report = _take_part(parent, rank, store, case)
-        plant(None)
+        inject(None)
         gc.collect()
         parent.tell(RunResult(**report, left_over=sorted(held() - before)))
 
@@ -166,7 +166,7 @@ def _prepare(parent: Parent, case: Case) -> None:
             parent.tell(time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL if case.deed == "kill" else signal.SIGSTOP)
 
-    plant(fault)
+    inject(fault)
 
 
 class Troop:

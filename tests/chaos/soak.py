@@ -52,7 +52,7 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> Tensor:
-        fail_points.reach("inside backward")
+        fail_points.fail_point("inside backward")
         return grad
 
 
@@ -67,7 +67,7 @@ class Mlp(nn.Module):
 
     def forward(self, x_NI: Tensor) -> Tensor:
         hidden = self.first(x_NI)
-        fail_points.reach("inside forward")
+        fail_points.fail_point("inside forward")
         scores: Tensor = self.last(_Passed.apply(self.middle(hidden)))
         return scores
 
@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shared_stepping.LEAST_SLICE_ELEMENTS = 0  # so that workers step slices of this model too
     data = batches()
     with tempfile.TemporaryDirectory() as folder:
-        fail_points.plant(Saboteur(folder))
+        fail_points.inject(Saboteur(folder))
         with console.status("training") as status:
 
             def progress(count: int) -> None:
@@ -325,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 trainer.fit(data, epochs=10**9)
                 disturbed_hash = digest(trainer, chaos.run.losses)
                 steps = trainer.steps
-        fail_points.plant(None)
+        fail_points.inject(None)
     run = Run()
     with (
         console.status(f"the same {steps} updates, undisturbed"),

@@ -18,7 +18,7 @@ from phalanx.clock import now_s
 from phalanx.distributed import engine, status_pages
 from phalanx.distributed.contention import Verdict
 from phalanx.errors import PeerLost, StateError
-from phalanx.ipc import Waiting, plant
+from phalanx.ipc import Waiting, inject
 from tests.chaos.calls import Call, draw
 from tests.chaos.collective_bugs import BUGS
 from tests.chaos.course_bugs import COURSE_BUGS, can_be_planted, plant_in_course
@@ -81,7 +81,7 @@ def a_reader_falls_behind(parent: Parent, rank: int) -> None:
                     waiting.rest()
 
     if rank == 0:
-        plant(fault)
+        inject(fault)
     assert Call("broadcast", 0, 3_000_001, SIZE).is_right(rank), "a slot is overwritten"
 
 

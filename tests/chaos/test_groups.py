@@ -95,14 +95,14 @@ class Pair:
         self.steps = 0
 
     def __enter__(self) -> Pair:
-        self._planted_before = fail_points.planted()  # a course may be running around this one
-        fail_points.plant(Saboteur(str(self.orders.folder)))
+        self._planted_before = fail_points.injected()  # a course may be running around this one
+        fail_points.inject(Saboteur(str(self.orders.folder)))
         self.step()
         self.compare()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        fail_points.plant(self._planted_before)
+        fail_points.inject(self._planted_before)
         self.disturbed.group.close()
         self.undisturbed.group.close()
 

@@ -36,7 +36,7 @@ Scene = Callable[[str, "str | None", Path], None]
 def small_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(shard, "BLOCK_ROWS", 2)
     yield
-    fail_points.plant(None)
+    fail_points.inject(None)
     for left in Path(tempfile.gettempdir()).glob("phalanx-bug-*"):
         left.unlink()
 
@@ -61,7 +61,7 @@ def victim(parent: Parent, run: str, bug: str | None, table: str, keys: list, po
         die_at(point, 1)
         (rows if table == "rows" else by_key).add(ones(len(keys)), rows=keys)
         parent.tell("acknowledged")
-        fail_points.plant(None)
+        fail_points.inject(None)
         os.kill(os.getpid(), 9)
 
 
@@ -115,7 +115,7 @@ def an_add_that_takes_its_time(act: Callable[[tables.Table], Any]) -> Any:
 
     with tables.join(num_workers=2, timeout_s=SHORT_S) as one, one.thread_worker() as two:
         slow, quick = (w.matrix(ROWS, 2, torch.int64, name="rows") for w in (one, two))
-        fail_points.plant(fault)
+        fail_points.inject(fault)
         slow.add(ones(0), rows=[])
         thread = threading.Thread(target=slow.add, args=(ones(ROWS), range(ROWS)))
         thread.start()
@@ -125,7 +125,7 @@ def an_add_that_takes_its_time(act: Callable[[tables.Table], Any]) -> Any:
         finally:
             go_on.set()
             thread.join()
-            fail_points.plant(None)
+            fail_points.inject(None)
 
 
 def a_get_within_an_add(run: str, bug: str | None, folder: Path) -> None:
@@ -195,7 +195,7 @@ def bulk_victim(parent: Parent, run: str) -> None:
             if point == "lock held" and next(left) == 1:
                 os.kill(os.getpid(), 9)
 
-        fail_points.plant(fault)
+        fail_points.inject(fault)
         table.get()
 
 
@@ -291,18 +291,18 @@ def adds_that_meet_where_memory_is_short(run: str, bug: str | None, folder: Path
 
         def meet(point: str, worker: int) -> None:
             if point == "after unlock":  # of the first shard
-                fail_points.plant(None)
+                fail_points.inject(None)
                 with suppress(OutOfSpace):
                     theirs.add(ones(10), rows=seconds[10:])
 
-        fail_points.plant(meet)
+        fail_points.inject(meet)
         try:
             with no_memory_for(0, 1):
                 ours.add(ones(20), rows=firsts[:10] + seconds[:10])
         except OutOfSpace as exc:
             raise AssertionError("an add did not find the room it was promised") from exc
         finally:
-            fail_points.plant(None)
+            fail_points.inject(None)
         assert ours.keys().tolist() == sorted(firsts[:10] + seconds[:10])
         theirs.add(ones(10), rows=seconds[10:])  # there is memory again
         assert ours.get(seconds).tolist() == [[1, 1]] * 20

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.ipc import reach
+from phalanx.ipc import fail_point
 
 RULES = {"added": "sum", "last": "first"}  # and "mean" for batch norm
 CLASSES = 4
@@ -29,7 +29,7 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        reach("inside backward")
+        fail_point("inside backward")
         if ctx.fails:
             raise ArithmeticError("as told, on the way back")
         return grad, None
@@ -67,7 +67,7 @@ class Zoo(nn.Module):
             data = data * mask
         hidden = self.drop(torch.tanh(self.first(data)))
         hidden = hidden * (1 + 0.01 * self.added) + self.big[-1]
-        reach("inside forward")
+        fail_point("inside forward")
         if self.fails == "forward":
             raise ArithmeticError("as told")
         hidden = torch.tanh(self.middle(self.middle(hidden)))

@@ -133,7 +133,7 @@ def taker(parent: Parent, run: str, outer: str | None, point: str) -> None:
             if reached == point:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        fail_points.plant(fault)
+        fail_points.inject(fault)
         shared.sync()
 
 

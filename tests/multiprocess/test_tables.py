@@ -35,7 +35,7 @@ def die_at(point: str, times: int) -> None:
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    fail_points.plant(fault)
+    fail_points.inject(fault)
 
 
 DELTA = torch.arange(1.0, 1 + ROWS * COLS).view(ROWS, COLS)
@@ -373,7 +373,7 @@ def test_an_add_to_several_shards_goes_to_those_that_are_free_first(run, rows):
             if point == "before lock" and next(left) == 2:
                 before_last.set()
 
-        fail_points.plant(fault)
+        fail_points.inject(fault)
         delta = torch.ones(6, 2) if rows is None else torch.ones(3, 2)
         adding = threading.Thread(target=table.add, args=(delta, rows))
         adding.start()
@@ -383,7 +383,7 @@ def test_an_add_to_several_shards_goes_to_those_that_are_free_first(run, rows):
         finally:
             holder.put()
             adding.join(DEADLINE_S)
-            fail_points.plant(None)
+            fail_points.inject(None)
             holder.process.join(DEADLINE_S)
         assert table.get([0, 2, 5])[:, 0].tolist() == [1.0, 1.0, 1.0]
 

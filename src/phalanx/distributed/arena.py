@@ -26,7 +26,7 @@ from phalanx.distributed.course import PIECE_POINTS, Course, PieceSizes, State
 from phalanx.distributed.fingerprint import Desync
 from phalanx.distributed.status_pages import Fingerprint, StatusPages
 from phalanx.distributed.wake_up_pipes import WakeUpPipes
-from phalanx.ipc import Region, fence, reach
+from phalanx.ipc import Region, fail_point, fence
 from phalanx.memory import Function
 
 __all__ = ["POINTS", "Arena", "Need", "Steps"]
@@ -93,7 +93,7 @@ class Arena:
         self._operation = Fingerprint(self._operation.number + 1, what, num_elements)
         self._unchecked = set(self.pages.others)
         self.pages.publish(self._operation, contended=self.contention.begin())
-        reach("operation begun")
+        fail_point("operation begun")
 
     def slots(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the slots of this piece, by rank, as tensors of ``dtype``."""
@@ -154,7 +154,7 @@ class Arena:
                 course.agree()
             else:
                 self.pages.wake_sleepers(course.wanted)
-                course.reach()
+                course.fail_point()
         self._piece = course.piece - 1
 
     # --- the life of a piece ----------------------------------------------------------------------
@@ -168,9 +168,9 @@ class Arena:
 
     def publish(self) -> None:
         """Say that what others need of this rank is in its slot."""
-        reach("piece written")
+        fail_point("piece written")
         self.pages.post(_PER_PIECE * self._piece + _PUBLISHED)
-        reach("piece published")
+        fail_point("piece published")
 
     def published(self, ranks: Sequence[int] | None = None) -> Steps:
         """Wait until ``ranks``, or all, have published; see that they are in this operation."""
@@ -183,7 +183,7 @@ class Arena:
     def give_result(self) -> None:
         """Say that what this rank has reduced is in the slots of all others."""
         self.pages.post(_PER_PIECE * self._piece + _REDUCED)
-        reach("result given")
+        fail_point("result given")
 
     def results_given(self) -> Steps:
         """Wait until all have reduced."""
@@ -193,7 +193,7 @@ class Arena:
     def end_piece(self) -> None:
         """Say that this rank reads nobody's slot any more."""
         self.pages.post(_PER_PIECE * self._piece + _DONE)
-        reach("piece ended")
+        fail_point("piece ended")
 
     def _reach(self, ranks: Sequence[int], mark: int) -> Steps:
         while not self.pages.reached(ranks, mark):

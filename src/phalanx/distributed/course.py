@@ -19,7 +19,7 @@ from torch import Tensor
 
 from phalanx.distributed.contention import Contention
 from phalanx.distributed.status_pages import Fingerprint, StatusPages
-from phalanx.ipc import planted, reach
+from phalanx.ipc import fail_point, injected
 from phalanx.memory import Function
 
 __all__ = ["PIECE_POINTS", "Course", "PieceSizes", "State"]
@@ -95,7 +95,7 @@ class Course:
 
     def begin(self, operation: Fingerprint, piece: int, flat: Tensor, sizes: PieceSizes) -> None:
         """Begin with an operation, over ``flat``, whose first piece has that number."""
-        stops = planted() is not None
+        stops = injected() is not None
         number, what, num_elements = operation
         self._words[_STOPS:] = array(
             "q", [stops, number, what, flat.data_ptr(), num_elements, piece, 0, 0, 0, 0, *sizes]
@@ -106,10 +106,10 @@ class Course:
         self._words[_SPIN] = self._spin_ns if self._contention.spins else 0
         return int(function(self._at))
 
-    def reach(self) -> None:
+    def fail_point(self) -> None:
         """Pass the point that it has come to, where tests have planted a fault."""
         if self._words[_STOPS]:
-            reach(PIECE_POINTS[self._words[_PHASE] - 1])
+            fail_point(PIECE_POINTS[self._words[_PHASE] - 1])
 
     def agree(self) -> None:
         """Take the others to be in the same operation."""

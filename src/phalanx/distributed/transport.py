@@ -28,7 +28,7 @@ from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.fingerprint import Desync
 from phalanx.distributed.status_pages import Fingerprint
 from phalanx.errors import PeerTimeout, StateError
-from phalanx.ipc import reach
+from phalanx.ipc import fail_point
 
 __all__ = ["Gloo", "Transport", "gloo_between"]
 
@@ -162,7 +162,7 @@ class Transport:
             Desync: Or in another operation.
             StateError: It sends more or less than is taken here.
         """
-        reach("exchange begun")
+        fail_point("exchange begun")
         deadline_s = now_s() + self.timeout_s
         works: list[tuple[int, Work]] = []
         kept: list[Tensor] = []  # what is under way must live as long

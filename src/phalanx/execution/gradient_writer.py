@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.execution.gradient_buffers import LARGE_BYTES, GradientBufferLayout, WrittenGradients
-from phalanx.ipc import reach
+from phalanx.ipc import fail_point
 from phalanx.memory import SharedMemoryPool, copy_to
 from phalanx.replicas import Statistics
 
@@ -64,9 +64,9 @@ class GradientWriter:
                 others[name] = statistic
         half, whole_bytes = len(pairs) // 2, sum([own.nbytes for own, _ in pairs])
         _copy(pairs[:half], whole_bytes)
-        reach("gradients half written")
+        fail_point("gradients half written")
         _copy(pairs[half:], whole_bytes)
-        reach("gradients written")
+        fail_point("gradients written")
         return WrittenGradients(present, tuple(placed), others)
 
     def _room(self, region: int) -> _Room:

@@ -1,4 +1,4 @@
-"""Where the chaos tests stop a worker process (:func:`phalanx.ipc.reach`)."""
+"""Where the chaos tests stop a worker process (:func:`phalanx.ipc.fail_point`)."""
 
 __all__ = ["POINTS"]
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.execution.worker_main import Worker
-from phalanx.ipc import reach
+from phalanx.ipc import fail_point
 from phalanx.memory import Range, SharedMemoryPool, TensorHandle
 
 __all__ = ["BLOCK_ELEMENTS", "Slice", "SlicePlan", "SliceStep", "plan_slice", "slice_name"]
@@ -102,11 +102,11 @@ class Slice:
                 block = self._blocks[index]
                 self._save(block)
                 self._progress[_SAVED] = index + 1
-                reach("block saved")
+                fail_point("block saved")
                 block.step(options[block.key], steps[index])
-                reach("block stepped")
+                fail_point("block stepped")
                 self._progress[_DONE] = index + 1
-                reach("block done")
+                fail_point("block done")
 
     def _save(self, block: _OpenBlock) -> None:
         for record, tensor in zip(self._undo, block.tensors, strict=False):  # may have fewer
@@ -163,13 +163,13 @@ class SliceStep:
 
     def __call__(self, worker: Worker) -> None:
         """Do it, in the worker."""
-        reach("slice taken")
+        fail_point("slice taken")
         if self.plan is not None:
             for name in [name for name in worker.saved if name.startswith(_PREFIX)]:
                 del worker.saved[name]  # of an earlier plan
             worker.saved[slice_name(self.number)] = Slice(self.plan, worker.pool, self.options)
         worker.saved[slice_name(self.number)].step(self.options, self.steps)
-        reach("slice done")
+        fail_point("slice done")
 
 
 def slice_name(number: int) -> str:

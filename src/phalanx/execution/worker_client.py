@@ -24,7 +24,7 @@ from phalanx.execution.worker_main import (
     WorkerInitHandle,
     serve,
 )
-from phalanx.ipc import planted, signal_main_thread
+from phalanx.ipc import injected, signal_main_thread
 from phalanx.memory import SharedMemoryPool
 from phalanx.replicas import load, pack
 
@@ -127,7 +127,7 @@ class WorkerProcess:
         limit_patience(self._connection, START_S)
         self._dump, their_dump = _SPAWN.Pipe(duplex=False)
         arguments = ProcessArguments(
-            worker=self.index, parent_pid=self.parent_pid, intra_op=intra_op, fault=planted()
+            worker=self.index, parent_pid=self.parent_pid, intra_op=intra_op, fault=injected()
         )
         self._process = _SPAWN.Process(
             target=serve,

@@ -26,7 +26,7 @@ from phalanx.execution.mailbox import Outbox, collect
 from phalanx.execution.settings import adopt_settings
 from phalanx.execution.source_sync import Changes, place_buffers, take_over
 from phalanx.execution.stopwatch import Stopwatch
-from phalanx.ipc import die_with_parent, plant, reach
+from phalanx.ipc import die_with_parent, fail_point, inject
 from phalanx.memory import SharedMemoryPool, TensorHandle, keep_awake
 from phalanx.plan import BufferRules
 from phalanx.replicas import (
@@ -237,7 +237,7 @@ def serve(arguments: ProcessArguments, connection: Connection, dump: Connection)
     die_with_parent(arguments.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     faulthandler.register(signal.SIGUSR1, file=dump.fileno(), all_threads=True)
-    plant(arguments.fault, arguments.worker)
+    inject(arguments.fault, arguments.worker)
     torch.set_num_interop_threads(1)
     set_intra_op(arguments.intra_op)
     pool = SharedMemoryPool()
@@ -264,7 +264,7 @@ def serve(arguments: ProcessArguments, connection: Connection, dump: Connection)
                     worker = Worker(arguments.worker, init, pool)
                     _warm_up(steps=init.steps)
                     stay_awake = _watch(arguments, init.num_workers)
-                    reach("born")
+                    fail_point("born")
                     answer = pack(None)
                 case _:
                     assert worker is not None
@@ -310,10 +310,10 @@ class Worker:
             message.call(self)
             return pack(Called(tuple(self.saved)))
         assert isinstance(message, Task)
-        reach("microbatch taken")
+        fail_point("microbatch taken")
         outbox = Outbox(self.pool, message.reply)
         done = self._compute(message, outbox)
-        reach("before reply")
+        fail_point("before reply")
         return pack(done, outbox.put)
 
     def _compute(self, task: Task, outbox: Outbox) -> Done:
@@ -335,9 +335,9 @@ class Worker:
         try:
             with spec.modes.entered(_CPU):
                 with replica.running():
-                    reach("before forward")
+                    fail_point("before forward")
                     result = spec.run(turn)
-                    reach("after backward")
+                    fail_point("after backward")
                 statistics = replica.statistics.collect(task.weight)
                 gradients = replica.take_gradients()
                 written = self._writer.fill(task.gradient_buffer, gradients, statistics)

@@ -3,7 +3,7 @@
 from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.available_memory import available_memory_bytes
 from phalanx.ipc.barrier import KEEPS_ORDER, SharedBarrier, fence
-from phalanx.ipc.fail_points import Fault, plant, planted, reach
+from phalanx.ipc.fail_points import Fault, fail_point, inject, injected
 from phalanx.ipc.liveness import LivenessTimer, late_peers, wait_until
 from phalanx.ipc.locks import LockFile, RangeLock
 from phalanx.ipc.process import ProcessIdentity, die_with_parent, signal_main_thread
@@ -25,11 +25,11 @@ __all__ = [
     "Waiting",
     "available_memory_bytes",
     "die_with_parent",
+    "fail_point",
     "fence",
+    "inject",
+    "injected",
     "late_peers",
-    "plant",
-    "planted",
-    "reach",
     "register_at_fork",
     "signal_main_thread",
     "wait_until",

@@ -1,32 +1,32 @@
 """Named points that a process passes, where the chaos tests stop it.
 
-Nothing happens there unless a fault was planted before.
+Nothing happens there unless a fault was injected before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["Fault", "plant", "planted", "reach"]
+__all__ = ["Fault", "fail_point", "inject", "injected"]
 
 Fault = Callable[[str, int], None]  # (point, worker)
 
-_planted: Fault | None = None
+_injected: Fault | None = None
 _worker = -1
 
 
-def plant(fault: Fault | None, worker: int = -1) -> None:
-    """Make :func:`reach` call ``fault``; worker processes born later get it too."""
-    global _planted, _worker
-    _planted, _worker = fault, worker
+def inject(fault: Fault | None, worker: int = -1) -> None:
+    """Make :func:`fail_point` call ``fault``; worker processes born later get it too."""
+    global _injected, _worker
+    _injected, _worker = fault, worker
 
 
-def planted() -> Fault | None:
-    """Return what was planted in this process."""
-    return _planted
+def injected() -> Fault | None:
+    """Return the fault injected into this process."""
+    return _injected
 
 
-def reach(point: str) -> None:
-    """Pass ``point``."""
-    if _planted is not None:
-        _planted(point, _worker)
+def fail_point(point: str) -> None:
+    """Pass ``point``, where a fault may strike."""
+    if _injected is not None:
+        _injected(point, _worker)

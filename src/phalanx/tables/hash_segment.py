@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.ipc import ALIGN_BYTES, KEEPS_ORDER, RangeLock, Region, reach
+from phalanx.ipc import ALIGN_BYTES, KEEPS_ORDER, RangeLock, Region, fail_point
 from phalanx.memory import MatrixRows
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
 from phalanx.tables.row_initializer import RowInitializer
@@ -163,7 +163,7 @@ class HashSegment(TableShard):
             target[:num_keys] = part
         for backup in self._backups:
             backup[:num_keys] = parts[0]
-        reach("half the keys copied")
+        fail_point("half the keys copied")
         self._index.insert(keys.numpy(), 0)
         self._counts[_NEXT] = num_keys
 
@@ -206,7 +206,7 @@ class HashSegment(TableShard):
     def _read_keys_locked(self, keys: Int64s, out: Tensor, timeout_s: float) -> None:
         while True:
             with self.lock.shared(timeout_s):
-                reach("reader's lock held")
+                fail_point("reader's lock held")
                 if self._header[_ARMED] != self._header[_WORD]:
                     self._copy_out(keys, out)
                     return
@@ -219,7 +219,7 @@ class HashSegment(TableShard):
         """Copy the rows of keys into ``out``, and remember them as what ``worker`` has read."""
         assert rows is not None
         with self.lock.exclusive(timeout_s):
-            reach("reader's lock held")
+            fail_point("reader's lock held")
             self._settle()
             slots, absent = self._copy_out(rows.numpy(), out)
             if absent is None:
@@ -357,10 +357,10 @@ class HashSegment(TableShard):
             state[first:after] = number
         for backup in self._backups:
             backup[first:after] = values[first:after]
-        reach("keys written")
+        fail_point("keys written")
         counts[_BASE] = first
         counts[_FOR] = word
         self._index.insert(keys, first)
-        reach("keys indexed")
+        fail_point("keys indexed")
         counts[_NEXT] = after
-        reach("keys pending")
+        fail_point("keys pending")

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from phalanx.errors import OutOfSpace, StateError
-from phalanx.ipc import RangeLock, Region, Waiting, reach
+from phalanx.ipc import RangeLock, Region, Waiting, fail_point
 from phalanx.tables.hash_segment import HashSegment, SegmentFull, StaleSegment, segment_bytes
 from phalanx.tables.row_initializer import RowInitializer
 from phalanx.tables.shard import Entry, KeySlots
@@ -239,14 +239,14 @@ class KeyShard:
 
     def _publish(self, exponent: int, fill: Callable[[HashSegment], None]) -> None:
         line, serial = self._line, self._serial() + 1
-        reach("growth begun")
+        fail_point("growth begun")
         self._regions.remove_region(self._name(serial))  # of somebody who died filling it
         new = self._open(serial * _SERIAL + exponent, create=True)
         fill(new)
-        reach("growth ready")
+        fail_point("growth ready")
         line[_NEWEST] = serial * _SERIAL + exponent
         self._known = new
-        reach("growth done")
+        fail_point("growth done")
         self._remove_older(serial)
 
     def _remove_older(self, serial: int) -> None:

@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.ipc import KEEPS_ORDER, RangeLock, reach
+from phalanx.ipc import KEEPS_ORDER, RangeLock, fail_point
 from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_finite, clamp_rows, copy_to, sum_to
 from phalanx.tables.updaters import Change, Updater
 
@@ -49,7 +49,7 @@ POINTS = (
     "before unlock",
     "after unlock",
 )
-"""Fail points of an add, in order (:func:`phalanx.ipc.reach`)."""
+"""Fail points of an add, in order (:func:`phalanx.ipc.fail_point`)."""
 
 _WORD, _ARMED, _COUNT, _BLOCK, _UNDONE = range(5)
 _CURRENT, _PARITY, _PROGRESS, _VERSION = 1, 2, 4, 1 << 24
@@ -168,7 +168,7 @@ class TableShard:
     def _read_locked(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
         while True:
             with self.lock.shared(timeout_s):
-                reach("reader's lock held")
+                fail_point("reader's lock held")
                 if self._header[_ARMED] != self._header[_WORD]:
                     _copy_rows(self.current(), rows, out)
                     return
@@ -181,7 +181,7 @@ class TableShard:
         """Copy rows into ``out``, and remember them as what ``worker`` has read."""
         backup = self._backups[worker]
         with self.lock.exclusive(timeout_s):  # nothing may come between value and copy
-            reach("reader's lock held")
+            fail_point("reader's lock held")
             self._settle()
             _copy_rows(self.current(), rows, out)
             if rows is None:
@@ -209,9 +209,9 @@ class TableShard:
         Raises:
             NotFinite: Nobody had looked, and it is not. The values are as they were.
         """
-        reach("before lock")
+        fail_point("before lock")
         with self.lock.exclusive(timeout_s):
-            reach("lock held")
+            fail_point("lock held")
             word = self._settle()
             try:
                 self._change(entry, word, word + _VERSION)
@@ -222,8 +222,8 @@ class TableShard:
             except BaseException:
                 self._settle()
                 raise
-            reach("before unlock")
-        reach("after unlock")
+            fail_point("before unlock")
+        fail_point("after unlock")
 
     def apply_round(self, number: int, entries: Sequence[Entry], timeout_s: float) -> None:
         """Take the adds of a round, in their order; go on where somebody was killed.
@@ -235,7 +235,7 @@ class TableShard:
             if bool(word & _PARITY) == bool(number & 1):
                 return
             for entry in entries[word // _PROGRESS & _MAX_PROGRESS :]:
-                reach("lock held")
+                fail_point("lock held")
                 try:
                     self._change(entry, word, word + _VERSION + _PROGRESS)
                 except BaseException:
@@ -337,7 +337,7 @@ class TableShard:
                 self._change_block(word, start, ids[block], delta[block], None, worker, unseen)
             else:
                 self._change_block(word, start, ids[block], delta, places[block], worker, False)
-            reach("half the rows written")
+            fail_point("half the rows written")
 
     def _change_block(
         self,
@@ -358,7 +358,7 @@ class TableShard:
             part.save(ids, record, start, past=unread)
         header[_COUNT] = stop
         header[_ARMED] = word
-        reach("undo written")
+        fail_point("undo written")
         if scale is not None:
             self._rows[side][0].add(ids, delta, scale, places)
             return
@@ -373,7 +373,7 @@ class TableShard:
     def _change_all(self, word: int, delta: Tensor, worker: int, unseen: bool) -> None:
         block = max(1, _BLOCK_ELEMENTS // delta.shape[1])
         old, new = self._both(word)
-        reach("undo written")
+        fail_point("undo written")
         if self._scale is not None:
             parts = (delta.split(block), old[0].split(block), new[0].split(block))
             for piece, source, target in zip(*parts, strict=True):
@@ -384,7 +384,7 @@ class TableShard:
                     if unseen:
                         refuse_nonfinite(piece)
                     torch.add(source, piece, alpha=self._scale, out=target)
-                reach("half the rows written")
+                fail_point("half the rows written")
             return
         for start in range(0, self.num_rows, block):
             rows = slice(start, start + block)
@@ -395,20 +395,20 @@ class TableShard:
             backup = self._backups[worker][rows] if self._backups else None
             states = [state[rows] for state in new[1:]]
             self._updater.apply(Change(new[0][rows], delta[rows], states, backup))
-            reach("half the rows written")
+            fail_point("half the rows written")
 
     def _change_many(self, word: int, rows: Tensor, delta: Tensor, worker: int) -> None:
         """Change more rows than the record holds, each of them once."""
         old, new = self._both(word)
         for source, target in zip(old, new, strict=True):
             target.copy_(source)
-        reach("undo written")
+        fail_point("undo written")
         picked = [target[rows] for target in new]
         backup = self._backups[worker][rows] if self._backups else None
         self._updater.apply(Change(picked[0], delta, picked[1:], backup))
         for target, part in zip(new, picked, strict=True):
             target.index_copy_(0, rows, part)
-        reach("half the rows written")
+        fail_point("half the rows written")
 
     def _replace(self, word: int, value: Tensor) -> None:
         old, new = self._both(word)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from phalanx.ipc import LockFile, RangeLock, Region, Waiting, reach, wait_until
+from phalanx.ipc import LockFile, RangeLock, Region, Waiting, fail_point, wait_until
 from phalanx.memory import MatrixRows
 from phalanx.tables.membership import Membership
 from phalanx.tables.rounds import READY, OpenRegion, Rounds
@@ -184,12 +184,12 @@ class Sharded(Generic[P]):
         timeout_s: float,
         backs_up: bool,
     ) -> None:
-        reach("before read")
+        fail_point("before read")
         if backs_up:
             shard.read_and_back_up(rows, out, worker, timeout_s)
         else:
             shard.read(rows, out, timeout_s)
-        reach("rows read")
+        fail_point("rows read")
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, checked, shard by shard; those that are free first."""

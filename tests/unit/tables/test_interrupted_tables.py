@@ -90,7 +90,7 @@ def test_a_world_is_not_closed_under_an_add(worlds, monkeypatch, buggy):
         adding = threading.get_ident()
         table.add(torch.ones(3, 3, dtype=torch.float64), rows=ROWS)
 
-    monkeypatch.setattr(fail_points, "_planted", stop)
+    monkeypatch.setattr(fail_points, "_injected", stop)
     if buggy:
         monkeypatch.setattr(RangeLock, "await_free", lambda self, waiting: None)
     with ThreadPoolExecutor(2) as pool:
@@ -124,7 +124,7 @@ def test_a_world_that_is_closed_in_its_own_add_refuses_and_goes_on(monkeypatch):
             told.append(point)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fail_points, "_planted", close)
+        patch.setattr(fail_points, "_injected", close)
         table.add(torch.ones(3, 3), rows=ROWS)
     assert told
     assert table.get()[ROWS].eq(1).all()

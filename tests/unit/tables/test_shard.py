@@ -56,7 +56,7 @@ def test_a_reader_waits_for_an_add_that_is_half_written(two, monkeypatch):
             half.set()
             assert go_on.wait(20)
 
-    fail_points.plant(fault)
+    fail_points.inject(fault)
     thread = threading.Thread(
         target=writer.add, args=(torch.ones(ROWS),), kwargs={"rows": list(range(ROWS))}
     )
@@ -73,7 +73,7 @@ def test_a_reader_waits_for_an_add_that_is_half_written(two, monkeypatch):
     finally:
         go_on.set()
         thread.join()
-        fail_points.plant(None)
+        fail_points.inject(None)
 
 
 def test_an_add_that_python_interrupts_is_undone(two, monkeypatch):
@@ -84,12 +84,12 @@ def test_an_add_that_python_interrupts_is_undone(two, monkeypatch):
         if point == "half the rows written":
             raise KeyboardInterrupt
 
-    fail_points.plant(fault)
+    fail_points.inject(fault)
     try:
         with pytest.raises(KeyboardInterrupt):
             writer.add(torch.ones(ROWS), rows=list(range(ROWS)))
     finally:
-        fail_points.plant(None)
+        fail_points.inject(None)
     assert reader.get().tolist() == [0.0] * ROWS
     writer.add(torch.ones(ROWS))
     assert reader.get().tolist() == [1.0] * ROWS
