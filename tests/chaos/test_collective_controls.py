@@ -27,7 +27,8 @@ from tests.multiprocess.children import DEADLINE_S, Child, Parent
 
 SIZE = 3
 VICTIM = 2
-SHORT_S = 2.0
+SHORT_S = 5.0  # for whom nobody tells of a death
+SLEEP_S = 5.0  # of whom nobody wakes
 
 Scene = Callable[[Parent, int], None]
 
@@ -68,21 +69,24 @@ def sums_are_right(parent: Parent, rank: int) -> None:
 
 
 def a_reader_falls_behind(parent: Parent, rank: int) -> None:
-    """The root of a broadcast of many pieces runs ahead of rank 0 as far as it can."""
-    pages = dist.group.WORLD._arena.pages
+    """The root of a broadcast of many pieces runs ahead of rank 0 until it waits, or is done."""
+    pages, store = dist.group.WORLD._arena.pages, dist.distributed_c10d._get_default_store()
+    root = dict(pages.places).get(1, 0)  # where its page is
     pieces = iter(range(3))
 
     def fault(point: str, worker: int) -> None:
         if point == "piece ended" and next(pieces, None) == 1:
-            waiting, before = Waiting(DEADLINE_S), -1
-            while before != (before := pages.mark_of(1)):
-                until_s = now_s() + 0.2
-                while now_s() < until_s:
-                    waiting.rest()
+            waiting = Waiting(DEADLINE_S)
+            while not _sleeps_for_next_mark_of(pages, root) and not store.check(["root is done"]):
+                assert not waiting.over()
+                waiting.rest()
 
     if rank == 0:
         inject(fault)
-    assert Call("broadcast", 0, 3_000_001, SIZE).is_right(rank), "a slot is overwritten"
+    right = Call("broadcast", 0, 3_000_001, SIZE).is_right(rank)
+    if rank == 1:
+        store.set("root is done", "")
+    assert right, "a slot is overwritten"
 
 
 def calls_differ(parent: Parent, rank: int) -> None:
@@ -114,18 +118,18 @@ def sleepers_are_woken_by_sums(parent: Parent, rank: int) -> None:
 
 
 def sleep_often(rank: int, call: Callable[[], object]) -> None:
-    """Rank 0 comes late each time, when the others sleep for it; sleeps are long."""
-    engine._FIRST_SLEEP_S = engine._LONGEST_SLEEP_S = 0.5
-    pages = dist.group.WORLD._arena.pages
-    began_s = now_s()
+    """Rank 0 comes late each time, when the others sleep for it, and sees that they come again."""
+    engine._FIRST_SLEEP_S = engine._LONGEST_SLEEP_S = SLEEP_S
+    pages, came_s = dist.group.WORLD._arena.pages, None
     for _ in range(10):
         if rank == 0:
             waiting = Waiting(DEADLINE_S)
             while not all(_sleeps_for_next_mark_of(pages, at) for _, at in pages.places):
                 assert not waiting.over()
                 waiting.rest()
+            assert came_s is None or now_s() - came_s < 0.9 * SLEEP_S, "nobody was woken"
+        came_s = now_s()
         call()
-    assert now_s() - began_s < 3.0, "nobody was woken"
 
 
 def marks_come_before_sleep(parent: Parent, rank: int) -> None:
@@ -188,7 +192,10 @@ def play(parent: Parent, scene: Scene, bug: str | None, store: str, rank: int) -
     elif bug is not None:
         BUGS[bug](setattr)
     deadly = scene in (a_death_is_told, news_travel)
-    join_group(store, rank, SIZE, SHORT_S if deadly and bug else DEADLINE_S)
+    join_group(store, rank, SIZE, DEADLINE_S)
+    dist.barrier()  # nobody is still to come
+    if deadly and bug:
+        dist.group.WORLD._timeout_s = SHORT_S
     scene(parent, rank)
     parent.tell("well")
     parent.hear()  # who ends would be missed
