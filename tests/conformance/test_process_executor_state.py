@@ -49,7 +49,7 @@ def trained(executor: str, module: nn.Module, batches: list[Any], **options: Any
         module,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         executor=executor,
-        replicas=2,
+        replicas=1,
         **options,
     ) as trainer:
         for batch in batches:
@@ -110,7 +110,7 @@ def test_evaluating_in_inference_mode_leaves_a_trainer_that_trains() -> None:
         nn.functional.cross_entropy,
         lambda p: torch.optim.SGD(p, lr=0.1),
         executor="processes",
-        replicas=2,
+        replicas=1,
     ) as trainer:
         trainer.step((x[:9], y[:9]))
         for rows in (900, 700, 900):

@@ -21,7 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 import phalanx
 from phalanx import UnsupportedError
 
-FORMATIONS = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 1), ("processes", 2)]
+FORMATIONS = [
+    *(("threads", count) for count in (1, 2, 3)),
+    ("processes", 1),
+    pytest.param("processes", 2, marks=pytest.mark.night),
+]
 EXECUTORS = [("inline", 1), ("threads", 2), ("processes", 1)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
@@ -304,8 +308,15 @@ REFUSED: list[tuple[type[Net], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS)
-@pytest.mark.parametrize(("kind", "told"), REFUSED)
+def refusals() -> list[object]:
+    """All kinds inline and in threads; in worker processes some, the rest by night."""
+    here = [(*each, *formation) for each in REFUSED for formation in EXECUTORS[:2]]
+    there = [(*each, *EXECUTORS[2]) for each in REFUSED]
+    night = [pytest.param(*each, marks=pytest.mark.night) for each in there[3:]]
+    return [*here, *there[:3], *night]
+
+
+@pytest.mark.parametrize(("kind", "told", "executor", "replicas"), refusals())
 def test_what_cannot_be_repeated_is_refused_in_the_first_step(
     kind: type[Net], told: str, executor: str, replicas: int
 ) -> None:
@@ -319,7 +330,7 @@ def test_what_cannot_be_repeated_is_refused_in_the_first_step(
     assert_same(net.state_dict(), before)
 
 
-@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS)
+@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS[1:])
 def test_numpys_generator_is_refused_in_the_first_step(executor: str, replicas: int) -> None:
     # In a fresh process: one with other threads could have one that draws from NumPy itself.
     ended = subprocess.run(

@@ -194,7 +194,9 @@ class Laggard:
         return hold
 
 
-@pytest.mark.parametrize(("replicas", "slow"), [(2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("replicas", "slow"), [pytest.param(2, 0, marks=pytest.mark.night), (2, 1), (3, 1)]
+)
 @EVERY_RECIPE
 def test_a_slow_replica_does_not_show(recipe: Recipe, replicas: int, slow: int) -> None:
     laggard = Laggard(slow)
@@ -205,7 +207,9 @@ def test_a_slow_replica_does_not_show(recipe: Recipe, replicas: int, slow: int) 
     assert_same(outcome, reference(str(recipe)))
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.night), (3, 1)]
+)
 @EVERY_RECIPE
 def test_a_stop_and_a_resume_on_other_replicas_do_not_show(
     recipe: Recipe, before: int, after: int, tmp_path: Path

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import phalanx
 from phalanx.execution import shard_step, shared_stepping
+from tests.products import in_pairs
 
 
 class Kinds(nn.Module):
@@ -77,8 +78,8 @@ def train(
     [
         sgd_with_and_without_momentum,
         adam_with_and_without_the_largest,
-        partial(AdamW, lr=0.01),
-        partial(Adam, lr=0.01, foreach=True),
+        pytest.param(partial(AdamW, lr=0.01), marks=pytest.mark.night),
+        pytest.param(partial(Adam, lr=0.01, foreach=True), marks=pytest.mark.night),
     ],
 )
 def test_groups_and_dtypes_of_several_kinds_are_stepped_as_in_one_thread(
@@ -111,9 +112,12 @@ def test_momentum_may_begin_later_and_belongs_to_the_optimizer_of_this_process(
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
+@in_pairs(
+    "executor, momentum, dtype",
+    ["inline", "threads", "processes"],
+    [0.0, 0.9],
+    [torch.bfloat16, torch.float16],
+)
 def test_sgd_of_short_floats_steps_as_plain_torch(
     executor: str, momentum: float, dtype: torch.dtype
 ) -> None:
@@ -129,7 +133,7 @@ def test_sgd_of_short_floats_steps_as_plain_torch(
         own.zero_grad()
         nn.functional.mse_loss(plain(x), y).backward()
         own.step()
-    replicas = 1 if executor == "inline" else 2
+    replicas = 2 if executor == "threads" else 1
     with phalanx.Trainer(
         net, nn.functional.mse_loss, optimizer, executor=executor, replicas=replicas, microbatches=1
     ) as trainer:

@@ -27,7 +27,7 @@ FORMATIONS: tuple[dict[str, Any], ...] = (
     {"replicas": 1, "microbatches": 2},
     {"replicas": 2},
 )
-PROCESSES: dict[str, Any] = {"replicas": 2, "executor": "processes"}
+PROCESSES: dict[str, Any] = {"replicas": 1, "executor": "processes"}
 formations = pytest.mark.parametrize("how", FORMATIONS, ids=str)
 
 

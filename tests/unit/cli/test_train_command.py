@@ -248,7 +248,10 @@ def test_a_loader_of_ones_own_may_have_no_length_and_no_test(phalanx):
 # --- stopping and going on ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+BY_NIGHT = [pytest.param(each, marks=pytest.mark.night) for each in (signal.SIGTERM, signal.SIGHUP)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *BY_NIGHT])
 def test_a_stopped_training_goes_on_to_the_same_bits_on_other_replicas(phalanx, number):
     words = ("--model", "own_code:Interrupted", "--microbatches", "3", "--batch-size", "25")
     words += ("--seed", "5", "--epochs", "2")
