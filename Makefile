@@ -4,7 +4,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made with (default: the first one >= 3.11 found)
 #   ARGS="..."          further arguments for the command: make train ARGS="--epochs 3 --replicas 2"
 #   WORKERS=2           processes that `make test` uses (default: 0, one after the other in its own;
-#                       with more, a test that ends its process can leave the run waiting)
+#                       with more, a test that ends its process ends the run, and is named)
 #   N=200               how many faults `make chaos` commits in a training,
 #   KILLS=2000          how many workers of parameter tables it kills,
 #   RANK_KILLS=300      and how many ranks of process groups

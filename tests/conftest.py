@@ -44,6 +44,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+_running: set[str] = set()
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _running.add(nodeid)
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    _running.discard(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    """End a run, one of whose processes a test has ended: xdist would wait without end.
+
+    A test ends its process where it runs into pytest-timeout's limit, or crashes.
+    """
+    if error:
+        tests = " or ".join(sorted(_running))
+        pytest.exit(f"A process of the run has ended ({error}), in {tests}.", 1)
+
+
 def house_threads() -> set[threading.Thread]:
     """Return the live threads that Phalanx has named."""
     return {t for t in threading.enumerate() if t.name.startswith(THREAD_NAME_PREFIX)}

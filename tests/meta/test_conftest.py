@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.meta.source import ROOT
 
 pytest_plugins = ["pytester"]
@@ -57,28 +59,37 @@ def test_needs_a_gpu():
 """
 
 
-def test_every_test_gets_a_clean_start_and_leaves_one(pytester):
-    conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
-    assert "JOIN_S = 2.0" in conftest
-    pytester.makeconftest(conftest.replace("JOIN_S = 2.0", "JOIN_S = 0.1"))
+def conftest() -> str:
+    text = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    assert "JOIN_S = 2.0" in text
+    return text.replace("JOIN_S = 2.0", "JOIN_S = 0.1")
+
+
+def test_every_test_gets_a_clean_start_and_leaves_one_and_gpu_tests_are_skipped(pytester):
+    pytester.makeconftest(conftest() + "\ntorch.cuda.is_available = lambda: False\n")
     pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA device")
     pytester.makepyfile(INNER_TESTS)
     # Another process: torch cannot be imported a second time in this one.
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=120)
-    outcomes = result.parseoutcomes()
-    assert outcomes.pop("passed") + outcomes.pop("skipped", 0) == 7
-    assert outcomes == {"errors": 1}
+    assert result.parseoutcomes() == {"passed": 6, "skipped": 1, "errors": 1}
     result.stdout.fnmatch_lines(["*ERROR at teardown of test_leaves_a_thread*"])
     result.stdout.fnmatch_lines(["*threads left behind: phalanx replica 1.*"])
 
 
-def test_a_gpu_test_is_skipped_where_there_is_none(pytester):
-    conftest = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
-    pytester.makeconftest(conftest + "\ntorch.cuda.is_available = lambda: False\n")
-    pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA device")
-    pytester.makepyfile(INNER_TESTS)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-m", "gpu", timeout=120)
-    result.assert_outcomes(skipped=1, deselected=6)
+@pytest.mark.night
+def test_a_test_that_ends_its_process_ends_the_run_and_is_named(pytester):
+    """By itself xdist 3.8 waits for ever where files go whole to one process."""
+    pytester.makeconftest(conftest())
+    pytester.makepyfile(
+        test_one="def test_a(): pass\ndef test_b(): __import__('os')._exit(1)\ndef test_c(): pass",
+        test_two="def test_a(): pass\ndef test_b(): pass",
+    )
+    words = ("-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    result = pytester.runpytest_subprocess(*words, timeout=120)
+    assert result.ret != 0
+    text = " ".join([*result.outlines, *result.errlines])
+    assert "A process of the run has ended" in text
+    assert "test_one.py::test_b" in text
 
 
 def test_no_fixture_lasts_to_the_end_of_the_run_in_the_name_of_a_package():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from phalanx import tables
 from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_within, clamp_rows, compiled
+from tests.products import in_pairs
 from tests.unit.memory.numbers import DTYPES, drawn
 
 ROWS, ODD = 1009, 7
@@ -19,9 +20,7 @@ def some_rows(count: int, seed: int = 0) -> Tensor:
     return torch.randint(0, min(ROWS, 2 * count + 1), (count,), generator=draw)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cols", [1, 3, 64, 333])
-@pytest.mark.parametrize("count", [0, 1, ODD, 65, 4097])
+@in_pairs("dtype, cols, count", DTYPES, [1, 3, 64, 333], [0, 1, ODD, 65, 4097])
 def test_rows_are_taken_saved_and_added_to(way, dtype, cols, count):
     values, numbers = drawn(dtype, ROWS, cols), some_rows(count)
     delta, before = drawn(dtype, count, cols, seed=1), values.clone()

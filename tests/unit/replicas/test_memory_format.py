@@ -13,6 +13,7 @@ from torch import nn
 import phalanx
 from phalanx.replicas import use_channels_last, wants_channels_last
 from phalanx.replicas.memory_format import KNOWN_KINDS
+from tests.products import in_pairs
 
 F64 = torch.float64
 
@@ -59,9 +60,7 @@ def test_every_known_kind_is_compared() -> None:
     assert set(BETWEEN) | set(BEHIND) == KNOWN_KINDS
 
 
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("rows", [1, 2, 5])
-@pytest.mark.parametrize("kind", [*BETWEEN, *BEHIND], ids=lambda kind: kind.__name__)
+@in_pairs("kind, rows, trains", [*BETWEEN, *BEHIND], [1, 2, 5], [True, False])
 def test_a_known_kind_computes_the_same_in_both_layouts(
     kind: type[nn.Module], rows: int, trains: bool
 ) -> None:
