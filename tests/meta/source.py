@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / PACKAGE
 
 # Lowest first. A file or folder directly under src/phalanx is a room; see DESIGN: the house.
 FLOORS = (
-    ("errors", "types", "clock", "files"),
+    ("errors", "types", "clock", "files", "torch_internals"),
     ("plan",),
     ("ipc",),
     ("memory", "codecs"),

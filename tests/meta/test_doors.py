@@ -85,6 +85,14 @@ def keywords(**values: object) -> Matcher:
     return find
 
 
+def private_to_torch(module: Module) -> Iterator[Finding]:
+    """Match names of torch's that begin with an underscore."""
+    for use in module.uses:
+        first, *inner = use.dotted.split(".")
+        if first == "torch" and any(re.match(r"_(?!_)", name) for name in inner):
+            yield use.line, use.dotted
+
+
 def printing(module: Module) -> Iterator[Finding]:
     """Match ``print`` without ``file=``; with it, the door is where that file was opened."""
     for use in module.uses:
@@ -189,13 +197,23 @@ DOORS: dict[str, Door] = {
     ),
     "talks through torch.distributed": Door(
         names("torch.distributed", "torch.nn.parallel.DistributedDataParallel"),
-        allowed=("distributed/",),
+        allowed=("distributed/", "torch_internals.py"),
         caught=(
             "import torch.distributed as dist",
             "from torch import distributed",
             "import torch\ntorch.distributed.barrier()",
         ),
         passed=("import torch\ntorch.distributions",),
+    ),
+    "uses what is private to torch": Door(
+        private_to_torch,
+        allowed=("torch_internals.py",),
+        caught=(
+            "import torch\ntorch._foreach_add_([], [])",
+            "from torch._C._distributed_c10d import Store",
+            "from torch.utils import _pytree",
+        ),
+        passed=("import torch\ntorch.ones(3)._version\ntorch.__version__",),
     ),
     "prints": Door(
         any_of(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from phalanx.distributed.cuda_group import CudaGroup, CudaHierarchicalGroup, nccl_is_here
 from phalanx.distributed.group import NAME, SharedGroup

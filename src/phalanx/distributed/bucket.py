@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch.distributed import GradBucket
 
 from phalanx.errors import UnsupportedError
 
-if TYPE_CHECKING:  # torch.distributed does not tell type checkers that it exports it
-    from torch._C._distributed_c10d import GradBucket
-else:
-    from torch.distributed import GradBucket
-
-__all__ = ["GradBucket", "refuse_sparse"]
+__all__ = ["refuse_sparse"]
 
 
 def refuse_sparse(bucket: GradBucket) -> None:

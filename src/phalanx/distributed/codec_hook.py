@@ -15,11 +15,12 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.codecs import Cast, Codec, Feedback, Payload, pack, unpack
-from phalanx.distributed.bucket import GradBucket, refuse_sparse
+from phalanx.distributed.bucket import refuse_sparse
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.memory import dense_strides
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.group import SharedGroup
 from phalanx.distributed.hierarchical_group import HierarchicalGroup

@@ -13,7 +13,7 @@ import datetime
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from phalanx.distributed.uncompiled import uncompiled
 

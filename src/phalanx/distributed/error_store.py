@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
 

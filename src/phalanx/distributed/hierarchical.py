@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed import collectives
 from phalanx.distributed.arena import Arena, Steps

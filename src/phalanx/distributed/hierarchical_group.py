@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from phalanx.distributed.arena import Arena
 from phalanx.distributed.call_forms import check_rank, only

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
+from torch.distributed import FileStore, HashStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
@@ -37,11 +37,9 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-# Private: torch has no public way to replace the handler of a scheme that it knows.
-from torch.distributed.rendezvous import _rendezvous_handlers
-
 from phalanx.distributed.hosts import INTERFACES, loopback
 from phalanx.ipc import late_peers, wait_until
+from phalanx.torch_internals import rendezvous_handlers
 
 __all__ = ["ONE_HOST", "SEVERAL_HOSTS", "meet_in_folder"]
 
@@ -175,7 +173,8 @@ def meet_in_folder(folder: Path) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     given = {"rank": [str(rank)], "world_size": [str(size)]}
     attempt = launched["TORCHELASTIC_RESTART_COUNT"]
-    ask_torch = _rendezvous_handlers[_SCHEME]
+    # Torch has no public way to replace the handler of a scheme that it knows.
+    ask_torch = rendezvous_handlers[_SCHEME]
     num_met = 0
 
     def meet(
@@ -198,4 +197,4 @@ def meet_in_folder(folder: Path) -> None:
         num_met += 1
         yield store, rank, size
 
-    _rendezvous_handlers[_SCHEME] = meet
+    rendezvous_handlers[_SCHEME] = meet

@@ -16,10 +16,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket
 from torch.futures import Future
 
-from phalanx.distributed.bucket import GradBucket, refuse_sparse
+from phalanx.distributed.bucket import refuse_sparse
 from phalanx.errors import ConfigError, PeerError
+from phalanx.torch_internals import call_after_backward, in_backward
 
 __all__ = ["Hook", "merge_hook"]
 
@@ -167,9 +169,8 @@ class _Merge:
         DDP cannot be used again if a hook raises before. Its own callback is queued after the last
         bucket's hook; a callback that is queued by a callback comes after that.
         """
-        if torch._C._current_graph_task_id() != -1:
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._raise))
+        if in_backward():
+            call_after_backward(lambda: call_after_backward(self._raise))
         elif self._failure is not None:  # not in a backward pass, but joined
             raise self._failure
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
+from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
 from phalanx.clock import now_s
 from phalanx.distributed.arena import Steps
@@ -29,6 +29,7 @@ from phalanx.distributed.fingerprint import Desync
 from phalanx.distributed.status_pages import Fingerprint
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import fail_point
+from phalanx.torch_internals import gloo_options
 
 __all__ = ["Gloo", "Transport", "gloo_between"]
 
@@ -63,7 +64,7 @@ def gloo_between(
     Raises:
         PeerTimeout: They did not all come.
     """
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options: Any = gloo_options(ProcessGroupGloo)
     options._timeout = datetime.timedelta(seconds=timeout_s)
     options._devices = [
         ProcessGroupGloo.create_device(interface=name, lazy_init=lazy) for name in interfaces

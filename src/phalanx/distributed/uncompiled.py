@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from phalanx.torch_internals import COMPILER
+
 __all__ = ["uncompiled"]
 
 AnyClass = TypeVar("AnyClass", bound=type)
 
-# The compiler takes seconds to import, and a process that has not imported it compiles nothing.
-_COMPILER = "torch._dynamo"
 _CALLED_BY_TORCH = ("_allgather_base", "_reduce_scatter_base")
 
 
@@ -40,7 +40,7 @@ def _outside(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal disabled
         if disabled is None:
-            if _COMPILER not in sys.modules:
+            if COMPILER not in sys.modules:
                 return method(*args, **kwargs)
             disabled = torch.compiler.disable(method)
         return disabled(*args, **kwargs)

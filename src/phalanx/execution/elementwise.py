@@ -9,10 +9,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-# Private: torch has no public way to ask whether hooks for all optimizers are registered.
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-
 from phalanx.memory import FlatParameters
+
+# Private: torch has no public way to ask whether hooks for all optimizers are registered.
+from phalanx.torch_internals import has_global_step_hooks
 
 __all__ = [
     "ELEMENTWISE",
@@ -47,7 +47,7 @@ def steps_as_torch_does(optimizer: Optimizer) -> bool:
     """Tell whether `step` is torch's own, and no hooks are to be called around it."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return False
-    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+    if has_global_step_hooks():
         return False
     step = vars(optimizer).get("step", type(optimizer).step)
     function = getattr(step, "__func__", step)

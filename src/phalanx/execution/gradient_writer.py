@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from phalanx.execution.gradient_buffers import LARGE_BYTES, GradientBufferLayout, WrittenGradients
 from phalanx.ipc import fail_point
 from phalanx.memory import SharedMemoryPool, copy_to
 from phalanx.replicas import Statistics
+from phalanx.torch_internals import foreach_copy
 
 __all__ = ["GradientWriter"]
 
@@ -88,4 +88,4 @@ def _copy(pairs: list[tuple[Tensor, Tensor]], whole_bytes: int) -> None:
         else:
             rest.append((own, value))
     if rest:
-        torch._foreach_copy_([own for own, _ in rest], [value for _, value in rest])
+        foreach_copy([own for own, _ in rest], [value for _, value in rest])

@@ -13,13 +13,13 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import MicrobatchResult, RunResult
 from phalanx.execution.partial_sums import PartialSum
 from phalanx.plan import Node
 from phalanx.replicas import Statistic
+from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
 __all__ = ["Account", "RankReport"]
@@ -117,7 +117,7 @@ class RankReport(RunResult):
 
 def _put(tensors: dict[str, Tensor], value: Nested) -> Any:  # Any: what JSON can hold
     """Set the tensors of ``value`` aside, and return what is left of it."""
-    leaves, structure = _pytree.tree_flatten(value)
+    leaves, structure = pytree.tree_flatten(value)
     names: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -127,7 +127,7 @@ def _put(tensors: dict[str, Tensor], value: Nested) -> Any:  # Any: what JSON ca
             names.append(leaf)
     try:
         json.dumps(names)
-        return [names, _pytree.treespec_dumps(structure)]
+        return [names, pytree.treespec_dumps(structure)]
     except (TypeError, NotImplementedError) as error:
         raise UnsupportedError(
             "Outputs and targets must be tensors, numbers and texts in lists, tuples and dicts to "
@@ -138,4 +138,4 @@ def _put(tensors: dict[str, Tensor], value: Nested) -> Any:  # Any: what JSON ca
 def _take(tensors: Mapping[str, Tensor], packed: Any) -> Nested:
     names, structure = packed
     leaves = [tensors[each[0]] if isinstance(each, list) else each for each in names]
-    return _pytree.tree_unflatten(leaves, _pytree.treespec_loads(structure))
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))

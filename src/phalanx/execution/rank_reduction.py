@@ -17,6 +17,7 @@ from phalanx.execution.partial_sums import TreeSums
 from phalanx.execution.rank_accounts import RankReport
 from phalanx.memory import FlatParameters
 from phalanx.plan import Node
+from phalanx.torch_internals import foreach_add
 
 __all__ = ["RankSums", "put_all", "slices_of", "spread"]
 
@@ -200,7 +201,7 @@ class _Slice:
 
 def _add(left: _Slice, right: _Slice) -> _Slice:
     if not left.absent and not right.absent:
-        torch._foreach_add_(left.buffer.ranges, right.buffer.ranges)
+        foreach_add(left.buffer.ranges, right.buffer.ranges)
         return left
     pairs = zip(left.buffer.members(), right.buffer.members(), strict=True)
     for (index, own), (_, other) in pairs:

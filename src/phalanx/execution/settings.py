@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.backends import cuda, mha, mkldnn, opt_einsum
 
+from phalanx.torch_internals import NUMERIC_SWITCHES
+
 __all__ = ["adopt_settings", "read_settings"]
 
 
@@ -54,9 +56,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (_matmul_precision, torch.set_float32_matmul_precision),
     *(_precision_of(operator) for operator in ("matmul", "conv", "rnn")),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
-    (torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled),
+    *NUMERIC_SWITCHES,
     (lambda: opt_einsum.enabled, lambda value: opt_einsum.set_flags(_enabled=value)),
     (lambda: opt_einsum.strategy, lambda value: opt_einsum.set_flags(_strategy=value)),
     (mha.get_fastpath_enabled, mha.set_fastpath_enabled),

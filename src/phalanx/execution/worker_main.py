@@ -40,6 +40,7 @@ from phalanx.replicas import (
     pack,
     set_intra_op,
 )
+from phalanx.torch_internals import make_subclass
 from phalanx.types import Nested
 
 __all__ = [
@@ -392,7 +393,7 @@ def _unpacked(init: WorkerInit, pool: SharedMemoryPool) -> tuple[nn.Module, list
         if index not in made:
             # `data`: a region's tensors have one version, which must tell of this one's writes.
             tensor = pool.at(place).data if value is None else load(value)
-            made[index] = torch.Tensor._make_subclass(kind, tensor, trained)
+            made[index] = make_subclass(kind, tensor, trained)
             made[index].__dict__.update(attributes)
         return made[index]
 

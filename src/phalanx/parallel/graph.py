@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils._pytree import TreeSpec
 
 from phalanx.codecs import Feedback
 from phalanx.errors import StateError, UnsupportedError
@@ -35,6 +34,13 @@ from phalanx.replicas import (
     add_gradients,
     advance_process_generator,
     seed_of_process,
+)
+from phalanx.torch_internals import (
+    in_forward_mode,
+    in_func_transform,
+    keeps_graph,
+    pytree,
+    will_execute,
 )
 from phalanx.types import Nested
 
@@ -100,7 +106,7 @@ class _Given:
     """
 
     leaves: list[Any]  # Any: whatever the module takes
-    spec: TreeSpec
+    spec: pytree.TreeSpec
     wanted: list[bool]
     versions: list[int]
 
@@ -187,7 +193,7 @@ class Graph:
         """Return the replicas' outputs, in the caller's graph where they need gradients."""
         self._version = result.version
         flat: dict[int, list[Any]] = {}
-        specs: dict[int, TreeSpec] = {}
+        specs: dict[int, pytree.TreeSpec] = {}
         for replica in self._given:
             found: Outputs = result.results[replica]
             flat[replica], specs[replica] = flatten(found.nested)
@@ -390,7 +396,7 @@ class _Connect(torch.autograd.Function):
                 "(create_graph=True) was asked for. Use the unwrapped module for second "
                 "derivatives."
             )
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep_graph = keeps_graph()
         return (None, None, *ctx.graph.backward(grads, keep_graph))
 
 
@@ -414,7 +420,7 @@ def _add_to_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
 def _is_reached(parameter: Tensor) -> bool:
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return will_execute(node)
     except RuntimeError:  # what torch answers when `autograd.grad` was asked for this very leaf
         return True
 
@@ -433,7 +439,7 @@ def refuse_transforms() -> None:
     Raises:
         UnsupportedError: In a transform of `torch.func`.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if in_func_transform():
         raise UnsupportedError(
             "A container must be called outside of `torch.func`'s transforms (`grad`, `vmap`, "
             "`jvp`, …), but is called in one. Use the unwrapped module there."
@@ -441,7 +447,7 @@ def refuse_transforms() -> None:
 
 
 def _refuse_tangents(parameters: Sequence[Tensor], parts: Sequence[Nested | None]) -> None:
-    if forward_ad._current_level < 0:
+    if not in_forward_mode():
         return
     leaves = [leaf for part in parts if part is not None for leaf in flatten(part)[0]]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(parameters)

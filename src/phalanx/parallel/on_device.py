@@ -18,13 +18,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from phalanx.errors import ConfigError
 from phalanx.parallel.pinning import keeping
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import flatten
 from phalanx.replicas import num_devices
+from phalanx.torch_internals import pytree
 from phalanx.types import Device, Nested
 
 __all__ = ["OnDevice"]

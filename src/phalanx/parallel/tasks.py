@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec
 
 from phalanx.execution import CachedPayload, MicrobatchContext
 from phalanx.plan import flatten, unflatten
@@ -26,6 +25,7 @@ from phalanx.replicas import (
     placed,
     run_backward,
 )
+from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
 __all__ = ["BackwardTask", "ForwardTask", "GradientPayload", "Outputs", "RunPart"]
@@ -44,7 +44,7 @@ class _Graph:
     inputs: list[Any]  # Any: leaves of whatever the module takes and returns
     wanted: list[bool]
     outputs: list[Any]
-    spec: TreeSpec
+    spec: pytree.TreeSpec
 
 
 @dataclass(frozen=True)

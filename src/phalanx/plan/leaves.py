@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from phalanx.errors import UnsupportedError
+from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
 __all__ = ["covering", "covers", "flatten", "leaf_paths", "named", "unflatten"]

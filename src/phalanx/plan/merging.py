@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.plan.leaves import covering, covers, flatten, leaf_paths, named, unflatten
+from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
 __all__ = ["Merge", "Merging", "join"]

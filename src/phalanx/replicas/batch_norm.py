@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.replicas.rendezvous import ReplicaRendezvous
+from phalanx.torch_internals import BatchNorm
 
 __all__ = ["batch_norm_names", "synchronise_batch_norm"]
 
@@ -47,7 +47,7 @@ def batch_norm_names(module: nn.Module) -> list[str]:
     return [
         name
         for name, child in module.named_modules()
-        if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm)
+        if isinstance(child, BatchNorm) and not isinstance(child, nn.SyncBatchNorm)
     ]
 
 

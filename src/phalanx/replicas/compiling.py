@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.errors import UnsupportedError
 from phalanx.plan import flatten
+from phalanx.torch_internals import COMPILED_FROM, COMPILER, TorchDispatchMode
 from phalanx.types import Nested
 
 __all__ = ["CompileOnce", "has_compiled", "refuse_compiled_in_place", "shared_compilers"]
-
-_SETTING = "_torchdynamo_orig_callable"  # which torch gives to whatever it has compiled
 
 
 def has_compiled(module: nn.Module) -> bool:
@@ -34,10 +32,10 @@ def has_compiled(module: nn.Module) -> bool:
         >>> has_compiled(nn.Sequential(nn.Linear(3, 2)))
         False
     """
-    if "torch._dynamo" not in sys.modules:  # the compiler, which every compiled function needs
+    if COMPILER not in sys.modules:
         return False
     return any(
-        hasattr(value, _SETTING)
+        hasattr(value, COMPILED_FROM)
         for part in module.modules()
         for value in part.__dict__.values()
         if callable(value) and not isinstance(value, type)

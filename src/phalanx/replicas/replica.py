@@ -23,6 +23,7 @@ from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.statistics import StatisticsOfReplica
 from phalanx.replicas.tensor_version import TensorVersion
 from phalanx.replicas.unchanged import SameParameters
+from phalanx.torch_internals import foreach_add, make_subclass
 
 __all__ = [
     "Replica",
@@ -339,9 +340,7 @@ def _compressed(source: nn.Module) -> dict[int, object]:
 def _alias(parameter: nn.Parameter) -> Tensor:
     # Not of `data`: with the version counter shared, autograd notices a change before backward.
     with torch.inference_mode(parameter.is_inference()):  # it has none then
-        alias = torch.Tensor._make_subclass(
-            type(parameter), parameter.detach(), parameter.requires_grad
-        )
+        alias: Tensor = make_subclass(type(parameter), parameter.detach(), parameter.requires_grad)
     alias.__dict__.update(parameter.__dict__)
     return alias
 
@@ -353,7 +352,7 @@ def add_gradients(
     left = apart(left)
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if pairs:
-        torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
+        foreach_add([a for a, _ in pairs], [b for _, b in pairs])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from phalanx.replicas.rng_mode import RngMode, pop_rng, push_rng
 from phalanx.replicas.rng_watch import RngWatch
+from phalanx.torch_internals import run_engine
 
 __all__ = [
     "MicrobatchRng",
@@ -213,7 +214,7 @@ def run_backward(
     Since torch 2.13 or so that function hands itself to the mode, inside of which no mode is on;
     this is what it calls then.
     """
-    torch.autograd.graph._engine_run_backward(
+    run_engine(
         tuple(outputs),
         tuple(gradients),
         keep_graph,

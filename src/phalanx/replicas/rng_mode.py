@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.errors import UnsupportedError
 from phalanx.replicas.rng_watch import WRAPPERS
 from phalanx.replicas.uncompiled import uncompiled
+from phalanx.torch_internals import MADE_OF_OTHERS, TorchDispatchMode, is_made_of_others
 
 __all__ = [
     "RngMode",
@@ -207,7 +207,7 @@ class RngMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and _is_made_of_others(func):
             with self:  # elsewhere torch takes it apart before it comes here
-                return func._op_dk(_MADE_OF_OTHERS, *args, **kwargs)
+                return func._op_dk(MADE_OF_OTHERS, *args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if kwargs.get("generator") is not None:
@@ -287,16 +287,12 @@ _DRAWS_ONLY_WITH: dict[Any, str] = {
 }
 
 _overloads: dict[Any, Any] = {}
-# Not `func.decompose`: it prefers formulas in Python, and that of a GRU forgets the dropout.
-_MADE_OF_OTHERS = torch._C.DispatchKey.CompositeImplicitAutograd
 _made_of_others: dict[Any, bool] = {}
 
 
 def _is_made_of_others(func: Any) -> bool:
-    """Tell whether ``func`` is written in terms of other operators, such as dropout or a GRU."""
     if func not in _made_of_others:
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        _made_of_others[func] = has_kernel(func.name(), _MADE_OF_OTHERS)
+        _made_of_others[func] = is_made_of_others(func.name())
     return _made_of_others[func]
 
 

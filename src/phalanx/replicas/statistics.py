@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.errors import UnsupportedError
 from phalanx.plan import BufferRules
 from phalanx.replicas.tensor_version import TensorVersion
+from phalanx.torch_internals import BatchNorm
 
 __all__ = [
     "Statistic",
@@ -99,7 +99,7 @@ def _rule_for(name: str, owner: nn.Module, rules: BufferRules) -> str:
     if rule != "sync":
         return rule
     # Synchronised batch norm leaves the same in all replicas.
-    ours = isinstance(owner, _BatchNorm) and not isinstance(owner, nn.SyncBatchNorm)
+    ours = isinstance(owner, BatchNorm) and not isinstance(owner, nn.SyncBatchNorm)
     return "first" if ours else "mean"
 
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from phalanx.torch_internals import COMPILER
+
 __all__ = ["uncompiled"]
 
 P = ParamSpec("P")
@@ -23,7 +25,7 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     left_alone: list[Callable[P, T]] = []
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        compiler = sys.modules.get("torch._dynamo")
+        compiler = sys.modules.get(COMPILER)
         if compiler is None:
             return function(*args, **kwargs)
         if not left_alone:

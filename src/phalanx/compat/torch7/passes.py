@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec
 
 from phalanx.errors import ConfigError, StateError
 from phalanx.plan import flatten, leaf_paths, unflatten
+from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
 __all__ = ["Pass", "same_leaves"]
@@ -52,7 +52,7 @@ class Pass:
         self._inputs: list[Any] = []  # Any: leaves of the user's own inputs
         self._outputs: list[Any] = []
         self._paths: list[str] = []
-        self._inputs_spec: TreeSpec | None = None
+        self._inputs_spec: pytree.TreeSpec | None = None
 
     def forward(self, run: Callable[[Nested], Nested], given: Nested) -> Nested:
         """Return ``run(given)``, and keep its graph; none is made under `torch.no_grad()`."""

@@ -1,0 +1,131 @@
+"""What we use of torch that is not public, all in one file.
+
+A new torch may rename any of it without notice. Each was tried on the versions in `TRIED_ON`, by
+tests/unit/test_torch_internals.py; run that first with another one, and add it here. Attributes of
+tensors and modules that everybody reads (`_version`, `_parameters`, `_backward_hooks`) stay where
+they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.distributed.rendezvous import _rendezvous_handlers
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "COMPILED_FROM",
+    "COMPILER",
+    "MADE_OF_OTHERS",
+    "NUMERIC_SWITCHES",
+    "TRIED_ON",
+    "BatchNorm",
+    "TorchDispatchMode",
+    "call_after_backward",
+    "foreach_add",
+    "foreach_copy",
+    "gloo_options",
+    "has_global_step_hooks",
+    "in_backward",
+    "in_forward_mode",
+    "in_func_transform",
+    "is_made_of_others",
+    "is_profiled",
+    "keeps_graph",
+    "make_subclass",
+    "pytree",
+    "rendezvous_handlers",
+    "run_engine",
+    "will_execute",
+]
+
+TRIED_ON = ("2.13",)
+
+# Any below: torch's stubs do not know these functions, or not their types.
+
+foreach_add: Callable[..., Any] = torch._foreach_add_
+"""Add the tensors of one list to those of another, in one call."""
+
+foreach_copy: Callable[..., Any] = torch._foreach_copy_
+"""Copy the tensors of one list to those of another, in one call."""
+
+run_engine: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+"""What `torch.autograd.backward` calls in the end."""
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Tell whether the backward pass that runs was given ``retain_graph=True``."""
+
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Tell whether the backward pass that runs comes to a node; RuntimeError where it is asked for."""
+
+NUMERIC_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
+    (torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled),
+)
+"""How switches that decide about bits are read and set, without warning and on any machine."""
+
+MADE_OF_OTHERS: Any = torch._C.DispatchKey.CompositeImplicitAutograd
+"""The dispatch key of operators that are written in terms of others."""
+
+rendezvous_handlers: dict[str, Callable[..., Any]] = _rendezvous_handlers
+"""What `init_process_group()` asks, by scheme; to be written to, too."""
+
+make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
+"""Return a tensor of a subclass (parameters), in the memory of another one."""
+
+COMPILER = "torch._dynamo"
+"""Its module: slow to import, and a process that has not imported it compiles nothing."""
+
+COMPILED_FROM = "_torchdynamo_orig_callable"
+"""The attribute that the compiler gives to whatever it has compiled."""
+
+
+def in_backward() -> bool:
+    """Tell whether the calling thread is in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Have ``callback`` called when the backward pass that runs has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_func_transform() -> bool:
+    """Tell whether the calling thread is in a transform of `torch.func`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_forward_mode() -> bool:
+    """Tell whether the calling thread is in a level of `torch.autograd.forward_ad`."""
+    return forward_ad._current_level >= 0
+
+
+def is_profiled() -> bool:
+    """Tell whether torch's profiler runs."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def is_made_of_others(operator: str) -> bool:
+    """Tell whether an operator is written in terms of others, such as dropout or a GRU.
+
+    Not `OpOverload.decompose`: it prefers formulas in Python, and that of a GRU forgets the
+    dropout.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, MADE_OF_OTHERS)
+
+
+def has_global_step_hooks() -> bool:
+    """Tell whether hooks are to be called around the steps of all optimizers."""
+    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def gloo_options(process_group: Any) -> Any:
+    """Return new options of the class `ProcessGroupGloo`."""
+    return process_group._Options()
