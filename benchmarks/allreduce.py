@@ -12,30 +12,28 @@ import contextlib
 import datetime
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.allreduce_report import (
-    BACKENDS,
-    Cell,
-    allreduce_table,
-    as_json,
-    draw_allreduce,
-)
-from benchmarks.machine import describe_machine
+from benchmarks.machine import Machine, describe_machine
 from benchmarks.mpi import ProcessFailed, has_mpi, measure_mpi
+from benchmarks.panels import Line, Lines
+from benchmarks.report import Cell, Column, Judged, Report, Row, Sheet, command_line, publish
 from benchmarks.step import introduce, turn_progress
 from phalanx.cli.console import make_console
 from phalanx.clock import now_s
 from phalanx.distributed import RankFailed, launch
 from phalanx.errors import ConfigError
 
-__all__ = ["allreduce", "measure"]
+__all__ = ["Timing", "allreduce", "measure", "report_allreduce", "target"]
 
 DEFAULT_OUT = Path("out/bench-allreduce")
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 100_000_000)
@@ -51,7 +49,60 @@ _BYTES_PER_TURN = 4 << 20  # small calls are repeated until about so much has go
 _MOST_CALLS = 200
 _TIMEOUT_S = 120.0
 
+BACKENDS = ("phalanx", "gloo")
+MPI = "mpi"
+_WITHIN_S = {4 << 10: 30e-6}  # of two ranks
+_SHARE_OF_COPY = 0.5  # algorithm bandwidth of two ranks, from 4 MiB on
+_SHARE_FROM_BYTES = 4 << 20
+_TIMES_MPI = 2.5  # as fast, with two ranks, from 4 MiB on
+
 Seconds = dict[str, dict[int, list[float]]]  # of a call, by backend and size, one per round
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One size with one number of ranks: seconds of a call by backend, one per round.
+
+    Attributes:
+        busy: How many other processes kept a core busy meanwhile.
+    """
+
+    ranks: int
+    num_bytes: int
+    seconds: Mapping[str, Sequence[float]]
+    busy: int = 0
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """What a section of the table, or a panel of the figure, has in common."""
+        return self.ranks, self.busy
+
+    def median_s(self, backend: str) -> float:
+        """Return the median of a backend's rounds."""
+        return median(self.seconds[backend])
+
+    def speedup_over(self, backend: str) -> float:
+        """Return the median of ``backend`` over ours."""
+        return self.median_s(backend) / self.median_s("phalanx")
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Our algorithm bandwidth: bytes of the tensor over seconds of the call."""
+        return self.num_bytes / self.median_s("phalanx")
+
+
+def target(timing: Timing) -> float | None:
+    """Return how many times as fast as gloo a call shall be, if that was said.
+
+    Example:
+        >>> target(Timing(ranks=2, num_bytes=16 << 10, seconds={}))
+        10.0
+    """
+    if timing.ranks > 2 or timing.busy:
+        return 1.0
+    if timing.num_bytes <= 64 << 10:
+        return 10.0
+    return 5.0 if timing.num_bytes >= 1 << 20 else None
 
 
 def allreduce(
@@ -71,7 +122,7 @@ def allreduce(
     console = make_console()
     machine = describe_machine()
     introduce(console, machine)
-    cells: list[Cell] = []
+    timings: list[Timing] = []
     failures: dict[str, str] = {}
     with turn_progress(console, len(counts) * (1 + len(BUSY)) + 1) as show:
         show("how fast memory is copied")
@@ -92,8 +143,8 @@ def allreduce(
                     seconds["mpi"] = measure_mpi(count, calls, rounds)
                 except ProcessFailed as error:
                     failures[f"{count} ranks of MPI"] = str(error)
-            cells += [
-                Cell(
+            timings += [
+                Timing(
                     ranks=count,
                     num_bytes=size,
                     seconds={backend: seconds[backend][size] for backend in seconds},
@@ -101,17 +152,9 @@ def allreduce(
                 )
                 for size in sizes
             ]
-    console.print(allreduce_table(cells, copy_bytes_per_s))
-    for name, cause in failures.items():
-        console.print(f"{name} failed.", style="red")
-        console.print(cause)
-    out.mkdir(parents=True, exist_ok=True)
-    record = as_json(cells, failures, machine, copy_bytes_per_s=copy_bytes_per_s)
-    (out / "allreduce.json").write_text(record, encoding="utf-8")
-    draw_allreduce(cells, machine, out / "allreduce.png", copy_bytes_per_s=copy_bytes_per_s)
-    console.print(f"Wrote {out / 'allreduce.json'} and {out / 'allreduce.png'}.")
-    if failures:
-        raise typer.Exit(1)
+    command = command_line("allreduce", ranks=",".join(map(str, counts)), rounds=rounds)
+    report = report_allreduce(timings, failures, machine, command, copy_bytes_per_s)
+    publish(report, console, out)
 
 
 def _counts(ranks: str) -> list[int]:
@@ -183,3 +226,92 @@ def _turn(group: dist.ProcessGroup, tensor: torch.Tensor, calls: int) -> float:
     taken = (now_s() - since) / calls
     dist.barrier()
     return taken
+
+
+def report_allreduce(
+    timings: Sequence[Timing],
+    failures: Mapping[str, str],
+    machine: Machine,
+    command: str,
+    copy_bytes_per_s: float,
+) -> Report:
+    """Return what the calls took."""
+    mpi = any(MPI in timing.seconds for timing in timings)
+    rows: list[Row] = []
+    panels: list[Lines] = []
+    for (ranks, busy), found in groupby(timings, key=lambda timing: timing.group):
+        group = list(found)
+        words = f"{ranks} ranks" + (f", {busy} of the cores busy with other work" if busy else "")
+        rows.append(Row(words))
+        for timing in group:
+            cells = _cells(timing, copy_bytes_per_s, mpi=mpi)
+            rows.append(Row(f"  {_size(timing.num_bytes)}", cells))
+        lines = tuple(
+            Line(
+                label=backend,
+                points=tuple(
+                    (timing.num_bytes, 1e6 * timing.median_s(backend))
+                    for timing in group
+                    if backend in timing.seconds
+                ),
+                ours=backend == "phalanx",
+            )
+            for backend in (*BACKENDS, MPI)
+            if any(backend in timing.seconds for timing in group)
+        )
+        ticks = {float(timing.num_bytes): _size(timing.num_bytes) for timing in group}
+        panels.append(
+            Lines(
+                title=words, note="µs of a call", lines=lines, ticks=ticks, log_x=True, log_y=True
+            )
+        )
+    columns = [Column("phalanx", "µs"), Column("gloo", "µs"), Column("÷ phalanx")]
+    if mpi:
+        columns += [Column("MPI", "µs"), Column("÷ phalanx")]
+    columns.append(Column("phalanx", "GB/s"))
+    title = f"Median of a call; one thread copies {copy_bytes_per_s / 1e9:.1f} GB/s"
+    return Report(
+        name="allreduce",
+        title="All-reduce on one host",
+        command=command,
+        machine=machine,
+        sheets=(Sheet(title, tuple(columns), tuple(rows)),),
+        panels=tuple(panels),
+        measured={
+            "copy_bytes_per_s": copy_bytes_per_s,
+            "timings": [asdict(timing) for timing in timings],
+        },
+        failures=failures,
+    )
+
+
+def _cells(timing: Timing, copy_bytes_per_s: float, *, mpi: bool) -> tuple[Cell, ...]:
+    """Return a row's cells; most targets are for two ranks on a machine at rest."""
+    alone = timing.ranks == 2 and not timing.busy
+    large = timing.num_bytes >= _SHARE_FROM_BYTES
+    limit_s = _WITHIN_S.get(timing.num_bytes) if alone else None
+    cells: list[Cell] = [
+        _judged(1e6 * timing.median_s("phalanx"), None if limit_s is None else 1e6 * limit_s),
+        1e6 * timing.median_s("gloo"),
+        _judged(timing.speedup_over("gloo"), target(timing), at_least=True),
+    ]
+    if mpi and MPI in timing.seconds:
+        least = _TIMES_MPI if timing.ranks == 2 and large else None
+        cells += [
+            1e6 * timing.median_s(MPI),
+            _judged(timing.speedup_over(MPI), least, at_least=True),
+        ]
+    elif mpi:
+        cells += [None, None]
+    share = _SHARE_OF_COPY * copy_bytes_per_s / 1e9 if alone and large else None
+    return (*cells, _judged(timing.bytes_per_s / 1e9, share, at_least=True))
+
+
+def _judged(value: float, limit: float | None, *, at_least: bool = False) -> Cell:
+    return value if limit is None else Judged(value, limit, at_least)
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes % 1000 == 0:
+        return f"{num_bytes // 1_000_000} MB"
+    return f"{num_bytes >> 10} KiB" if num_bytes < 1 << 20 else f"{num_bytes >> 20} MiB"

@@ -123,7 +123,8 @@ def _draw_bars(axis: Axes, panel: Bars) -> None:
         )
     for words, at in panel.guides.items():
         axis.axvline(at, color=_GUIDE, linewidth=1.1, linestyle="--")
-        axis.annotate(words, (at, len(rows) - 0.4), fontsize=8, color=_GUIDE, ha="center")
+        axis.annotate(words, (at, 0.99), xycoords=("data", "axes fraction"), rotation=90, va="top",
+                      fontsize=8, color=_GUIDE)  # fmt: skip
     axis.set_yticks(range(len(rows)), [bar.label for bar in rows], fontsize=9)
     if panel.log:
         axis.set_xscale("log")

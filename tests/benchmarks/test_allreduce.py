@@ -4,61 +4,51 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.allreduce import BUSY, _counts, busy_processes
-from benchmarks.allreduce_report import (
-    Cell,
-    allreduce_table,
-    as_json,
-    draw_allreduce,
-    target,
-)
+from benchmarks.allreduce import BUSY, Timing, _counts, busy_processes, report_allreduce, target
 from benchmarks.machine import describe_machine
 from benchmarks.mpi import ProcessFailed, has_mpi, measure_mpi
+from benchmarks.report import Judged
 from phalanx.errors import ConfigError
 
-CELLS = [
-    Cell(ranks=2, num_bytes=4096, seconds={"phalanx": [3e-5, 2e-5, 9e-5], "gloo": [6e-4] * 3}),
-    Cell(ranks=2, num_bytes=1 << 22, seconds={"phalanx": [1e-3] * 3, "gloo": [4e-3] * 3}),
-    Cell(ranks=4, num_bytes=1 << 22, seconds={"phalanx": [2e-3] * 3, "gloo": [4e-3] * 3}),
+TIMINGS = [
+    Timing(ranks=2, num_bytes=4096, seconds={"phalanx": [3e-5, 2e-5, 9e-5], "gloo": [6e-4] * 3}),
+    Timing(ranks=2, num_bytes=1 << 22, seconds={"phalanx": [1e-3] * 3, "gloo": [4e-3] * 3}),
+    Timing(ranks=4, num_bytes=1 << 22, seconds={"phalanx": [2e-3] * 3, "gloo": [4e-3] * 3}),
 ]
 
 
-def shown(cells: list[Cell] = CELLS) -> str:
-    text = StringIO()
-    Console(file=text, width=120).print(allreduce_table(cells, 6e9))
-    return text.getvalue()
+def rows_of(*timings: Timing) -> list[tuple]:
+    report = report_allreduce(timings, {}, describe_machine(), "", 6e9)
+    return [row.cells for row in report.sheets[0].rows if row.cells]
 
 
-def test_the_table_marks_what_is_met_and_what_is_missed():
-    small, large, four = (line for line in shown().splitlines() if "iB" in line)
-    assert "30 µs ≤30 ✓" in small
-    assert "20.0 ≥10 ✓" in small
-    assert "4.0 ≥5 ✗" in large
-    assert "4.19 ≥3 ✓" in large
-    assert "2.0 ≥1 ✓" in four
+def met(*cells: object) -> list[bool | None]:
+    return [cell.met if isinstance(cell, Judged) else None for cell in cells]
 
 
-def test_mpi_stands_beside_where_it_was_measured(tmp_path: Path):
-    cells = [
-        replace(CELLS[1], seconds={**CELLS[1].seconds, "mpi": [2e-3] * 3}),
-        replace(CELLS[2], seconds={**CELLS[2].seconds, "mpi": [9e-3] * 3}),
-        CELLS[2],
-    ]
-    two, four, without = (line for line in shown(cells).splitlines() if "iB" in line)
-    assert "2.00 ≥2.5 ✗" in two
-    assert "4.50" in four
-    assert "–" in without
-    assert "mpi" not in shown()
-    draw_allreduce(cells, describe_machine(), tmp_path / "a.png", copy_bytes_per_s=6e9)
-    assert (tmp_path / "a.png").exists()
+def test_targets_are_judged_by_size_and_ranks():
+    small, large, four = rows_of(*TIMINGS)
+    assert met(*small) == [True, None, True, None]
+    assert met(*large) == [None, None, False, True]
+    assert met(*four) == [None, None, True, None]
+    assert (small[2].value, large[3].value) == (pytest.approx(20), pytest.approx(4.194304))
+
+
+def test_mpi_stands_beside_where_it_was_measured():
+    two, four, without = rows_of(
+        replace(TIMINGS[1], seconds={**TIMINGS[1].seconds, "mpi": [2e-3] * 3}),
+        replace(TIMINGS[2], seconds={**TIMINGS[2].seconds, "mpi": [9e-3] * 3}),
+        TIMINGS[2],
+    )
+    assert (two[4].value, two[4].met) == (2.0, False)
+    assert four[3:5] == (9000, 4.5)
+    assert without[3:5] == (None, None)
 
 
 @pytest.mark.skipif(not has_mpi(), reason="needs mpirun and the package mpi4py")
@@ -72,17 +62,12 @@ def test_ranks_of_mpi_that_fail_say_why():
         measure_mpi(2, {-4: 1}, 1)
 
 
-def test_beside_other_work_no_call_shall_be_slower_than_gloos(tmp_path: Path):
-    quick = replace(CELLS[0], busy=1)
-    slow = replace(CELLS[1], busy=2, seconds={"phalanx": [5e-3], "gloo": [4e-3]})
-    one, two = (line for line in shown([quick, slow]).splitlines() if "iB" in line)
-    assert "20.0 ≥1 ✓" in one
-    assert "≤30" not in one  # said of a quiet machine
-    assert "0.8 ≥1 ✗" in two
-    draw_allreduce(
-        [*CELLS, quick, slow], describe_machine(), tmp_path / "a.png", copy_bytes_per_s=6e9
-    )
-    assert (tmp_path / "a.png").exists()
+def test_beside_other_work_no_call_shall_be_slower_than_gloos():
+    quick = replace(TIMINGS[0], busy=1)
+    slow = replace(TIMINGS[1], busy=2, seconds={"phalanx": [5e-3], "gloo": [4e-3]})
+    one, two = rows_of(quick, slow)
+    assert met(*one) == [None, None, True, None]
+    assert met(*two) == [None, None, False, None]
 
 
 def test_busy_processes_end_with_the_body():
@@ -99,17 +84,7 @@ def children() -> set[int]:
 
 
 def test_sizes_between_have_no_target():
-    assert target(Cell(ranks=2, num_bytes=256 << 10, seconds={})) is None
-
-
-def test_the_record_holds_every_round(tmp_path: Path):
-    machine = describe_machine()
-    record = json.loads(as_json(CELLS, {"4 ranks": "why"}, machine, copy_bytes_per_s=6e9))
-    assert record["cells"][0]["seconds"]["phalanx"] == [3e-5, 2e-5, 9e-5]
-    assert record["cells"][0]["median_s"]["phalanx"] == 3e-5
-    assert record["failures"] == {"4 ranks": "why"}
-    draw_allreduce(CELLS, machine, tmp_path / "a.png", copy_bytes_per_s=6e9)
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert target(Timing(ranks=2, num_bytes=256 << 10, seconds={})) is None
 
 
 def test_numbers_of_ranks_are_read():
@@ -124,7 +99,7 @@ def test_the_command_measures_and_writes(tmp_path: Path):
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "allreduce.png").exists()
-    cells = json.loads((tmp_path / "allreduce.json").read_text())["cells"]
-    assert cells[0]["num_bytes"] == 4096
-    assert all(cell["least_s"]["phalanx"] > 0 for cell in cells)
-    assert {cell["busy"] for cell in cells} == {0, *BUSY}
+    timings = json.loads((tmp_path / "allreduce.json").read_text())["measured"]["timings"]
+    assert timings[0]["num_bytes"] == 4096
+    assert all(min(each["seconds"]["phalanx"]) > 0 for each in timings)
+    assert {each["busy"] for each in timings} == {0, *BUSY}
