@@ -16,17 +16,11 @@ import typer
 
 from benchmarks.arena import Arena
 from benchmarks.machine import describe_machine
+from benchmarks.report import command_line, publish
 from benchmarks.step import introduce, turn_progress
 from benchmarks.table_contestants import CONTESTANTS, Job, entrant, is_there
+from benchmarks.table_report import report_tables, summarize
 from benchmarks.table_tasks import COLS, TASKS, TASKS_OF_DISK, TASKS_OF_MEMORY, Task
-from benchmarks.tables_report import (
-    Results,
-    as_json,
-    draw_tables,
-    latency_table,
-    rate_table,
-    target_table,
-)
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError, PeerError
 from phalanx.memory import is_compiled
@@ -85,24 +79,24 @@ def tables(
         found = Path(folder).resolve()
         compete(in_memory, found, rows, TASKS_OF_MEMORY, rounds, seconds, failures, show)
         compete(on_disk, found, snapshot_rows, TASKS_OF_DISK, _DISK_ROUNDS, seconds, failures, show)
-    results = Results(
-        seconds=seconds,
-        failures=failures,
+    command = command_line(
+        "tables",
+        contestants=",".join(names),
+        rounds=rounds,
+        rows=rows,
+        snapshot_mb=snapshot_mb,
+    )
+    report = report_tables(
+        summarize(seconds),
+        failures,
+        machine,
+        command,
         rows=rows,
         snapshot_bytes=4 * COLS * snapshot_rows,
+        rounds=rounds,
+        rows_compiled=is_compiled(),
     )
-    for table in (latency_table(results), rate_table(results), target_table(results)):
-        console.print(table)
-    for name, cause in failures.items():
-        console.print(f"{name} failed.", style="red")
-        console.print(cause)
-    (out / "tables.json").write_text(
-        as_json(results, machine, rounds=rounds, rows_compiled=is_compiled()), encoding="utf-8"
-    )
-    draw_tables(results, machine, out / "tables.png")
-    console.print(f"Wrote {out / 'tables.json'} and {out / 'tables.png'}.")
-    if failures:
-        raise typer.Exit(1)
+    publish(report, console, out)
 
 
 def _names(contestants: str | None) -> list[str]:

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import json
 import threading
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import table_turns
 from benchmarks.__main__ import app as bench_app
 from benchmarks.machine import describe_machine
+from benchmarks.report import Judged
 from benchmarks.table_contestants import Job, entrant
-from benchmarks.table_standings import judge
+from benchmarks.table_report import TITLES, Summary, judge, report_tables, summarize
 from benchmarks.table_tasks import TASKS, TASKS_OF_DISK, Task
 from benchmarks.table_turns import Draws, Steps, take_turn
-from benchmarks.tables_report import (
-    TITLES,
-    Results,
-    as_json,
-    draw_tables,
-    latency_table,
-    rate_table,
-    target_table,
-)
 from phalanx.errors import ConfigError
 
 MACHINE = describe_machine()
 GB = 10**9
 
 
-def results(names=("phalanx", "torch", "rpc", "ray", "snapshot"), seconds=2e-5):
+def report(names=("phalanx", "torch", "rpc", "ray", "snapshot"), seconds=2e-5):
     found = {
         name: {
             task: [[seconds, 3 * seconds], [2 * seconds]]
@@ -41,15 +31,12 @@ def results(names=("phalanx", "torch", "rpc", "ray", "snapshot"), seconds=2e-5):
         }
         for name in names
     }
-    return Results(seconds=found, failures={}, rows=999, snapshot_bytes=GB)
+    return report_tables(summarize(found), {}, MACHINE, "", rows=999, snapshot_bytes=GB)
 
 
-def shown(table):
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table)
-    lines = console.export_text().splitlines()
-    assert max(map(len, lines)) <= 80
-    return [" ".join(line.split()) for line in lines]
+def measured(rows):
+    """Return what was measured of a target, as label, judgement and unit."""
+    return [(row.label, *row.cells) for row in rows if row.cells[0].value is not None]
 
 
 # --- judging --------------------------------------------------------------------------------------
@@ -65,8 +52,8 @@ def medians(**by_name):
 )
 def test_a_few_rows_are_judged_by_microseconds(kind, rows, seconds, met):
     task = Task(kind=kind, rows=rows)
-    [verdict] = [v for v in judge(medians(phalanx=(task, seconds)), GB) if v.measured is not None]
-    assert (verdict.what, verdict.unit, verdict.met) == (f"{kind} {rows} rows", "µs", met)
+    [(what, judged, unit)] = measured(judge(medians(phalanx=(task, seconds)), GB))
+    assert (what, unit, judged.met) == (f"{kind} {rows} rows", "µs", met)
 
 
 @pytest.mark.parametrize(
@@ -85,17 +72,14 @@ def test_a_few_rows_are_judged_by_microseconds(kind, rows, seconds, met):
 def test_more_rows_are_judged_beside_peers(kind, rows, peer, times, met):
     task = Task(kind=kind, rows=rows)
     found = judge({"phalanx": {task: 1e-3}, peer: {task: times * 1e-3}}, GB)
-    [verdict] = [v for v in found if v.measured is not None and v.unit == "×"]
-    assert verdict.met is met
-    assert verdict.measured == pytest.approx(times if peer == "rpc" else 1 / times)
+    [judged] = [judged for _, judged, unit in measured(found) if unit == "×"]
+    assert judged.met is met
+    assert judged.value == pytest.approx(times if peer == "rpc" else 1 / times)
 
 
 def test_what_the_other_worker_does_meanwhile_is_no_target():
-    assert not any(
-        verdict.measured
-        for task in (Task(kind="get", rows=10, both=True), Task(kind="get", rows=10, fresh=True))
-        for verdict in judge(medians(phalanx=(task, 1e-6)), GB)
-    )
+    for task in (Task(kind="get", rows=10, both=True), Task(kind="get", rows=10, fresh=True)):
+        assert not measured(judge(medians(phalanx=(task, 1e-6)), GB))
 
 
 @pytest.mark.parametrize(
@@ -103,52 +87,50 @@ def test_what_the_other_worker_does_meanwhile_is_no_target():
 )
 def test_a_snapshot_is_judged_by_the_disk_where_that_is_slow(snapshot_s, disk_s, met):
     snapshot, disk = TASKS_OF_DISK
-    verdict = judge({"snapshot": {snapshot: snapshot_s, disk: disk_s}}, GB)[-1]
-    assert verdict.met is met
-    assert verdict.measured == pytest.approx(1 / snapshot_s)
+    judged, _ = judge({"snapshot": {snapshot: snapshot_s, disk: disk_s}}, GB)[-1].cells
+    assert judged.met is met
+    assert judged.value == pytest.approx(1 / snapshot_s)
 
 
 def test_two_workers_are_judged_by_the_rows_of_both():
     """Seconds of a flood are per row of all workers: half of them is twice as fast."""
     one, two = (Task(kind="flood", rows=1_000, both=both, fresh=True) for both in (False, True))
     found = judge({"phalanx": {one: 4e-7, two: 2e-7}}, GB)
-    [verdict] = [v for v in found if v.measured is not None]
-    assert (verdict.measured, verdict.met) == (2.0, True)
+    [(_, judged, _)] = measured(found)
+    assert judged == Judged(2.0, 1.6, at_least=True)
 
 
 # --- showing --------------------------------------------------------------------------------------
 
 
-def test_tables_fit_and_show_medians():
-    latencies = shown(latency_table(results()))
-    assert "add 1,000 40 40 40 40" in latencies
-    assert "idle, and rows found by key" in latencies
-    assert any("Ray actor" in line for line in latencies)
-    assert "snapshot, GB/s 25,000" in shown(rate_table(results()))
-    targets = shown(target_table(results(seconds=7e-6)))
-    assert "get 10 rows ≤ 15 µs 14 ✓" in targets
-    assert "get 100,000 rows, torch RPC over ours ≥ 10 × 1 ✗" in targets
+def test_sheets_show_medians_rates_and_targets():
+    latencies, rates, targets = report(seconds=2e-5).sheets
+    assert len(latencies.columns) == 4
+    assert next(row.cells for row in latencies.rows if row.label == "  add 1,000") == (
+        pytest.approx((40.0,) * 4)
+    )
+    assert rates.rows[-2].cells == (None, None, pytest.approx(25_000))
+    assert {len(row.cells) for row in rates.rows} == {3}
+    assert targets.rows[0].cells == (Judged(pytest.approx(40.0), 15.0), "µs")
 
 
 def test_who_did_not_run_is_not_shown_and_its_targets_are_open():
-    alone = results(names=("phalanx",))
-    assert not any("RPC" in line for line in shown(latency_table(alone)))
-    assert "get 1,000 rows, torch RPC over ours ≥ 40 × – –" in shown(target_table(alone))
+    latencies, rates, targets = report(names=("phalanx",)).sheets
+    assert (len(latencies.columns), len(rates.columns)) == (1, 1)
+    [row] = [row for row in targets.rows if row.label == "get 1,000 rows, torch RPC over ours"]
+    assert row.cells[0].met is None
 
 
-def test_the_record_holds_every_task_and_target():
-    report = json.loads(as_json(results(), MACHINE, rounds=2))
-    assert report["schema"] == "phalanx.bench.tables/1"
-    assert set(report["contestants"]) == {*TITLES, "snapshot"}
-    first = report["contestants"]["phalanx"][0]
-    assert (first["kind"], first["rows"], first["num"]) == ("get", 10, 3)
-    assert first["median_s_by_turn"] == [4e-5, 4e-5]
-    assert {target["met"] for target in report["targets"]} == {True, False}
+def test_a_summary_holds_every_turn():
+    task = TASKS[0]
+    assert summarize({"torch": {task: [[1.0, 3.0], [], [2.0]], TASKS[1]: []}}) == {
+        "torch": {task: Summary(median_s=2.0, min_s=1.0, num=3, median_s_by_turn=[2.0, 2.0])}
+    }
 
 
 @pytest.mark.parametrize("names", [("phalanx", "torch", "rpc"), ("snapshot",), ()])
 def test_a_figure_is_drawn_whoever_fell_out(tmp_path, names):
-    draw_tables(results(names=names), MACHINE, tmp_path / "tables.png")
+    report(names=names).draw(tmp_path / "tables.png")
     assert (tmp_path / "tables.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -232,7 +214,8 @@ def test_it_runs_beside_its_peers_and_writes_what_it_found(tmp_path, monkeypatch
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "tables.json").read_text())
-    counts = {name: len(tasks) for name, tasks in report["contestants"].items()}
+    contestants = report["measured"]["contestants"]
+    counts = {name: len(tasks) for name, tasks in contestants.items()}
     assert counts == {"phalanx": 30, "torch": 24, "rpc": 18, "snapshot": 2}
     assert all(target["met"] is not None for target in report["targets"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tables.json", "tables.png"]
