@@ -494,8 +494,8 @@ class DataParallel(Container, Unwrapped):
             return run()
         try:
             return run()
-        except Exception:  # whatever a user's model raises; a true fault is raised again below
-            restore_memory_format(self.module)
+        except Exception as error:  # whatever a user's model raises; a true fault is raised below
+            restore_memory_format(self.module, error)
         try:
             outputs = run()
         except Exception:  # the user's own fault, raised again

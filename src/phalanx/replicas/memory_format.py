@@ -11,6 +11,8 @@ returns wrong gradients for `InstanceNorm2d` on one row in channels_last memory,
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -68,9 +70,14 @@ def use_channels_last(module: nn.Module) -> None:
     _reorder(module, torch.channels_last)
 
 
-def restore_memory_format(module: nn.Module) -> None:
-    """Put all 4-D parameters back into the order of their dims."""
+def restore_memory_format(module: nn.Module, cause: Exception) -> None:
+    """Put all 4-D parameters back into the order of their dims, and say why the model runs anew."""
     _reorder(module, torch.contiguous_format)
+    warnings.warn(
+        "The first batch failed with channels_last weights, so it runs once more without "
+        f"({type(cause).__name__}: {cause}). Give channels_last=False.",
+        stacklevel=2,
+    )
 
 
 def _reorder(module: nn.Module, memory_format: torch.memory_format) -> None:

@@ -51,8 +51,12 @@ class Trial:
         if wanted is False or (wanted is None and not wants_channels_last(self._module)):
             return
         use_channels_last(self._module)
-        if wanted is None and not self._runs(home):
-            restore_memory_format(self._module)
+        if wanted:
+            return
+        try:
+            self._run_once(home)
+        except Exception as error:  # whatever a user's model raises
+            restore_memory_format(self._module, error)
             self._run_once(home)  # a fault of the batch or the model is raised here, not settled
 
     def choose(
@@ -71,13 +75,6 @@ class Trial:
         if len(options) == 1:
             return options[0], "the only choice"
         return try_out(options, lambda formation: self._open(formation, workloads))
-
-    def _runs(self, home: torch.device) -> bool:
-        try:
-            self._run_once(home)
-        except Exception:  # whatever a user's model raises; a true fault is raised again
-            return False
-        return True
 
     def _run_once(self, home: torch.device) -> None:
         run, close = self._open(Formation((home,), 1), None)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import phalanx
 from phalanx.replicas import use_channels_last, wants_channels_last
@@ -127,3 +128,37 @@ def test_instance_norm_has_the_right_gradients_by_default(rows: int, flat: bool)
     with phalanx.DataParallel(wrapped, devices=["cpu", "cpu"]) as model:
         loss(model(x), target).backward()
     torch.testing.assert_close(gradients(wrapped), gradients(plain), rtol=1e-9, atol=1e-9)
+
+
+def flattening() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 2))
+
+
+def test_a_trainer_says_that_a_batch_runs_without_channels_last() -> None:
+    net = flattening()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs, targets) + 0.1 * net[0].weight.view(-1).norm()
+
+    batch = torch.ones(4, 3, 6, 6), torch.ones(4, 2)
+    with phalanx.Trainer(
+        net, loss, lambda own: torch.optim.SGD(own, lr=0.1), executor="inline", replicas=1
+    ) as trainer:
+        with pytest.warns(UserWarning, match="runs once more without .*view"):
+            trainer.step(batch)
+        trainer.step(batch)
+    assert net[0].weight.is_contiguous()
+
+
+def test_a_container_says_that_a_batch_runs_without_channels_last() -> None:
+    net = flattening()
+
+    def look(own: nn.Module, *_: object) -> None:
+        own.weight.view(-1)
+
+    net[0].register_forward_hook(look)
+    with phalanx.DataParallel(net, ["cpu", "cpu"]) as model:
+        with pytest.warns(UserWarning, match="runs once more without"):
+            model(torch.ones(4, 3, 6, 6))
+        model(torch.ones(4, 3, 6, 6))
