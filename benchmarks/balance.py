@@ -9,27 +9,78 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from benchmarks.arena import Arena, Pace, compete
-from benchmarks.balance_report import Contest, as_json, balance_table, draw_balance
+from benchmarks.arena import Arena, Outcome, Pace, compete
 from benchmarks.contestants import check_model
-from benchmarks.machine import describe_machine
-from benchmarks.slowed import Job, entrant, read_account
+from benchmarks.machine import Machine, describe_machine
+from benchmarks.panels import Bar, Bars, Line, Lines
+from benchmarks.report import (
+    Cell,
+    Column,
+    Judged,
+    Report,
+    Row,
+    Sheet,
+    command_line,
+    number,
+    publish,
+)
+from benchmarks.slowed import SLOW, Account, Job, entrant, read_account
 from benchmarks.step import introduce, turn_progress
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError, PeerLost
 
-__all__ = ["balance"]
+__all__ = ["Contest", "balance", "ratio", "report_balance"]
 
 DEFAULT_OUT = Path("out/bench-balance")
-CONTAINERS = ("trainer", "dataparallel")
+CONTAINERS = {"trainer": "Trainer", "dataparallel": "DataParallel"}
+SPLITS = {"even": "even shares", "auto": "balanced shares", "ideal": "ideal shares"}
 SETTLING_STEPS = 10  # in which balanced shares must be found
 _CALIBRATION_STEPS = 24
+_STEPS_SHOWN = 60
+
+# By case: of balanced shares, over which others the step takes at most how much.
+TARGETS = {
+    "slowed": {"ideal": 1.10, "even": 1 / 1.4},
+    "equal": {"even": 1.02},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """What was measured.
+
+    Args:
+        slowdown: How many times slower the slow replica is.
+        seconds_per_row: What a row takes a replica that is not slowed.
+        outcome: By contestant: ``container-case-split``, such as ``trainer-slowed-auto``.
+        accounts: What they told beside it.
+    """
+
+    model: str
+    slowdown: float
+    seconds_per_row: float
+    outcome: Outcome
+    accounts: Mapping[str, Account]
+
+
+def ratio(contest: Contest, name: str, baseline: str) -> float | None:
+    """Return how many times ``baseline``'s step takes ``name``'s: the median over the rounds.
+
+    Round by round, so that a machine that is slower for a while is so for both.
+    """
+    ours, theirs = (contest.outcome.seconds.get(each) for each in (name, baseline))
+    if not ours or not theirs:
+        return None
+    pairs = zip(ours, theirs, strict=True)
+    return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
 
 
 def balance(
@@ -63,16 +114,8 @@ def balance(
         )
         jobs = _jobs(model, slowdown, row_s, Path(folder))
         contest = _hold(console, jobs, pace, model=model, slowdown=slowdown, row_s=row_s)
-    console.print(balance_table(contest))
-    for name, cause in contest.outcome.failures.items():
-        console.print(f"{name} failed.", style="red")
-        console.print(cause)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "balance.json").write_text(as_json(contest, machine, pace), encoding="utf-8")
-    draw_balance(contest, machine, out / "balance.png")
-    console.print(f"Wrote {out / 'balance.json'} and {out / 'balance.png'}.")
-    if contest.outcome.failures:
-        raise typer.Exit(1)
+    command = command_line("balance", model=model, slowdown=slowdown, steps=steps)
+    publish(report_balance(contest, machine, pace, command), console, out)
 
 
 def _pace_for(steps: int) -> Pace:
@@ -142,3 +185,107 @@ def _hold(
         outcome=outcome,
         accounts={name: told for name, told in accounts.items() if told is not None},
     )
+
+
+def report_balance(contest: Contest, machine: Machine, pace: Pace, command: str) -> Report:
+    """Return what balanced shares gained and cost."""
+    rows: list[Row] = []
+    bars: list[Bar] = []
+    for case in TARGETS:
+        slow = f"replica {SLOW} {contest.slowdown:g}× slower" if case == "slowed" else "equal"
+        rows.append(Row(slow))
+        for container, title in CONTAINERS.items():
+            for split, shares in SPLITS.items():
+                name = f"{container}-{case}-{split}"
+                if name in contest.outcome.seconds:
+                    ours = split == "auto"
+                    rows.append(Row(f"  {title}, {shares}", _cells(contest, name), ours=ours))
+                    bars.append(_bar(contest, name))
+    columns = (Column("median", "ms"), Column("÷ even"), Column("÷ ideal"), Column("last rows"))
+    title = f"{contest.model}, 2 replicas: one training step"
+    return Report(
+        name="balance",
+        title=f"Balanced workloads on two replicas, one of them {contest.slowdown:g}× slower",
+        command=command,
+        machine=machine,
+        sheets=(Sheet(title, columns, tuple(rows)),),
+        panels=(
+            _share_panel(contest),
+            Bars(title="one step", note="median ms, × even", bars=tuple(bars)),
+        ),
+        measured={
+            "model": contest.model,
+            "slowdown": contest.slowdown,
+            "seconds_per_row": contest.seconds_per_row,
+            "pace": asdict(pace),
+            "contestants": {
+                name: {"seconds_by_round": turns, **_account_record(contest.accounts.get(name))}
+                for name, turns in contest.outcome.seconds.items()
+            },
+        },
+        failures=contest.outcome.failures,
+    )
+
+
+def _median_ms(contest: Contest, name: str) -> float:
+    turns = contest.outcome.seconds[name]
+    return 1e3 * statistics.median(step for turn in turns for step in turn)
+
+
+def _cells(contest: Contest, name: str) -> tuple[Cell, ...]:
+    container, case, split = name.split("-")
+    cells: list[Cell] = [_median_ms(contest, name)]
+    for baseline in ("even", "ideal"):
+        found = None
+        if baseline != split:
+            found = ratio(contest, name, f"{container}-{case}-{baseline}")
+        limit = TARGETS[case].get(baseline) if split == "auto" else None
+        cells.append(found if limit is None else Judged(found, limit))
+    told = contest.accounts.get(name)
+    cells.append(":".join(map(str, told.shares[-1])) if told and told.shares else None)
+    return tuple(cells)
+
+
+def _bar(contest: Contest, name: str) -> Bar:
+    container, case, split = name.split("-")
+    median_ms = _median_ms(contest, name)
+    over_even = None if split == "even" else ratio(contest, name, f"{container}-{case}-even")
+    beside = "" if over_even is None else f"  {over_even:.2f}×"
+    return Bar(
+        label=f"{CONTAINERS[container]}, {case}: {SPLITS[split].removesuffix(' shares')}",
+        parts=(median_ms,),
+        text=f"{number(median_ms)}{beside}",
+        ours=split == "auto",
+    )
+
+
+def _share_panel(contest: Contest) -> Lines:
+    """Return the slow replica's share step by step: solid where it is slow, dotted without."""
+    lines = []
+    for container, title in CONTAINERS.items():
+        for case in TARGETS:
+            told = contest.accounts.get(f"{container}-{case}-auto")
+            if told is not None:
+                shares = [100 * rows[SLOW] / sum(rows) for rows in told.shares[:_STEPS_SHOWN]]
+                words = "slowed" if case == "slowed" else "equal replicas"
+                points = tuple((float(step), share) for step, share in enumerate(shares, 1))
+                lines.append(
+                    Line(
+                        label=f"{title}, {words}",
+                        points=points,
+                        ours=container == "trainer",
+                        dotted=case == "equal",
+                    )
+                )
+    return Lines(
+        title=f"share of replica {SLOW}",
+        note="% of the rows, by step",
+        lines=tuple(lines),
+        levels={"even": 50.0, "ideal": 100 / (1 + contest.slowdown)},
+    )
+
+
+def _account_record(told: Account | None) -> Mapping[str, object]:
+    if told is None:
+        return {"shares": [], "decisions": []}
+    return {"shares": told.shares, "decisions": [asdict(each) for each in told.decisions]}

@@ -47,8 +47,8 @@ def judge(medians: Medians, snapshot_bytes: int) -> list[Row]:
     """Return every target, in the order of the issue; the other worker is idle, unless said.
 
     Example:
-        >>> judge({"phalanx": {Task(kind="get", rows=10): 5e-6}}, 10**9)[0].met
-        True
+        >>> judge({"phalanx": {Task(kind="get", rows=10): 5e-6}}, 10**9)[0].cells
+        (Judged(value=5.0, limit=15.0, at_least=False), 'µs')
     """
     return [*_latencies(medians), *_rates(medians, snapshot_bytes)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import sys
 import threading
@@ -11,21 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 import benchmarks.balance as balance_module
 from benchmarks import slowed
 from benchmarks.__main__ import app as bench_app
 from benchmarks.arena import Entrant, Outcome, Pace
-from benchmarks.balance_report import (
-    Contest,
-    as_json,
-    balance_table,
-    draw_balance,
-    ratio,
-    verdicts,
-)
+from benchmarks.balance import Contest, ratio, report_balance
 from benchmarks.contestants import build, loss_of
 from benchmarks.machine import Machine
 from benchmarks.slowed import Account, Job, Slowdown, open_job, read_account
@@ -157,48 +148,34 @@ def test_a_ratio_is_the_median_over_rounds_of_which_each_is_compared_with_itself
     assert ratio(slower_later, "trainer-equal-auto", "trainer-slowed-even") is None
 
 
-def test_targets_are_met_or_missed():
-    slow = {each.baseline: each for each in verdicts(ALL, "trainer", "slowed", "auto")}
-    (equal,) = verdicts(ALL, "trainer", "equal", "auto")
-    assert slow["ideal"].ratio == pytest.approx((1.2 + 1.0) / 2)
-    assert slow["even"].met
-    assert slow["even"].at_most == pytest.approx(1 / 1.4)
-    assert not equal.met
-    assert equal.at_most == 1.02
-    assert verdicts(ALL, "trainer", "slowed", "ideal") == []
-    assert verdicts(ALL, "dataparallel", "slowed", "auto") == []
+def cells_of(shown: Contest) -> list[tuple]:
+    report = report_balance(shown, MACHINE, Pace(), "")
+    return [row.cells for row in report.sheets[0].rows if row.cells]
 
 
-def test_the_table_fits_and_marks_what_was_missed():
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(balance_table(ALL))
-    text = console.export_text()
-    assert "replica 1 3× slower" in text
-    slowed_line, equal_line = (
-        line for line in text.splitlines() if line.startswith("Trainer, balanced shares")
-    )
-    assert "160.00" in slowed_line
-    assert "≤0.71 ✓" in slowed_line
-    assert slowed_line.rstrip().endswith("96:32")
-    assert "1.10 ≤1.02 ✗" in equal_line
-    assert "DataParallel" not in text
+def test_balanced_shares_are_judged_and_others_are_not():
+    slow_even, slow, ideal, even, equal = cells_of(ALL)
+    assert slow[0] == pytest.approx(160)
+    assert slow[1].met
+    assert slow[1].limit == pytest.approx(1 / 1.4)
+    assert (slow[2].value, slow[2].limit) == (pytest.approx((1.2 + 1.0) / 2), 1.1)
+    assert slow[3] == "96:32"
+    assert (equal[1].value, equal[1].limit, equal[1].met) == (pytest.approx(1.1), 1.02, False)
+    assert (slow_even[1], ideal[2], even[1], equal[2]) == (None,) * 4
+    assert ideal[1] == pytest.approx((0.5 + 0.16 / 0.3) / 2)
 
 
 def test_the_record_holds_every_step_and_decision():
-    report = json.loads(as_json(ALL, MACHINE, Pace()))
-    assert report["schema"] == "phalanx.bench.balance/1"
-    assert (report["model"], report["slowdown"], report["seconds_per_row"]) == ("mlp", 3.0, 1e-4)
-    auto = report["contestants"]["trainer-slowed-auto"]
+    measured = json.loads(report_balance(ALL, MACHINE, Pace(), "").as_json())["measured"]
+    auto = measured["contestants"]["trainer-slowed-auto"]
     assert auto["shares"] == [[64, 64], [96, 32]]
     assert auto["decisions"][0]["seconds_per_row"] == [0.5, None]
     assert auto["seconds_by_round"] == [[0.16, 0.2], [0.16]]
-    assert set(auto["ratio_by_split"]) == {"even", "auto", "ideal"}
-    assert [each["met"] for each in auto["targets"]] == [True, True]
 
 
 @pytest.mark.parametrize("shown", [ALL, contest()])
 def test_a_figure_is_drawn_whoever_fell_out(tmp_path, shown):
-    draw_balance(shown, MACHINE, tmp_path / "balance.png")
+    report_balance(shown, MACHINE, Pace(), "").draw(tmp_path / "balance.png")
     assert (tmp_path / "balance.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -231,7 +208,7 @@ def test_the_command_prints_a_table_and_writes_its_files(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "a row takes a replica 300 µs; the slow one waits 1200 µs more" in result.output
     assert "replica 1 5× slower" in result.output
-    report = json.loads((tmp_path / "a" / "b" / "balance.json").read_text())
+    report = json.loads((tmp_path / "a" / "b" / "balance.json").read_text())["measured"]
     assert list(report["contestants"]) == CONTESTANTS
     assert all(each["shares"] == [[8, 8]] * 10 for each in report["contestants"].values())
     assert (tmp_path / "a" / "b" / "balance.png").exists()
@@ -247,7 +224,7 @@ def test_a_failed_contestant_is_shown_and_the_command_says_so_at_the_end(tmp_pat
     assert result.exit_code == 1
     assert "trainer-slowed-auto failed." in result.output
     assert "no such layout" in result.output
-    report = json.loads((tmp_path / "balance.json").read_text())
+    report = json.loads((tmp_path / "balance.json").read_text())["measured"]
     assert "trainer-slowed-auto" not in report["contestants"]
 
 
@@ -261,7 +238,7 @@ def test_real_contestants_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(balance_module, "_jobs", few)
     result = run_balance("--model=tiny", "--steps=4", f"--out={tmp_path}")
     assert result.exit_code == 0, result.output
-    report = json.loads((tmp_path / "balance.json").read_text())
+    report = json.loads((tmp_path / "balance.json").read_text())["measured"]
     for told in report["contestants"].values():
         assert len(told["shares"]) == len(told["decisions"]) == 10 + 2 * 5
         assert all(sum(rows) == 16 for rows in told["shares"])
