@@ -185,8 +185,7 @@ class Engine:
             return True
         if not rests and self._spin(need or _NOBODY):
             return True
-        self.rest(need, rests + 1)
-        return False
+        return self.rest(need, rests + 1)
 
     def _spin(self, need: Need) -> bool:
         self._contention.look()
@@ -200,10 +199,10 @@ class Engine:
                     return True
         return False
 
-    def rest(self, need: Need | None, times: int) -> None:
+    def rest(self, need: Need | None, times: int) -> bool:
         """Sleep until a rank of ``need`` wakes this one; at most ``times`` milliseconds, or 10.
 
-        Afterwards, what cannot go on fails.
+        Afterwards, what cannot go on fails. Tells whether anything went on.
         """
         ranks, mark = need or _NOBODY
         awaited = next((rank for rank in ranks if is_missing(self._pages, rank, mark)), None)
@@ -211,9 +210,12 @@ class Engine:
             self._pipes.fall_asleep(awaited, mark)
             if self.advance():
                 self._pages.wait_for(None)
-                return
+                return True
         self._pipes.sleep(min(times * _FIRST_SLEEP_S, _LONGEST_SLEEP_S))
+        if self.advance():
+            return True
         self.examine()
+        return False
 
     def advance(self) -> bool:
         """Move every operation that can go on; tell whether one could."""
