@@ -86,7 +86,7 @@ class Sheet:
             title=f"\n{self.title}",
             title_justify="left",
             box=SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
+            padding=0,  # the widest tables just fit into 80 columns
             show_edge=False,
         )
         table.add_column("", no_wrap=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from benchmarks.report import Judged
 
 __all__ = [
     "BASELINES",
@@ -14,7 +16,6 @@ __all__ = [
     "Overhead",
     "Standing",
     "Target",
-    "Verdict",
     "ideals",
     "overheads",
     "rank",
@@ -59,25 +60,12 @@ TARGETS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """How a target was met."""
-
-    baseline: str
-    at_most: float
-    ratio: float
-
-    @property
-    def met(self) -> bool:
-        """Whether the ratio is within the target."""
-        return self.ratio <= self.at_most
-
-
-@dataclass(frozen=True, kw_only=True)
 class Standing:
     """Where one contestant stands.
 
     Args:
         ratio_by_baseline: Own median over the baseline's; without those that did not run.
+        judged: Those ratios that have a target.
     """
 
     name: str
@@ -85,7 +73,7 @@ class Standing:
     median_s: float
     min_s: float
     ratio_by_baseline: Mapping[str, float]
-    verdicts: tuple[Verdict, ...] = ()
+    judged: Mapping[str, Judged] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,15 +119,11 @@ def rank(
                 median_s=medians[name],
                 min_s=min(times),
                 ratio_by_baseline=ratios,
-                verdicts=tuple(
-                    Verdict(
-                        baseline=target.baseline,
-                        at_most=target.at_most,
-                        ratio=ratios[target.baseline],
-                    )
+                judged={
+                    target.baseline: Judged(ratios[target.baseline], target.at_most)
                     for target in targets
                     if target.contestant == name and target.baseline in ratios
-                ),
+                },
             )
         )
     return standings

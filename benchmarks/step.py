@@ -15,16 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.arena import Pace, compete
 from benchmarks.contestants import CONTESTANTS, by_default, entrant, select
 from benchmarks.machine import Machine, describe_machine
+from benchmarks.report import command_line, publish
 from benchmarks.standings import TARGET_WORKERS, TARGETS, rank
-from benchmarks.step_report import (
-    Result,
-    as_json,
-    curve_table,
-    draw,
-    model_table,
-    overhead_table,
-    title,
-)
+from benchmarks.step_report import Result, report_step, title
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError
 
@@ -88,20 +81,14 @@ def step(
             standings = rank(outcome.seconds, targets if workers == TARGET_WORKERS else ())
             result = Result(model=model, workers=workers, outcome=outcome, standings=standings)
             results.append(result)
-            console.print(model_table(result))
-            for name, cause in outcome.failures.items():
-                console.print(f"{title(name, workers)} failed on {model}.", style="red")
-                console.print(cause)
-
-    for table in (overhead_table(results), curve_table(results)):
-        if table is not None:
-            console.print(table)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "step.json").write_text(as_json(results, machine, pace), encoding="utf-8")
-    draw(results, machine, out / "step.png")
-    console.print(f"Wrote {out / 'step.json'} and {out / 'step.png'}.")
-    if any(result.outcome.failures for result in results):
-        raise typer.Exit(1)
+    command = command_line(
+        "step",
+        models=",".join(names_by_model),
+        steps=steps,
+        contestants=",".join(wanted),
+        workers=workers,
+    )
+    publish(report_step(results, machine, pace, command), console, out)
 
 
 def introduce(console: Console, machine: Machine) -> None:

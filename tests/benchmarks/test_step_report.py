@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import matplotlib.image
 import pytest
 
 from benchmarks.arena import Outcome, Pace
@@ -19,17 +18,7 @@ from benchmarks.standings import (
     rank,
     same_bits_costs,
 )
-from benchmarks.step_report import (
-    SCHEMA,
-    Result,
-    as_json,
-    curve_table,
-    draw,
-    main_rows,
-    model_table,
-    overhead_table,
-)
-from phalanx.cli.console import make_console
+from benchmarks.step_report import Result, main_rows, report_step
 
 PACE = Pace(rounds=3, kept=2, dropped=1, warmup=1)
 
@@ -49,14 +38,14 @@ def test_a_standing_is_the_median_of_all_rounds_over_that_of_each_baseline():
 def test_a_target_is_met_up_to_its_bound(at_most, met):
     target = Target(model="mlp", contestant="trainer", baseline="ddp", at_most=at_most)
     ddp, trainer = rank({"ddp": [[2.0]], "trainer": [[1.0]]}, [target])
-    assert ddp.verdicts == ()
-    assert [verdict.met for verdict in trainer.verdicts] == [met]
+    assert ddp.judged == {}
+    assert [judged.met for judged in trainer.judged.values()] == [met]
 
 
 def test_a_target_without_its_baseline_is_not_judged():
     target = Target(model="mlp", contestant="trainer", baseline="ddp", at_most=0.5)
     (trainer,) = rank({"trainer": [[1.0]]}, [target])
-    assert trainer.verdicts == ()
+    assert trainer.judged == {}
 
 
 def test_the_same_bits_cost_what_they_take_over_the_fast_mode_only():
@@ -132,88 +121,55 @@ FULL = {
 }
 
 
-def shown(renderable):
-    console = make_console()
-    with console.capture() as capture:
-        console.print(renderable)
-    return capture.get()
+def report(*results):
+    return report_step(results, describe_machine(), PACE, "")
 
 
-def test_the_table_marks_met_and_missed_targets_and_failures():
-    text = shown(model_table(made_up_result(**FULL)))
+def rows_of(sheet):
+    return {row.label: row.cells for row in sheet.rows}
 
-    def row(name):
-        (line,) = [line for line in text.splitlines() if line.startswith(name)]
-        return line
 
-    assert "0.40 ≤0.45 ✓" in row("Trainer, 2 replicas")
-    assert "0.80 ≤1.00 ✓" in row("Trainer, 2 replicas")
-    assert "1.50 ≤1.40 ✗" in row("Trainer, 4 microbatches")
-    assert "failed" in row("DataParallel, 2 replicas")
-    assert "Trainer, 16 microbatches" not in text
-    assert max(map(len, text.splitlines())) <= 80
+def test_ratios_are_judged_and_failures_named():
+    found = report(made_up_result(**FULL))
+    rows = rows_of(found.sheets[0])
+    _, _, over_ddp, over_threads, over_trainer = rows["Trainer, 2 replicas"]
+    assert (over_ddp.value, over_ddp.limit, over_ddp.met) == (pytest.approx(0.4), 0.45, True)
+    assert (over_threads.met, over_trainer) == (True, 1.0)
+    assert rows["Trainer, 4 microbatches"][-1].met is False
+    assert not any("16 microbatches" in label for label in rows)
+    assert found.failures == {"DataParallel, 2 replicas on mlp": "It fell."}
 
 
 def test_the_curve_has_a_row_per_model_and_a_column_per_number_of_microbatches():
-    result = made_up_result(**FULL)
-    lines = shown(curve_table([result])).splitlines()
-    assert [line.split() for line in lines if line.startswith(("micro", "mlp"))] == [
-        ["microbatches", "2", "4", "16"],
-        ["mlp", "1.08", "1.50", "2.50"],
-    ]
-    assert curve_table([made_up_result(ddp=30)]) is None
+    curve = report(made_up_result(**FULL)).sheets[-1]
+    assert [column.heading for column in curve.columns] == ["2", "4", "16"]
+    assert rows_of(curve) == {"mlp": pytest.approx((13 / 12, 1.5, 2.5))}
+    assert len(report(made_up_result(ddp=30)).sheets) == 1
 
 
 def test_the_overheads_have_a_column_per_ideal_and_a_row_per_contestant_of_ours():
     mlp = made_up_result(single=20, dataparallel=18, trainer=12.5, trainer_m16=40, ddp=30)
     cnn = made_up_result("cnn", single=80, single_cl=36, trainer=20)
-    lines = shown(overhead_table([mlp, cnn])).splitlines()
-    assert [" ".join(line.split()) for line in lines if line.strip("─")] == [
-        "overhead: multiple of the ideal, and ms beyond it",
-        "cnn",
-        "contestant mlp cnn channels_last",
-        "ideal: 1 thread's time ÷ 2 10.00 ms 40.00 ms 18.00 ms",
-        "DataParallel, 2 replicas 1.80 +8.00 – –",
-        "Trainer, 2 replicas 1.25 +2.50 0.50 -20.0 1.11 +2.00",
-    ]
-    assert overhead_table([made_up_result(ddp=30, trainer=12)]) is None
+    ratios, extras = report(mlp, cnn).sheets[2:4]
+    assert [column.heading for column in ratios.columns] == ["mlp", "cnn", "cnn\nchannels_last"]
+    assert rows_of(ratios) == {
+        "DataParallel, 2 replicas": (pytest.approx(1.8), None, None),
+        "Trainer, 2 replicas": pytest.approx((1.25, 0.5, 10 / 9)),
+    }
+    assert rows_of(extras)["ideal: 1 thread's time ÷ 2"] == pytest.approx((10, 40, 18))
+    assert rows_of(extras)["Trainer, 2 replicas"] == pytest.approx((2.5, -20, 2))
 
 
 def test_without_the_fast_mode_all_contestants_are_rows():
     assert len(main_rows(made_up_result(trainer_m2=1, trainer_m16=2).standings)) == 2
 
 
-def test_the_json_holds_every_step_and_every_verdict():
-    result = made_up_result(**FULL)
-    report = json.loads(as_json([result], describe_machine(), PACE))
-    assert report["schema"] == SCHEMA
-    assert set(report) == {"schema", "machine", "pace", "models"}
-    assert {"cpu", "cores", "torch", "phalanx", "commit", "date"} <= set(report["machine"])
-    assert report["pace"]["dropped"] == 1
-    mlp = report["models"]["mlp"]
-    assert mlp["failures"] == {"dataparallel": "It fell."}
-    assert set(mlp["contestants"]) == {name.replace("_", "-") for name in FULL}
-    trainer = mlp["contestants"]["trainer"]
-    assert trainer["seconds_by_round"] == [[0.012, 0.012], [0.015]]
-    assert (trainer["median_s"], trainer["min_s"], trainer["num_steps"]) == (0.012, 0.012, 3)
-    assert mlp["ideals_s"] == {}
-    assert trainer["over_ideal"] == {}
-    assert trainer["targets"] == [
-        {"baseline": "ddp", "at_most": 0.45, "ratio": pytest.approx(0.4), "met": True},
-        {"baseline": "threads", "at_most": 1.0, "ratio": pytest.approx(0.8), "met": True},
-    ]
-
-
-def test_the_json_holds_the_ideals_and_the_overheads():
-    result = made_up_result("cnn", single=80, single_cl=32, trainer=48)
-    report = json.loads(as_json([result], describe_machine(), PACE))
-    cnn = report["models"]["cnn"]
-    assert cnn["ideals_s"] == pytest.approx({"single": 0.04, "single-cl": 0.016})
-    assert cnn["contestants"]["single"]["over_ideal"] == {}
-    assert cnn["contestants"]["trainer"]["over_ideal"] == {
-        "single": pytest.approx({"ratio": 1.2, "extra_s": 0.008}),
-        "single-cl": pytest.approx({"ratio": 3.0, "extra_s": 0.032}),
-    }
+def test_the_record_holds_every_step_and_the_pace():
+    measured = json.loads(report(made_up_result(**FULL)).as_json())["measured"]
+    assert measured["pace"]["dropped"] == 1
+    seconds = measured["models"]["mlp"]["seconds_by_round"]
+    assert set(seconds) == {name.replace("_", "-") for name in FULL}
+    assert seconds["trainer"] == [[0.012, 0.012], [0.015]]
 
 
 @pytest.mark.parametrize(
@@ -228,15 +184,5 @@ def test_the_json_holds_the_ideals_and_the_overheads():
     ids=["one model", "all models", "no curve", "ideals", "everybody failed"],
 )
 def test_the_figure_is_written(results, tmp_path):
-    draw(results, describe_machine(), tmp_path / "step.png")
+    report(*results).draw(tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG\r\n")
-
-
-def test_the_figure_has_a_line_where_an_ideal_was_measured(tmp_path):
-    def has_orange(**medians_ms):
-        draw([made_up_result(**medians_ms)], describe_machine(), tmp_path / "step.png")
-        pixels = matplotlib.image.imread(tmp_path / "step.png")
-        return bool((pixels[..., 0] - pixels[..., 2] > 0.4).any())
-
-    assert has_orange(single=30, trainer=18)
-    assert not has_orange(ddp=30, trainer=18)
