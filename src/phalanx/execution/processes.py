@@ -52,7 +52,6 @@ from phalanx.execution.worker_client import START_S, Lost, WorkerProcess, dismis
 from phalanx.execution.worker_main import (
     Done,
     Failed,
-    PackedRunSpec,
     RemoteCall,
     RunSpec,
     Task,
@@ -445,25 +444,24 @@ class ProcessExecutor(Executor):
         worker.mailbox.clear()
 
         def aside(obj: Any) -> Any:
-            if isinstance(obj, PackedRunSpec):
-                return ("spec", obj.packed)
             if not isinstance(obj, SentOnce):
                 return worker.mailbox.put(obj)
             once[name := self._once.of(obj)] = obj
             return ("once", name)
 
         buffer = self._gradient_buffers.take() if run.wants_gradients else None
+        batch = job.payload(microbatch, worker.saved)
+        changes = run.version.changes.since(worker.knows)
         task = Task(
             index=microbatch,
-            spec=PackedRunSpec(run.spec),
-            batch=job.payload(microbatch, worker.saved),
+            spec=run.spec,
+            rows=pack_data((batch, changes), aside),
             weight=job.weights[microbatch],
             seed=job.seed,
             gradient_buffer=-1 if buffer is None else buffer.region,
-            changes=run.version.changes.since(worker.knows),
             reply=worker.answers.place,
         )
-        return _Message(microbatch, buffer, once, pack_data(task, aside))
+        return _Message(microbatch, buffer, once, pack(task))
 
     def _check_repeatable(self, worker: WorkerProcess, job: RunState, microbatch: int) -> None:
         """Refuse to repeat what a lost worker had, when the source is another by now."""

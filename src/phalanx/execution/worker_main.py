@@ -41,13 +41,11 @@ from phalanx.replicas import (
     set_intra_op,
 )
 from phalanx.torch_internals import make_subclass
-from phalanx.types import Nested
 
 __all__ = [
     "Done",
     "Failed",
     "Forget",
-    "PackedRunSpec",
     "ProcessArguments",
     "RegionsFollow",
     "RemoteCall",
@@ -128,31 +126,23 @@ class RunSpec:
 
 
 @dataclass(frozen=True)
-class PackedRunSpec:
-    """An `RunSpec` on its way: most of the time it is that of the run before."""
-
-    packed: bytes
-
-
-@dataclass(frozen=True)
 class Task:
     """One microbatch.
 
     Attributes:
-        spec: In the executor's process it is packed. It comes before the rows, as settings may
-            say how those are made.
-        batch: Its rows.
+        spec: A `RunSpec`, packed: most of the time it is that of the microbatch before.
+        rows: Its batch, and the `Changes` of the source, packed. They are unpacked when the
+            settings of the spec hold, which may say how they are made.
         gradient_buffer: The region that takes the gradients; -1 for none.
         reply: Bytes that take what is large in the result; None for none.
     """
 
     index: int
-    spec: RunSpec | PackedRunSpec
-    batch: Nested
+    spec: bytes
+    rows: bytes
     weight: float
     seed: tuple[int, ...]
     gradient_buffer: int
-    changes: Changes
     reply: TensorHandle | None
 
 
@@ -318,14 +308,14 @@ class Worker:
         return pack(done, outbox.put)
 
     def _compute(self, task: Task, outbox: Outbox) -> Done:
+        spec = self._begin(task.spec)
+        batch, changes = load(task.rows, self.find)
         start_s = now_s()
-        spec = task.spec
-        assert isinstance(spec, RunSpec)
-        self._follow(task.changes)
+        self._follow(changes)
         turn = MicrobatchContext(
             replica=self._replica,
             index=task.index,
-            batch=task.batch,
+            batch=batch,
             seed=derive_seed(*task.seed, task.index),
             rng=spec.rng,
             saved=self.saved,
@@ -360,7 +350,7 @@ class Worker:
         )
 
     def _begin(self, packed: bytes) -> RunSpec:
-        """Return the order of a microbatch whose rows come next, and be as it says."""
+        """Be as the spec of a microbatch says, before its rows are unpacked, and return it."""
         if self._spec is None or packed != self._packed_spec:
             spec: RunSpec = load(packed, lambda token: self._shared[token[1]])
             self._spec, self._packed_spec = spec, packed
@@ -372,8 +362,6 @@ class Worker:
     def find(self, token: Any) -> Any:
         """Return what a message has set aside."""
         kind, *rest = token
-        if kind == "spec":
-            return self._begin(*rest)
         return collect(self.pool, *rest) if kind == "mail" else self.saved[rest[0]]
 
     def _follow(self, changes: Changes) -> None:
