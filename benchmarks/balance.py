@@ -32,7 +32,7 @@ from benchmarks.report import (
     number,
     publish,
 )
-from benchmarks.slowed import SLOW, Account, Job, entrant, read_account
+from benchmarks.slowed import SLOW, BalanceAccount, BalanceJob, entrant, read_account
 from benchmarks.step import introduce, turn_progress
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError, PeerLost
@@ -68,7 +68,7 @@ class Contest:
     slowdown: float
     seconds_per_row: float
     outcome: Outcome
-    accounts: Mapping[str, Account]
+    accounts: Mapping[str, BalanceAccount]
 
 
 def ratio(contest: Contest, name: str, baseline: str) -> float | None:
@@ -130,7 +130,9 @@ def _seconds_per_row(model: str, folder: Path) -> float:
         PeerError: The process that measures it has failed or is silent.
     """
     account = folder / "calibration"
-    job = Job(container="trainer", workloads="auto", model=model, slow_s=0.0, account=str(account))
+    job = BalanceJob(
+        container="trainer", workloads="auto", model=model, slow_s=0.0, account=str(account)
+    )
     with Arena([entrant("calibration", job)]) as arena:
         arena.greet("calibration")
         arena.run("calibration", _CALIBRATION_STEPS)
@@ -143,14 +145,14 @@ def _seconds_per_row(model: str, folder: Path) -> float:
     )
 
 
-def _jobs(model: str, slowdown: float, row_s: float, folder: Path) -> dict[str, Job]:
+def _jobs(model: str, slowdown: float, row_s: float, folder: Path) -> dict[str, BalanceJob]:
     """Return the contestants by name: container, whether a replica is slowed, and the shares."""
     splits: dict[str, dict[str, str | tuple[float, ...] | None]] = {
         "slowed": {"even": None, "auto": "auto", "ideal": (slowdown, 1.0)},
         "equal": {"even": None, "auto": "auto"},
     }
     return {
-        (name := f"{container}-{case}-{split}"): Job(
+        (name := f"{container}-{case}-{split}"): BalanceJob(
             container=container,
             workloads=workloads,
             model=model,
@@ -165,7 +167,7 @@ def _jobs(model: str, slowdown: float, row_s: float, folder: Path) -> dict[str, 
 
 def _hold(
     console: Console,
-    jobs: dict[str, Job],
+    jobs: dict[str, BalanceJob],
     pace: Pace,
     *,
     model: str,
@@ -285,7 +287,7 @@ def _share_panel(contest: Contest) -> Lines:
     )
 
 
-def _account_record(told: Account | None) -> Mapping[str, object]:
+def _account_record(told: BalanceAccount | None) -> Mapping[str, object]:
     if told is None:
         return {"shares": [], "decisions": []}
     return {"shares": told.shares, "decisions": [asdict(each) for each in told.decisions]}

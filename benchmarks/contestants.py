@@ -38,7 +38,7 @@ __all__ = [
     "MICROBATCHES",
     "MODELS",
     "Contestant",
-    "Job",
+    "StepJob",
     "build",
     "by_default",
     "check_model",
@@ -71,7 +71,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class StepJob:
     """One process of one contestant: what it trains, and where it stands among its peers."""
 
     contestant: str
@@ -81,7 +81,7 @@ class Job:
     meeting_point: str = ""
 
 
-Opener = Callable[[Job, nn.Module, Batch], AbstractContextManager[Step]]
+Opener = Callable[[StepJob, nn.Module, Batch], AbstractContextManager[Step]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ def _to_channels_last(module: nn.Module, batch: Batch) -> tuple[nn.Module, Batch
 
 def _one_process(*, num_threads: int | None, channels_last: bool = False) -> Opener:
     @contextmanager
-    def open_step(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
+    def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
         torch.set_num_threads(num_threads or job.workers)
         if channels_last:
             module, batch = _to_channels_last(module, batch)
@@ -156,7 +156,7 @@ def _meet_only(bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 def _ddp(*, backend: str = "gloo", channels_last: bool = False, reduces: bool = True) -> Opener:
     @contextmanager
-    def open_step(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
+    def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
         torch.set_num_threads(1)
         if any(name == "lo" for _, name in socket.if_nameindex()):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -183,7 +183,7 @@ def _ddp(*, backend: str = "gloo", channels_last: bool = False, reduces: bool = 
 
 def _trainer(microbatches: int | None = None, executor: str = "threads") -> Opener:
     @contextmanager
-    def open_step(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
+    def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
         trainer = phalanx.Trainer(
             module,
             loss_of,
@@ -200,7 +200,7 @@ def _trainer(microbatches: int | None = None, executor: str = "threads") -> Open
 
 def _data_parallel(codec: str | None = None) -> Opener:
     @contextmanager
-    def open_step(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
+    def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
         devices = ["cpu"] * job.workers
         with phalanx.DataParallel(module, devices=devices, codec=codec) as parallel:
             yield _plain_step(parallel, batch)
@@ -209,7 +209,7 @@ def _data_parallel(codec: str | None = None) -> Opener:
 
 
 @contextmanager
-def _model_parallel(job: Job, module: nn.Module, batch: Batch) -> Iterator[Step]:
+def _model_parallel(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
     """Put columns in the place of every linear layer but the last, too narrow to be cut."""
     layers = {n: child for n, child in module.named_children() if isinstance(child, nn.Linear)}
     layers.popitem()
@@ -353,7 +353,7 @@ def entrant(name: str, model: str, *, workers: int, folder: str) -> Entrant:
         folder: Where the processes of one contestant find each other.
     """
     jobs = [
-        Job(
+        StepJob(
             contestant=name,
             model=model,
             workers=workers,
@@ -371,6 +371,6 @@ def entrant(name: str, model: str, *, workers: int, folder: str) -> Entrant:
 
 def main() -> None:
     """Be the contestant that the command line describes."""
-    job = Job(**json.loads(sys.argv[1]))
+    job = StepJob(**json.loads(sys.argv[1]))
     module, batch = build(job.model)
     serve(CONTESTANTS[job.contestant].open(job, module, batch))

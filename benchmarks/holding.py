@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import phalanx
 from benchmarks.arena import Entrant, Step, serve
 
-__all__ = ["CASES", "FORMATIONS", "Job", "build", "entrant", "main"]
+__all__ = ["CASES", "FORMATIONS", "MemoryJob", "build", "entrant", "main"]
 
 CASES = ("nothing", "parameters", "gradients", "optimizer")
 _ROWS = 24
@@ -35,7 +35,7 @@ _CLASSES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class MemoryJob:
     """One process of one formation.
 
     Args:
@@ -54,7 +54,7 @@ class Job:
 Batch = tuple[Tensor, Tensor]
 
 
-def build(job: Job) -> tuple[nn.Module, Batch]:
+def build(job: MemoryJob) -> tuple[nn.Module, Batch]:
     """Return the net of a case, and a batch."""
     torch.manual_seed(0)
     stack: list[nn.Module] = []
@@ -67,7 +67,7 @@ def build(job: Job) -> tuple[nn.Module, Batch]:
     return module, (torch.randn(_ROWS, job.width), torch.randn(_ROWS, _CLASSES))
 
 
-def _optimizer(job: Job) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+def _optimizer(job: MemoryJob) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if job.case == "optimizer":
             return torch.optim.AdamW(parameters, lr=1e-4)
@@ -77,7 +77,7 @@ def _optimizer(job: Job) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer
 
 
 @contextmanager
-def _processes(job: Job) -> Iterator[Step]:
+def _processes(job: MemoryJob) -> Iterator[Step]:
     module, batch = build(job)
     with phalanx.Trainer(
         module, F.mse_loss, _optimizer(job), executor="processes", replicas=job.workers, intra_op=1
@@ -86,7 +86,7 @@ def _processes(job: Job) -> Iterator[Step]:
 
 
 @contextmanager
-def _ddp(job: Job) -> Iterator[Step]:
+def _ddp(job: MemoryJob) -> Iterator[Step]:
     torch.set_num_threads(1)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -110,13 +110,13 @@ def _ddp(job: Job) -> Iterator[Step]:
         dist.destroy_process_group()
 
 
-FORMATIONS: dict[str, Callable[[Job], AbstractContextManager[Step]]] = {
+FORMATIONS: dict[str, Callable[[MemoryJob], AbstractContextManager[Step]]] = {
     "processes": _processes,
     "ddp": _ddp,
 }
 
 
-def entrant(job: Job) -> Entrant:
+def entrant(job: MemoryJob) -> Entrant:
     """Return the command lines that run ``job``, with its ranks where it has some."""
     start = f"from {__name__} import main; main()"
     ranks = range(job.workers if job.formation == "ddp" else 1)
@@ -128,5 +128,5 @@ def entrant(job: Job) -> Entrant:
 
 def main() -> None:
     """Be the process that the command line describes."""
-    job = Job(**json.loads(sys.argv[1]))
+    job = MemoryJob(**json.loads(sys.argv[1]))
     serve(FORMATIONS[job.formation](job))

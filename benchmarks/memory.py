@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.arena import Arena
-from benchmarks.holding import CASES, FORMATIONS, Job, entrant
+from benchmarks.holding import CASES, FORMATIONS, MemoryJob, entrant
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.panels import Bar, Bars
 from benchmarks.report import Column, Judged, Report, Row, Sheet, command_line, publish
@@ -109,7 +109,7 @@ def memory(
                     for case in CASES:
                         show(f"{formation} · {count} workers · {case}")
                         name = f"{formation}-{count}-{case}"
-                        job = Job(
+                        job = MemoryJob(
                             formation=formation,
                             case=case,
                             workers=count,
@@ -137,7 +137,7 @@ def _counts(workers: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def weigh(job: Job) -> int:
+def weigh(job: MemoryJob) -> int:
     """Return the bytes that all processes of a formation hold together, after some steps.
 
     Raises:

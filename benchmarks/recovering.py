@@ -28,7 +28,7 @@ from benchmarks.contestants import build, loss_of
 from phalanx.clock import now_s
 from phalanx.ipc import die_with_parent
 
-__all__ = ["CONTESTANTS", "Beat", "Job", "command", "main"]
+__all__ = ["CONTESTANTS", "Beat", "RecoveryJob", "command", "main"]
 
 _LEARNING_RATE = 0.01
 
@@ -67,14 +67,14 @@ class Beat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RecoveryJob:
     """What a contestant trains, with how many workers."""
 
     model: str
     workers: int
 
 
-def _run_trainer(job: Job, tell: Callable[[Beat], None]) -> None:
+def _run_trainer(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
     """Train with `Trainer` and worker processes."""
     module, batch = build(job.model)
     lost: list[int] = []
@@ -104,7 +104,7 @@ def _run_trainer(job: Job, tell: Callable[[Beat], None]) -> None:
             lost.clear()
 
 
-def _run_rank(job: Job, tell: Callable[[Beat], None], backend: str) -> None:
+def _run_rank(job: RecoveryJob, tell: Callable[[Beat], None], backend: str) -> None:
     """Be a rank that a launcher has started: plain DDP, from the beginning each time."""
     die_with_parent(os.getppid())
     torch.set_num_threads(1)
@@ -136,14 +136,14 @@ def _run_rank(job: Job, tell: Callable[[Beat], None], backend: str) -> None:
             )
 
 
-CONTESTANTS: dict[str, Callable[[Job, Callable[[Beat], None]], None]] = {
+CONTESTANTS: dict[str, Callable[[RecoveryJob, Callable[[Beat], None]], None]] = {
     "processes": _run_trainer,
     "torchrun": partial(_run_rank, backend="gloo"),
     "launch": partial(_run_rank, backend="phalanx"),
 }
 
 
-def command(name: str, job: Job, *, max_restarts: int) -> tuple[str, ...]:
+def command(name: str, job: RecoveryJob, *, max_restarts: int) -> tuple[str, ...]:
     """Return the command line of contestant ``name``."""
     program = f"from {__name__} import main; main()"
     start = (sys.executable, "-c", program, name, json.dumps(asdict(job)))
@@ -164,7 +164,7 @@ def command(name: str, job: Job, *, max_restarts: int) -> tuple[str, ...]:
 
 def main() -> None:
     """Be the contestant that the command line describes."""
-    name, job = sys.argv[1], Job(**json.loads(sys.argv[2]))
+    name, job = sys.argv[1], RecoveryJob(**json.loads(sys.argv[2]))
     answers: IO[str] = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever is printed goes to stderr; stdout belongs to the lines
 

@@ -31,7 +31,7 @@ from benchmarks.arena import child_environment
 from benchmarks.contestants import check_model
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.panels import Bar, Bars
-from benchmarks.recovering import Beat, Job, command
+from benchmarks.recovering import Beat, RecoveryJob, command
 from benchmarks.report import Column, Judged, Report, Row, Sheet, command_line, headline, publish
 from benchmarks.step import introduce, turn_progress
 from phalanx.cli.console import make_console
@@ -141,7 +141,7 @@ def recovery(
     console = make_console()
     machine = describe_machine()
     introduce(console, machine)
-    job = Job(model=model, workers=workers)
+    job = RecoveryJob(model=model, workers=workers)
     times = {"processes": kills, "torchrun": restarts, "launch": restarts}
     results: list[Disturbed] = []
     failures: dict[str, str] = {}

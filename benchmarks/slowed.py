@@ -23,7 +23,7 @@ from benchmarks.arena import Entrant, Step, serve
 from benchmarks.contestants import Batch, build, loss_of
 from phalanx.plan import Decision, workload_sizes
 
-__all__ = ["SLOW", "Account", "Job", "entrant", "main", "open_job", "read_account"]
+__all__ = ["SLOW", "BalanceAccount", "BalanceJob", "entrant", "main", "open_job", "read_account"]
 
 NUM_REPLICAS = 2
 SLOW = 1  # which of them
@@ -34,7 +34,7 @@ Shares = Callable[[], Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class BalanceJob:
     """One contestant.
 
     Args:
@@ -52,7 +52,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class BalanceAccount:
     """What a contestant tells beside its times.
 
     Args:
@@ -77,7 +77,7 @@ class Slowdown:
 
 
 @contextmanager
-def open_job(job: Job) -> Iterator[Step]:
+def open_job(job: BalanceJob) -> Iterator[Step]:
     """Set up a contestant and yield its step; write its account at the end."""
     module, batch = build(job.model)
     if job.slow_s:
@@ -94,7 +94,7 @@ Opened = tuple[Shares, Callable[[], Sequence[Decision]]]
 
 
 @contextmanager
-def _trainer(job: Job, module: nn.Module, batch: Batch) -> Iterator[Opened]:
+def _trainer(job: BalanceJob, module: nn.Module, batch: Batch) -> Iterator[Opened]:
     with phalanx.Trainer(
         module, loss_of, _sgd, replicas=NUM_REPLICAS, workloads=job.workloads
     ) as trainer:
@@ -102,7 +102,7 @@ def _trainer(job: Job, module: nn.Module, batch: Batch) -> Iterator[Opened]:
 
 
 @contextmanager
-def _data_parallel(job: Job, module: nn.Module, batch: Batch) -> Iterator[Opened]:
+def _data_parallel(job: BalanceJob, module: nn.Module, batch: Batch) -> Iterator[Opened]:
     inputs, targets = batch
     optimizer = _sgd(module.parameters())
     devices = ["cpu"] * NUM_REPLICAS
@@ -122,14 +122,14 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:  # Any: what torch's optimiz
     return torch.optim.SGD(parameters, lr=_LEARNING_RATE)
 
 
-def read_account(path: Path) -> Account | None:
+def read_account(path: Path) -> BalanceAccount | None:
     """Return what a contestant has written; None if it did not come to its end."""
     try:
         account = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     decisions = [_as_decision(each) for each in account["decisions"]]
-    return Account(shares=account["shares"], decisions=decisions)
+    return BalanceAccount(shares=account["shares"], decisions=decisions)
 
 
 def _as_decision(stored: dict[str, Any]) -> Decision:  # Any, twice: JSON
@@ -139,7 +139,7 @@ def _as_decision(stored: dict[str, Any]) -> Decision:  # Any, twice: JSON
     return Decision(**values)
 
 
-def entrant(name: str, job: Job) -> Entrant:
+def entrant(name: str, job: BalanceJob) -> Entrant:
     """Return the command line that runs ``job``."""
     start = f"from {__name__} import main; main()"
     return Entrant(name=name, commands=((sys.executable, "-c", start, json.dumps(asdict(job))),))
@@ -150,4 +150,4 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     if isinstance(given["workloads"], list):
         given["workloads"] = tuple(given["workloads"])
-    serve(open_job(Job(**given)))
+    serve(open_job(BalanceJob(**given)))

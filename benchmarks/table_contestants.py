@@ -33,7 +33,7 @@ from phalanx import tables
 from phalanx.clock import now_s, pause
 from phalanx.errors import PeerTimeout
 
-__all__ = ["CONTESTANTS", "Job", "entrant", "is_there", "main"]
+__all__ = ["CONTESTANTS", "TablesJob", "entrant", "is_there", "main"]
 
 _PATIENCE_S = 120.0
 _NUM_SHARDS = 4
@@ -42,7 +42,7 @@ _PIECE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TablesJob:
     """One process of one contestant.
 
     Args:
@@ -58,13 +58,13 @@ class Job:
     rank: int = 0
 
 
-def _join(job: Job) -> tables.TableGroup:
+def _join(job: TablesJob) -> tables.TableGroup:
     name = f"bench-{Path(job.folder).name}-{job.contestant}"
     return tables.join(name, num_workers=2, timeout_s=_PATIENCE_S)
 
 
 @contextmanager
-def _phalanx(job: Job) -> Iterator[Turn]:
+def _phalanx(job: TablesJob) -> Iterator[Turn]:
     draws = Draws(rank=job.rank, num_rows=job.rows)
     with _join(job) as world:
         matrix = world.matrix(job.rows, COLS, name="matrix")
@@ -89,7 +89,7 @@ def _phalanx(job: Job) -> Iterator[Turn]:
 
 
 @contextmanager
-def _torch(job: Job) -> Iterator[Turn]:
+def _torch(job: TablesJob) -> Iterator[Turn]:
     draws = Draws(rank=job.rank, num_rows=job.rows)
     matrix = torch.zeros(job.rows, COLS)
     array = torch.zeros(ARRAY_ELEMENTS)
@@ -128,7 +128,7 @@ def _rpc_add(rows: Tensor, delta: Tensor) -> None:
 
 
 @contextmanager
-def _rpc(job: Job) -> Iterator[Turn]:
+def _rpc(job: TablesJob) -> Iterator[Turn]:
     from torch.distributed import rpc  # slow, and nobody else's
 
     global _owned
@@ -180,7 +180,7 @@ class _Owner:
 
 
 @contextmanager
-def _ray(job: Job) -> Iterator[Turn]:
+def _ray(job: TablesJob) -> Iterator[Turn]:
     meeting_point = Path(job.folder) / "ray"
     address = None
     if job.rank > 0:
@@ -226,7 +226,7 @@ def _read_when_there(file: Path) -> str:
 
 
 @contextmanager
-def _snapshot(job: Job) -> Iterator[Turn]:
+def _snapshot(job: TablesJob) -> Iterator[Turn]:
     """``job.rows`` are those of the table; worker 1 trains on while worker 0 writes."""
     draws = Draws(rank=job.rank, num_rows=job.rows)
     folder = Path(job.folder)
@@ -254,7 +254,7 @@ def _snapshot(job: Job) -> Iterator[Turn]:
         yield lambda number: take_turn(TASKS[number], job.rank, steps, job.turn_s)
 
 
-CONTESTANTS: dict[str, Callable[[Job], AbstractContextManager[Turn]]] = {
+CONTESTANTS: dict[str, Callable[[TablesJob], AbstractContextManager[Turn]]] = {
     "phalanx": _phalanx,
     "torch": _torch,
     "rpc": _rpc,
@@ -268,7 +268,7 @@ def is_there(name: str) -> bool:
     return name != "ray" or importlib.util.find_spec("ray") is not None
 
 
-def entrant(job: Job) -> Entrant:
+def entrant(job: TablesJob) -> Entrant:
     """Return the command lines that run ``job``."""
     start = f"from {__name__} import main; main()"
     ranks = range(3 if job.contestant == "rpc" else 2)
@@ -280,6 +280,6 @@ def entrant(job: Job) -> Entrant:
 
 def main() -> None:
     """Be the process that the command line describes."""
-    job = Job(**json.loads(sys.argv[1]))
+    job = TablesJob(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     attend(CONTESTANTS[job.contestant](job))

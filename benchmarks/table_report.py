@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.machine import Machine
 from benchmarks.panels import Line, Lines
 from benchmarks.report import Column, Judged, Report, Row, Sheet
-from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, SIZES, Task
+from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, SIZES, TableTask
 
 __all__ = ["TITLES", "Summary", "judge", "report_tables", "summarize"]
 
@@ -27,7 +27,7 @@ _WAYS = {
     ("keys ", False, False): "idle, and rows found by key",
 }
 
-Medians = Mapping[str, Mapping[Task, float]]
+Medians = Mapping[str, Mapping[TableTask, float]]
 """Median seconds by contestant and task."""
 
 _MOST_US = {"get": 15.0, "add": 25.0}  # at 10 rows
@@ -47,7 +47,7 @@ def judge(medians: Medians, snapshot_bytes: int) -> list[Row]:
     """Return every target, in the order of the issue; the other worker is idle, unless said.
 
     Example:
-        >>> judge({"phalanx": {Task(kind="get", rows=10): 5e-6}}, 10**9)[0].cells
+        >>> judge({"phalanx": {TableTask(kind="get", rows=10): 5e-6}}, 10**9)[0].cells
         (Judged(value=5.0, limit=15.0, at_least=False), 'µs')
     """
     return [*_latencies(medians), *_rates(medians, snapshot_bytes)]
@@ -55,7 +55,7 @@ def judge(medians: Medians, snapshot_bytes: int) -> list[Row]:
 
 def _latencies(medians: Medians) -> Iterator[Row]:
     for kind, aim in _MOST_US.items():
-        ours = medians.get("phalanx", {}).get(Task(kind=kind, rows=10))
+        ours = medians.get("phalanx", {}).get(TableTask(kind=kind, rows=10))
         yield _row(
             f"{kind} {_count(10)}",
             "µs",
@@ -63,7 +63,7 @@ def _latencies(medians: Medians) -> Iterator[Row]:
             None if ours is None else 1e6 * ours,
         )
     for (kind, rows), aim in _MOST_OVER_TORCH.items():
-        task = Task(kind=kind, rows=rows)
+        task = TableTask(kind=kind, rows=rows)
         yield _row(
             f"{kind} {_count(rows)}, over torch's kernel",
             "×",
@@ -72,7 +72,7 @@ def _latencies(medians: Medians) -> Iterator[Row]:
         )
     for kind, aims in _LEAST_OVER_RPC.items():
         for rows, aim in zip(SIZES, aims, strict=True):
-            task = Task(kind=kind, rows=rows)
+            task = TableTask(kind=kind, rows=rows)
             yield _row(
                 f"{kind} {_count(rows)}, torch RPC over ours",
                 "×",
@@ -92,7 +92,9 @@ def _rates(medians: Medians, snapshot_bytes: int) -> Iterator[Row]:
             at_least=True,
         )
     for rows in SIZES[1:]:
-        one, two = (Task(kind="flood", rows=rows, both=both, fresh=True) for both in (False, True))
+        one, two = (
+            TableTask(kind="flood", rows=rows, both=both, fresh=True) for both in (False, True)
+        )
         yield _row(
             f"adds of {rows:,}, two workers over one, 4 shards",
             "×",
@@ -118,13 +120,15 @@ def gb_per_s(medians: Medians, name: str, kind: str, num_bytes: int) -> float | 
     return None
 
 
-def flood_rows_per_s(medians: Medians, name: str, task: Task) -> float | None:
+def flood_rows_per_s(medians: Medians, name: str, task: TableTask) -> float | None:
     """Return how many rows all workers at work have added per second."""
     seconds = medians.get(name, {}).get(task)
     return None if seconds is None else 1 / seconds
 
 
-def _ratio(medians: Medians, above: tuple[str, Task], below: tuple[str, Task]) -> float | None:
+def _ratio(
+    medians: Medians, above: tuple[str, TableTask], below: tuple[str, TableTask]
+) -> float | None:
     found = [medians.get(name, {}).get(task) for name, task in (above, below)]
     return None if None in found else found[0] / found[1]  # type: ignore[operator]
 
@@ -149,11 +153,11 @@ class Summary:
     median_s_by_turn: Sequence[float]
 
 
-Summaries = Mapping[str, Mapping[Task, Summary]]
+Summaries = Mapping[str, Mapping[TableTask, Summary]]
 """By contestant and task."""
 
 
-def summarize(seconds: Mapping[str, Mapping[Task, Sequence[Sequence[float]]]]) -> Summaries:
+def summarize(seconds: Mapping[str, Mapping[TableTask, Sequence[Sequence[float]]]]) -> Summaries:
     """Return what the seconds of every operation, by turn, come to; without tasks never done."""
     return {
         name: {task: _summary(turns) for task, turns in by_task.items() if any(turns)}
@@ -218,7 +222,7 @@ def _latencies_sheet(medians: Medians, num_rows: int) -> Sheet:
         rows.append(Row(words))
         for size in SIZES:
             for kind in ("get", "add"):
-                task = Task(kind=found + kind, rows=size, both=both, fresh=fresh)
+                task = TableTask(kind=found + kind, rows=size, both=both, fresh=fresh)
                 cells = tuple(_us(medians[name].get(task)) for name in names)
                 rows.append(Row(f"  {kind} {size:,}", cells))
     title = f"{num_rows:,} × {COLS} float32, 2 workers: median of one of them"
@@ -233,7 +237,7 @@ def _rates_sheet(medians: Medians, snapshot_bytes: int) -> Sheet:
         rows.append(Row(f"{kind}, GB/s", tuple(rates)))
     for size in SIZES[1:]:
         for both in (False, True):
-            task = Task(kind="flood", rows=size, both=both, fresh=True)
+            task = TableTask(kind="flood", rows=size, both=both, fresh=True)
             found = [flood_rows_per_s(medians, name, task) for name in names]
             cells = tuple(None if rate is None else rate / 1e6 for rate in found)
             who = "two workers" if both else "one worker"
@@ -254,7 +258,7 @@ def _rates_sheet(medians: Medians, snapshot_bytes: int) -> Sheet:
 def _panel(medians: Medians, kind: str) -> Lines:
     lines = []
     for name in TITLES:
-        found = {size: medians.get(name, {}).get(Task(kind=kind, rows=size)) for size in SIZES}
+        found = {size: medians.get(name, {}).get(TableTask(kind=kind, rows=size)) for size in SIZES}
         points = tuple((size, 1e6 * seconds) for size, seconds in found.items() if seconds)
         if points:
             lines.append(Line(label=TITLES[name], points=points, ours=name == "phalanx"))

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ARRAY_ELEMENTS", "COLS", "SIZES", "TASKS", "TASKS_OF_DISK", "TASKS_OF_MEMORY", "Task"]
+__all__ = [
+    "ARRAY_ELEMENTS",
+    "COLS",
+    "SIZES",
+    "TASKS",
+    "TASKS_OF_DISK",
+    "TASKS_OF_MEMORY",
+    "TableTask",
+]
 
 COLS = 64
 SIZES = (10, 1_000, 100_000)
@@ -15,7 +23,7 @@ ARRAY_ELEMENTS = 10_000_000  # of float32: 40 MB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class TableTask:
     """One thing that is timed, as worker 0 sees it.
 
     Args:
@@ -38,19 +46,19 @@ class Task:
 
 TASKS_OF_MEMORY = (
     *(
-        Task(kind=kind, rows=rows, both=both, fresh=fresh)
+        TableTask(kind=kind, rows=rows, both=both, fresh=fresh)
         for both, fresh in ((False, False), (True, False), (False, True))
         for rows in SIZES
         for kind in ("get", "add")
     ),
-    *(Task(kind=kind, rows=rows) for rows in SIZES for kind in ("keys get", "keys add")),
-    Task(kind="array get"),
-    Task(kind="array add"),
+    *(TableTask(kind=kind, rows=rows) for rows in SIZES for kind in ("keys get", "keys add")),
+    TableTask(kind="array get"),
+    TableTask(kind="array add"),
     *(
-        Task(kind="flood", rows=rows, both=both, fresh=True)
+        TableTask(kind="flood", rows=rows, both=both, fresh=True)
         for rows in SIZES[1:]
         for both in (False, True)
     ),
 )
-TASKS_OF_DISK = (Task(kind="snapshot", both=True), Task(kind="disk", both=True))
+TASKS_OF_DISK = (TableTask(kind="snapshot", both=True), TableTask(kind="disk", both=True))
 TASKS = (*TASKS_OF_MEMORY, *TASKS_OF_DISK)

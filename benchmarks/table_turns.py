@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.arena import Step
-from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, Task
+from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, TableTask
 from phalanx.clock import now_s
 
 __all__ = ["Draws", "Steps", "take_turn"]
@@ -35,7 +35,7 @@ class Steps:
         until: A file by which worker 0 tells the other one that it is done.
     """
 
-    makers: Mapping[str, Callable[[Task], Step]]
+    makers: Mapping[str, Callable[[TableTask], Step]]
     meet: Callable[[], object] = lambda: None
     until: Path = Path()
 
@@ -47,43 +47,43 @@ class Draws:
         self._rank = rank
         self._num_rows = num_rows
 
-    def _lists(self, task: Task) -> Iterator[Tensor]:
+    def _lists(self, task: TableTask) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(1000 * task.rows + self._rank)
         most = _FRESH_LISTS if task.fresh else 1
         num_lists = max(1 + task.fresh, min(most, _FRESH_ROWS // task.rows))
         lists = torch.randint(self._num_rows, (num_lists, task.rows), generator=generator)
         return itertools.cycle(lists.unbind())
 
-    def getting(self, get: Callable[[Tensor, Tensor], object]) -> Callable[[Task], Step]:
+    def getting(self, get: Callable[[Tensor, Tensor], object]) -> Callable[[TableTask], Step]:
         """Make a step that gets rows, of a function of the rows and of where they may go."""
 
-        def make(task: Task) -> Step:
+        def make(task: TableTask) -> Step:
             lists, out = self._lists(task), torch.empty(task.rows, COLS)
             return lambda: get(next(lists), out)
 
         return make
 
-    def adding(self, add: Callable[[Tensor, Tensor], object]) -> Callable[[Task], Step]:
+    def adding(self, add: Callable[[Tensor, Tensor], object]) -> Callable[[TableTask], Step]:
         """Make a step that adds to rows, of a function of the rows and of the delta."""
 
-        def make(task: Task) -> Step:
+        def make(task: TableTask) -> Step:
             lists, delta = self._lists(task), torch.full((task.rows, COLS), 1e-3)
             return lambda: add(next(lists), delta)
 
         return make
 
     @staticmethod
-    def of_array(work: Callable[[Tensor], object]) -> Callable[[Task], Step]:
+    def of_array(work: Callable[[Tensor], object]) -> Callable[[TableTask], Step]:
         """Make a step that gets the array into a tensor, or adds that to it."""
 
-        def make(_: Task) -> Step:
+        def make(_: TableTask) -> Step:
             whole = torch.full((ARRAY_ELEMENTS,), 1e-3)
             return lambda: work(whole)
 
         return make
 
 
-def take_turn(task: Task, rank: int, steps: Steps, turn_s: float) -> list[float]:
+def take_turn(task: TableTask, rank: int, steps: Steps, turn_s: float) -> list[float]:
     """Work for a turn, and return the seconds of what counts.
 
     Of a flood they are seconds per row of all workers.
@@ -111,7 +111,7 @@ def _repeat(step: Step, turn_s: float) -> list[float]:
 
 
 def _flood(
-    task: Task, at_work: bool, step: Step, meet: Callable[[], object], turn_s: float
+    task: TableTask, at_work: bool, step: Step, meet: Callable[[], object], turn_s: float
 ) -> list[float]:
     num_adds = max(1, int(_FLOOD_ROWS_PER_S * turn_s) // task.rows)
     step()
@@ -124,12 +124,12 @@ def _flood(
     return [(now_s() - started_s) / (num_adds * task.rows * num_workers)]
 
 
-def _write(task: Task, rank: int, steps: Steps) -> list[float]:
+def _write(task: TableTask, rank: int, steps: Steps) -> list[float]:
     """Let worker 0 write once, and the other one train until it is done."""
     steps.until.unlink(missing_ok=True)
     steps.meet()
     if rank > 0:
-        train = steps.makers["add"](Task(kind="add", rows=_TRAINING_ROWS, fresh=True))
+        train = steps.makers["add"](TableTask(kind="add", rows=_TRAINING_ROWS, fresh=True))
         while not steps.until.exists():
             train()
         return []

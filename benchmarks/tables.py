@@ -18,9 +18,9 @@ from benchmarks.arena import Arena
 from benchmarks.machine import describe_machine
 from benchmarks.report import command_line, publish
 from benchmarks.step import introduce, turn_progress
-from benchmarks.table_contestants import CONTESTANTS, Job, entrant, is_there
+from benchmarks.table_contestants import CONTESTANTS, TablesJob, entrant, is_there
 from benchmarks.table_report import report_tables, summarize
-from benchmarks.table_tasks import COLS, TASKS, TASKS_OF_DISK, TASKS_OF_MEMORY, Task
+from benchmarks.table_tasks import COLS, TASKS, TASKS_OF_DISK, TASKS_OF_MEMORY, TableTask
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError, PeerError
 from phalanx.memory import is_compiled
@@ -32,7 +32,7 @@ _DISK_ROUNDS = 3
 _TURN_S = 0.1
 _PATIENCE_S = 180.0
 
-Seconds = dict[str, dict[Task, list[list[float]]]]
+Seconds = dict[str, dict[TableTask, list[list[float]]]]
 
 
 def tables(
@@ -116,7 +116,7 @@ def compete(
     names: Sequence[str],
     folder: Path,
     rows: int,
-    tasks: Sequence[Task],
+    tasks: Sequence[TableTask],
     rounds: int,
     seconds: Seconds,
     failures: dict[str, str],
@@ -124,7 +124,7 @@ def compete(
 ) -> None:
     """Let contestants take turns, and put down what comes of it; who fails is out."""
     entrants = [
-        entrant(Job(contestant=name, rows=rows, folder=str(folder), turn_s=_TURN_S))
+        entrant(TablesJob(contestant=name, rows=rows, folder=str(folder), turn_s=_TURN_S))
         for name in names
     ]
 

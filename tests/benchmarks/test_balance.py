@@ -19,7 +19,7 @@ from benchmarks.arena import Entrant, Outcome, Pace
 from benchmarks.balance import Contest, ratio, report_balance
 from benchmarks.contestants import build, loss_of
 from benchmarks.machine import Machine
-from benchmarks.slowed import Account, Job, Slowdown, open_job, read_account
+from benchmarks.slowed import BalanceAccount, BalanceJob, Slowdown, open_job, read_account
 from phalanx.errors import ConfigError
 from phalanx.plan import Decision
 
@@ -41,9 +41,9 @@ DECISION = Decision(
 )
 
 
-def job_of(folder: Path, **changes: object) -> Job:
+def job_of(folder: Path, **changes: object) -> BalanceJob:
     told = {"container": "trainer", "workloads": None, "model": "tiny", "slow_s": 0.0}
-    return Job(**{**told, **changes}, account=str(folder / "account"))
+    return BalanceJob(**{**told, **changes}, account=str(folder / "account"))
 
 
 # --- contestants ----------------------------------------------------------------------------------
@@ -126,7 +126,8 @@ def contest(**seconds: list[list[float]]) -> Contest:
         seconds_per_row=1e-4,
         outcome=Outcome(seconds=named, failures={}),
         accounts={
-            name: Account(shares=[[64, 64], [96, 32]], decisions=[DECISION]) for name in named
+            name: BalanceAccount(shares=[[64, 64], [96, 32]], decisions=[DECISION])
+            for name in named
         },
     )
 
@@ -200,7 +201,7 @@ def run_balance(*words: str):
 
 
 def test_the_command_prints_a_table_and_writes_its_files(tmp_path, monkeypatch):
-    def stub(name: str, job: Job) -> Entrant:
+    def stub(name: str, job: BalanceJob) -> Entrant:
         return Entrant(name=name, commands=((sys.executable, "-c", TELLS, job.account),))
 
     monkeypatch.setattr(balance_module, "entrant", stub)
@@ -215,7 +216,7 @@ def test_the_command_prints_a_table_and_writes_its_files(tmp_path, monkeypatch):
 
 
 def test_a_failed_contestant_is_shown_and_the_command_says_so_at_the_end(tmp_path, monkeypatch):
-    def stub(name: str, job: Job) -> Entrant:
+    def stub(name: str, job: BalanceJob) -> Entrant:
         program = DIES if name == "trainer-slowed-auto" else TELLS
         return Entrant(name=name, commands=((sys.executable, "-c", program, job.account),))
 
@@ -231,7 +232,7 @@ def test_a_failed_contestant_is_shown_and_the_command_says_so_at_the_end(tmp_pat
 def test_real_contestants_are_measured(tmp_path, monkeypatch):
     jobs = balance_module._jobs
 
-    def few(*args: object) -> dict[str, Job]:
+    def few(*args: object) -> dict[str, BalanceJob]:
         wanted = ("trainer-slowed-auto", "dataparallel-slowed-auto")
         return {name: job for name, job in jobs(*args).items() if name in wanted}
 

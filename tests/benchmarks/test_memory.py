@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks import memory as memory_module
 from benchmarks.__main__ import app as bench_app
-from benchmarks.holding import CASES, Job, build, entrant
+from benchmarks.holding import CASES, MemoryJob, build, entrant
 from benchmarks.machine import describe_machine
 from benchmarks.memory import Weight, descendants, growth, held_bytes, report_memory
 from phalanx.errors import ConfigError
@@ -100,7 +100,9 @@ def test_touched_pages_count_and_shared_ones_count_once():
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_case_holds_what_it_says(case):
-    module, (inputs, targets) = build(Job(formation="ddp", case=case, workers=2, width=8, layers=3))
+    module, (inputs, targets) = build(
+        MemoryJob(formation="ddp", case=case, workers=2, width=8, layers=3)
+    )
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
     last = 8 * 8 + 8
@@ -110,7 +112,7 @@ def test_a_case_holds_what_it_says(case):
 
 
 def test_a_formation_of_ranks_has_one_command_each():
-    job = Job(formation="ddp", case="nothing", workers=3, width=8, layers=1)
+    job = MemoryJob(formation="ddp", case="nothing", workers=3, width=8, layers=1)
     ranks = [json.loads(words[-1])["rank"] for words in entrant(job).commands]
     assert ranks == [0, 1, 2]
 
@@ -124,7 +126,7 @@ def test_two_worker_processes_hold_parameters_once():
     """Two copies of the 64 MiB would be 64 MiB more."""
     held = {}
     for case in ("nothing", "parameters"):
-        job = Job(formation="processes", case=case, workers=2, width=1024, layers=16)
+        job = MemoryJob(formation="processes", case=case, workers=2, width=1024, layers=16)
         held[case] = memory_module.weigh(job)
     assert 60 * MIB <= held["parameters"] - held["nothing"] <= 96 * MIB
 

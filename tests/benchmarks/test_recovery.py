@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from benchmarks import recovery as recovery_module
 from benchmarks.__main__ import app as bench_app
 from benchmarks.machine import describe_machine
-from benchmarks.recovering import Beat, Job, command
+from benchmarks.recovering import Beat, RecoveryJob, command
 from benchmarks.recovery import Disturbed, Kill, percentile, report_recovery
 from phalanx.errors import ConfigError, PeerLost
 
@@ -188,7 +188,7 @@ def test_a_training_goes_with_the_one_who_reads_it():
 
 
 def test_torchrun_restarts_its_ranks_and_phalanx_needs_no_such_thing():
-    job = Job(model="mlp", workers=3)
+    job = RecoveryJob(model="mlp", workers=3)
     words = command("torchrun", job, max_restarts=4)
     assert {"--nproc-per-node=3", "--max-restarts=4"} <= set(words)
     assert {"-n3", "--max-restarts=4"} <= set(command("launch", job, max_restarts=4))

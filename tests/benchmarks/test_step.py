@@ -21,7 +21,7 @@ from benchmarks.arena import Arena, Entrant, Pace, compete
 from benchmarks.contestants import (
     CODECS,
     CONTESTANTS,
-    Job,
+    StepJob,
     build,
     by_default,
     entrant,
@@ -289,7 +289,7 @@ def test_unknown_names_are_refused(names, model, message):
 
 def test_a_contestant_over_processes_has_one_command_per_worker():
     command = entrant("ddp", "tiny", workers=3, folder="meet").commands
-    jobs = [Job(**json.loads(words[-1])) for words in command]
+    jobs = [StepJob(**json.loads(words[-1])) for words in command]
     assert [job.rank for job in jobs] == [0, 1, 2]
     assert len({job.meeting_point for job in jobs}) == 1
     assert len(entrant("trainer", "tiny", workers=3, folder="meet").commands) == 1
@@ -325,7 +325,7 @@ def test_every_contestant_does_the_same_job(name, tmp_path):
 
 
 def trained_by(name, model, meeting_point, *, workers, training, done=lambda trained: trained):
-    job = Job(contestant=name, model=model, workers=workers, meeting_point=meeting_point)
+    job = StepJob(contestant=name, model=model, workers=workers, meeting_point=meeting_point)
     module, batch = build(model)
     module.train(training)
     with CONTESTANTS[name].open(job, module, batch) as step:
@@ -361,7 +361,7 @@ def test_a_contestant_with_a_codec_is_data_parallel_with_that_codec(codec, tmp_p
 def test_columns_are_put_in_the_place_of_all_linear_layers_but_the_last():
     module, batch = build("mlp")
     linear = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
-    job = Job(contestant="modelparallel", model="mlp", workers=3)
+    job = StepJob(contestant="modelparallel", model="mlp", workers=3)
     with CONTESTANTS["modelparallel"].open(job, module, batch):
         kinds = [type(module.get_submodule(name)) for name in linear]
         columns = module.get_submodule(linear[0])

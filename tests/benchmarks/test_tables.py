@@ -12,9 +12,9 @@ from benchmarks import table_turns
 from benchmarks.__main__ import app as bench_app
 from benchmarks.machine import describe_machine
 from benchmarks.report import Judged
-from benchmarks.table_contestants import Job, entrant
+from benchmarks.table_contestants import TablesJob, entrant
 from benchmarks.table_report import TITLES, Summary, judge, report_tables, summarize
-from benchmarks.table_tasks import TASKS, TASKS_OF_DISK, Task
+from benchmarks.table_tasks import TASKS, TASKS_OF_DISK, TableTask
 from benchmarks.table_turns import Draws, Steps, take_turn
 from phalanx.errors import ConfigError
 
@@ -51,7 +51,7 @@ def medians(**by_name):
     [("get", 10, 15e-6, True), ("get", 10, 16e-6, False), ("add", 10, 25e-6, True)],
 )
 def test_a_few_rows_are_judged_by_microseconds(kind, rows, seconds, met):
-    task = Task(kind=kind, rows=rows)
+    task = TableTask(kind=kind, rows=rows)
     [(what, judged, unit)] = measured(judge(medians(phalanx=(task, seconds)), GB))
     assert (what, unit, judged.met) == (f"{kind} {rows} rows", "µs", met)
 
@@ -70,7 +70,7 @@ def test_a_few_rows_are_judged_by_microseconds(kind, rows, seconds, met):
     ],
 )
 def test_more_rows_are_judged_beside_peers(kind, rows, peer, times, met):
-    task = Task(kind=kind, rows=rows)
+    task = TableTask(kind=kind, rows=rows)
     found = judge({"phalanx": {task: 1e-3}, peer: {task: times * 1e-3}}, GB)
     [judged] = [judged for _, judged, unit in measured(found) if unit == "×"]
     assert judged.met is met
@@ -78,7 +78,10 @@ def test_more_rows_are_judged_beside_peers(kind, rows, peer, times, met):
 
 
 def test_what_the_other_worker_does_meanwhile_is_no_target():
-    for task in (Task(kind="get", rows=10, both=True), Task(kind="get", rows=10, fresh=True)):
+    for task in (
+        TableTask(kind="get", rows=10, both=True),
+        TableTask(kind="get", rows=10, fresh=True),
+    ):
         assert not measured(judge(medians(phalanx=(task, 1e-6)), GB))
 
 
@@ -94,7 +97,9 @@ def test_a_snapshot_is_judged_by_the_disk_where_that_is_slow(snapshot_s, disk_s,
 
 def test_two_workers_are_judged_by_the_rows_of_both():
     """Seconds of a flood are per row of all workers: half of them is twice as fast."""
-    one, two = (Task(kind="flood", rows=1_000, both=both, fresh=True) for both in (False, True))
+    one, two = (
+        TableTask(kind="flood", rows=1_000, both=both, fresh=True) for both in (False, True)
+    )
     found = judge({"phalanx": {one: 4e-7, two: 2e-7}}, GB)
     [(_, judged, _)] = measured(found)
     assert judged == Judged(2.0, 1.6, at_least=True)
@@ -141,7 +146,7 @@ def test_all_contestants_draw_the_same_rows_and_each_worker_others():
     def drawn(rank, fresh=False):
         lists = []
         make = Draws(rank=rank, num_rows=500).adding(lambda rows, _: lists.append(rows.tolist()))
-        step = make(Task(kind="add", rows=7, fresh=fresh))
+        step = make(TableTask(kind="add", rows=7, fresh=fresh))
         for _ in range(3):
             step()
         return lists
@@ -155,15 +160,15 @@ def test_all_contestants_draw_the_same_rows_and_each_worker_others():
 def test_the_first_operations_of_a_turn_do_not_count():
     done = []
     steps = Steps(makers={"get": lambda task: lambda: done.append(task.rows)})
-    assert len(take_turn(Task(kind="get", rows=10), 0, steps, 0.0)) == 3
+    assert len(take_turn(TableTask(kind="get", rows=10), 0, steps, 0.0)) == 3
     assert done == [10] * 5
 
 
 def test_the_other_worker_is_idle_unless_both_work():
     steps = Steps(makers={"get": lambda _: lambda: None})
-    assert take_turn(Task(kind="get", rows=10), 1, steps, 0.0) == []
-    assert len(take_turn(Task(kind="get", rows=10, both=True), 1, steps, 0.0)) == 3
-    assert take_turn(Task(kind="flood", rows=10), 0, steps, 0.0) == []  # it cannot
+    assert take_turn(TableTask(kind="get", rows=10), 1, steps, 0.0) == []
+    assert len(take_turn(TableTask(kind="get", rows=10, both=True), 1, steps, 0.0)) == 3
+    assert take_turn(TableTask(kind="flood", rows=10), 0, steps, 0.0) == []  # it cannot
 
 
 def test_a_flood_is_counted_in_rows_of_both(monkeypatch):
@@ -171,7 +176,7 @@ def test_a_flood_is_counted_in_rows_of_both(monkeypatch):
     monkeypatch.setattr(table_turns, "now_s", lambda: next(ticks))
     added = []
     steps = Steps(makers={"flood": lambda task: lambda: added.append(task.rows)})
-    task = Task(kind="flood", rows=10, both=True, fresh=True)
+    task = TableTask(kind="flood", rows=10, both=True, fresh=True)
     assert take_turn(task, 0, steps, 30 / 4e6) == [6.0 / 60]
     assert added == [10] * 4  # one to warm up
 
@@ -248,7 +253,7 @@ def test_a_contestant_that_is_not_installed_is_left_out(tmp_path, monkeypatch):
 
 def test_only_rpc_has_a_server():
     ranks = {
-        name: len(entrant(Job(contestant=name, rows=9, folder="x", turn_s=0.0)).commands)
+        name: len(entrant(TablesJob(contestant=name, rows=9, folder="x", turn_s=0.0)).commands)
         for name in TITLES
     }
     assert ranks == {"phalanx": 2, "torch": 2, "rpc": 3, "ray": 2}
