@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.clock import pause
 from phalanx.distributed import peer_errors
-from phalanx.distributed.arena import Arena, Steps
+from phalanx.distributed.collective_buffers import CollectiveBuffers, Steps
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.status_pages import LEFT, StatusPages
 from phalanx.distributed.wake_up_pipes import WakeUpPipes
@@ -35,47 +35,47 @@ def news_kept(patch: Patch) -> None:
 def marks_unread(patch: Patch) -> None:
     """Nobody waits for anybody: results are made of whatever lies in the slots."""
     patch(StatusPages, "reached", lambda self, ranks, mark: True)
-    patch(Arena, "_check", lambda self, ranks: None)
+    patch(CollectiveBuffers, "_check", lambda self, ranks: None)
 
 
 def mark_before_data(patch: Patch) -> None:
     """A piece is said to be there when its turn has come, and written after that."""
-    begin_piece = Arena.begin_piece
+    begin_piece = CollectiveBuffers.begin_piece
 
-    def too_early(self: Arena) -> Steps:
+    def too_early(self: CollectiveBuffers) -> Steps:
         yield from begin_piece(self)
         self.publish()
         pause(_WINDOW_S)
 
-    patch(Arena, "begin_piece", too_early)
+    patch(CollectiveBuffers, "begin_piece", too_early)
 
 
 def done_before_reading(patch: Patch) -> None:
     """A rank says that it reads no more when what it is to read has come."""
-    published = Arena.published
+    published = CollectiveBuffers.published
 
-    def too_early(self: Arena, ranks: Sequence[int] | None = None) -> Steps:
+    def too_early(self: CollectiveBuffers, ranks: Sequence[int] | None = None) -> Steps:
         yield from published(self, ranks)
         self.end_piece()
         pause(_WINDOW_S)
 
-    patch(Arena, "published", too_early)
+    patch(CollectiveBuffers, "published", too_early)
 
 
 def slot_taken_early(patch: Patch) -> None:
     """A slot is written again one piece too early: its last readers are not waited for."""
-    reach = Arena._reach
+    reach = CollectiveBuffers._reach
 
-    def too_soon(self: Arena, ranks: Sequence[int], mark: int) -> Steps:
+    def too_soon(self: CollectiveBuffers, ranks: Sequence[int], mark: int) -> Steps:
         done = mark % 3 == 0
         yield from reach(self, ranks, mark - 3 if done else mark)
 
-    patch(Arena, "_reach", too_soon)
+    patch(CollectiveBuffers, "_reach", too_soon)
 
 
 def signatures_not_compared(patch: Patch) -> None:
     """Ranks in different calls take each other's numbers."""
-    patch(Arena, "_check", lambda self, ranks: None)
+    patch(CollectiveBuffers, "_check", lambda self, ranks: None)
 
 
 def leavers_missed(patch: Patch) -> None:

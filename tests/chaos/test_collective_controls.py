@@ -70,7 +70,7 @@ def sums_are_right(parent: Parent, rank: int) -> None:
 
 def a_reader_falls_behind(parent: Parent, rank: int) -> None:
     """The root of a broadcast of many pieces runs ahead of rank 0 until it waits, or is done."""
-    pages, store = dist.group.WORLD._arena.pages, dist.distributed_c10d._get_default_store()
+    pages, store = dist.group.WORLD._buffers.pages, dist.distributed_c10d._get_default_store()
     root = dict(pages.places).get(1, 0)  # where its page is
     pieces = iter(range(3))
 
@@ -120,7 +120,7 @@ def sleepers_are_woken_by_sums(parent: Parent, rank: int) -> None:
 def sleep_often(rank: int, call: Callable[[], object]) -> None:
     """Rank 0 comes late each time, when the others sleep for it, and sees that they come again."""
     engine._FIRST_SLEEP_S = engine._LONGEST_SLEEP_S = SLEEP_S
-    pages, came_s = dist.group.WORLD._arena.pages, None
+    pages, came_s = dist.group.WORLD._buffers.pages, None
     for _ in range(10):
         if rank == 0:
             waiting = Waiting(DEADLINE_S)

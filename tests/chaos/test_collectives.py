@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from phalanx.distributed.arena import POINTS
+from phalanx.distributed.collective_buffers import POINTS
 from tests.chaos.calls import WITH_POINTS
 from tests.chaos.ranks import CALLS, SIZE, Case, RunResult, Troop
 

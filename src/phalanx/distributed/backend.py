@@ -29,13 +29,13 @@ def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) 
     rendezvous = GroupRendezvous(store, rank, size, timeout_s)
     hosts = rendezvous.find_hosts()
     cuda = nccl_is_here()
-    arena = rendezvous.share_memory(hosts.ranks[hosts.host_of(rank)])
+    buffers = rendezvous.share_memory(hosts.ranks[hosts.host_of(rank)])
     if len(hosts.ranks) == 1:
         shared = CudaGroup if cuda else SharedGroup
-        return shared(arena, IntraHost(arena), store, timeout_s, make_group)
-    ways = Hierarchical(arena, hosts, rank, rendezvous.store, timeout_s, network_interfaces())
+        return shared(buffers, IntraHost(buffers), store, timeout_s, make_group)
+    ways = Hierarchical(buffers, hosts, rank, rendezvous.store, timeout_s, network_interfaces())
     several = CudaHierarchicalGroup if cuda else HierarchicalGroup
-    return several(arena, ways, store, timeout_s, make_group)
+    return several(buffers, ways, store, timeout_s, make_group)
 
 
 # Here, and not in a function that somebody would have to call: `import phalanx` is enough.

@@ -1,4 +1,4 @@
-"""The collective operations, as steps over an arena. Every rank calls them in the same order.
+"""The collective operations, as steps over an buffers. Every rank calls them in the same order.
 
 Tensors are flat and contiguous. What only moves is taken as bytes, so every dtype can travel.
 
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.distributed.arena import Arena, Steps
+from phalanx.distributed.collective_buffers import CollectiveBuffers, Steps
 from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.ops import Reduction
 from phalanx.errors import ConfigError
@@ -55,73 +55,73 @@ def pieces(num_elements: int, per_piece: int) -> Iterator[slice]:
         yield slice(start, min(start + per_piece, num_elements))
 
 
-def barrier(arena: Arena) -> Steps:
+def barrier(buffers: CollectiveBuffers) -> Steps:
     """Wait until all ranks have come."""
-    arena.begin(pack("barrier", torch.uint8), 0)
-    yield from arena.begin_piece()
-    arena.publish()
-    yield from arena.published()
-    arena.end_piece()
+    buffers.begin(pack("barrier", torch.uint8), 0)
+    yield from buffers.begin_piece()
+    buffers.publish()
+    yield from buffers.published()
+    buffers.end_piece()
 
 
 # --- reducing -------------------------------------------------------------------------------------
 
 
-def all_reduce(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
+def all_reduce(buffers: CollectiveBuffers, flat: Tensor, reduction: Reduction) -> Steps:
     """Reduce ``flat`` over the ranks, in place and with the same bits on all of them."""
-    arena.begin(pack("all_reduce", flat.dtype, reduction=reduction.number), flat.numel())
-    sizes, function = arena.piece_sizes, None
+    buffers.begin(pack("all_reduce", flat.dtype, reduction=reduction.number), flat.numel())
+    sizes, function = buffers.piece_sizes, None
     if reduction.is_plain_sum and flat.dtype in _CARRIED:
         function = compiled_for("all_reduce", flat.dtype)  # ranks without it cut in the same pieces
     else:
-        sizes = sizes._replace(piece_bytes=arena.slot_bytes)
-    if function is not None and arena.size > 1:
-        yield from arena.carry(function, flat, sizes)
+        sizes = sizes._replace(piece_bytes=buffers.slot_bytes)
+    if function is not None and buffers.size > 1:
+        yield from buffers.carry(function, flat, sizes)
     elif flat.numel() * flat.itemsize <= sizes.whole_bytes:
-        yield from _all_reduce_whole(arena, flat, reduction)
+        yield from _all_reduce_whole(buffers, flat, reduction)
     else:
-        yield from _all_reduce_in_pieces(arena, flat, reduction, sizes.piece_bytes)
-    arena.agree_on_contention()
+        yield from _all_reduce_in_pieces(buffers, flat, reduction, sizes.piece_bytes)
+    buffers.agree_on_contention()
 
 
 def _all_reduce_in_pieces(
-    arena: Arena, flat: Tensor, reduction: Reduction, piece_bytes: int
+    buffers: CollectiveBuffers, flat: Tensor, reduction: Reduction, piece_bytes: int
 ) -> Steps:
     cuts = [
-        tuple(equal_sizes(piece.stop - piece.start, arena.size))
+        tuple(equal_sizes(piece.stop - piece.start, buffers.size))
         for piece in pieces(flat.numel(), piece_bytes // flat.itemsize)
     ]
     parts = flat.split([size for sizes in cuts for size in sizes])  # one call instead of many
     for at, sizes in enumerate(cuts):
-        own = parts[at * arena.size : (at + 1) * arena.size]
-        yield from _all_reduce_piece(arena, own, sizes, reduction)
+        own = parts[at * buffers.size : (at + 1) * buffers.size]
+        yield from _all_reduce_piece(buffers, own, sizes, reduction)
 
 
-def _all_reduce_whole(arena: Arena, flat: Tensor, reduction: Reduction) -> Steps:
-    yield from arena.begin_piece()
-    sources = arena.heads(flat.dtype, flat.numel())
-    sources[arena.rank].copy_(flat)
-    arena.publish()
-    yield from arena.published()
+def _all_reduce_whole(buffers: CollectiveBuffers, flat: Tensor, reduction: Reduction) -> Steps:
+    yield from buffers.begin_piece()
+    sources = buffers.heads(flat.dtype, flat.numel())
+    sources[buffers.rank].copy_(flat)
+    buffers.publish()
+    yield from buffers.published()
     reduction(sources, flat)
-    arena.end_piece()
+    buffers.end_piece()
 
 
 def _all_reduce_piece(
-    arena: Arena,
+    buffers: CollectiveBuffers,
     parts: Sequence[Tensor],
     sizes: tuple[int, ...],
     reduction: Reduction,
 ) -> Steps:
-    me, others = arena.rank, arena.pages.others
+    me, others = buffers.rank, buffers.pages.others
     mine = parts[me]
-    yield from arena.begin_piece()
-    slots = arena.cut(mine.dtype, sizes)
+    yield from buffers.begin_piece()
+    slots = buffers.cut(mine.dtype, sizes)
     own = slots[me]
     for rank in others:
         copy_to(parts[rank], own[rank])
-    arena.publish()
-    yield from arena.published()
+    buffers.publish()
+    yield from buffers.published()
     sources = [slot[me] for slot in slots]
     sources[me] = mine
     # In place where the reduction can: what it writes to is in the cache already.
@@ -130,57 +130,57 @@ def _all_reduce_piece(
     copy_to(result, mine)
     for rank in others:
         copy_to(result, slots[rank][me])
-    arena.give_result()
-    yield from arena.results_given()
+    buffers.give_result()
+    yield from buffers.results_given()
     for rank in others:
         copy_to(own[rank], parts[rank])
-    arena.end_piece()
+    buffers.end_piece()
 
 
-def reduce(arena: Arena, flat: Tensor, reduction: Reduction, root: int) -> Steps:
+def reduce(buffers: CollectiveBuffers, flat: Tensor, reduction: Reduction, root: int) -> Steps:
     """Reduce ``flat`` over the ranks into that of ``root``; the others keep theirs."""
     what = pack("reduce", flat.dtype, reduction=reduction.number, root=root)
-    arena.begin(what, flat.numel())
-    for piece in pieces(flat.numel(), arena.slot_bytes // flat.itemsize):
+    buffers.begin(what, flat.numel())
+    for piece in pieces(flat.numel(), buffers.slot_bytes // flat.itemsize):
         part = flat[piece]
-        yield from arena.begin_piece()
-        sources = [slot[: part.numel()] for slot in arena.slots(flat.dtype)]
-        if arena.rank == root:
+        yield from buffers.begin_piece()
+        sources = [slot[: part.numel()] for slot in buffers.slots(flat.dtype)]
+        if buffers.rank == root:
             own = sources[root]
             sources[root] = part
-            yield from arena.published()
+            yield from buffers.published()
             reduction(sources, own)
             copy_to(own, part)
         else:
-            copy_to(part, sources[arena.rank])
-            arena.publish()
-        arena.end_piece()
+            copy_to(part, sources[buffers.rank])
+            buffers.publish()
+        buffers.end_piece()
 
 
 def reduce_scatter(
-    arena: Arena, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction
+    buffers: CollectiveBuffers, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction
 ) -> Steps:
     """Reduce over the ranks what each holds for this one, into ``output``.
 
     Args:
-        arena: The group's.
+        buffers: The group's.
         output: Of this rank, as long as its input.
         inputs: One per rank, of any lengths, the same on all ranks.
         reduction: How.
     """
-    me, dtype = arena.rank, output.dtype
+    me, dtype = buffers.rank, output.dtype
     what = pack("reduce_scatter", dtype, reduction=reduction.number)
-    arena.begin(what, sum(len(part) for part in inputs))
-    per_rank = arena.slot_bytes // dtype.itemsize // arena.size
+    buffers.begin(what, sum(len(part) for part in inputs))
+    per_rank = buffers.slot_bytes // dtype.itemsize // buffers.size
     for piece in pieces(max(len(part) for part in inputs), per_rank):
-        yield from arena.begin_piece()
-        slots = arena.slots(dtype)
+        yield from buffers.begin_piece()
+        slots = buffers.slots(dtype)
         own = slots[me]
         for rank, part in enumerate(inputs):
             if rank != me:
                 _put(own, rank * per_rank, part[piece])
-        arena.publish()
-        yield from arena.published()
+        buffers.publish()
+        yield from buffers.published()
         mine = inputs[me][piece]
         start = me * per_rank
         sources = [slot[start : start + len(mine)] for slot in slots]
@@ -188,7 +188,7 @@ def reduce_scatter(
         sources[me] = mine
         reduction(sources, result)
         copy_to(result, output[piece])
-        arena.end_piece()
+        buffers.end_piece()
 
 
 # --- moving bytes ---------------------------------------------------------------------------------
@@ -198,81 +198,85 @@ def _put(slot: Tensor, at: int, part: Tensor) -> None:
     copy_to(part, slot[at : at + len(part)])
 
 
-def broadcast(arena: Arena, flat: Tensor, root: int) -> Steps:
+def broadcast(buffers: CollectiveBuffers, flat: Tensor, root: int) -> Steps:
     """Give every rank the bytes of ``root``."""
-    arena.begin(pack("broadcast", flat.dtype, root=root), flat.numel())
+    buffers.begin(pack("broadcast", flat.dtype, root=root), flat.numel())
     data = as_bytes(flat)
-    for piece in pieces(len(data), arena.slot_bytes):
+    for piece in pieces(len(data), buffers.slot_bytes):
         part = data[piece]
-        yield from arena.begin_piece()
-        slot = arena.slots(torch.uint8)[root][: len(part)]
-        if arena.rank == root:
+        yield from buffers.begin_piece()
+        slot = buffers.slots(torch.uint8)[root][: len(part)]
+        if buffers.rank == root:
             copy_to(part, slot)
-            arena.publish()
+            buffers.publish()
         else:
-            yield from arena.published([root])
+            yield from buffers.published([root])
             copy_to(slot, part)
-        arena.end_piece()
+        buffers.end_piece()
 
 
-def all_gather(arena: Arena, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
+def all_gather(buffers: CollectiveBuffers, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
     """Give every rank the tensors of all, which may differ in length."""
-    arena.begin(pack("all_gather", flat.dtype), sum(len(output) for output in outputs))
+    buffers.begin(pack("all_gather", flat.dtype), sum(len(output) for output in outputs))
     data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
-    for piece in pieces(max(len(result) for result in results), arena.slot_bytes):
+    for piece in pieces(max(len(result) for result in results), buffers.slot_bytes):
         part = data[piece]
-        yield from arena.begin_piece()
-        slots = arena.slots(torch.uint8)
-        _put(slots[arena.rank], 0, part)
-        arena.publish()
-        yield from arena.published()
+        yield from buffers.begin_piece()
+        slots = buffers.slots(torch.uint8)
+        _put(slots[buffers.rank], 0, part)
+        buffers.publish()
+        yield from buffers.published()
         for rank, result in enumerate(results):
             into = result[piece]
-            copy_to(part if rank == arena.rank else slots[rank][: len(into)], into)
-        arena.end_piece()
+            copy_to(part if rank == buffers.rank else slots[rank][: len(into)], into)
+        buffers.end_piece()
 
 
-def gather(arena: Arena, outputs: Sequence[Tensor], flat: Tensor, root: int) -> Steps:
+def gather(buffers: CollectiveBuffers, outputs: Sequence[Tensor], flat: Tensor, root: int) -> Steps:
     """Give ``root`` the tensors of all, which have one length; others have no ``outputs``."""
-    arena.begin(pack("gather", flat.dtype, root=root), flat.numel())
+    buffers.begin(pack("gather", flat.dtype, root=root), flat.numel())
     data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
-    for piece in pieces(len(data), arena.slot_bytes):
+    for piece in pieces(len(data), buffers.slot_bytes):
         part = data[piece]
-        yield from arena.begin_piece()
-        slots = arena.slots(torch.uint8)
-        if arena.rank == root:
-            yield from arena.published()
+        yield from buffers.begin_piece()
+        slots = buffers.slots(torch.uint8)
+        if buffers.rank == root:
+            yield from buffers.published()
             for rank, result in enumerate(results):
                 copy_to(part if rank == root else slots[rank][: len(part)], result[piece])
         else:
-            _put(slots[arena.rank], 0, part)
-            arena.publish()
-        arena.end_piece()
+            _put(slots[buffers.rank], 0, part)
+            buffers.publish()
+        buffers.end_piece()
 
 
-def scatter(arena: Arena, output: Tensor, inputs: Sequence[Tensor], root: int) -> Steps:
+def scatter(
+    buffers: CollectiveBuffers, output: Tensor, inputs: Sequence[Tensor], root: int
+) -> Steps:
     """Give each rank its tensor of ``root``'s; others have no ``inputs``."""
-    arena.begin(pack("scatter", output.dtype, root=root), output.numel())
+    buffers.begin(pack("scatter", output.dtype, root=root), output.numel())
     result, parts = as_bytes(output), [as_bytes(part) for part in inputs]
-    per_rank = arena.slot_bytes // arena.size
+    per_rank = buffers.slot_bytes // buffers.size
     for piece in pieces(len(result), per_rank):
         into = result[piece]
-        yield from arena.begin_piece()
-        slot = arena.slots(torch.uint8)[root]
-        if arena.rank == root:
+        yield from buffers.begin_piece()
+        slot = buffers.slots(torch.uint8)[root]
+        if buffers.rank == root:
             for rank, part in enumerate(parts):
                 if rank != root:
                     _put(slot, rank * per_rank, part[piece])
-            arena.publish()
+            buffers.publish()
             copy_to(parts[root][piece], into)
         else:
-            yield from arena.published([root])
-            at = arena.rank * per_rank
+            yield from buffers.published([root])
+            at = buffers.rank * per_rank
             copy_to(slot[at : at + len(into)], into)
-        arena.end_piece()
+        buffers.end_piece()
 
 
-def all_to_all(arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
+def all_to_all(
+    buffers: CollectiveBuffers, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> Steps:
     """Give each rank one tensor of every other; lengths may all differ.
 
     Nobody knows the longest of the tensors at first, and so how many pieces there are: the lengths
@@ -281,17 +285,17 @@ def all_to_all(arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     Raises:
         ConfigError: Somebody sends more or less than the other takes; all ranks raise.
     """
-    size, me, dtype = arena.size, arena.rank, outputs[0].dtype
-    arena.begin(pack("all_to_all", dtype), 0)
-    yield from arena.begin_piece()
-    lengths = arena.slots(torch.int64)
+    size, me, dtype = buffers.size, buffers.rank, outputs[0].dtype
+    buffers.begin(pack("all_to_all", dtype), 0)
+    yield from buffers.begin_piece()
+    lengths = buffers.slots(torch.int64)
     lengths[me][: 2 * size] = torch.tensor(
         [len(part) for part in inputs] + [len(part) for part in outputs]
     )
-    arena.publish()
-    yield from arena.published()
+    buffers.publish()
+    yield from buffers.published()
     table = [slot[: 2 * size].tolist() for slot in lengths]
-    arena.end_piece()
+    buffers.end_piece()
     for giver, taker in ((giver, taker) for giver in range(size) for taker in range(size)):
         given, taken = table[giver][taker], table[taker][size + giver]
         if given != taken:
@@ -301,17 +305,17 @@ def all_to_all(arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
             )
     longest = max(max(row[:size]) for row in table) * dtype.itemsize
     sent, got = [as_bytes(part) for part in inputs], [as_bytes(part) for part in outputs]
-    per_rank = arena.slot_bytes // size
+    per_rank = buffers.slot_bytes // size
     for piece in pieces(longest, per_rank):
-        yield from arena.begin_piece()
-        slots = arena.slots(torch.uint8)
+        yield from buffers.begin_piece()
+        slots = buffers.slots(torch.uint8)
         for rank, part in enumerate(sent):
             if rank != me:
                 _put(slots[me], rank * per_rank, part[piece])
-        arena.publish()
-        yield from arena.published()
+        buffers.publish()
+        yield from buffers.published()
         for rank, result in enumerate(got):
             into = result[piece]
             at = me * per_rank
             copy_to(sent[me][piece] if rank == me else slots[rank][at : at + len(into)], into)
-        arena.end_piece()
+        buffers.end_piece()

@@ -1,5 +1,5 @@
 /* An all-reduce, carried as far as it goes without waiting for long. See course.py, which says the
-   same in Python for what is not built here, and arena.py, whose marks and slots these are.
+   same in Python for what is not built here, and collective_buffers.py, whose marks and slots these are.
 
    A course is a row of numbers: where everything lies, and how far it has come. Whoever is called
    with it goes on there, and returns what stands in the way. */
@@ -19,7 +19,7 @@ enum {
 enum { ENDED, WAITS, MOVES, DIFFERS };
 enum { WRITE, PUBLISH, REDUCE, TAKE, OVER };
 
-/* As in status_pages.py and arena.py. */
+/* As in status_pages.py and collective_buffers.py. */
 enum { MARK = 0, AWAITED = 3, WANTED_MARK = 4, SIGNATURES = 16, RING = 4 };
 enum { PUBLISHED = 1, REDUCED = 2, DONE = 3, PER_PIECE = 3, NUM_SLOTS = 2 };
 

@@ -59,7 +59,7 @@ class PieceSizes(NamedTuple):
 
 
 class Course:
-    """The row of numbers of one arena.
+    """The row of numbers of one buffers.
 
     Args:
         pages: Whose marks count.

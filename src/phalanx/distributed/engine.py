@@ -7,7 +7,7 @@ An operation stops wherever it would wait. It goes on when somebody looks again:
     work.wait()                   the caller looks, too
 
 Operations of one lane go one after the other; lanes are independent of each other. All collectives
-of a group share a lane, because they share its arena; messages have a lane per peer and tag.
+of a group share a lane, because they share its buffers; messages have a lane per peer and tag.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import suppress
 import torch
 
 from phalanx.clock import now_s
-from phalanx.distributed.arena import Need
+from phalanx.distributed.collective_buffers import Need
 from phalanx.distributed.contention import Contention
 from phalanx.distributed.peer_errors import cause_state, is_missing, peer_error, timeout_error
 from phalanx.distributed.progress_thread import progress_thread

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, Store
 
-from phalanx.distributed.arena import Arena, Need, Steps
 from phalanx.distributed.call_forms import (
     check_count,
     check_fit,
@@ -34,6 +33,7 @@ from phalanx.distributed.call_forms import (
     options,
     share_memory,
 )
+from phalanx.distributed.collective_buffers import CollectiveBuffers, Need, Steps
 from phalanx.distributed.collectives import as_bytes
 from phalanx.distributed.described import NAME, DescribedGroup
 from phalanx.distributed.engine import COLLECTIVES, Engine
@@ -62,7 +62,7 @@ class SharedGroup(DescribedGroup):
     """Ranks of one host that talk through memory; made by ``init_process_group("phalanx")``.
 
     Args:
-        arena: The memory of the ranks of this host.
+        buffers: The memory of the ranks of this host.
         ways: How the operations are done.
         store: Where the ranks have met.
         timeout_s: How long an operation may take, where the call does not say.
@@ -71,7 +71,7 @@ class SharedGroup(DescribedGroup):
 
     def __init__(
         self,
-        arena: Arena,
+        buffers: CollectiveBuffers,
         ways: IntraHost | Hierarchical,
         store: Store,
         timeout_s: float,
@@ -79,16 +79,16 @@ class SharedGroup(DescribedGroup):
     ) -> None:
         super().__init__(ways.rank, ways.size, store, timeout_s)
         self._make_part = make_part
-        self._arena = arena
+        self._buffers = buffers
         self._ways = ways
-        self._point_to_point = PointToPoint(arena.pages)
+        self._point_to_point = PointToPoint(buffers.pages)
         if isinstance(ways, IntraHost):  # across hosts, messages go over gloo
             self._point_to_point.open()
         # C++ that is given a work from Python, as DDP's `join` gives its reducer one, holds no
         # more than its C++ half, which waits for ever once the Python half is gone.
         self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
         self._engine = Engine(
-            arena.pages, arena.pipes, arena.contention, self.getGroupName, ways.tell
+            buffers.pages, buffers.pipes, buffers.contention, self.getGroupName, ways.tell
         )
         self._closed = False
 
@@ -110,7 +110,7 @@ class SharedGroup(DescribedGroup):
         timeout_s = self._seconds(opts) + self._ways.patience_s
         task = Task(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
         if needs is None:  # everybody who has not begun it yet
-            pages = self._arena.pages
+            pages = self._buffers.pages
             needs = pages.others, pages.mark_of(pages.rank) + 1
         wait = not getattr(opts, "asyncOp", True)
         if is_profiled():  # a record costs 1 µs where it is off
@@ -549,7 +549,7 @@ class SharedGroup(DescribedGroup):
             self._kept.clear()
             self._point_to_point.close()
             self._ways.close()
-            self._arena.close()
+            self._buffers.close()
 
     abort = shutdown
 

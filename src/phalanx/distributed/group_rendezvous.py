@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from torch.distributed import PrefixStore, Store
 
 from phalanx.clock import now_s, pause
-from phalanx.distributed.arena import Arena
+from phalanx.distributed.collective_buffers import CollectiveBuffers
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.hosts import Hosts, hosts_of, this_place
 from phalanx.distributed.status_pages import StatusPages
@@ -140,7 +140,7 @@ class GroupRendezvous:
         self._met.update(hello.word for hello in hellos)
         return hosts_of([hello.place for hello in hellos])
 
-    def share_memory(self, ranks: Sequence[int]) -> Arena:
+    def share_memory(self, ranks: Sequence[int]) -> CollectiveBuffers:
         """Return the memory that ``ranks``, which are on this host, share.
 
         Raises:
@@ -226,9 +226,9 @@ class GroupRendezvous:
 
     # --- the group's namespace --------------------------------------------------------------------
 
-    def _map(self, ranks: Sequence[int], pipe: WakeUpPipe) -> Arena:
+    def _map(self, ranks: Sequence[int], pipe: WakeUpPipe) -> CollectiveBuffers:
         first = ranks[0]
-        needed_bytes = Arena.needed_bytes(len(ranks))
+        needed_bytes = CollectiveBuffers.needed_bytes(len(ranks))
         if self.rank == first:
             region = Region.create(needed_bytes, label="group")
         else:
@@ -243,13 +243,13 @@ class GroupRendezvous:
         pipes = WakeUpPipes(pages, pipe)
         for other in pages.others:
             pipes.connect(other)
-        arena = Arena(region, pages, pipes)
+        buffers = CollectiveBuffers(region, pages, pipes)
         # All have mapped the region, so that the first may go as soon as it likes.
         self.store.set(f"mapped/{self.rank}", "1")
         for rank in ranks:
             self._wait_for(f"mapped/{rank}", rank)
         self._tidy()
-        return arena
+        return buffers
 
     def _borrow(self, first: int, size: int, needed_bytes: int) -> Region:
         """Map the region of rank ``first``, if it is what the store says that it is."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed import collectives
-from phalanx.distributed.arena import Arena, Steps
+from phalanx.distributed.collective_buffers import CollectiveBuffers, Steps
 from phalanx.distributed.collectives import as_bytes, pieces
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.fingerprint import pack
@@ -42,10 +42,10 @@ _PATIENCE_S = 1.0
 
 
 class Hierarchical:
-    """The operations over ``arena`` on each host and the network between.
+    """The operations over ``buffers`` on each host and the network between.
 
     Args:
-        arena: Of the ranks of this host.
+        buffers: Of the ranks of this host.
         hosts: Who is where.
         rank: Who we are.
         store: Where the group has met, for it alone.
@@ -61,7 +61,7 @@ class Hierarchical:
 
     def __init__(
         self,
-        arena: Arena,
+        buffers: CollectiveBuffers,
         hosts: Hosts,
         rank: int,
         store: Store,
@@ -71,7 +71,7 @@ class Hierarchical:
         self.rank = rank
         self.size = hosts.size
         self.error_store = ErrorStore(store, rank, hosts.size)
-        self._arena = arena
+        self._buffers = buffers
         self._hosts = hosts
         self._store = store
         self._interfaces = interfaces
@@ -89,7 +89,7 @@ class Hierarchical:
     ) -> Transport:
         connect = partial(self.connect, name, place, len(names), timeout_s, lazy=lazy)
         transport = Transport(
-            connect, place, names, self.error_store, self._arena.pipes.wake_this_rank
+            connect, place, names, self.error_store, self._buffers.pipes.wake_this_rank
         )
         transport.timeout_s = timeout_s + _PATIENCE_S
         return transport
@@ -198,7 +198,7 @@ class Hierarchical:
                 reduction.finish(mine, self.size, share)
             yield from self._here(collectives.broadcast, share, 0)
             lengths = [len(inputs[rank][piece]) for rank in ranks[self._host]]
-            output[piece].copy_(share.split(lengths)[self._arena.rank])
+            output[piece].copy_(share.split(lengths)[self._buffers.rank])
 
     def _swap_and_reduce(
         self,
@@ -245,7 +245,7 @@ class Hierarchical:
             by_host = packed.split(sizes)
             before = sum(len(on_host) for on_host in ranks[: self._host])
             own = slots[before : before + len(ranks[self._host])]
-            yield from collectives.all_gather(self._arena, own, data[piece])
+            yield from collectives.all_gather(self._buffers, own, data[piece])
             if self._leads:
                 sent = dict.fromkeys(transport.others, by_host[self._host])
                 received = {host: by_host[host] for host in transport.others}
@@ -292,8 +292,8 @@ class Hierarchical:
 
     def _here(self, operation: Callable[..., Steps], *args: object) -> Steps:
         """Do an operation among the ranks of this host, if there are more than this one."""
-        if self._arena.size > 1:
-            yield from operation(self._arena, *args)
+        if self._buffers.size > 1:
+            yield from operation(self._buffers, *args)
 
     def _fingerprint(
         self, kind: str, dtype: torch.dtype, count: int, reduction: int = 0, root: int | None = None

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
-from phalanx.distributed.arena import Arena
 from phalanx.distributed.call_forms import check_rank, only
+from phalanx.distributed.collective_buffers import CollectiveBuffers
 from phalanx.distributed.group import GroupMaker, SharedGroup
 from phalanx.distributed.hierarchical import Hierarchical
 from phalanx.distributed.tensors import Flat, flat_of, output_of
@@ -32,7 +32,7 @@ class HierarchicalGroup(SharedGroup):
     Messages go over gloo, from rank to rank. As gloo does, a send waits for its receiver.
 
     Args:
-        arena: The memory of the ranks of this host.
+        buffers: The memory of the ranks of this host.
         ways: How the operations are done.
         store: Where the ranks have met.
         timeout_s: How long an operation may take, where the call does not say.
@@ -41,13 +41,13 @@ class HierarchicalGroup(SharedGroup):
 
     def __init__(
         self,
-        arena: Arena,
+        buffers: CollectiveBuffers,
         ways: Hierarchical,
         store: Store,
         timeout_s: float,
         make_part: GroupMaker,
     ) -> None:
-        super().__init__(arena, ways, store, timeout_s, make_part)
+        super().__init__(buffers, ways, store, timeout_s, make_part)
         self._hierarchical = ways
         self._post: Gloo | None = None
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from phalanx.distributed import collectives
-from phalanx.distributed.arena import Arena
+from phalanx.distributed.collective_buffers import CollectiveBuffers
 
 __all__ = ["IntraHost"]
 
 
 class IntraHost:
-    """The operations over ``arena``.
+    """The operations over ``buffers``.
 
     Attributes:
         rank: Who we are in the group.
@@ -21,18 +21,18 @@ class IntraHost:
 
     patience_s = 0.0
 
-    def __init__(self, arena: Arena) -> None:
-        self.rank = arena.rank
-        self.size = arena.size
-        self.all_reduce = partial(collectives.all_reduce, arena)
-        self.reduce = partial(collectives.reduce, arena)
-        self.reduce_scatter = partial(collectives.reduce_scatter, arena)
-        self.broadcast = partial(collectives.broadcast, arena)
-        self.all_gather = partial(collectives.all_gather, arena)
-        self.gather = partial(collectives.gather, arena)
-        self.scatter = partial(collectives.scatter, arena)
-        self.all_to_all = partial(collectives.all_to_all, arena)
-        self.barrier = partial(collectives.barrier, arena)
+    def __init__(self, buffers: CollectiveBuffers) -> None:
+        self.rank = buffers.rank
+        self.size = buffers.size
+        self.all_reduce = partial(collectives.all_reduce, buffers)
+        self.reduce = partial(collectives.reduce, buffers)
+        self.reduce_scatter = partial(collectives.reduce_scatter, buffers)
+        self.broadcast = partial(collectives.broadcast, buffers)
+        self.all_gather = partial(collectives.all_gather, buffers)
+        self.gather = partial(collectives.gather, buffers)
+        self.scatter = partial(collectives.scatter, buffers)
+        self.all_to_all = partial(collectives.all_to_all, buffers)
+        self.barrier = partial(collectives.barrier, buffers)
 
     def tell(self, error: BaseException) -> None:
         """Do nothing: all who must hear of an error read the same pages."""

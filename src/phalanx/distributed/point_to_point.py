@@ -18,7 +18,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from phalanx.distributed.arena import Need, Steps
+from phalanx.distributed.collective_buffers import Need, Steps
 from phalanx.distributed.status_pages import LEFT, StatusPages
 from phalanx.errors import ConfigError, PeerLost
 from phalanx.ipc import Region, fence

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.distributed.arena import Steps
+from phalanx.distributed.collective_buffers import Steps
 from phalanx.distributed.hierarchical import Hierarchical
 from phalanx.distributed.intra_host import IntraHost
 from phalanx.distributed.ops import Reduction

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
 from phalanx.clock import now_s
-from phalanx.distributed.arena import Steps
+from phalanx.distributed.collective_buffers import Steps
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.fingerprint import Desync
 from phalanx.distributed.status_pages import Fingerprint

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.clock import now_s
-from phalanx.distributed.arena import Need, Steps
+from phalanx.distributed.collective_buffers import Need, Steps
 from phalanx.distributed.uncompiled import uncompiled
 
 __all__ = ["SharedWork", "Task"]

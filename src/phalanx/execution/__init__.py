@@ -11,7 +11,7 @@ from phalanx.execution.contract import (
     RunState,
     SourceVersion,
     Span,
-    blame,
+    annotate_error,
     default_intra_op,
 )
 from phalanx.execution.elementwise import ELEMENTWISE, MOMENTS, STEP
@@ -71,7 +71,7 @@ __all__ = [
     "WholeStepper",
     "WorkerFailure",
     "WorkerLost",
-    "blame",
+    "annotate_error",
     "check_patience",
     "check_shareable",
     "default_intra_op",

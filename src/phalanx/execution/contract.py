@@ -48,7 +48,7 @@ __all__ = [
     "RunState",
     "SourceVersion",
     "Span",
-    "blame",
+    "annotate_error",
     "default_intra_op",
 ]
 
@@ -204,7 +204,7 @@ class Executor(ABC):
     devices: tuple[torch.device, ...]
     sources: tuple[nn.Module, ...]
     parameters: list[nn.Parameter]
-    _team: ThreadPool | CallerThread
+    _threads: ThreadPool | CallerThread
     one_source: bool = True
     keeps_gradients: bool = False
     worker_pids: Sequence[int] = ()
@@ -224,12 +224,12 @@ class Executor(ABC):
         Args:
             whole: A Ctrl-C arrives after it, also where the one replica is the caller's thread.
         """
-        if whole and isinstance(self._team, CallerThread):
-            return self._team.each_whole(task)
-        if not self._team.closed:
-            return self._team.each(task)
-        with contextlib.closing(ThreadPool(len(self), intra_op=self.intra_op)) as team:
-            return team.each(task)
+        if whole and isinstance(self._threads, CallerThread):
+            return self._threads.each_whole(task)
+        if not self._threads.closed:
+            return self._threads.each(task)
+        with contextlib.closing(ThreadPool(len(self), intra_op=self.intra_op)) as pool:
+            return pool.each(task)
 
     def run(
         self,
@@ -332,7 +332,7 @@ class Executor(ABC):
 
     def is_alone(self) -> bool:
         """Tell whether the program has no threads of Python's but these and the calling one."""
-        return self._team.is_alone()
+        return self._threads.is_alone()
 
     def _sees_operators(self, trains: bool) -> bool:
         """Tell whether a mode that sees calls would keep torch from a faster way."""
@@ -485,7 +485,7 @@ def default_intra_op(devices: Sequence[torch.device]) -> int:
     return max(1, num_cores() // max(1, on_cpu))
 
 
-def blame(error: BaseException, replica: Replica, microbatch: int) -> None:
+def annotate_error(error: BaseException, replica: Replica, microbatch: int) -> None:
     """Note on ``error`` where it was raised."""
     error.add_note(
         f"Raised by replica {replica.index} on {replica.device}, microbatch {microbatch}."

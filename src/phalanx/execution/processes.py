@@ -105,7 +105,7 @@ class ProcessExecutor(Executor):
     Determinism: as `ThreadExecutor`, with the same bits, whoever dies.
     """
 
-    _team: ThreadPool
+    _threads: ThreadPool
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class ProcessExecutor(Executor):
         self._deferred: Exception | None = None
         self._settings = read_settings()
         self._mail = [(Mailbox(pool), Mailbox(pool)) for _ in range(num_workers)]
-        self._team = ThreadPool(
+        self._threads = ThreadPool(
             num_workers, intra_op=self._intra_op, name="phalanx-executor", computes=False
         )
         self._workers: list[WorkerProcess] = []
@@ -164,9 +164,9 @@ class ProcessExecutor(Executor):
                 WorkerInit(blob, places, layout, rules, steps, values, num_workers)
             )
             # Noted one by one: where another does not start, these are dismissed.
-            self._team.each(lambda index: self._workers.append(self._launch(index)))
+            self._threads.each(lambda index: self._workers.append(self._launch(index)))
             self._workers.sort(key=lambda worker: worker.index)
-            self._team.each(self._await_first)
+            self._threads.each(self._await_first)
         except BaseException:
             self.close()
             raise
@@ -208,7 +208,7 @@ class ProcessExecutor(Executor):
     def matches_source(self) -> bool:
         """Tell whether the workers can follow all that was done to the module since."""
         return (
-            not self._team.closed
+            not self._threads.closed
             and self._mirrored.can_follow()
             and all(
                 owner._parameters[key] is parameter and parameter.data_ptr() == pointer
@@ -231,11 +231,11 @@ class ProcessExecutor(Executor):
 
     def close(self) -> None:
         """Dismiss threads and workers, and give moved parameters memory of their own."""
-        if self._team.closed and os.getpid() == self._pid:
+        if self._threads.closed and os.getpid() == self._pid:
             for worker in self._workers:  # threads left by an interrupt may wait for them still
                 worker.end()
-        self._team.close()  # a call that is on in another thread ends first
-        if not self._team.closed:
+        self._threads.close()  # a call that is on in another thread ends first
+        if not self._threads.closed:
             return  # from inside of a call: threads go after it, and the workers with them
         self._dismiss()
         for parameter in self._moved:
@@ -304,7 +304,7 @@ class ProcessExecutor(Executor):
             dump=lost.dump,
             noticed_s=lost.at_s,
         )
-        if not self._team.closed:  # else it was left behind by an interrupt, and is being closed
+        if not self._threads.closed:  # else it was left behind by an interrupt, and is being closed
             self._workers[index] = self._launch(index)
         self._on_failure(failure)
 
@@ -360,14 +360,14 @@ class ProcessExecutor(Executor):
             queue=WorkQueue(job, [workload > 0 for workload in self.workloads]),
         )
         self._prepare_first(run)
-        self._team.each(lambda index: self._look_after(index, run), on_interrupt=run.queue.fail)
+        self._threads.each(lambda index: self._look_after(index, run), on_interrupt=run.queue.fail)
 
     def _version_for(self, job: RunState) -> _Version:
         """Return the source as ``job`` shall see it."""
         if job.as_of is None:
             return _Version(self._mirrored.changes(), _versions_of(self.parameters))
         assert isinstance(job.as_of, _Version)
-        if self._team.closed:
+        if self._threads.closed:
             raise StateError(
                 "`backward()` needs the worker processes of its forward pass, but they were "
                 "dismissed. Call `forward()` again."

@@ -26,8 +26,8 @@ _SIGNALS = (  # those that programs answer; to look at all takes 0.1 ms
 )
 
 
-class _Seat:
-    """What the team and one of its threads share; the thread holds nothing else of the team.
+class _WorkerThread:
+    """What the pool and one of its threads share; the thread holds nothing else of the pool.
 
     Wake-up calls may come twice: what counts are the tickets, so an interrupt between any two
     instructions of the caller can be answered by calling again.
@@ -49,7 +49,7 @@ class ThreadPool:
     """Threads that run one function at a time, each with its own index.
 
     Idle threads sleep; they never spin. (Cores may be kept awake for them: see `keep_awake`.) A
-    team that is no longer referenced dismisses its threads by itself.
+    pool that is no longer referenced dismisses its threads by itself.
 
     Args:
         size: Number of threads.
@@ -61,10 +61,10 @@ class ThreadPool:
         OutOfSpace: The system starts no more threads.
 
     Example:
-        >>> team = ThreadPool(3, intra_op=1)
-        >>> team.each(lambda index: index * index)
+        >>> pool = ThreadPool(3, intra_op=1)
+        >>> pool.each(lambda index: index * index)
         [0, 1, 4]
-        >>> team.close()
+        >>> pool.close()
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class ThreadPool:
         self._running = False
         self._closes_afterwards = False
         self._pid = os.getpid()
-        self._seats = [_Seat() for _ in range(size)]
+        self._workers = [_WorkerThread() for _ in range(size)]
         self._threads = [
-            threading.Thread(target=_serve, args=(seat,), name=f"{name}-{index}", daemon=True)
-            for index, seat in enumerate(self._seats)
+            threading.Thread(target=_serve, args=(worker,), name=f"{name}-{index}", daemon=True)
+            for index, worker in enumerate(self._workers)
         ]
         # Before the first start: should Ctrl-C come here, the threads go with this object.
-        self._dismiss = weakref.finalize(self, _dismiss, self._seats)
+        self._dismiss = weakref.finalize(self, _dismiss, self._workers)
         try:
             for thread in self._threads:
                 thread.start()
@@ -93,8 +93,8 @@ class ThreadPool:
             ) from error
         # After them: where threads are few, these are the ones that are needed.
         self._stay_awake = keep_awake(size if computes and intra_op == 1 else 0)
-        for seat in self._seats:
-            seat.stay_awake = self._stay_awake
+        for worker in self._workers:
+            worker.stay_awake = self._stay_awake
         before = num_threads()
         self.each(lambda _: set_intra_op(intra_op))
         set_intra_op(before)  # the last number set is what threads born later start with
@@ -107,14 +107,14 @@ class ThreadPool:
         When tasks fail, the first failure by index that is no echo (`GroupAborted`) is raised with
         its own traceback, the others are notes on it. All threads are idle again when this returns
         or raises, also after a `KeyboardInterrupt` in the caller; a second one does not wait, and
-        closes the team.
+        closes the pool.
 
         Args:
             on_interrupt: Called in the caller's thread before it goes on waiting; it may tell the
                 tasks to end early, as nobody will see their results.
 
         Raises:
-            StateError: The team is closed; or a signal's handler calls in the middle of a call; or
+            StateError: The pool is closed; or a signal's handler calls in the middle of a call; or
                 this process is a fork of the one that has the threads.
         """
         if os.getpid() != self._pid:
@@ -134,7 +134,7 @@ class ThreadPool:
                     "middle of one. Set a flag there, and act on it after the call."
                 )
             if self.closed:
-                raise StateError("`each()` needs open threads, but they were closed. Make a team.")
+                raise StateError("`each()` needs open threads, but they were closed. Make a pool.")
             self._running = True
             try:
                 self._run(task, on_interrupt)
@@ -150,20 +150,20 @@ class ThreadPool:
         Beginning again harms nothing: a thread works on each ticket once.
         """
         self._stay_awake()
-        ticket = self._seats[0].finished + 1
+        ticket = self._workers[0].finished + 1
         interrupt: BaseException | None = None
         while True:
             try:
                 if interrupt is not None:
                     on_interrupt()
-                for index, seat in enumerate(self._seats):
-                    seat.task = _bind(task, index)
-                    seat.wanted = ticket
-                    seat.go.put(None)
-                for seat in self._seats:
-                    while seat.finished != ticket:
+                for index, worker in enumerate(self._workers):
+                    worker.task = _bind(task, index)
+                    worker.wanted = ticket
+                    worker.go.put(None)
+                for worker in self._workers:
+                    while worker.finished != ticket:
                         with contextlib.suppress(queue.Empty):
-                            seat.done.get(timeout=_SIGNALS_HEARD_S)
+                            worker.done.get(timeout=_SIGNALS_HEARD_S)
                 break
             except BaseException as error:  # Ctrl-C: the threads still hold the caller's memory
                 if interrupt is not None:  # the user insists; a thread hangs, and is left behind
@@ -177,10 +177,10 @@ class ThreadPool:
 
     def _collect(self) -> list[Any]:
         """Return the results, or raise the first failure; forget both."""
-        results = [seat.result for seat in self._seats]
-        failures = [seat.failure for seat in self._seats if seat.failure is not None]
-        for seat in self._seats:
-            seat.result = seat.failure = seat.task = None
+        results = [worker.result for worker in self._workers]
+        failures = [worker.failure for worker in self._workers if worker.failure is not None]
+        for worker in self._workers:
+            worker.result = worker.failure = worker.task = None
         try:
             if failures:
                 raise _first_cause(failures)
@@ -219,7 +219,7 @@ class ThreadPool:
 
 
 class CallerThread:
-    """A team of one without a thread: tasks run in the caller's, where a debugger finds them."""
+    """A pool of one without a thread: tasks run in the caller's, where a debugger finds them."""
 
     def __init__(self, *, intra_op: int) -> None:
         self._intra_op = intra_op
@@ -278,28 +278,28 @@ def _bind(task: Callable[[int], T], index: int) -> Callable[[], T]:
     return lambda: task(index)
 
 
-def _serve(seat: _Seat) -> None:
+def _serve(worker: _WorkerThread) -> None:
     while True:
-        seat.go.get()
-        if seat.closed:
+        worker.go.get()
+        if worker.closed:
             return
-        task, ticket = seat.task, seat.wanted
-        if task is None or ticket == seat.finished:
+        task, ticket = worker.task, worker.wanted
+        if task is None or ticket == worker.finished:
             continue
         try:
-            seat.result = task()
+            worker.result = task()
         except BaseException as error:  # carried to the caller, who raises it
-            seat.failure = error
-        seat.task = task = None
-        seat.stay_awake()  # it may wait for the others now
-        seat.finished = ticket
-        seat.done.put(None)
+            worker.failure = error
+        worker.task = task = None
+        worker.stay_awake()  # it may wait for the others now
+        worker.finished = ticket
+        worker.done.put(None)
 
 
-def _dismiss(seats: list[_Seat]) -> None:
-    for seat in seats:
-        seat.closed = True
-        seat.go.put(None)
+def _dismiss(workers: list[_WorkerThread]) -> None:
+    for worker in workers:
+        worker.closed = True
+        worker.go.put(None)
 
 
 def _first_cause(failures: list[BaseException]) -> BaseException:

@@ -18,7 +18,7 @@ from phalanx.execution.contract import (
     RunState,
     SourceVersion,
     Span,
-    blame,
+    annotate_error,
     default_intra_op,
 )
 from phalanx.execution.partial_sums import PartialSum
@@ -126,9 +126,9 @@ class ThreadExecutor(Executor):
         self._rendezvous = self._synchronise(sources[0], rules) if alone and rules else None
         self.meets = self._rendezvous is not None
         if inline:
-            self._team = CallerThread(intra_op=self.intra_op)
+            self._threads = CallerThread(intra_op=self.intra_op)
         else:
-            self._team = ThreadPool(len(devices), intra_op=self.intra_op)
+            self._threads = ThreadPool(len(devices), intra_op=self.intra_op)
 
     def _synchronise(self, source: nn.Module, rules: BufferRules) -> ReplicaRendezvous | None:
         """Let the replicas' batch norms meet where statistics are to be the whole batch's."""
@@ -178,7 +178,7 @@ class ThreadExecutor(Executor):
 
     def matches_source(self) -> bool:
         """Tell whether the replicas can follow all that was done to the module since."""
-        if self._team.closed:  # a second Ctrl-C leaves threads behind
+        if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
         return all(
             owner._parameters.get(key) is parameter and parameter.data_ptr() == pointer
@@ -218,7 +218,7 @@ class ThreadExecutor(Executor):
 
     def close(self) -> None:
         """Dismiss the threads; closing twice does nothing."""
-        self._team.close()
+        self._threads.close()
 
     def _work_on(self, job: RunState) -> None:
         modes = CallerModes.capture(self.devices)
@@ -232,7 +232,7 @@ class ThreadExecutor(Executor):
 
         with self.open_meeting(members):
             if job.as_of is None:
-                self._team.each(serve)
+                self._threads.each(serve)
             else:
                 self.each(serve)
 
@@ -269,7 +269,7 @@ def _serve(
             replica.drop_gradients()
             if not goes_on:
                 _collect(replica, 0.0)
-            blame(error, replica, index)
+            annotate_error(error, replica, index)
             raise
         job.replica_of[index] = replica.index
         job.spans.append(

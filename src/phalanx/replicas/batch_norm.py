@@ -91,7 +91,7 @@ def synchronise_batch_norm(
             kind = type(norm)
             if kind not in swapped:
                 swapped[kind] = new_class(kind.__name__, (_Synchronised, kind))
-            norm._phalanx_seat = _Seat(name, member, rendezvous)  # type: ignore[assignment]
+            norm._phalanx_participant = _Participant(name, member, rendezvous)  # type: ignore[assignment]
             norm.__class__ = swapped[kind]
 
 
@@ -109,7 +109,7 @@ def _check(name: str, norm: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class _Seat:
+class _Participant:
     """One batch norm of one replica: who it is when it meets the others."""
 
     name: str
@@ -125,20 +125,20 @@ class _Seat:
 class _Synchronised(nn.Module):
     """Comes before a batch norm's own class, and lends its forward another `batch_norm`."""
 
-    _phalanx_seat: _Seat  # beside the attributes of the user's own class
+    _phalanx_participant: _Participant  # beside the attributes of the user's own class
 
     # Any: the signature of the user's own subclass.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _Intercept(self._phalanx_seat):
+        with _Intercept(self._phalanx_participant):
             return super().forward(*args, **kwargs)
 
 
 class _Intercept(TorchFunctionMode):
     """Answer `functional.batch_norm` over all replicas; it is off again inside of the answer."""
 
-    def __init__(self, seat: _Seat) -> None:
+    def __init__(self, participant: _Participant) -> None:
         super().__init__()
-        self._seat = seat
+        self._participant = participant
 
     # Any: torch's own signature for modes.
     def __torch_function__(
@@ -150,12 +150,12 @@ class _Intercept(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.batch_norm:
-            return _batch_norm(self._seat, *args, **kwargs)
+            return _batch_norm(self._participant, *args, **kwargs)
         return func(*args, **kwargs)
 
 
 def _batch_norm(
-    seat: _Seat,
+    participant: _Participant,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -167,10 +167,10 @@ def _batch_norm(
 ) -> Tensor:
     """Do what `functional.batch_norm` does, over the rows of all replicas."""
     plain = (input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if not training or len(seat.rendezvous.members) == 1:
+    if not training or len(participant.rendezvous.members) == 1:
         return F.batch_norm(*plain)
     with torch.no_grad():
-        shares = seat.meet(_local_moments(input), f"batch norm `{seat.name}`")
+        shares = participant.meet(_local_moments(input), f"batch norm `{participant.name}`")
         moments = _pool(shares, input.device)
     if moments is None:  # no rows anywhere
         return F.batch_norm(*plain)
@@ -180,7 +180,13 @@ def _batch_norm(
         )
     _move(running_mean, moments.mean, momentum)
     _move(running_var, moments.m2 / (moments.count - 1), momentum)
-    call = _Call(seat, seat.rendezvous.members, seat.rendezvous.rounds, moments.count, eps)
+    call = _Call(
+        participant,
+        participant.rendezvous.members,
+        participant.rendezvous.rounds,
+        moments.count,
+        eps,
+    )
     normalised: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
         input, weight, bias, moments.mean, moments.m2 / moments.count, call
     )
@@ -228,7 +234,7 @@ class _Moments:
 class _Call:
     """One forward pass of a batch norm, which its backward pass has to find again."""
 
-    seat: _Seat
+    participant: _Participant
     members: tuple[int, ...]
     round: int
     count: int
@@ -322,14 +328,14 @@ class _Normalise(torch.autograd.Function):
 
 def _total(call: _Call, sums: Tensor) -> Tensor:
     """Return the sum over all replicas, added in their order."""
-    seat = call.seat
-    if seat.rendezvous.members != call.members:
+    participant = call.participant
+    if participant.rendezvous.members != call.members:
         raise StateError(
-            f"Batch norm `{seat.name}` must run backward on the replicas that ran it forward "
-            f"{call.members}, but these are {seat.rendezvous.members}."
+            f"Batch norm `{participant.name}` must run backward on the replicas that ran it "
+            f"forward {call.members}, but these are {participant.rendezvous.members}."
         )
-    place = f"the backward pass of batch norm `{seat.name}` (exchange {call.round})"
-    first, *others = seat.meet(_Share.of(sums, call.count), place)
+    place = f"the backward pass of batch norm `{participant.name}` (exchange {call.round})"
+    first, *others = participant.meet(_Share.of(sums, call.count), place)
     total = first.on(sums.device)
     for share in others:
         total = total + share.on(sums.device)

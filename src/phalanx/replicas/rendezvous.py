@@ -33,14 +33,14 @@ class ReplicaRendezvous:
 
     Example:
         >>> from phalanx.execution import ThreadPool
-        >>> team, rendezvous = ThreadPool(2, intra_op=1), ReplicaRendezvous()
+        >>> pool, rendezvous = ThreadPool(2, intra_op=1), ReplicaRendezvous()
         >>> def work(index: int) -> int:
         ...     with rendezvous.attending(index):
         ...         return sum(rendezvous.exchange(index, index + 1, "the sum"))
         >>> with rendezvous.open([0, 1]):
-        ...     team.each(work)
+        ...     pool.each(work)
         [3, 3]
-        >>> team.close()
+        >>> pool.close()
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:

@@ -11,10 +11,10 @@ __all__ = [
     "Callback",
     "EpochDone",
     "Event",
+    "EventDispatcher",
     "FormationChosen",
     "Span",
     "StepDone",
-    "Teller",
     "WorkerLost",
 ]
 
@@ -83,7 +83,7 @@ Event = FormationChosen | StepDone | EpochDone | WorkerLost
 Callback = Callable[[Event], None]
 
 
-class Teller:
+class EventDispatcher:
     """Tell whoever wants to know.
 
     Args:

@@ -46,7 +46,7 @@ from phalanx.train.arguments import (
 from phalanx.train.cutting import Cutter
 from phalanx.train.engine import Engine, check_members, counted
 from phalanx.train.evaluation import evaluate
-from phalanx.train.events import Callback, EpochDone, FormationChosen, StepDone, Teller
+from phalanx.train.events import Callback, EpochDone, EventDispatcher, FormationChosen, StepDone
 from phalanx.train.formation import Formation, given
 from phalanx.train.order import Reader, is_complete
 from phalanx.train.position import History, Loss, Position
@@ -178,7 +178,7 @@ class Trainer:
         self._executor = choice.kind
         self._write = writer_of(choice.kind)
         self._failures = FailureLog(choice.options.max_failures)
-        self._teller = Teller(callbacks, choice.options.on_failure, self._failures)
+        self._events = EventDispatcher(callbacks, choice.options.on_failure, self._failures)
         self._open_executor = partial(
             ExecutorMaker,
             choice,
@@ -372,7 +372,7 @@ class Trainer:
                 workloads=lambda: self.workloads,
                 seed=(self._seed, self.steps),
             )
-        self._teller.tell_of_failures(self.steps)
+        self._events.tell_of_failures(self.steps)
         return found
 
     def _run_epoch(
@@ -419,7 +419,7 @@ class Trainer:
             validation=None if validate is None else self.evaluate(validate),
         )
         self._position = self._position.next_epoch()
-        self._teller.tell(done)
+        self._events.tell(done)
         return done
 
     def _step(self, batch: Nested, *, in_epoch: bool) -> StepDone:
@@ -460,7 +460,7 @@ class Trainer:
         if self._balancer is not None:
             self._balancer.observe(update.shares, update.slice_s)
         done = update.told(before, now_s() - start_s)
-        self._teller.tell_of_step(done)
+        self._events.tell_of_step(done)
         return done
 
     # -- state -------------------------------------------------------
@@ -596,5 +596,5 @@ class Trainer:
         """Find out what `replicas="auto"` shall be, and tell."""
         chosen, why = trial.choose(self._home, self._intra_op, self._workloads)
         count = len(chosen.devices)
-        self._teller.tell(FormationChosen(replicas=count, intra_op=chosen.intra_op, reason=why))
+        self._events.tell(FormationChosen(replicas=count, intra_op=chosen.intra_op, reason=why))
         return chosen

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from phalanx.distributed.arena import Arena
+from phalanx.distributed.collective_buffers import CollectiveBuffers
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.group_rendezvous import GroupRendezvous
 from phalanx.distributed.hosts import this_place
@@ -86,14 +86,14 @@ def test_a_descriptor_is_a_number(said, lying):
 
 def test_a_file_of_the_users_is_no_region(lying, tmp_path):
     path = tmp_path / "precious"
-    path.write_bytes(b"A" * Arena.needed_bytes(2))
+    path.write_bytes(b"A" * CollectiveBuffers.needed_bytes(2))
     with path.open("r+b") as file, pytest.raises(PeerLost, match="that is something else"):
         meet(lying(card_0=str(file.fileno())))
     assert set(path.read_bytes()) == {ord("A")}
 
 
 def test_a_region_of_something_else_is_not_written_to(lying):
-    with Region.create(Arena.needed_bytes(2), label="weights") as region:
+    with Region.create(CollectiveBuffers.needed_bytes(2), label="weights") as region:
         with pytest.raises(PeerError, match="which no rank of the group has written"):
             meet(lying(card_0=str(region.fd)))
         assert not any(region.buffer)

@@ -26,28 +26,28 @@ def test_each_runs_at_once_in_named_threads() -> None:
         barrier.wait(DEADLINE_S)  # three must be here together
         return index, threading.current_thread().name
 
-    team = ThreadPool(3, intra_op=1)
-    assert team.each(meet) == [(i, f"phalanx-replica-{i}") for i in range(3)]
-    team.close()
+    pool = ThreadPool(3, intra_op=1)
+    assert pool.each(meet) == [(i, f"phalanx-replica-{i}") for i in range(3)]
+    pool.close()
 
 
 def test_the_first_failure_keeps_its_type_and_the_others_are_notes() -> None:
     def fail(index: int) -> None:
         raise (KeyError if index else ZeroDivisionError)(f"of {index}")
 
-    team = ThreadPool(2, intra_op=1)
+    pool = ThreadPool(2, intra_op=1)
     with pytest.raises(ZeroDivisionError, match="of 0") as caught:
-        team.each(fail)
+        pool.each(fail)
     assert "KeyError" in caught.value.__notes__[0]
-    assert team.each(lambda index: index) == [0, 1]
-    team.close()
+    assert pool.each(lambda index: index) == [0, 1]
+    pool.close()
 
 
 def test_threads_go_when_the_team_is_dropped() -> None:
     before = names()
-    team = ThreadPool(2, intra_op=1)
-    threads = team._threads
-    del team
+    pool = ThreadPool(2, intra_op=1)
+    threads = pool._threads
+    del pool
     gc.collect()
     for thread in threads:
         thread.join(DEADLINE_S)
@@ -55,24 +55,24 @@ def test_threads_go_when_the_team_is_dropped() -> None:
 
 
 def test_closing_twice_is_fine_and_working_afterwards_is_not() -> None:
-    team = ThreadPool(1, intra_op=1)
-    team.close()
-    team.close()
+    pool = ThreadPool(1, intra_op=1)
+    pool.close()
+    pool.close()
     with pytest.raises(StateError, match="needs open threads"):
-        team.each(lambda index: index)
+        pool.each(lambda index: index)
 
 
 def test_intra_op_belongs_to_the_threads_and_not_to_the_caller() -> None:
     torch.set_num_threads(2)
-    team = ThreadPool(2, intra_op=1)
-    assert team.each(lambda _: torch.get_num_threads()) == [1, 1]
+    pool = ThreadPool(2, intra_op=1)
+    assert pool.each(lambda _: torch.get_num_threads()) == [1, 1]
     assert torch.get_num_threads() == 2
     born_later: list[int] = []
     thread = threading.Thread(target=lambda: born_later.append(torch.get_num_threads()))
     thread.start()
     thread.join(DEADLINE_S)
     assert born_later == [2]
-    team.close()
+    pool.close()
 
 
 def test_a_second_interrupt_does_not_wait_for_a_thread_that_hangs() -> None:
@@ -91,22 +91,22 @@ def test_a_second_interrupt_does_not_wait_for_a_thread_that_hangs() -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, hear)
-    team = ThreadPool(1, intra_op=1)
+    pool = ThreadPool(1, intra_op=1)
     try:
         with pytest.raises(KeyboardInterrupt):
-            team.each(hang)
+            pool.each(hang)
     finally:
         signal.signal(signal.SIGINT, before)
         release.set()
     with pytest.raises(StateError):
-        team.each(lambda index: index)
-    for thread in team._threads:
+        pool.each(lambda index: index)
+    for thread in pool._threads:
         thread.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize("round_", range(20))
 def test_an_interrupt_waits_for_the_threads(round_: int) -> None:
-    """Whenever it strikes: the tasks end, it is raised once, and the team goes on."""
+    """Whenever it strikes: the tasks end, it is raised once, and the pool goes on."""
     finished: list[int] = []
 
     def task(index: int) -> None:
@@ -114,13 +114,13 @@ def test_an_interrupt_waits_for_the_threads(round_: int) -> None:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         finished.append(index)
 
-    team = ThreadPool(2, intra_op=1)
+    pool = ThreadPool(2, intra_op=1)
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come after the last wait
-        team.each(task)
-        team.each(lambda index: index)
+        pool.each(task)
+        pool.each(lambda index: index)
     assert sorted(finished) == [0, 1]
-    assert team.each(lambda index: index) == [0, 1]
-    team.close()
+    assert pool.each(lambda index: index) == [0, 1]
+    pool.close()
 
 
 def test_threads_that_cannot_be_had_are_told_and_the_others_end(

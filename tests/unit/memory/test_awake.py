@@ -47,7 +47,7 @@ def until(condition) -> None:
 
 
 def watch(parent: Parent) -> None:
-    """See in a process of its own, where no test before has had a team."""
+    """See in a process of its own, where no test before has had a pool."""
     os.environ[KEEP_AWAKE] = "1"
     assert watchers() == []
     with_few = ThreadPool(NUM_CORES, intra_op=2)
@@ -60,8 +60,8 @@ def watch(parent: Parent) -> None:
     on = sorted(core for thread in found for core in os.sched_getaffinity(thread))
     assert on == sorted(os.sched_getaffinity(0))  # one each
     until(lambda: all(map(sleeps, found)))  # when nobody has come for a while
-    for team in (*teams, with_few):
-        team.close()
+    for pool in (*teams, with_few):
+        pool.close()
     before = sum(map(ticks, found))
     for _ in range(3):
         teams = [ThreadPool(NUM_CORES, intra_op=1)]
@@ -92,13 +92,13 @@ def burn_a_little(parent: Parent, core: int) -> None:
 
 def watch_beside_others(parent: Parent) -> None:
     os.environ[KEEP_AWAKE] = "1"
-    team = ThreadPool(NUM_CORES, intra_op=1)
+    pool = ThreadPool(NUM_CORES, intra_op=1)
     until(lambda: len(watchers()) == NUM_CORES)
-    team.each(lambda index: index)
+    pool.each(lambda index: index)
     parent.tell("watched")
     for thread in watchers():
         until(lambda thread=thread: sleeps(thread))
-    team.close()
+    pool.close()
     parent.tell("well")
 
 
@@ -114,7 +114,7 @@ def test_what_others_do_keeps_no_watcher_from_its_sleep():
 
 def fork(parent: Parent) -> None:
     os.environ[KEEP_AWAKE] = "1"
-    team = ThreadPool(NUM_CORES, intra_op=1)
+    pool = ThreadPool(NUM_CORES, intra_op=1)
     child = os.fork()
     if child == 0:
         own = ThreadPool(NUM_CORES, intra_op=1)  # the fork has none of its parent's
@@ -123,7 +123,7 @@ def fork(parent: Parent) -> None:
         os._exit(7)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7
-    team.close()
+    pool.close()
     parent.tell("well")
 
 
@@ -149,10 +149,10 @@ def test_processes_share_the_cores():
 def stay_as_they_are(parent: Parent) -> None:
     """Neither watch nor tie anything in a process of the user's own."""
     every = os.sched_getaffinity(0)
-    team = ThreadPool(NUM_CORES, intra_op=1)
-    assert team.each(lambda _: os.sched_getaffinity(0)) == [every] * NUM_CORES
+    pool = ThreadPool(NUM_CORES, intra_op=1)
+    assert pool.each(lambda _: os.sched_getaffinity(0)) == [every] * NUM_CORES
     assert watchers() == []
-    team.close()
+    pool.close()
     keep_awake(NUM_CORES, ours=True)
     until(lambda: len(watchers()) == NUM_CORES)
     parent.tell("well")

@@ -29,7 +29,7 @@ class Executor:
         self, source: nn.Module, size: int, *, names: list[str] | None = None, sync: bool = True
     ) -> None:
         self.rendezvous = ReplicaRendezvous(DEADLINE_S)
-        self.team = ThreadPool(size, intra_op=1)
+        self.pool = ThreadPool(size, intra_op=1)
         self.modules = [copy.deepcopy(source) for _ in range(size)]
         if sync:
             wanted = batch_norm_names(source) if names is None else names
@@ -50,7 +50,7 @@ class Executor:
                 return error
 
         with self.rendezvous.open(members):
-            return self.team.each(task)
+            return self.pool.each(task)
 
     def forward(self, x: Tensor, sizes: Sequence[int], *, input_grad: bool = True) -> Tensor:
         parts = [part.detach().clone() for part in x.split(list(sizes))]
@@ -101,7 +101,7 @@ def make() -> Iterator[Callable[..., Executor]]:
 
     yield make
     for executor in executors:
-        executor.team.close()
+        executor.pool.close()
 
 
 def assert_as_unsplit(

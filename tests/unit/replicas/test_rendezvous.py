@@ -32,14 +32,14 @@ def watch(rendezvous: ReplicaRendezvous) -> threading.Event:
 
 
 @pytest.fixture
-def team() -> Iterator[ThreadPool]:
-    team = ThreadPool(3, intra_op=1)
-    yield team
-    team.close()
+def pool() -> Iterator[ThreadPool]:
+    pool = ThreadPool(3, intra_op=1)
+    yield pool
+    pool.close()
 
 
 def attend(
-    team: ThreadPool,
+    pool: ThreadPool,
     rendezvous: ReplicaRendezvous,
     work: Callable[[int], object],
     members: tuple[int, ...] = (0, 1, 2),
@@ -56,21 +56,21 @@ def attend(
             return error
 
     with rendezvous.open(members):
-        return team.each(task)
+        return pool.each(task)
 
 
-def test_all_get_all_values_in_member_order_round_after_round(team: ThreadPool) -> None:
+def test_all_get_all_values_in_member_order_round_after_round(pool: ThreadPool) -> None:
     rendezvous = ReplicaRendezvous(DEADLINE_S)
 
     def work(index: int) -> list[list[int]]:
         return [rendezvous.exchange(index, 10 * turn + index, "here") for turn in range(50)]
 
     expected = [[10 * turn, 10 * turn + 1, 10 * turn + 2] for turn in range(50)]
-    assert attend(team, rendezvous, work) == [expected] * 3
-    assert attend(team, rendezvous, work) == [expected] * 3
+    assert attend(pool, rendezvous, work) == [expected] * 3
+    assert attend(pool, rendezvous, work) == [expected] * 3
 
 
-def test_values_come_in_the_order_of_the_numbers_whoever_is_last(team: ThreadPool) -> None:
+def test_values_come_in_the_order_of_the_numbers_whoever_is_last(pool: ThreadPool) -> None:
     rendezvous = ReplicaRendezvous(DEADLINE_S)
     others = threading.Event()
 
@@ -81,10 +81,10 @@ def test_values_come_in_the_order_of_the_numbers_whoever_is_last(team: ThreadPoo
             others.set()
         return rendezvous.exchange(index, "abc"[index], "here")
 
-    assert attend(team, rendezvous, work, members=(2, 0)) == [["a", "c"], None, ["a", "c"]]
+    assert attend(pool, rendezvous, work, members=(2, 0)) == [["a", "c"], None, ["a", "c"]]
 
 
-def test_rounds_number_the_exchanges_alike_for_all_members(team: ThreadPool) -> None:
+def test_rounds_number_the_exchanges_alike_for_all_members(pool: ThreadPool) -> None:
     rendezvous = ReplicaRendezvous(DEADLINE_S)
 
     def work(index: int) -> list[int]:
@@ -94,18 +94,18 @@ def test_rounds_number_the_exchanges_alike_for_all_members(team: ThreadPool) -> 
             seen.append(rendezvous.rounds)
         return seen
 
-    assert attend(team, rendezvous, work) == [list(range(1, 21))] * 3
-    assert attend(team, rendezvous, work) == [list(range(21, 41))] * 3
+    assert attend(pool, rendezvous, work) == [list(range(1, 21))] * 3
+    assert attend(pool, rendezvous, work) == [list(range(21, 41))] * 3
 
 
-def test_members_are_those_of_the_run_and_nobody_between_runs(team: ThreadPool) -> None:
+def test_members_are_those_of_the_run_and_nobody_between_runs(pool: ThreadPool) -> None:
     rendezvous = ReplicaRendezvous(DEADLINE_S)
     assert rendezvous.members == ()
-    assert attend(team, rendezvous, lambda _: rendezvous.members, (0, 2)) == [(0, 2), None, (0, 2)]
+    assert attend(pool, rendezvous, lambda _: rendezvous.members, (0, 2)) == [(0, 2), None, (0, 2)]
     assert rendezvous.members == ()
 
 
-def test_a_failure_reaches_who_waits_and_who_comes_later(team: ThreadPool) -> None:
+def test_a_failure_reaches_who_waits_and_who_comes_later(pool: ThreadPool) -> None:
     rendezvous = ReplicaRendezvous(DEADLINE_S)
     waits, failed = watch(rendezvous), threading.Event()
 
@@ -120,7 +120,7 @@ def test_a_failure_reaches_who_waits_and_who_comes_later(team: ThreadPool) -> No
         finally:
             failed.set()
 
-    waiting, cause, late = attend(team, rendezvous, work)
+    waiting, cause, late = attend(pool, rendezvous, work)
     assert isinstance(cause, ZeroDivisionError)
     for index, echo in ((0, waiting), (2, late)):
         assert isinstance(echo, GroupAborted)
@@ -131,7 +131,7 @@ def test_a_failure_reaches_who_waits_and_who_comes_later(team: ThreadPool) -> No
         )
 
 
-def test_the_first_to_fail_is_named_and_not_its_echoes(team: ThreadPool) -> None:
+def test_the_first_to_fail_is_named_and_not_its_echoes(pool: ThreadPool) -> None:
     rendezvous = ReplicaRendezvous(DEADLINE_S)
     echoed = threading.Event()
 
@@ -147,19 +147,19 @@ def test_the_first_to_fail_is_named_and_not_its_echoes(team: ThreadPool) -> None
         finally:
             echoed.set()
 
-    *_, late = attend(team, rendezvous, work)
+    *_, late = attend(pool, rendezvous, work)
     assert isinstance(late, GroupAborted)
     assert late.rank == 1
 
 
-def test_a_member_that_ends_without_coming_is_no_hang(team: ThreadPool) -> None:
+def test_a_member_that_ends_without_coming_is_no_hang(pool: ThreadPool) -> None:
     rendezvous = ReplicaRendezvous(DEADLINE_S)
 
     def work(index: int) -> object:
         rendezvous.exchange(index, None, "the first corner")
         return "done" if index == 1 else rendezvous.exchange(index, None, "the second corner")
 
-    first, ended, second = attend(team, rendezvous, work)
+    first, ended, second = attend(pool, rendezvous, work)
     assert ended == "done"
     for index, error in ((0, first), (2, second)):
         assert isinstance(error, UnsupportedError)
@@ -168,7 +168,7 @@ def test_a_member_that_ends_without_coming_is_no_hang(team: ThreadPool) -> None:
         )
 
 
-def test_after_a_run_that_failed_the_next_one_meets(team: ThreadPool) -> None:
+def test_after_a_run_that_failed_the_next_one_meets(pool: ThreadPool) -> None:
     rendezvous = ReplicaRendezvous(DEADLINE_S)
 
     def fail(index: int) -> object:
@@ -176,14 +176,14 @@ def test_after_a_run_that_failed_the_next_one_meets(team: ThreadPool) -> None:
             raise ZeroDivisionError
         return rendezvous.exchange(index, None, "here")
 
-    attend(team, rendezvous, fail)
+    attend(pool, rendezvous, fail)
     assert (
-        attend(team, rendezvous, lambda index: rendezvous.exchange(index, index, "here"))
+        attend(pool, rendezvous, lambda index: rendezvous.exchange(index, index, "here"))
         == [[0, 1, 2]] * 3
     )
 
 
-def test_a_deadline_names_who_did_not_come(team: ThreadPool) -> None:
+def test_a_deadline_names_who_did_not_come(pool: ThreadPool) -> None:
     rendezvous = ReplicaRendezvous(timeout_s=0.02)
     over = threading.Event()
 
@@ -195,7 +195,7 @@ def test_a_deadline_names_who_did_not_come(team: ThreadPool) -> None:
         finally:
             over.set()
 
-    timeout, *late = attend(team, rendezvous, work)
+    timeout, *late = attend(pool, rendezvous, work)
     assert isinstance(timeout, PeerTimeout)
     assert timeout.rank == 1
     assert str(timeout) == "Replicas 1–2 of 3 did not come to here within 0.02 s; replica 0 did."
@@ -203,18 +203,18 @@ def test_a_deadline_names_who_did_not_come(team: ThreadPool) -> None:
     assert "PeerTimeout: Replicas 1–2 of 3 did not come" in str(late[0])
 
 
-def test_members_at_different_places_are_told_so(team: ThreadPool) -> None:
+def test_members_at_different_places_are_told_so(pool: ThreadPool) -> None:
     rendezvous = ReplicaRendezvous(DEADLINE_S)
 
     def work(index: int) -> object:
         return rendezvous.exchange(index, None, "the left" if index < 2 else "the right")
 
-    for error in attend(team, rendezvous, work):
+    for error in attend(pool, rendezvous, work):
         assert isinstance(error, UnsupportedError)
         assert "replica 0 came to the left and replica 2 to the right" in str(error)
 
 
-def test_who_is_not_expected_is_turned_away(team: ThreadPool) -> None:
+def test_who_is_not_expected_is_turned_away(pool: ThreadPool) -> None:
     rendezvous = ReplicaRendezvous(DEADLINE_S)
     with pytest.raises(StateError, match="expects replica 0, but this one expects nobody"):
         rendezvous.exchange(0, None, "here")
@@ -237,7 +237,7 @@ def test_leaving_twice_or_without_being_a_member_does_nothing() -> None:
             rendezvous.exchange(0, None, "here")
 
 
-def test_one_member_from_two_threads_is_refused(team: ThreadPool) -> None:
+def test_one_member_from_two_threads_is_refused(pool: ThreadPool) -> None:
     rendezvous = ReplicaRendezvous(DEADLINE_S)
     refused = threading.Event()
 
@@ -252,7 +252,7 @@ def test_one_member_from_two_threads_is_refused(team: ThreadPool) -> None:
             return error
 
     with rendezvous.open([0, 1]):
-        *doubles, other = team.each(work)
+        *doubles, other = pool.each(work)
     assert other == ["a", "b"]
     assert sum(value == ["a", "b"] for value in doubles) == 1
     assert sum("came from two" in str(value) for value in doubles) == 1

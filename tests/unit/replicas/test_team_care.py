@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 
 
 def test_closing_from_another_thread_waits_for_the_call() -> None:
-    team = ThreadPool(2, intra_op=1)
+    pool = ThreadPool(2, intra_op=1)
     inside, go_on = threading.Barrier(3), threading.Event()
 
     def task(index: int) -> int:
@@ -27,27 +27,27 @@ def test_closing_from_another_thread_waits_for_the_call() -> None:
         return index
 
     results: list[list[int]] = []
-    caller = threading.Thread(target=lambda: results.append(team.each(task)))
+    caller = threading.Thread(target=lambda: results.append(pool.each(task)))
     caller.start()
     inside.wait(DEADLINE_S)
-    closer = threading.Thread(target=team.close)
+    closer = threading.Thread(target=pool.close)
     closer.start()
     go_on.set()
     caller.join(DEADLINE_S)
     closer.join(DEADLINE_S)
     assert results == [[0, 1]]
-    assert team.closed
+    assert pool.closed
     assert not closer.is_alive()
 
 
 def test_calls_and_closings_from_two_threads_never_hang() -> None:
     for _ in range(200):
-        team = ThreadPool(2, intra_op=1)
-        closer = threading.Thread(target=team.close)
+        pool = ThreadPool(2, intra_op=1)
+        closer = threading.Thread(target=pool.close)
         closer.start()
         try:
             while True:
-                assert team.each(lambda index: index) == [0, 1]
+                assert pool.each(lambda index: index) == [0, 1]
         except StateError:
             pass
         closer.join(DEADLINE_S)
@@ -55,36 +55,36 @@ def test_calls_and_closings_from_two_threads_never_hang() -> None:
 
 
 def test_closing_from_inside_a_call_ends_it_first() -> None:
-    team = ThreadPool(2, intra_op=1)
+    pool = ThreadPool(2, intra_op=1)
 
     def task(index: int) -> int:
-        team.close()
+        pool.close()
         return index
 
-    assert team.each(task) == [0, 1]
-    assert team.closed
+    assert pool.each(task) == [0, 1]
+    assert pool.closed
     with pytest.raises(StateError, match="were closed"):
-        team.each(task)
+        pool.each(task)
 
 
 def test_a_call_from_inside_of_a_call_is_refused() -> None:
-    team = ThreadPool(2, intra_op=1)
+    pool = ThreadPool(2, intra_op=1)
     with pytest.raises(StateError, match="inner module"):
-        team.each(lambda _: team.each(lambda index: index))
-    assert team.each(lambda index: index) == [0, 1]
-    team.close()
+        pool.each(lambda _: pool.each(lambda index: index))
+    assert pool.each(lambda index: index) == [0, 1]
+    pool.close()
 
 
 def test_a_signals_handler_cannot_call_in_the_middle_of_a_call() -> None:
-    team = ThreadPool(2, intra_op=1)
+    pool = ThreadPool(2, intra_op=1)
     errors: list[BaseException] = []
 
     def again(*_: object) -> None:
         try:
-            team.each(lambda index: index)
+            pool.each(lambda index: index)
         except StateError as error:
             errors.append(error)
-        team.close()
+        pool.close()
 
     handled = threading.Event()
 
@@ -100,11 +100,11 @@ def test_a_signals_handler_cannot_call_in_the_middle_of_a_call() -> None:
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        assert team.each(task) == [0, 1]
+        assert pool.each(task) == [0, 1]
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert "handler" in str(errors[0])
-    assert team.closed
+    assert pool.closed
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -29,7 +29,7 @@ from phalanx.distributed.wake_up_pipes import WakeUpPipes
 from phalanx.ipc import Region, fail_point, fence
 from phalanx.memory import Function
 
-__all__ = ["POINTS", "Arena", "Need", "Steps"]
+__all__ = ["POINTS", "CollectiveBuffers", "Need", "Steps"]
 
 POINTS = ("operation begun", *PIECE_POINTS)
 """Where the tests stop a rank; the last but one is passed by `all_reduce` alone."""
@@ -58,7 +58,7 @@ def slot_bytes(size: int) -> int:
     return max(_SMALLEST_SLOT_BYTES, min(_LARGEST_SLOT_BYTES, 1 << (share.bit_length() - 1)))
 
 
-class Arena:
+class CollectiveBuffers:
     """The slots of a group as rank ``rank`` sees them."""
 
     def __init__(self, region: Region, pages: StatusPages, pipes: WakeUpPipes) -> None:
