@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from phalanx.clock import now_s
 from phalanx.distributed import engine, status_pages
-from phalanx.distributed.contention import Verdict
+from phalanx.distributed.contention import ContentionVerdict
 from phalanx.errors import PeerLost, StateError
 from phalanx.ipc import Waiting, inject
 from tests.chaos.calls import Call, draw
@@ -134,7 +134,7 @@ def sleep_often(rank: int, call: Callable[[], object]) -> None:
 
 def marks_come_before_sleep(parent: Parent, rank: int) -> None:
     """Ranks that never spin are about to sleep when what they wait for comes; sleeps are long."""
-    Verdict.holds = lambda self, now_s: True
+    ContentionVerdict.holds = lambda self, now_s: True
     engine._FIRST_SLEEP_S = engine._LONGEST_SLEEP_S = 0.5
     began_s = now_s()
     for number in range(20):
@@ -144,7 +144,7 @@ def marks_come_before_sleep(parent: Parent, rank: int) -> None:
 
 def one_rank_is_contended(parent: Parent, rank: int) -> None:
     """All others do as it does, and sums have the same bits as before."""
-    Verdict.holds = lambda self, now_s: False
+    ContentionVerdict.holds = lambda self, now_s: False
     draw_bits = torch.Generator().manual_seed(rank)
     given = [
         torch.randn(length, generator=draw_bits).to(dtype)
@@ -153,7 +153,7 @@ def one_rank_is_contended(parent: Parent, rank: int) -> None:
     ]
     before = [sum_of(each) for each in given]
     if rank == 1:
-        Verdict.holds = lambda self, now_s: True
+        ContentionVerdict.holds = lambda self, now_s: True
     dist.all_reduce(torch.ones(3))
     for each, expected in zip(given, before, strict=True):
         assert torch.equal(sum_of(each), expected), "a wrong result of a contended all_reduce"

@@ -138,7 +138,10 @@ def doubled(names: Iterable[str]) -> dict[str, int]:
 
 
 def class_names(house: list[Module]) -> Iterator[str]:
+    """Yield the name of each class, but for `compat`, whose names are those of earlier systems."""
     for module in house:
+        if module.room == "compat":
+            continue
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef):
                 yield node.name
@@ -146,7 +149,10 @@ def class_names(house: list[Module]) -> Iterator[str]:
 
 def file_names(house: list[Module]) -> Iterator[str]:
     """Yield the name of each file once for each room that has it; every folder has an __init__."""
-    for _, name in {(module.room, module.path.split("/")[-1]) for module in house}:
+    rooms = {(module.room, module.path.split("/")[-1]) for module in house}
+    for room, name in sorted(rooms):
+        if room == "compat":  # as above
+            continue
         if name != "__init__.py":
             yield name
 

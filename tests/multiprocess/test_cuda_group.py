@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import phalanx  # noqa: F401
 from phalanx.distributed import backend, cuda_group
-from phalanx.distributed.group import SharedGroup
+from phalanx.distributed.process_group import SharedGroup
 from phalanx.errors import UnsupportedError
 from tests.multiprocess.ranks import Ranks
 

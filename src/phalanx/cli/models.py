@@ -70,7 +70,9 @@ class GPT(nn.Module):
         self.context = context
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Parameter(torch.zeros(context, width))
-        self.blocks = nn.ModuleList([Block(width, heads, dropout) for _ in range(layers)])
+        self.blocks = nn.ModuleList(
+            [TransformerBlock(width, heads, dropout) for _ in range(layers)]
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab)
 
@@ -88,7 +90,7 @@ class GPT(nn.Module):
         return logits_BTV
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One pre-norm transformer block: causal self-attention, then an MLP of four times the width.
 
     Shapes:

@@ -52,7 +52,7 @@ _CONFIG_FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Formation:
+class FormationOptions:
     """Where the replicas are, and with how many threads each."""
 
     devices: tuple[str, ...]
@@ -60,7 +60,7 @@ class Formation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainPlan:
     """What is to be done, decided before anything is.
 
     Args:
@@ -74,11 +74,11 @@ class Job:
     options: TrainOptions
     out: Path | None
     resumed: RunFolder | None
-    formation: Formation | None
+    formation: FormationOptions | None
     control: Path | None = None
 
 
-def plan_new(given: GivenOptions, out: Path | None) -> Job:
+def plan_new(given: GivenOptions, out: Path | None) -> TrainPlan:
     """Decide what a new run is to be.
 
     Raises:
@@ -86,10 +86,10 @@ def plan_new(given: GivenOptions, out: Path | None) -> Job:
     """
     if out is not None:
         refuse_existing(out)
-    return Job(options=complete(given), out=out, resumed=None, formation=None)
+    return TrainPlan(options=complete(given), out=out, resumed=None, formation=None)
 
 
-def plan_resumed(given: GivenOptions, path: Path, out: Path | None) -> Job:
+def plan_resumed(given: GivenOptions, path: Path, out: Path | None) -> TrainPlan:
     """Decide how a run goes on.
 
     It keeps the formation that it had, unless replicas are given: a new trial might choose another,
@@ -107,7 +107,7 @@ def plan_resumed(given: GivenOptions, path: Path, out: Path | None) -> Job:
     folder = RunFolder.open(path)
     stored, formation = read_config(folder.read_config(), source=str(folder.config_path))
     options = continue_with(stored, given, run=str(path))
-    return Job(
+    return TrainPlan(
         options=options,
         out=None,
         resumed=folder,
@@ -116,7 +116,9 @@ def plan_resumed(given: GivenOptions, path: Path, out: Path | None) -> Job:
 
 
 # Any, here and below: JSON.
-def read_config(config: Mapping[str, Any], *, source: str) -> tuple[TrainOptions, Formation | None]:
+def read_config(
+    config: Mapping[str, Any], *, source: str
+) -> tuple[TrainOptions, FormationOptions | None]:
     """Check a config.json.
 
     Raises:
@@ -139,7 +141,7 @@ def read_config(config: Mapping[str, Any], *, source: str) -> tuple[TrainOptions
     complete_options = read_options(options, source=source)
     if devices is None or intra_op is None:
         return complete_options, None
-    return complete_options, Formation(devices=devices, intra_op=intra_op)
+    return complete_options, FormationOptions(devices=devices, intra_op=intra_op)
 
 
 class Session:
@@ -153,7 +155,7 @@ class Session:
         console: Where it is told.
     """
 
-    def __init__(self, job: Job, console: Console) -> None:
+    def __init__(self, job: TrainPlan, console: Console) -> None:
         self.job = job
         self.options = job.options
         self.console = console
@@ -414,7 +416,7 @@ class Session:
         )
 
 
-def _create_folder(job: Job) -> RunFolder:
+def _create_folder(job: TrainPlan) -> RunFolder:
     if job.out is not None:
         return RunFolder.create(job.out)
     return RunFolder.create_next(_RUNS, name_run(job.options.data, job.options.model))

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from phalanx.distributed.cuda_group import CudaGroup, CudaHierarchicalGroup, nccl_is_here
-from phalanx.distributed.group import NAME, SharedGroup
 from phalanx.distributed.group_rendezvous import GroupRendezvous
 from phalanx.distributed.hierarchical import Hierarchical
 from phalanx.distributed.hierarchical_group import HierarchicalGroup
 from phalanx.distributed.hosts import network_interfaces
 from phalanx.distributed.intra_host import IntraHost
+from phalanx.distributed.process_group import NAME, SharedGroup
 
 __all__ = ["NAME", "SharedGroup", "make_group"]
 

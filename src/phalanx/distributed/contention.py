@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from phalanx.clock import now_s
 
-__all__ = ["Contention", "Verdict", "Waits", "is_delayed"]
+__all__ = ["Contention", "ContentionVerdict", "Waits", "is_delayed"]
 
 _WINDOW_S = 5e-3
 _DELAYED_SHARE = 0.25
@@ -61,7 +61,7 @@ def is_delayed(waits: Waits, window_s: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ContentionVerdict:
     """Until when a rank counts as contended.
 
     Attributes:
@@ -69,7 +69,7 @@ class Verdict:
         length_s: How long it was contended for when it was last delayed.
 
     Example:
-        >>> verdict = Verdict().delayed(100.0)
+        >>> verdict = ContentionVerdict().delayed(100.0)
         >>> verdict.holds(100.01), verdict.holds(100.03)
         (True, False)
     """
@@ -81,13 +81,13 @@ class Verdict:
         """Tell whether the rank still counts as contended."""
         return now_s < self.until_s
 
-    def delayed(self, now_s: float) -> Verdict:
+    def delayed(self, now_s: float) -> ContentionVerdict:
         """Return the verdict after a delay that was seen at ``now_s``."""
         length_s = self.length_s
         if not self.holds(now_s):
             again = now_s < self.until_s + _SOON * length_s
             length_s = min(2 * length_s, _LONGEST_S) if again else _SHORTEST_S
-        return Verdict(now_s + length_s, length_s)
+        return ContentionVerdict(now_s + length_s, length_s)
 
 
 class Contention:
@@ -99,7 +99,7 @@ class Contention:
 
     def __init__(self) -> None:
         self.agreed = False
-        self._verdict = Verdict()
+        self._verdict = ContentionVerdict()
         self._began_s = 0.0
         self._thread = 0
         self._waits: Waits | None = None  # None: the kernel does not say

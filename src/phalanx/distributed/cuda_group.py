@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from phalanx.distributed.group import SharedGroup
 from phalanx.distributed.hierarchical_group import HierarchicalGroup
-from phalanx.distributed.uncompiled import uncompiled
+from phalanx.distributed.process_group import SharedGroup
+from phalanx.distributed.uncompiled_methods import uncompiled_methods
 from phalanx.errors import UnsupportedError
 
 __all__ = ["CudaGroup", "CudaHierarchicalGroup", "nccl_is_here"]
@@ -166,4 +166,4 @@ CALLS = (
 
 for _name in CALLS:
     setattr(CudaGroup, _name, _by_device(_name))
-uncompiled(CudaGroup)
+uncompiled_methods(CudaGroup)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from phalanx.distributed.uncompiled import uncompiled
+from phalanx.distributed.uncompiled_methods import uncompiled_methods
 
 __all__ = ["NAME", "DescribedGroup"]
 
@@ -24,7 +24,7 @@ NAME = "phalanx"
 _CPU = torch.device("cpu")
 
 
-@uncompiled
+@uncompiled_methods
 class DescribedGroup(dist.ProcessGroup):
     """A group that can be asked what it is.
 

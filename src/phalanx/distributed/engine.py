@@ -27,7 +27,7 @@ from phalanx.distributed.peer_errors import cause_state, is_missing, peer_error,
 from phalanx.distributed.progress_thread import progress_thread
 from phalanx.distributed.status_pages import LEFT, StatusPages
 from phalanx.distributed.wake_up_pipes import WakeUpPipes
-from phalanx.distributed.work import Task
+from phalanx.distributed.work import PendingOperation
 from phalanx.errors import ConfigError, GroupAborted, StateError
 from phalanx.ipc import LivenessTimer, Waiting, register_at_fork
 from phalanx.memory import keep_awake
@@ -71,8 +71,8 @@ class Engine:
         self._pipes = pipes
         self._name = name
         self._lock = threading.RLock()  # a step may run a signal's handler, which may wait again
-        self._lanes: dict[Hashable, deque[Task]] = {}
-        self._ended: deque[Task] = deque()  # whose futures have not been told yet
+        self._lanes: dict[Hashable, deque[PendingOperation]] = {}
+        self._ended: deque[PendingOperation] = deque()  # whose futures have not been told yet
         self._advancing = False
         self._broken: BaseException | None = None
         self._liveness = LivenessTimer(at_once=True)
@@ -100,7 +100,7 @@ class Engine:
         for task in (task for tasks in lanes.values() for task in tasks):
             task.error, task.done = self._broken, True  # who waits on a future is the parent
 
-    def start(self, task: Task, lane: Hashable, needs: Need, *, wait: bool) -> None:
+    def start(self, task: PendingOperation, lane: Hashable, needs: Need, *, wait: bool) -> None:
         """Begin ``task``, and finish it if ``wait``; a failure under way is kept in it.
 
         Args:
@@ -130,7 +130,7 @@ class Engine:
         if not task.done:
             progress_thread.add(self)
 
-    def _refuse_if_broken(self, task: Task, needs: Need) -> None:
+    def _refuse_if_broken(self, task: PendingOperation, needs: Need) -> None:
         if self._broken is None and self._liveness.due():
             gone = peer_error(self._pages, *needs, task.title)
             if gone is not None:
@@ -139,7 +139,7 @@ class Engine:
             task.end(self._broken)
             task.raise_error()
 
-    def _push(self, task: Task) -> None:
+    def _push(self, task: PendingOperation) -> None:
         """Go on with ``task`` in the caller's thread while the others go on, too.
 
         Where every core has a rank that computes, the progress thread would run in turns with it,
@@ -154,7 +154,7 @@ class Engine:
         finally:
             self._mover.release()
 
-    def drive(self, task: Task, timeout_s: float | None = None) -> None:
+    def drive(self, task: PendingOperation, timeout_s: float | None = None) -> None:
         """Look until ``task`` has ended."""
         if timeout_s is not None:
             task.deadline_s = min(task.deadline_s, now_s() + timeout_s)
@@ -268,7 +268,7 @@ class Engine:
                 self._lanes.pop(lane, None)
         return moved
 
-    def _step(self, task: Task) -> int:
+    def _step(self, task: PendingOperation) -> int:
         if task.done:
             return _ENDED
         try:
@@ -292,7 +292,7 @@ class Engine:
             return _STUCK if need == before else _MOVED
         return _ENDED
 
-    def _interrupted(self, task: Task, by: BaseException) -> GroupAborted:
+    def _interrupted(self, task: PendingOperation, by: BaseException) -> GroupAborted:
         me = self._pages.names[self._pages.rank]
         return GroupAborted(
             f"Rank {me} gave up {task.title} ({type(by).__name__}). "
@@ -313,7 +313,7 @@ class Engine:
             self._lock.release()
             self._settle()
 
-    def _examine(self, task: Task, look_closely: bool, now: float) -> None:
+    def _examine(self, task: PendingOperation, look_closely: bool, now: float) -> None:
         if task.need is None or task.done:
             return
         ranks, mark = task.need
@@ -327,7 +327,7 @@ class Engine:
             return  # what it waited for came before its giver went, or it waits for others now
         self._break(error, task)
 
-    def _break(self, error: BaseException, task: Task) -> None:
+    def _break(self, error: BaseException, task: PendingOperation) -> None:
         """Fail everything under way, now and from now on; the others learn of it."""
         if self._broken is None:
             self._broken = error
@@ -356,5 +356,5 @@ class Engine:
         return [task.title for task in left]
 
 
-def _has_gone_on(task: Task, before: Need) -> bool:
+def _has_gone_on(task: PendingOperation, before: Need) -> bool:
     return task.done or task.need != before

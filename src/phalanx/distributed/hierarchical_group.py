@@ -15,17 +15,17 @@ from torch.distributed import Store
 
 from phalanx.distributed.call_forms import check_rank, only
 from phalanx.distributed.collective_buffers import CollectiveBuffers
-from phalanx.distributed.group import GroupMaker, SharedGroup
 from phalanx.distributed.hierarchical import Hierarchical
-from phalanx.distributed.tensors import Flat, flat_of, output_of
+from phalanx.distributed.process_group import GroupMaker, SharedGroup
+from phalanx.distributed.tensors import FlatTensor, flat_of, output_of
 from phalanx.distributed.transport import Gloo
-from phalanx.distributed.uncompiled import uncompiled
+from phalanx.distributed.uncompiled_methods import uncompiled_methods
 
 __all__ = ["HierarchicalGroup"]
 
 
 # Any, below: as in group.py.
-@uncompiled
+@uncompiled_methods
 class HierarchicalGroup(SharedGroup):
     """Ranks of several hosts: through memory within each, over gloo between.
 
@@ -97,7 +97,7 @@ class HierarchicalGroup(SharedGroup):
         return f"HierarchicalGroup({self._group_name!r}, rank {self.rank()} of {self.size()})"
 
 
-@uncompiled
+@uncompiled_methods
 class _Message(dist.Work):
     """A message under way over gloo."""
 
@@ -105,7 +105,7 @@ class _Message(dist.Work):
         self,
         ways: Hierarchical,
         work: dist.Work,
-        flat: Flat,
+        flat: FlatTensor,
         other: int | None,
         timeout_s: float,
         *,

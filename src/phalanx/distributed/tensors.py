@@ -12,10 +12,10 @@ from torch.autograd.graph import increment_version
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import has_memory
 
-__all__ = ["Flat", "count_as_changed", "flat_of", "output_of"]
+__all__ = ["FlatTensor", "count_as_changed", "flat_of", "output_of"]
 
 
-class Flat(NamedTuple):
+class FlatTensor(NamedTuple):
     """A tensor, and its elements in one line: its own memory, or a copy if they lie apart.
 
     Attributes:
@@ -34,7 +34,7 @@ class Flat(NamedTuple):
             _plain(self.tensor).copy_(self.data.view(self.tensor.shape))
 
 
-def flat_of(tensor: Tensor, name: str) -> Flat:
+def flat_of(tensor: Tensor, name: str) -> FlatTensor:
     """Return ``tensor`` in one line.
 
     Raises:
@@ -61,7 +61,7 @@ def flat_of(tensor: Tensor, name: str) -> Flat:
     return _in_line(tensor, _plain(tensor))
 
 
-def output_of(tensor: Tensor, name: str) -> Flat:
+def output_of(tensor: Tensor, name: str) -> FlatTensor:
     """Return ``tensor``, which will be written to, in one line.
 
     Raises:
@@ -102,10 +102,10 @@ def _with_same_memory(tensor: Tensor) -> Tensor:
     return alias
 
 
-def _in_line(tensor: Tensor, plain: Tensor) -> Flat:
+def _in_line(tensor: Tensor, plain: Tensor) -> FlatTensor:
     if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
         if plain.numel() != 1:
-            return Flat(tensor, plain if plain.dim() == 1 else plain.view(-1), False)
+            return FlatTensor(tensor, plain if plain.dim() == 1 else plain.view(-1), False)
         # Its view would keep whatever stride a single element has.
-        return Flat(tensor, plain.as_strided((1,), (1,), plain.storage_offset()), False)
-    return Flat(tensor, plain.resolve_conj().resolve_neg().contiguous().view(-1), True)
+        return FlatTensor(tensor, plain.as_strided((1,), (1,), plain.storage_offset()), False)
+    return FlatTensor(tensor, plain.resolve_conj().resolve_neg().contiguous().view(-1), True)

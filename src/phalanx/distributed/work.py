@@ -14,12 +14,12 @@ from torch.futures import Future
 
 from phalanx.clock import now_s
 from phalanx.distributed.collective_buffers import Need, Steps
-from phalanx.distributed.uncompiled import uncompiled
+from phalanx.distributed.uncompiled_methods import uncompiled_methods
 
-__all__ = ["SharedWork", "Task"]
+__all__ = ["PendingOperation", "SharedWork"]
 
 
-class Task:
+class PendingOperation:
     """One operation under way.
 
     Attributes:
@@ -78,7 +78,7 @@ class Task:
             raise copy.copy(error).with_traceback(error.__traceback__) from error.__cause__
 
 
-@uncompiled
+@uncompiled_methods
 class SharedWork(dist.Work):
     """A collective call under way or finished; what ``async_op=True`` returns.
 
@@ -86,7 +86,9 @@ class SharedWork(dist.Work):
         sources: Who sent what a receive has taken, once it has.
     """
 
-    def __init__(self, task: Task, drive: Callable[[Task, float | None], None]) -> None:
+    def __init__(
+        self, task: PendingOperation, drive: Callable[[PendingOperation, float | None], None]
+    ) -> None:
         super().__init__()
         self._task = task
         self._drive = drive

@@ -52,9 +52,9 @@ from phalanx.execution.worker_client import START_S, Lost, WorkerProcess, dismis
 from phalanx.execution.worker_main import (
     Done,
     Failed,
+    MicrobatchMessage,
     RemoteCall,
     RunSpec,
-    Task,
     Worker,
     WorkerInit,
     WorkerInitHandle,
@@ -352,7 +352,7 @@ class ProcessExecutor(Executor):
         job.version = version = self._version_for(job)
         self._settings = read_settings()  # here: some of them are the calling thread's
         modes = CallerModes.capture(self.devices)
-        run = _Run(
+        run = _ProcessRun(
             job=job,
             spec=self._packed_spec(job, modes),
             wants_gradients=modes.grad,
@@ -392,7 +392,7 @@ class ProcessExecutor(Executor):
             lambda obj: ("shared", numbers[id(obj)]) if id(obj) in numbers else None,
         )
 
-    def _prepare_first(self, run: _Run) -> None:
+    def _prepare_first(self, run: _ProcessRun) -> None:
         """Prepare what workers do first, here: threads of their own would wait for each other."""
         if any(isinstance(batch, CachedPayload) for batch in run.job.microbatches):
             return  # what is sent depends on whether the worker is alive still
@@ -401,7 +401,7 @@ class ProcessExecutor(Executor):
             if microbatch is not None:
                 run.first[index] = self._prepare(index, microbatch, run)
 
-    def _look_after(self, index: int, run: _Run) -> None:
+    def _look_after(self, index: int, run: _ProcessRun) -> None:
         """Keep worker ``index`` busy until the run is over."""
         try:
             message = run.first.pop(index, None)
@@ -423,7 +423,7 @@ class ProcessExecutor(Executor):
             run.queue.fail()
             raise
 
-    def _is_ready(self, index: int, run: _Run) -> bool:
+    def _is_ready(self, index: int, run: _ProcessRun) -> bool:
         worker = self._workers[index]
         try:
             if worker.poll_ready(0.0):
@@ -437,7 +437,7 @@ class ProcessExecutor(Executor):
             self._replace(index, lost, None)
         return False
 
-    def _prepare(self, index: int, microbatch: int, run: _Run) -> _Message:
+    def _prepare(self, index: int, microbatch: int, run: _ProcessRun) -> _SentMicrobatch:
         """Pack a microbatch for worker ``index``; its rows go where that one reads them."""
         worker, job, once = self._workers[index], run.job, {}
         self._check_repeatable(worker, job, microbatch)
@@ -452,7 +452,7 @@ class ProcessExecutor(Executor):
         buffer = self._gradient_buffers.take() if run.wants_gradients else None
         batch = job.payload(microbatch, worker.saved)
         changes = run.version.changes.since(worker.knows)
-        task = Task(
+        task = MicrobatchMessage(
             index=microbatch,
             spec=run.spec,
             rows=pack_data((batch, changes), aside),
@@ -461,7 +461,7 @@ class ProcessExecutor(Executor):
             gradient_buffer=-1 if buffer is None else buffer.region,
             reply=worker.answers.place,
         )
-        return _Message(microbatch, buffer, once, pack(task))
+        return _SentMicrobatch(microbatch, buffer, once, pack(task))
 
     def _check_repeatable(self, worker: WorkerProcess, job: RunState, microbatch: int) -> None:
         """Refuse to repeat what a lost worker had, when the source is another by now."""
@@ -476,7 +476,7 @@ class ProcessExecutor(Executor):
                 "`forward()` again."
             )
 
-    def _compute(self, index: int, message: _Message, run: _Run) -> None:
+    def _compute(self, index: int, message: _SentMicrobatch, run: _ProcessRun) -> None:
         worker = self._workers[index]
         self._send_once(worker, message.once)
         answer = worker.ask(message.packed, self._timeout_s)
@@ -496,7 +496,7 @@ class ProcessExecutor(Executor):
             if isinstance(answer, Failed):
                 raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
 
-    def _count(self, index: int, message: _Message, done: Done, run: _Run) -> None:
+    def _count(self, index: int, message: _SentMicrobatch, done: Done, run: _ProcessRun) -> None:
         job, microbatch, buffer = run.job, message.microbatch, message.gradient_buffer
         specs, weight = self._gradient_buffers.layout.specs, job.weights[microbatch]
         gradients, statistics = done.written.read(buffer, specs, weight)
@@ -532,7 +532,7 @@ def _versions_of(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ProcessRun:
     """What the threads of one run share."""
 
     job: RunState
@@ -540,11 +540,11 @@ class _Run:
     wants_gradients: bool
     version: _Version
     queue: WorkQueue
-    first: dict[int, _Message] = field(default_factory=dict)  # by worker
+    first: dict[int, _SentMicrobatch] = field(default_factory=dict)  # by worker
 
 
 @dataclass(frozen=True)
-class _Message:
+class _SentMicrobatch:
     """A microbatch as it is sent to one worker."""
 
     microbatch: int

@@ -46,11 +46,11 @@ __all__ = [
     "Done",
     "Failed",
     "Forget",
+    "MicrobatchMessage",
     "ProcessArguments",
     "RegionsFollow",
     "RemoteCall",
     "RunSpec",
-    "Task",
     "Worker",
     "WorkerInit",
     "WorkerInitHandle",
@@ -126,7 +126,7 @@ class RunSpec:
 
 
 @dataclass(frozen=True)
-class Task:
+class MicrobatchMessage:
     """One microbatch.
 
     Attributes:
@@ -300,14 +300,14 @@ class Worker:
                 adopt_settings(message.settings)
             message.call(self)
             return pack(Called(tuple(self.saved)))
-        assert isinstance(message, Task)
+        assert isinstance(message, MicrobatchMessage)
         fail_point("microbatch taken")
         outbox = Outbox(self.pool, message.reply)
         done = self._compute(message, outbox)
         fail_point("before reply")
         return pack(done, outbox.put)
 
-    def _compute(self, task: Task, outbox: Outbox) -> Done:
+    def _compute(self, task: MicrobatchMessage, outbox: Outbox) -> Done:
         spec = self._begin(task.spec)
         batch, changes = load(task.rows, self.find)
         start_s = now_s()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 
-from phalanx.executor_group.data import DataBatch, DataDesc
+from phalanx.executor_group.batches import DataBatch, DataDesc
 from phalanx.executor_group.group import DataParallelExecutorGroup
 from phalanx.executor_group.loop import Epoch
 from phalanx.executor_group.monitor import Monitor

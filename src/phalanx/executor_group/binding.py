@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.executor_group.data import DataBatch, DataDesc, read_descs
-from phalanx.executor_group.tensors import as_bound, read_tensor
+from phalanx.executor_group.batches import DataBatch, DataDesc, read_descs
+from phalanx.executor_group.given_tensors import as_bound, read_tensor
 from phalanx.metrics import Columns
 from phalanx.plan import read_whole
 from phalanx.types import Nested

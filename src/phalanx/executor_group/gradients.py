@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from phalanx.errors import ConfigError
-from phalanx.executor_group.arguments import check_mapping, read_names
+from phalanx.executor_group.group_arguments import check_mapping, read_names
 
 __all__ = ["GradientRequests"]
 

@@ -19,17 +19,17 @@ from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError, StateError
 from phalanx.execution import Processes, refuse_moved
-from phalanx.executor_group.arguments import (
+from phalanx.executor_group.batches import DataDesc, read_descs
+from phalanx.executor_group.binding import Binding
+from phalanx.executor_group.feeding import feed, read_shares
+from phalanx.executor_group.gradients import GradientRequests
+from phalanx.executor_group.group_arguments import (
     check_buffer_rules,
     check_devices,
     check_optimizer,
     read_flag,
     read_pair,
 )
-from phalanx.executor_group.binding import Binding
-from phalanx.executor_group.data import DataDesc, read_descs
-from phalanx.executor_group.feeding import feed, read_shares
-from phalanx.executor_group.gradients import GradientRequests
 from phalanx.executor_group.loop import Epoch, fit, predict, score
 from phalanx.executor_group.monitor import Monitor, check_monitor
 from phalanx.executor_group.outputs import Output, measured, pick_gradients, read_outputs

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.clock import now_s
-from phalanx.executor_group.arguments import (
+from phalanx.executor_group.batches import DataBatch, DataDesc
+from phalanx.executor_group.binding import is_batch
+from phalanx.executor_group.group_arguments import (
     check_loader,
     check_metrics,
     check_yielded,
     read_optimizer,
 )
-from phalanx.executor_group.binding import is_batch
-from phalanx.executor_group.data import DataBatch, DataDesc
 from phalanx.executor_group.monitor import Monitor, check_monitor
 from phalanx.plan import check_function, read_count
 

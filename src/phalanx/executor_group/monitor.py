@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
 from phalanx.execution import Span
-from phalanx.executor_group.arguments import read_names
+from phalanx.executor_group.group_arguments import read_names
 from phalanx.executor_group.records import (
     Board,
     NonFinite,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.executor_group.data import DataDesc
-from phalanx.executor_group.tensors import check_dense
+from phalanx.executor_group.batches import DataDesc
+from phalanx.executor_group.given_tensors import check_dense
 from phalanx.metrics import Columns
 from phalanx.plan import flatten, leaf_paths
 from phalanx.types import Nested

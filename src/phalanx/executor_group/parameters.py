@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.executor_group.arguments import check_mapping
-from phalanx.executor_group.tensors import check_dense, read_tensor
+from phalanx.executor_group.given_tensors import check_dense, read_tensor
+from phalanx.executor_group.group_arguments import check_mapping
 
 __all__ = ["read_tensors", "share_tensors", "write_params"]
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import StateError
+from phalanx.executor_group.batches import DataDesc
 from phalanx.executor_group.binding import Binding, Share, resized
-from phalanx.executor_group.data import DataDesc
+from phalanx.executor_group.given_tensors import savable
 from phalanx.executor_group.outputs import Output, contiguous, values_of
-from phalanx.executor_group.tensors import savable
 from phalanx.metrics import Part
 from phalanx.types import Nested
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import StateError
+from phalanx.executor_group.batches import DataDesc
 from phalanx.executor_group.binding import Binding, Share, resized
-from phalanx.executor_group.data import DataDesc
 from phalanx.executor_group.outputs import read_outputs
 
 __all__ = ["infer_shapes"]

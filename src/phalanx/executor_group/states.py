@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.executor_group.data import DataDesc
-from phalanx.executor_group.tensors import as_bound, read_tensor, savable
+from phalanx.executor_group.batches import DataDesc
+from phalanx.executor_group.given_tensors import as_bound, read_tensor, savable
 from phalanx.plan import read_number
 
 __all__ = ["States"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 
-from phalanx.metrics.parts import Columns, Part
+from phalanx.metrics.device_parts import Columns, Part
 from phalanx.metrics.replica_metrics import ReplicaMetrics
 
 if typing.TYPE_CHECKING:

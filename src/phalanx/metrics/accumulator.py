@@ -37,7 +37,7 @@ from torchmetrics.utilities.data import (
 )
 
 from phalanx.errors import ConfigError
-from phalanx.metrics.parts import Part, device_of, gather, is_scalar, num_rows
+from phalanx.metrics.device_parts import Part, device_of, gather, is_scalar, num_rows
 from phalanx.types import Nested
 
 __all__ = ["Arguments", "MetricAccumulator", "fresh", "move", "obstacle_to_merging"]

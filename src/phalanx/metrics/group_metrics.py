@@ -19,7 +19,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.metrics.accumulator import Arguments, MetricAccumulator, fresh, obstacle_to_merging
-from phalanx.metrics.parts import Part, device_of, gather, has_rows
+from phalanx.metrics.device_parts import Part, device_of, gather, has_rows
 
 __all__ = ["Collected", "GroupMetrics", "accumulator_of", "read_metrics", "uncounted"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.metrics.parts import Part, has_rows
+from phalanx.metrics.device_parts import Part, has_rows
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

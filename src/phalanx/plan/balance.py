@@ -70,7 +70,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class _Finding:
+class _Deviations:
     """What the last ``steps`` steps say: each device's deviation, and whether one is sure."""
 
     steps: int
@@ -225,11 +225,11 @@ class Balancer:
         noise = max(_LEAST_NOISE, statistics.median(self._jumps) / _JUMP_OF_NOISE)
         return noise * (1 + 1 / self._step)  # of few steps it is not known well
 
-    def _find(self, num_steps: int, noise: float) -> _Finding:
+    def _find(self, num_steps: int, noise: float) -> _Deviations:
         """Look at each device's last ``num_steps`` deviations, or at all that there are."""
         recent = [list(known)[-num_steps:] for known in self._deviations]
         enough = [values for values in recent if len(values) >= _SHORTEST]
-        return _Finding(
+        return _Deviations(
             num_steps,
             [statistics.median(values) if values in enough else 0.0 for values in recent],
             any(_stands_out(values, noise) for values in enough),
@@ -266,7 +266,7 @@ class Balancer:
             reason = f"stays: within the noise of {noise:.0%}"
         return self._moved(latest, 1.0), reason
 
-    def _moved(self, finding: _Finding, damping: float) -> tuple[float, ...]:
+    def _moved(self, finding: _Deviations, damping: float) -> tuple[float, ...]:
         return _normalised(
             [
                 math.log(share) - damping * deviation
@@ -274,7 +274,7 @@ class Balancer:
             ]
         )
 
-    def _gain(self, finding: _Finding, moved: Sequence[float], total: int) -> float:
+    def _gain(self, finding: _Deviations, moved: Sequence[float], total: int) -> float:
         """Return the part of the step's time that would be saved if ``total`` rows came again.
 
         In whole rows: where they are few, nothing may be gained by other workloads.
@@ -289,7 +289,7 @@ class Balancer:
         )
         return 1 - then / now if now else 0.0
 
-    def _move_to(self, moved: tuple[float, ...], finding: _Finding) -> None:
+    def _move_to(self, moved: tuple[float, ...], finding: _Deviations) -> None:
         """Settle on ``moved``, and keep what spoke for it as it would have been measured there."""
         if finding.is_sure and self._step > self._refined_until:
             self._refined_until = self._step + _REFINED_STEPS

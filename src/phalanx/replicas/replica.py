@@ -155,7 +155,7 @@ class Replica:
         Raises:
             UnsupportedError: The body has changed parameters, or buffers of the source itself.
         """
-        return _Running(self, self._same)
+        return _ForwardAndBack(self, self._same)
 
     def going_back(self) -> AbstractContextManager[None]:
         """Take for this replica's what backward passes of the body bring to the source itself.
@@ -225,7 +225,7 @@ class _GoingBack:
                 raise explained from error
 
 
-class _Running(_GoingBack):
+class _ForwardAndBack(_GoingBack):
     """See :meth:`Replica.running`."""
 
     def __init__(self, replica: Replica, same: SameParameters) -> None:

@@ -27,14 +27,14 @@ from phalanx.errors import UnsupportedError
 __all__ = ["SourceGradients"]
 
 
-class _Running(threading.local):
+class _Catches(threading.local):
     """Where this thread's gradients go: of the replica that it runs, the innermost last."""
 
     def __init__(self) -> None:
         self.catches: list[tuple[SourceGradients, dict[int, Tensor]]] = []
 
 
-_running = _Running()
+_here = _Catches()
 
 
 class SourceGradients:
@@ -68,25 +68,25 @@ class SourceGradients:
         caught: dict[int, Tensor] = {}
         with self._lock:
             self._num_running += 1
-        _running.catches.append((self, caught))
+        _here.catches.append((self, caught))
         return caught
 
     def end(self) -> None:
         """Catch no more for who has begun last in this thread."""
-        _running.catches.pop()
+        _here.catches.pop()
         with self._lock:
             self._num_running -= 1
 
     def arrived(self, index: int, gradient: Tensor | None, on_cuda: bool) -> bool:
         """Catch a gradient; return False for one that no replica's backward pass has brought."""
-        for own, caught in reversed(_running.catches):
+        for own, caught in reversed(_here.catches):
             if own is self:
                 if gradient is not None:
                     _add(caught, index, gradient.detach())
                 return True
         # Torch runs what lies on a GPU in a thread of its own, which may serve several replicas; a
         # container in a replica runs on threads of its own, too.
-        if self._num_running and (on_cuda or _running.catches):
+        if self._num_running and (on_cuda or _here.catches):
             raise UnsupportedError(
                 "A loss or a module must reach the replica's parameters, not the module's own, "
                 "where it runs on a GPU or in a container inside of another, but does. Take them "

@@ -11,7 +11,7 @@ from phalanx.errors import ConfigError
 from phalanx.execution import MicrobatchContext, MicrobatchResult
 from phalanx.metrics import ReplicaMetrics
 from phalanx.plan import check_iterable
-from phalanx.train.engine import Engine, counted, loss_of
+from phalanx.train.step_engine import StepEngine, counted, loss_of
 from phalanx.types import Nested
 
 __all__ = ["evaluate"]
@@ -20,7 +20,7 @@ __all__ = ["evaluate"]
 def evaluate(
     loader: Iterable[Nested],
     module: nn.Module,
-    open_engine: Callable[[Nested], Engine],
+    open_engine: Callable[[Nested], StepEngine],
     run: Callable[[MicrobatchContext], MicrobatchResult],
     *,
     metrics: ReplicaMetrics,
@@ -43,7 +43,7 @@ def evaluate(
     metrics = metrics.copy()
     modes = [(child, child.training) for child in module.modules()]
     total = weight = 0.0
-    engine: Engine | None = None
+    engine: StepEngine | None = None
     try:
         for batch in loader:
             if engine is None:

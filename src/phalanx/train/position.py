@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["History", "Loss", "Position"]
+__all__ = ["Loss", "Position", "RunHistory"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Position:
 
 
 @dataclass
-class History:
+class RunHistory:
     """What a run has met that decides how it goes on, in this process or in another.
 
     Attributes:

@@ -27,7 +27,7 @@ from phalanx.train.checkpoint import (
     unpack_like,
 )
 from phalanx.train.order import Order
-from phalanx.train.position import History, Position
+from phalanx.train.position import Position, RunHistory
 from phalanx.train.stored_state import (
     check_errors,
     check_groups,
@@ -65,7 +65,7 @@ class TrainerState:
     formation: tuple[int, int] | None
     workloads: Sequence[float] | None
     feedback: Feedback | None
-    history: History
+    history: RunHistory
 
 
 @dataclass(frozen=True, kw_only=True)

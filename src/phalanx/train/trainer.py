@@ -30,7 +30,17 @@ from phalanx.execution import (
 from phalanx.metrics import ReplicaMetrics
 from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_workloads
 from phalanx.replicas import caller_intra_op
-from phalanx.train.arguments import (
+from phalanx.train.cutting import Cutter
+from phalanx.train.evaluation import evaluate
+from phalanx.train.events import Callback, EpochDone, EventDispatcher, FormationChosen, StepDone
+from phalanx.train.formation import Formation, given
+from phalanx.train.microbatch_work import Work, enter_training, leave_evaluation
+from phalanx.train.order import Reader, is_complete
+from phalanx.train.position import Loss, Position, RunHistory
+from phalanx.train.sharding import Loaders
+from phalanx.train.state import TrainerState, capture_state, restore_state, warn_of_changes
+from phalanx.train.step_engine import StepEngine, check_members, counted
+from phalanx.train.trainer_arguments import (
     check_fit,
     check_moment,
     check_options,
@@ -43,18 +53,8 @@ from phalanx.train.arguments import (
     make_scheduler,
     read_folder,
 )
-from phalanx.train.cutting import Cutter
-from phalanx.train.engine import Engine, check_members, counted
-from phalanx.train.evaluation import evaluate
-from phalanx.train.events import Callback, EpochDone, EventDispatcher, FormationChosen, StepDone
-from phalanx.train.formation import Formation, given
-from phalanx.train.order import Reader, is_complete
-from phalanx.train.position import History, Loss, Position
-from phalanx.train.sharding import Loaders
-from phalanx.train.state import TrainerState, capture_state, restore_state, warn_of_changes
 from phalanx.train.trial import Trial
 from phalanx.train.untrained import Untrained
-from phalanx.train.work import Work, enter_training, leave_evaluation
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 
 __all__ = ["Trainer"]
@@ -188,9 +188,9 @@ class Trainer:
             timed=self._balances,
             steps=True,
         )
-        self._history = History()
+        self._history = RunHistory()
         self._make_engine = partial(
-            Engine,
+            StepEngine,
             module,
             self.optimizer,
             cutter=self._cutter,
@@ -200,7 +200,7 @@ class Trainer:
             history=self._history,
             untrained=Untrained(module),
         )
-        self._engine: Engine | None = None
+        self._engine: StepEngine | None = None
         self._in_step = self._closed = False
         self._position = Position()
         self._resumed = False  # and no `fit` since
@@ -543,7 +543,7 @@ class Trainer:
 
     # -- the engine --------------------------------------------------
 
-    def _open_engine(self, batch: Nested) -> Engine:
+    def _open_engine(self, batch: Nested) -> StepEngine:
         check_moment(closed=self._closed)
         resized = self._next_formation
         if resized is not None and resized != self._formation:

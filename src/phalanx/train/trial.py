@@ -12,9 +12,9 @@ from phalanx.execution import ThreadExecutor
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas import restore_memory_format, use_channels_last, wants_channels_last
 from phalanx.train.cutting import Cutter
-from phalanx.train.engine import compute
 from phalanx.train.formation import Formation, candidates, try_out
-from phalanx.train.work import Work
+from phalanx.train.microbatch_work import Work
+from phalanx.train.step_engine import compute
 from phalanx.types import Nested
 
 __all__ = ["Trial"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.distributed import contention
-from phalanx.distributed.contention import Contention, Verdict, Waits, is_delayed
+from phalanx.distributed.contention import Contention, ContentionVerdict, Waits, is_delayed
 
 NOW = 100.0
 
@@ -27,25 +27,25 @@ def test_a_rank_is_delayed_by_long_waits_in_a_large_share_of_a_window(why, waits
 
 
 def test_nobody_is_contended_at_first():
-    assert not Verdict().holds(0.0)
+    assert not ContentionVerdict().holds(0.0)
 
 
 def test_a_verdict_holds_for_a_while():
-    verdict = Verdict().delayed(NOW)
+    verdict = ContentionVerdict().delayed(NOW)
     assert verdict.holds(NOW)
     assert verdict.holds(NOW + 0.019)
     assert not verdict.holds(NOW + 0.021)
 
 
 def test_delays_while_it_holds_prolong_a_verdict_and_make_it_no_longer():
-    verdict = Verdict().delayed(NOW).delayed(NOW + 0.01).delayed(NOW + 0.02)
+    verdict = ContentionVerdict().delayed(NOW).delayed(NOW + 0.01).delayed(NOW + 0.02)
     assert verdict.length_s == 0.02
     assert verdict.holds(NOW + 0.039)
     assert not verdict.holds(NOW + 0.041)
 
 
 def test_a_rank_that_is_delayed_soon_again_is_contended_for_twice_as_long_up_to_a_second():
-    verdict, lengths = Verdict().delayed(NOW), []
+    verdict, lengths = ContentionVerdict().delayed(NOW), []
     for _ in range(8):
         verdict = verdict.delayed(verdict.until_s + 0.005)
         lengths.append(verdict.length_s)
@@ -53,7 +53,7 @@ def test_a_rank_that_is_delayed_soon_again_is_contended_for_twice_as_long_up_to_
 
 
 def test_a_rank_that_is_delayed_much_later_is_contended_for_the_shortest_time():
-    verdict = Verdict(until_s=NOW, length_s=0.32).delayed(NOW + 1.7)
+    verdict = ContentionVerdict(until_s=NOW, length_s=0.32).delayed(NOW + 1.7)
     assert verdict.length_s == 0.02
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.executor_group.data import DataDesc
+from phalanx.executor_group.batches import DataDesc
 
 __all__ = ["as_bound", "check_dense", "read_tensor", "savable"]
 

@@ -42,9 +42,9 @@ from phalanx.distributed.intra_host import IntraHost
 from phalanx.distributed.ops import reduction_of
 from phalanx.distributed.point_to_point import PointToPoint
 from phalanx.distributed.sparse import all_reduce_sparse, is_sparse
-from phalanx.distributed.tensors import Flat, count_as_changed, flat_of, output_of
-from phalanx.distributed.uncompiled import uncompiled
-from phalanx.distributed.work import SharedWork, Task
+from phalanx.distributed.tensors import FlatTensor, count_as_changed, flat_of, output_of
+from phalanx.distributed.uncompiled_methods import uncompiled_methods
+from phalanx.distributed.work import PendingOperation, SharedWork
 from phalanx.errors import ConfigError, StateError
 from phalanx.torch_internals import is_profiled
 
@@ -57,7 +57,7 @@ _MOST_KEPT, _LARGEST_KEPT_BYTES = 1024, 1024
 
 
 # Any, below: options are torch's own classes, which have no common base and no types.
-@uncompiled
+@uncompiled_methods
 class SharedGroup(DescribedGroup):
     """Ranks of one host that talk through memory; made by ``init_process_group("phalanx")``.
 
@@ -108,7 +108,7 @@ class SharedGroup(DescribedGroup):
             )
         self._num_operations += 1
         timeout_s = self._seconds(opts) + self._ways.patience_s
-        task = Task(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
+        task = PendingOperation(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
         if needs is None:  # everybody who has not begun it yet
             pages = self._buffers.pages
             needs = pages.others, pages.mark_of(pages.rank) + 1
@@ -159,7 +159,7 @@ class SharedGroup(DescribedGroup):
                     return self._run("all_reduce", one, tensors, opts)
         flats = [output_of(tensor, "tensor") for tensor in tensors]
         if share_memory([flat.data for flat in flats]):  # each is reduced as it is now
-            flats = [Flat(flat.tensor, flat.data.clone(), True) for flat in flats]
+            flats = [FlatTensor(flat.tensor, flat.data.clone(), True) for flat in flats]
         reductions = [reduction_of(opts.reduceOp, flat.data.dtype) for flat in flats]
 
         def steps() -> Steps:
@@ -413,7 +413,7 @@ class SharedGroup(DescribedGroup):
 
     def _all_to_all(
         self,
-        flats: Sequence[Flat],
+        flats: Sequence[FlatTensor],
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         result: list[Tensor],

@@ -40,11 +40,11 @@ from phalanx.replicas import (
 from phalanx.train.cutting import Cut, Cutter
 from phalanx.train.events import StepDone
 from phalanx.train.formation import Formation
-from phalanx.train.position import History, Loss, Position
+from phalanx.train.position import Loss, Position, RunHistory
 from phalanx.train.untrained import Untrained
 from phalanx.types import Nested
 
-__all__ = ["Engine", "Updated", "check_members", "compute", "counted", "loss_of"]
+__all__ = ["StepEngine", "Updated", "check_members", "compute", "counted", "loss_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Updated:
         )
 
 
-class Engine:
+class StepEngine:
     """Flat memory, an executor and a stepper around one module and its optimizer.
 
     Opening it moves the optimizer's parameters into flat buffers; :meth:`close` gives them memory
@@ -92,7 +92,7 @@ class Engine:
         workloads: Sequence[float] | None,
         clip_norm: float | None,
         feedback: Feedback | None,
-        history: History,
+        history: RunHistory,
         untrained: Untrained,
         open_executor: ExecutorMaker,
     ) -> None:

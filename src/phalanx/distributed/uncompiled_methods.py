@@ -16,14 +16,14 @@ import torch
 
 from phalanx.torch_internals import COMPILER
 
-__all__ = ["uncompiled"]
+__all__ = ["uncompiled_methods"]
 
 AnyClass = TypeVar("AnyClass", bound=type)
 
 _CALLED_BY_TORCH = ("_allgather_base", "_reduce_scatter_base")
 
 
-def uncompiled(cls: AnyClass) -> AnyClass:
+def uncompiled_methods(cls: AnyClass) -> AnyClass:
     """Have the public methods of ``cls`` run outside of any compiled code."""
     for name, method in list(vars(cls).items()):
         public = not name.startswith("_") or name in _CALLED_BY_TORCH
