@@ -95,18 +95,27 @@ def calls_differ(parent: Parent, rank: int) -> None:
 
 
 def somebody_leaves_early(parent: Parent, rank: int) -> None:
-    """Rank 1 has given its part, and is gone when the others take it."""
-    engine._LOOK_FOR_DEAD_S = 0.0  # at each call
+    """Rank 1 has given its part and is gone; rank 0 looks for the dead before rank 2 comes."""
     dist.barrier()
     tensor = torch.full((5,), float(rank))
+    if rank == 0:
+        assert parent.hear() == "go on"
+        examine = engine.Engine.examine
+
+        def examine_and_tell(self: engine.Engine) -> None:
+            examine(self)
+            engine.Engine.examine = examine  # type: ignore[method-assign]
+            parent.tell("looked")
+
+        engine.Engine.examine = examine_and_tell  # type: ignore[method-assign]
+    if rank == 2:
+        assert parent.hear() == "go on"
+    dist.reduce(tensor, 0)
     if rank == 1:
-        dist.broadcast(tensor, 1)
         dist.destroy_process_group()
         parent.tell("gone")
-        return
-    assert parent.hear() == "it is gone"
-    dist.broadcast(tensor, 1)
-    assert tensor.tolist() == [1.0] * 5
+    elif rank == 0:
+        assert tensor.tolist() == [3.0] * 5
 
 
 def sleepers_are_woken(parent: Parent, rank: int) -> None:
@@ -218,8 +227,9 @@ def perform(scene: Scene, bug: str | None) -> None:
     with on_stage(scene, bug) as ranks:
         if scene is somebody_leaves_early:
             assert ranks[1].get() == "gone"
-            for rank in (0, 2):
-                ranks[rank].put("it is gone")
+            ranks[0].put("go on")
+            assert ranks[0].get() == "looked"
+            ranks[2].put("go on")
         dead = [VICTIM] if scene in (a_death_is_told, news_travel) else []
         for rank in sorted(set(range(SIZE)) - set(dead)):
             assert ranks[rank].get() == "well"

@@ -250,9 +250,9 @@ def come(parent: Parent, region: Region, member: int, rounds: int) -> None:
             barrier.wait(member, timeout_s=DEADLINE_S)
     except (PeerLost, GroupAborted) as error:
         parent.tell((type(error).__name__, error.rank, str(error)))
-        return
-    parent.tell("came")
-    parent.hear()
+    else:
+        parent.tell("came")
+    parent.hear()  # alive, as long as others look
 
 
 def test_a_killed_member_is_named_by_all_others_soon(start):
