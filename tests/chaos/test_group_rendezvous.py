@@ -16,6 +16,7 @@ from phalanx.clock import now_s
 from phalanx.distributed.backend import make_group
 from phalanx.distributed.group_rendezvous import GroupRendezvous
 from phalanx.errors import PeerError
+from phalanx.ipc import Region, Waiting
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
 
 SIZE = 3
@@ -99,6 +100,40 @@ def test_a_death_while_a_group_is_made_is_told_at_once(children, tmp_path, where
         error, rank, seconds = one.get()
         assert (error, rank) == ("PeerLost", victim)
         assert seconds < DEADLINE_S / 4
+
+
+def late_member(parent: Parent, path: str, rank: int, dies_at: str | None) -> None:
+    """Rank 2 dies when rank 1 knows of rank 0's memory, which is given up before it is mapped."""
+    borrow = GroupRendezvous._borrow
+
+    def borrow_late(self: GroupRendezvous, first: int, *sizes: int) -> Region:
+        hello, fd = self._heard[first], int(self._wait_for(f"card/{first}", first))
+        assert hello is not None
+        Path(f"{path}.known").open("w").close()
+        waiting = Waiting(DEADLINE_S)
+        while Path(f"/proc/{hello.pid}/fd/{fd}").exists():
+            assert not waiting.over()
+            waiting.rest()
+        return borrow(self, first, *sizes)
+
+    def die(*_: object) -> None:
+        Path(f"{path}.known").open().close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        setattr(GroupRendezvous, "_borrow", borrow_late)  # noqa: B010
+    if rank == 2:
+        setattr(GroupRendezvous, "_map", die)  # noqa: B010
+    member(parent, path, rank, None)
+
+
+def test_who_finds_the_memory_gone_names_who_died_all_the_same(children, tmp_path):
+    os.mkfifo(tmp_path / "store.known")
+    members = gather(children, tmp_path / "store", body=late_member)
+    for one in members:
+        one.put(DEADLINE_S)
+    for one in members[:-1]:
+        assert one.get()[:2] == ("PeerLost", 2)
 
 
 def test_with_deaths_unseen_it_is_told_at_the_deadline_only(children, tmp_path):

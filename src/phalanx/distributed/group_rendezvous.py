@@ -256,7 +256,11 @@ class GroupRendezvous:
         hello = self._heard[first]
         assert hello is not None
         fd = _read(f"card/{first}", self._wait_for(f"card/{first}", first), _is_number)
-        region = Region.borrow(hello.pid, fd, needed_bytes, label="group")
+        try:
+            region = Region.borrow(hello.pid, fd, needed_bytes, label="group")
+        except PeerLost:
+            self._rest([first])  # whoever made it gave up: for somebody who died, as a rule
+            raise
         if not StatusPages.is_in(region, 0, size, ProcessIdentity(hello.pid, hello.start_ticks)):
             region.close()
             raise _not_ours(f"card/{first}", str(fd))
