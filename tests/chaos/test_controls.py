@@ -112,16 +112,16 @@ def test_a_wrong_seed_on_retry_is_caught(
 def test_a_position_that_is_advanced_twice_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = events.Teller.tell_of_failures
+    real = events.EventDispatcher.tell_of_failures
 
-    def tell(teller: Any, step: int) -> None:
+    def tell(dispatcher: Any, step: int) -> None:
         before = len(course.disturbed.lost)
-        real(teller, step)
+        real(dispatcher, step)
         if len(course.disturbed.lost) > before:
             trainer = course.disturbed.trainer
             trainer._position = trainer._position.next_batch(Loss(0.0, 0.0, 0))
 
-    monkeypatch.setattr(events.Teller, "tell_of_failures", tell)
+    monkeypatch.setattr(events.EventDispatcher, "tell_of_failures", tell)
     course.suffer({0: Order("inside backward")}, compared=False)
     assert_caught(course, "position")
 

@@ -17,7 +17,7 @@ import phalanx
 from phalanx.errors import StateError
 from phalanx.execution import FailureLog, Processes, WorkerFailure, WorkerLost, opening
 from phalanx.train import FormationChosen, StepDone, trial
-from phalanx.train.events import Teller
+from phalanx.train.events import EventDispatcher
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -187,11 +187,11 @@ def test_a_loss_that_was_not_told_of_is_told_of_the_next_time() -> None:
         if lost.worker == 0:
             raise KeyError(lost.worker)
 
-    teller = Teller((), hear, failures)
+    dispatcher = EventDispatcher((), hear, failures)
     with pytest.raises(KeyError):
-        teller.tell_of_failures(1)
-    teller.tell_of_failures(2)
-    teller.tell_of_failures(3)
+        dispatcher.tell_of_failures(1)
+    dispatcher.tell_of_failures(2)
+    dispatcher.tell_of_failures(3)
     assert told == [0, 1, 2]
 
 
