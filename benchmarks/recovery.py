@@ -220,8 +220,7 @@ class Training:
         while b"\n" not in self._heard:
             if not self._is_readable(_PATIENCE_S):
                 raise PeerTimeout(
-                    f"`{self.name}` must tell of a step within {_PATIENCE_S:g} s, but did not."
-                    f"{self._last_words()}",
+                    f"`{self.name}` completed no step for {_PATIENCE_S:g} s.{self._last_words()}",
                     rank=0,
                 )
             piece = os.read(self._answers.fileno(), 1 << 16)

@@ -48,7 +48,7 @@ DIES_AT_WORK = (
     "import os, sys\nprint([], flush=True)\nsys.stdin.readline()\n"
     "print('out of cheese', file=sys.stderr, flush=True)\nos.kill(os.getpid(), 9)\n"
 )
-STAYS = "import time\nprint([], flush=True)\nwhile True: time.sleep(60)\n"
+STAYS = "import signal\nprint([], flush=True)\nwhile True: signal.pause()\n"
 
 PACE = Pace(rounds=3, kept=2, dropped=1, warmup=1)
 

@@ -52,7 +52,7 @@ class Engine:
         pipes: The group's.
         contention: The group's.
         name: What the group is called in messages.
-        tell: Whom to tell of an error that breaks the group, beyond the ranks of this host.
+        tell: Called with the error that breaks the group, to report it to other hosts.
 
     Attributes:
         forked: Whether this is a copy in a forked child, where the group is not to be touched.

@@ -118,7 +118,7 @@ class GroupRendezvous:
         self._pause_s = _FIRST_PAUSE_S
         self._me = _Hello.of_this_process()
         self._heard: list[_Hello | None] = [None] * size
-        self._met: set[str] = set()  # words of who was alive in this rendezvous
+        self._met: set[str] = set()  # words of the ranks seen alive in this rendezvous
         self._error_store: ErrorStore | None = None
 
     def find_hosts(self) -> Hosts:

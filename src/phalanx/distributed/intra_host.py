@@ -35,7 +35,7 @@ class IntraHost:
         self.barrier = partial(collectives.barrier, buffers)
 
     def tell(self, error: BaseException) -> None:
-        """Do nothing: all who must hear of an error read the same pages."""
+        """Do nothing: the ranks of one host read errors from the shared status pages."""
 
     def close(self) -> None:
         """Do nothing: the memory is the group's."""

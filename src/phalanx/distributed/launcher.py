@@ -174,8 +174,8 @@ def _run_function(
     values: list[Any] = []
     try:
         record_failures(lambda: values.append(function(*args)))
-    except Exception:
-        sys.exit(1)  # torch would write its own note over ours, which knows less
+    except Exception:  # recorded above; raised on, torch would replace the record by a shorter one
+        sys.exit(1)
     return values[0]
 
 
@@ -235,8 +235,8 @@ def _run(
 class _FailureNotes(DefaultLogsSpecs):
     """Where the ranks of the last attempt write down their failures.
 
-    torch's agent tells of the ranks that had ended when it first looked. A rank that fails tells
-    its peers at once but ends only after its clean-up, so they may end before it.
+    torch's agent reports the ranks that had ended when it first looked. A rank that fails informs
+    its peers at once but ends only after its clean-up, so the peers may end before it.
     """
 
     def __init__(self, folder: Path, tee: Std) -> None:

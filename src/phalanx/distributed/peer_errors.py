@@ -1,4 +1,4 @@
-"""Who is gone, who is late, and what the others are told about it."""
+"""The errors for ranks that died, left or came too late."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def peer_error(
     Args:
         pages: The group's.
         ranks: Who is waited for.
-        mark: What they must reach; who has reached it may be gone.
+        mark: The number that they must reach; a rank that has reached it may be gone.
         title: The operation that waits.
         closely: Whether to ask the kernel who lives; else only what the ranks say themselves.
     """
@@ -89,7 +89,7 @@ def timeout_error(
 
 
 def _progress(pages: StatusPages, rank: int) -> tuple[bool, int, int]:
-    """Return what grows with how far ``rank`` is; who is behind may wait for who is further."""
+    """Return a key that orders ranks by progress; a rank can be held up by those behind it."""
     identity = pages.identity_of(rank)
     runs = identity is not None and not identity.stopped()
     return runs, pages.latest_of(rank).number, pages.mark_of(rank)

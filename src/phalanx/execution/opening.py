@@ -169,7 +169,7 @@ class ExecutorMaker:
 
     Args:
         choice: Of which kind.
-        module: What it runs; who has parameters in several executors gives the same ``pools``.
+        module: The module to run. Give the same ``pools`` to executors that share parameters.
         failures: Takes note of worker processes that were lost.
         shared: What the runs refer to; worker processes get it with the module.
         timed: Measure replicas on devices that work behind their thread's back.

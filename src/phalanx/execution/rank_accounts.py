@@ -86,7 +86,7 @@ class Account:
     @classmethod
     def read(cls, packed: bytes) -> Account:
         """Undo :meth:`pack`."""
-        tensors = safetensors.torch.load(packed)
+        tensors = safetensors.torch.load(packed)  # bytes of a rank: numbers, and no code to run
         text = json.loads(tensors[_TEXT].numpy().tobytes())
         account = cls(text["moment"], text["error"])
         for index, loss, outputs, targets in text["outcomes"]:
