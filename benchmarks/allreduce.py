@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,19 +22,16 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.machine import Machine, describe_machine
-from benchmarks.mpi import ProcessFailed, has_mpi, measure_mpi
+from benchmarks.command import Out, begin, command_line, progress, read_counts
+from benchmarks.machine import Machine
+from benchmarks.mpi import has_mpi, measure_mpi
 from benchmarks.panels import Line, Lines
-from benchmarks.report import Cell, Column, Judged, Report, Row, Sheet, command_line, publish
-from benchmarks.step import introduce, turn_progress
-from phalanx.cli.console import make_console
+from benchmarks.processes import Child
+from benchmarks.report import Cell, Column, Judged, Report, Row, Sheet, publish
 from phalanx.clock import now_s
 from phalanx.distributed import RankFailed, launch
-from phalanx.errors import ConfigError
+from phalanx.errors import PeerError
 
-__all__ = ["Timing", "allreduce", "measure", "report_allreduce", "target"]
-
-DEFAULT_OUT = Path("out/bench-allreduce")
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 100_000_000)
 BUSY_SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 BUSY = (1, 2)  # numbers of processes that keep a core busy
@@ -72,11 +68,6 @@ class Timing:
     seconds: Mapping[str, Sequence[float]]
     busy: int = 0
 
-    @property
-    def group(self) -> tuple[int, int]:
-        """What a section of the table, or a panel of the figure, has in common."""
-        return self.ranks, self.busy
-
     def median_s(self, backend: str) -> float:
         """Return the median of a backend's rounds."""
         return median(self.seconds[backend])
@@ -108,26 +99,23 @@ def target(timing: Timing) -> float | None:
 def allreduce(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each backend per size.")] = 15,
-    out: Annotated[
-        Path,
-        typer.Option(help="Folder for allreduce.json and allreduce.png; older ones are replaced."),
-    ] = DEFAULT_OUT,
+    out: Out = Path("out/bench-allreduce"),
 ) -> None:
     """Time all-reduces of 4 KiB to 100 MB: `phalanx` beside gloo, in the same processes.
 
     MPI comes after them, where `mpirun` and the package mpi4py are installed. A missed target is
     marked and is no error; ranks that failed are: exit code 1.
     """
-    counts = _counts(ranks)
-    console = make_console()
-    machine = describe_machine()
-    introduce(console, machine)
+    counts = read_counts("ranks", ranks, least=2)
+    console, machine = begin()
     timings: list[Timing] = []
     failures: dict[str, str] = {}
-    with turn_progress(console, len(counts) * (1 + len(BUSY)) + 1) as show:
+    formations = [(count, busy) for count in counts for busy in (0, *BUSY)]
+    what = f"{len(formations)} formations, {rounds} rounds"
+    with progress(console, len(formations) + 1, what) as show:
         show("how fast memory is copied")
         copy_bytes_per_s = copy_bandwidth()
-        for count, busy in [(count, busy) for count in counts for busy in (0, *BUSY)]:
+        for count, busy in formations:
             sizes = BUSY_SIZES if busy else SIZES
             name = f"{count} ranks beside {busy} busy processes" if busy else f"{count} ranks"
             show(f"{name}, {len(sizes)} sizes, {rounds} rounds")
@@ -139,9 +127,8 @@ def allreduce(
                 continue
             if has_mpi() and not busy:
                 try:
-                    calls = {size: calls_of(size) for size in SIZES}
-                    seconds["mpi"] = measure_mpi(count, calls, rounds)
-                except ProcessFailed as error:
+                    seconds[MPI] = measure_mpi(count, {n: calls_of(n) for n in sizes}, rounds)
+                except PeerError as error:
                     failures[f"{count} ranks of MPI"] = str(error)
             timings += [
                 Timing(
@@ -157,23 +144,12 @@ def allreduce(
     publish(report, console, out)
 
 
-def _counts(ranks: str) -> list[int]:
-    words = [word.strip() for word in ranks.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and int(word) > 1 for word in words):
-        raise ConfigError(
-            f"`--ranks` must be whole numbers from 2 on, separated by commas, but is {ranks!r}."
-        )
-    return sorted({int(word) for word in words})
-
-
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """Let so many processes keep a core busy each until the body ends."""
-    command = [sys.executable, "-c", _BUSY_LOOP]
     with contextlib.ExitStack() as stack:
         for _ in range(count):
-            process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))
-            stack.callback(process.kill)  # before the process is waited for
+            stack.enter_context(Child((sys.executable, "-c", _BUSY_LOOP)))
         yield
 
 
@@ -236,38 +212,35 @@ def report_allreduce(
     copy_bytes_per_s: float,
 ) -> Report:
     """Return what the calls took."""
-    mpi = any(MPI in timing.seconds for timing in timings)
+    backends = [*BACKENDS, *([MPI] if any(MPI in timing.seconds for timing in timings) else [])]
     rows: list[Row] = []
     panels: list[Lines] = []
-    for (ranks, busy), found in groupby(timings, key=lambda timing: timing.group):
+    for (ranks, busy), found in groupby(timings, key=lambda timing: (timing.ranks, timing.busy)):
         group = list(found)
         words = f"{ranks} ranks" + (f", {busy} of the cores busy with other work" if busy else "")
         rows.append(Row(words))
         for timing in group:
-            cells = _cells(timing, copy_bytes_per_s, mpi=mpi)
+            cells = _cells(timing, backends[1:], copy_bytes_per_s)
             rows.append(Row(f"  {_size(timing.num_bytes)}", cells))
-        lines = tuple(
-            Line(
-                label=backend,
-                points=tuple(
-                    (timing.num_bytes, 1e6 * timing.median_s(backend))
-                    for timing in group
-                    if backend in timing.seconds
-                ),
-                ours=backend == "phalanx",
-            )
-            for backend in (*BACKENDS, MPI)
-            if any(backend in timing.seconds for timing in group)
-        )
-        ticks = {float(timing.num_bytes): _size(timing.num_bytes) for timing in group}
+        lines = []
+        for backend in backends:
+            some = [timing for timing in group if backend in timing.seconds]
+            points = tuple((each.num_bytes, 1e6 * each.median_s(backend)) for each in some)
+            if points:
+                lines.append(Line(label=backend, points=points, ours=backend == "phalanx"))
         panels.append(
             Lines(
-                title=words, note="µs of a call", lines=lines, ticks=ticks, log_x=True, log_y=True
+                title=words,
+                note="µs of a call",
+                lines=tuple(lines),
+                ticks={float(timing.num_bytes): _size(timing.num_bytes) for timing in group},
+                log_x=True,
+                log_y=True,
             )
         )
-    columns = [Column("phalanx", "µs"), Column("gloo", "µs"), Column("÷ phalanx")]
-    if mpi:
-        columns += [Column("MPI", "µs"), Column("÷ phalanx")]
+    columns = [Column("phalanx", "µs")]
+    for peer in backends[1:]:
+        columns += [Column("MPI" if peer == MPI else peer, "µs"), Column("÷ phalanx")]
     columns.append(Column("phalanx", "GB/s"))
     title = f"Median of a call; one thread copies {copy_bytes_per_s / 1e9:.1f} GB/s"
     return Report(
@@ -285,24 +258,20 @@ def report_allreduce(
     )
 
 
-def _cells(timing: Timing, copy_bytes_per_s: float, *, mpi: bool) -> tuple[Cell, ...]:
+def _cells(timing: Timing, peers: Sequence[str], copy_bytes_per_s: float) -> tuple[Cell, ...]:
     """Return a row's cells; most targets are for two ranks on a machine at rest."""
     alone = timing.ranks == 2 and not timing.busy
     large = timing.num_bytes >= _SHARE_FROM_BYTES
     limit_s = _WITHIN_S.get(timing.num_bytes) if alone else None
-    cells: list[Cell] = [
-        _judged(1e6 * timing.median_s("phalanx"), None if limit_s is None else 1e6 * limit_s),
-        1e6 * timing.median_s("gloo"),
-        _judged(timing.speedup_over("gloo"), target(timing), at_least=True),
-    ]
-    if mpi and MPI in timing.seconds:
-        least = _TIMES_MPI if timing.ranks == 2 and large else None
-        cells += [
-            1e6 * timing.median_s(MPI),
-            _judged(timing.speedup_over(MPI), least, at_least=True),
-        ]
-    elif mpi:
-        cells += [None, None]
+    limit_us = None if limit_s is None else 1e6 * limit_s
+    cells: list[Cell] = [_judged(1e6 * timing.median_s("phalanx"), limit_us)]
+    least = {"gloo": target(timing), MPI: _TIMES_MPI if timing.ranks == 2 and large else None}
+    for peer in peers:
+        if peer in timing.seconds:
+            ratio = _judged(timing.speedup_over(peer), least[peer], at_least=True)
+            cells += [1e6 * timing.median_s(peer), ratio]
+        else:
+            cells += [None, None]
     share = _SHARE_OF_COPY * copy_bytes_per_s / 1e9 if alone and large else None
     return (*cells, _judged(timing.bytes_per_s / 1e9, share, at_least=True))
 

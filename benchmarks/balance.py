@@ -9,37 +9,23 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from benchmarks.arena import Arena, Outcome, Pace, compete
+from benchmarks.command import Model, Out, begin, command_line, progress
 from benchmarks.contestants import check_model
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.machine import Machine
 from benchmarks.panels import Bar, Bars, Line, Lines
-from benchmarks.report import (
-    Cell,
-    Column,
-    Judged,
-    Report,
-    Row,
-    Sheet,
-    command_line,
-    number,
-    publish,
-)
-from benchmarks.slowed import SLOW, BalanceAccount, BalanceJob, entrant, read_account
-from benchmarks.step import introduce, turn_progress
-from phalanx.cli.console import make_console
-from phalanx.errors import ConfigError, PeerLost
+from benchmarks.processes import command_of
+from benchmarks.report import Cell, Column, Judged, Report, Row, Sheet, number, publish
+from benchmarks.slowed import SLOW, BalanceJob, read_account
+from benchmarks.turns import Outcome, Pace, Runner, compete
+from phalanx.errors import ConfigError
 
-__all__ = ["Contest", "balance", "ratio", "report_balance"]
-
-DEFAULT_OUT = Path("out/bench-balance")
 CONTAINERS = {"trainer": "Trainer", "dataparallel": "DataParallel"}
 SPLITS = {"even": "even shares", "auto": "balanced shares", "ideal": "ideal shares"}
 SETTLING_STEPS = 10  # in which balanced shares must be found
@@ -61,14 +47,14 @@ class Contest:
         slowdown: How many times slower the slow replica is.
         seconds_per_row: What a row takes a replica that is not slowed.
         outcome: By contestant: ``container-case-split``, such as ``trainer-slowed-auto``.
-        accounts: What they told beside it.
+        accounts: What they told beside it (see `read_account`).
     """
 
     model: str
     slowdown: float
     seconds_per_row: float
     outcome: Outcome
-    accounts: Mapping[str, BalanceAccount]
+    accounts: Mapping[str, Mapping[str, Any]]  # Any: JSON
 
 
 def ratio(contest: Contest, name: str, baseline: str) -> float | None:
@@ -84,28 +70,27 @@ def ratio(contest: Contest, name: str, baseline: str) -> float | None:
 
 
 def balance(
-    model: Annotated[str, typer.Option(help="Which model: mlp, cnn or gpt.")] = "mlp",
+    model: Model = "mlp",
     slowdown: Annotated[
         float, typer.Option(help="How many times slower the slow replica is.")
     ] = 3.0,
     steps: Annotated[
         int, typer.Option(min=1, help="Steps that count, at least, of each contestant.")
     ] = 60,
-    out: Annotated[
-        Path, typer.Option(help="Folder for balance.json and balance.png; older ones are replaced.")
-    ] = DEFAULT_OUT,
+    out: Out = Path("out/bench-balance"),
 ) -> None:
     """Time a training step on two unequal replicas: even, balanced and ideal shares.
 
     The same without a slow replica. Contestants take turns in one run, each in a process of its
     own. A missed target is marked and is no error; a contestant that failed is: exit code 1.
     """
-    check_model(model, "--model")
+    check_model(model)
     if not slowdown > 1:
         raise ConfigError(f"`--slowdown` must be above 1, but is {slowdown!r}.")
-    console = make_console()
-    machine, pace = describe_machine(), _pace_for(steps)
-    introduce(console, machine)
+    # It sleeps, mostly, so its core has not to settle.
+    rounds = Pace.for_steps(steps).rounds
+    pace = Pace(rounds=rounds, settle_s=0.0, warmup=SETTLING_STEPS)
+    console, machine = begin()
     with tempfile.TemporaryDirectory() as folder:
         row_s = _seconds_per_row(model, Path(folder))
         console.print(
@@ -113,14 +98,19 @@ def balance(
             f"{1e6 * row_s * (slowdown - 1):.0f} µs more for each."
         )
         jobs = _jobs(model, slowdown, row_s, Path(folder))
-        contest = _hold(console, jobs, pace, model=model, slowdown=slowdown, row_s=row_s)
+        what = f"{len(jobs)} contestants, {rounds} rounds"
+        with progress(console, len(jobs) * (rounds + 2), what) as show:
+            commands = {name: [command_of(job)] for name, job in jobs.items()}
+            outcome = compete(commands, pace, lambda name, doing: show(f"{doing} · {name}"))
+        contest = Contest(
+            model=model,
+            slowdown=slowdown,
+            seconds_per_row=row_s,
+            outcome=outcome,
+            accounts={name: read_account(Path(job.account)) for name, job in jobs.items()},
+        )
     command = command_line("balance", model=model, slowdown=slowdown, steps=steps)
     publish(report_balance(contest, machine, pace, command), console, out)
-
-
-def _pace_for(steps: int) -> Pace:
-    paced = Pace.for_steps(steps)
-    return Pace(rounds=paced.rounds, settle_s=0.0, warmup=SETTLING_STEPS)  # it sleeps, mostly
 
 
 def _seconds_per_row(model: str, folder: Path) -> float:
@@ -133,21 +123,19 @@ def _seconds_per_row(model: str, folder: Path) -> float:
     job = BalanceJob(
         container="trainer", workloads="auto", model=model, slow_s=0.0, account=str(account)
     )
-    with Arena([entrant("calibration", job)]) as arena:
-        arena.greet("calibration")
-        arena.run("calibration", _CALIBRATION_STEPS)
-    told = read_account(account)
-    if told is None:
-        raise PeerLost("The calibration must write what it has measured, but did not.", rank=0)
-    late = told.decisions[_CALIBRATION_STEPS // 3 :]
-    return statistics.median(
-        seconds for each in late for seconds in each.seconds_per_row if seconds is not None
-    )
+    with Runner({"calibration": [command_of(job)]}) as runner:
+        runner.start("calibration")
+        runner.run("calibration", _CALIBRATION_STEPS)
+    for error in runner.failures.values():
+        raise error
+    late = read_account(account)["decisions"][_CALIBRATION_STEPS // 3 :]
+    seconds: list[float | None] = [s for each in late for s in each["seconds_per_row"]]
+    return statistics.median(s for s in seconds if s is not None)
 
 
 def _jobs(model: str, slowdown: float, row_s: float, folder: Path) -> dict[str, BalanceJob]:
     """Return the contestants by name: container, whether a replica is slowed, and the shares."""
-    splits: dict[str, dict[str, str | tuple[float, ...] | None]] = {
+    splits: dict[str, dict[str, str | Sequence[float] | None]] = {
         "slowed": {"even": None, "auto": "auto", "ideal": (slowdown, 1.0)},
         "equal": {"even": None, "auto": "auto"},
     }
@@ -163,30 +151,6 @@ def _jobs(model: str, slowdown: float, row_s: float, folder: Path) -> dict[str, 
         for case, workloads_by_split in splits.items()
         for split, workloads in workloads_by_split.items()
     }
-
-
-def _hold(
-    console: Console,
-    jobs: dict[str, BalanceJob],
-    pace: Pace,
-    *,
-    model: str,
-    slowdown: float,
-    row_s: float,
-) -> Contest:
-    entrants = [entrant(name, job) for name, job in jobs.items()]
-    if not console.is_terminal:
-        console.print(f"{len(entrants)} contestants, {pace.rounds} rounds")
-    with turn_progress(console, len(entrants) * (pace.rounds + 2)) as show:
-        outcome = compete(entrants, pace, lambda name, doing: show(f"{doing} · {name}"))
-    accounts = {name: read_account(Path(job.account)) for name, job in jobs.items()}
-    return Contest(
-        model=model,
-        slowdown=slowdown,
-        seconds_per_row=row_s,
-        outcome=outcome,
-        accounts={name: told for name, told in accounts.items() if told is not None},
-    )
 
 
 def report_balance(contest: Contest, machine: Machine, pace: Pace, command: str) -> Report:
@@ -221,7 +185,7 @@ def report_balance(contest: Contest, machine: Machine, pace: Pace, command: str)
             "seconds_per_row": contest.seconds_per_row,
             "pace": asdict(pace),
             "contestants": {
-                name: {"seconds_by_round": turns, **_account_record(contest.accounts.get(name))}
+                name: {"seconds_by_round": turns, **contest.accounts[name]}
                 for name, turns in contest.outcome.seconds.items()
             },
         },
@@ -243,8 +207,8 @@ def _cells(contest: Contest, name: str) -> tuple[Cell, ...]:
             found = ratio(contest, name, f"{container}-{case}-{baseline}")
         limit = TARGETS[case].get(baseline) if split == "auto" else None
         cells.append(found if limit is None else Judged(found, limit))
-    told = contest.accounts.get(name)
-    cells.append(":".join(map(str, told.shares[-1])) if told and told.shares else None)
+    shares = contest.accounts[name]["shares"]
+    cells.append(":".join(map(str, shares[-1])) if shares else None)
     return tuple(cells)
 
 
@@ -267,8 +231,8 @@ def _share_panel(contest: Contest) -> Lines:
     for container, title in CONTAINERS.items():
         for case in TARGETS:
             told = contest.accounts.get(f"{container}-{case}-auto")
-            if told is not None:
-                shares = [100 * rows[SLOW] / sum(rows) for rows in told.shares[:_STEPS_SHOWN]]
+            if told and told["shares"]:
+                shares = [100 * rows[SLOW] / sum(rows) for rows in told["shares"][:_STEPS_SHOWN]]
                 words = "slowed" if case == "slowed" else "equal replicas"
                 points = tuple((float(step), share) for step, share in enumerate(shares, 1))
                 lines.append(
@@ -285,9 +249,3 @@ def _share_panel(contest: Contest) -> Lines:
         lines=tuple(lines),
         levels={"even": 50.0, "ideal": 100 / (1 + contest.slowdown)},
     )
-
-
-def _account_record(told: BalanceAccount | None) -> Mapping[str, object]:
-    if told is None:
-        return {"shares": [], "decisions": []}
-    return {"shares": told.shares, "decisions": [asdict(each) for each in told.decisions]}

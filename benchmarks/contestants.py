@@ -9,13 +9,11 @@ meet: what is left of its step when nothing is reduced. These run when named.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,29 +23,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from benchmarks.arena import Entrant, Step, serve
+from benchmarks.processes import Command, command_of
+from benchmarks.turns import Step, serve
 from phalanx.cli.models import bench_cnn, bench_gpt, bench_mlp
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:  # torch.distributed does not tell type checkers that it exports it
     from torch._C._distributed_c10d import GradBucket
 
-__all__ = [
-    "CODECS",
-    "CONTESTANTS",
-    "MICROBATCHES",
-    "MODELS",
-    "Contestant",
-    "StepJob",
-    "build",
-    "by_default",
-    "check_model",
-    "entrant",
-    "main",
-    "select",
-]
 
-MICROBATCHES = (2, 4, 8, 16)
 CODECS = ("fp16", "one_bit", "top_k")
 _LEARNING_RATE = 0.01
 
@@ -70,6 +54,19 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
 }
 
 
+def check_model(model: str, option: str = "--model") -> None:
+    """Refuse a model that is not known."""
+    if model not in MODELS:
+        shown = ", ".join(name for name in MODELS if name != _TINY)
+        raise ConfigError(f"`{option}` must be of {shown}, but has {model!r}.")
+
+
+def build(model: str) -> tuple[nn.Module, Batch]:
+    """Return the model and its batch, the same for every caller."""
+    torch.manual_seed(0)
+    return MODELS[model]()
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepJob:
     """One process of one contestant: what it trains, and where it stands among its peers."""
@@ -80,11 +77,16 @@ class StepJob:
     rank: int = 0
     meeting_point: str = ""
 
+    def run(self) -> None:
+        """Be the process."""
+        module, batch = build(self.model)
+        serve(CONTESTANTS[self.contestant].open(self, module, batch))
+
 
 Opener = Callable[[StepJob, nn.Module, Batch], AbstractContextManager[Step]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Contestant:
     """One way to make a training step.
 
@@ -99,7 +101,7 @@ class Contestant:
 
     title: str
     open: Opener
-    of_phalanx: bool
+    of_phalanx: bool = False
     process_per_worker: bool = False
     models: frozenset[str] | None = None
     if_named: bool = False
@@ -110,19 +112,25 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def _sgd(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=_LEARNING_RATE)  # type: ignore[arg-type]
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of all contestants."""
+    return torch.optim.SGD(parameters, lr=_LEARNING_RATE)
 
 
-def _plain_step(module: nn.Module, batch: Batch) -> Step:
+def plain_step(
+    module: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = loss_of,
+) -> Step:
     """Return the loop that everybody writes."""
     inputs, targets = batch
-    optimizer = _sgd(module.parameters())
+    stepped = sgd(module.parameters()) if optimizer is None else optimizer
 
     def step() -> None:
-        optimizer.zero_grad()
-        loss_of(module(inputs), targets).backward()
-        optimizer.step()
+        stepped.zero_grad()
+        loss(module(inputs), targets).backward()
+        stepped.step()
 
     return step
 
@@ -141,9 +149,29 @@ def _one_process(*, num_threads: int | None, channels_last: bool = False) -> Ope
         torch.set_num_threads(num_threads or job.workers)
         if channels_last:
             module, batch = _to_channels_last(module, batch)
-        yield _plain_step(module, batch)
+        yield plain_step(module, batch)
 
     return open_step
+
+
+def use_loopback(*libraries: str) -> None:
+    """Let these meet on the loopback interface, where there is one."""
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.update({f"{library}_SOCKET_IFNAME": "lo" for library in libraries})
+
+
+@contextmanager
+def process_group(backend: str, *, rank: int, size: int, meeting_point: str) -> Iterator[None]:
+    """Be a rank, with one thread."""
+    torch.set_num_threads(1)
+    use_loopback("GLOO")
+    dist.init_process_group(
+        backend, init_method=f"file://{meeting_point}", rank=rank, world_size=size
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _meet_only(bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -157,26 +185,16 @@ def _meet_only(bucket: GradBucket) -> torch.futures.Future[Tensor]:
 def _ddp(*, backend: str = "gloo", channels_last: bool = False, reduces: bool = True) -> Opener:
     @contextmanager
     def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
-        torch.set_num_threads(1)
-        if any(name == "lo" for _, name in socket.if_nameindex()):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{job.meeting_point}",
-            rank=job.rank,
-            world_size=job.workers,
-        )
-        try:
-            inputs, targets = (whole.chunk(job.workers)[job.rank] for whole in batch)
+        rank, size = job.rank, job.workers
+        with process_group(backend, rank=rank, size=size, meeting_point=job.meeting_point):
+            inputs, targets = (whole.chunk(size)[rank] for whole in batch)
             batch = (inputs.contiguous(), targets.contiguous())
             if channels_last:
                 module, batch = _to_channels_last(module, batch)
             wrapped = DistributedDataParallel(module)
             if not reduces:
                 wrapped.register_comm_hook(None, lambda _, bucket: _meet_only(bucket))
-            yield _plain_step(wrapped, batch)
-        finally:
-            dist.destroy_process_group()
+            yield plain_step(wrapped, batch)
 
     return open_step
 
@@ -184,15 +202,14 @@ def _ddp(*, backend: str = "gloo", channels_last: bool = False, reduces: bool = 
 def _trainer(microbatches: int | None = None, executor: str = "threads") -> Opener:
     @contextmanager
     def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
-        trainer = phalanx.Trainer(
+        with phalanx.Trainer(
             module,
             loss_of,
-            _sgd,
+            sgd,
             replicas=job.workers,
             microbatches=microbatches,
             executor=executor,
-        )
-        with trainer:
+        ) as trainer:
             yield lambda: trainer.step(batch)
 
     return open_step
@@ -203,7 +220,7 @@ def _data_parallel(codec: str | None = None) -> Opener:
     def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
         devices = ["cpu"] * job.workers
         with phalanx.DataParallel(module, devices=devices, codec=codec) as parallel:
-            yield _plain_step(parallel, batch)
+            yield plain_step(parallel, batch)
 
     return open_step
 
@@ -219,88 +236,59 @@ def _model_parallel(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[S
             for column in phalanx.split_linear(layer, job.workers):
                 columns.add(column, "cpu")
             module.register_module(name, columns)
-        yield _plain_step(module, batch)
+        yield plain_step(module, batch)
 
 
-_CONVOLUTIONAL = frozenset({"cnn"})
-_LINEAR = frozenset({"mlp", _TINY})
+_CNN, _LINEAR = frozenset({"cnn"}), frozenset({"mlp", _TINY})
 
 CONTESTANTS: dict[str, Contestant] = {
-    "single": Contestant(
-        title="1 process, 1 thread", open=_one_process(num_threads=1), of_phalanx=False
-    ),
+    "single": Contestant("1 process, 1 thread", _one_process(num_threads=1)),
     "single-cl": Contestant(
-        title="1 thread + channels_last",
-        open=_one_process(num_threads=1, channels_last=True),
-        of_phalanx=False,
-        models=_CONVOLUTIONAL,
+        "1 thread + channels_last", _one_process(num_threads=1, channels_last=True), models=_CNN
     ),
-    "threads": Contestant(
-        title="1 process, {workers} threads",
-        open=_one_process(num_threads=None),
-        of_phalanx=False,
-    ),
+    "threads": Contestant("1 process, {workers} threads", _one_process(num_threads=None)),
     "threads-cl": Contestant(
-        title="{workers} threads + channels_last",
-        open=_one_process(num_threads=None, channels_last=True),
-        of_phalanx=False,
-        models=_CONVOLUTIONAL,
+        "{workers} threads + channels_last",
+        _one_process(num_threads=None, channels_last=True),
+        models=_CNN,
     ),
-    "ddp": Contestant(
-        title="DDP over gloo, {workers} ranks",
-        open=_ddp(),
-        of_phalanx=False,
-        process_per_worker=True,
-    ),
+    "ddp": Contestant("DDP over gloo, {workers} ranks", _ddp(), process_per_worker=True),
     "ddp-cl": Contestant(
-        title="DDP + channels_last",
-        open=_ddp(channels_last=True),
-        of_phalanx=False,
-        process_per_worker=True,
-        models=_CONVOLUTIONAL,
+        "DDP + channels_last", _ddp(channels_last=True), process_per_worker=True, models=_CNN
     ),
     "ddp-phalanx": Contestant(
-        title="DDP over phalanx, {workers} ranks",
-        open=_ddp(backend="phalanx"),
+        "DDP over phalanx, {workers} ranks",
+        _ddp(backend="phalanx"),
         of_phalanx=True,
         process_per_worker=True,
     ),
     "ddp-meet": Contestant(
-        title="DDP, {workers} ranks only meet",
-        open=_ddp(backend="phalanx", reduces=False),
-        of_phalanx=False,
+        "DDP, {workers} ranks only meet",
+        _ddp(backend="phalanx", reduces=False),
         process_per_worker=True,
         if_named=True,
     ),
     "dataparallel": Contestant(
-        title="DataParallel, {workers} replicas", open=_data_parallel(), of_phalanx=True
+        "DataParallel, {workers} replicas", _data_parallel(), of_phalanx=True
     ),
     **{
         f"dataparallel-{codec.replace('_', '-')}": Contestant(
-            title=f"DataParallel, {codec}",
-            open=_data_parallel(codec),
-            of_phalanx=True,
-            if_named=True,
+            f"DataParallel, {codec}", _data_parallel(codec), of_phalanx=True, if_named=True
         )
         for codec in CODECS
     },
     "modelparallel": Contestant(
-        title="ModelParallel, {workers} columns",
-        open=_model_parallel,
-        of_phalanx=True,
-        models=_LINEAR,
+        "ModelParallel, {workers} columns", _model_parallel, of_phalanx=True, models=_LINEAR
     ),
-    "trainer": Contestant(title="Trainer, {workers} replicas", open=_trainer(), of_phalanx=True),
+    "trainer": Contestant("Trainer, {workers} replicas", _trainer(), of_phalanx=True),
     "processes": Contestant(
-        title="Trainer, {workers} processes", open=_trainer(executor="processes"), of_phalanx=True
+        "Trainer, {workers} processes", _trainer(executor="processes"), of_phalanx=True
     ),
     **{
         f"trainer-m{count}": Contestant(
-            title=f"Trainer, {count} microbatches",
-            open=_trainer(count),
-            of_phalanx=True,
+            f"Trainer, {count} microbatches", _trainer(count), of_phalanx=True
         )
-        for count in MICROBATCHES
+        for count in (2, 4, 8, 16)
     },
 }
 
@@ -314,17 +302,13 @@ def select(names: list[str], model: str) -> list[str]:
     """Return those of ``names`` that compete on ``model``, in the order of `CONTESTANTS`.
 
     Raises:
-        ConfigError: A contestant or the model is not known, or nobody competes.
+        ConfigError: The model is not known, or nobody competes.
     """
-    for name in names:
-        if name not in CONTESTANTS:
-            raise ConfigError(
-                f"`--contestants` must be of {', '.join(CONTESTANTS)}, but has {name!r}."
-            )
     check_model(model, "--models")
-    wanted = {name: known for name, known in CONTESTANTS.items() if name in names}
     chosen = [
-        name for name, known in wanted.items() if known.models is None or model in known.models
+        name
+        for name, known in CONTESTANTS.items()
+        if name in names and (known.models is None or model in known.models)
     ]
     if not chosen:
         raise ConfigError(
@@ -333,44 +317,17 @@ def select(names: list[str], model: str) -> list[str]:
     return chosen
 
 
-def check_model(model: str, option: str) -> None:
-    """Refuse a model that is not known."""
-    if model not in MODELS:
-        shown = ", ".join(name for name in MODELS if name != _TINY)
-        raise ConfigError(f"`{option}` must be of {shown}, but has {model!r}.")
-
-
-def build(model: str) -> tuple[nn.Module, Batch]:
-    """Return the model and its batch, the same for every caller."""
-    torch.manual_seed(0)
-    return MODELS[model]()
-
-
-def entrant(name: str, model: str, *, workers: int, folder: str) -> Entrant:
+def commands_of(name: str, model: str, *, workers: int, folder: str) -> list[Command]:
     """Return the command lines that make contestant ``name`` run ``model``.
 
     Args:
         folder: Where the processes of one contestant find each other.
     """
-    jobs = [
-        StepJob(
-            contestant=name,
-            model=model,
-            workers=workers,
-            rank=rank,
-            meeting_point=os.path.join(folder, f"{model}-{name}"),
+    meet = os.path.join(folder, f"{model}-{name}")
+    ranks = range(workers if CONTESTANTS[name].process_per_worker else 1)
+    return [
+        command_of(
+            StepJob(contestant=name, model=model, workers=workers, rank=rank, meeting_point=meet)
         )
-        for rank in range(workers if CONTESTANTS[name].process_per_worker else 1)
+        for rank in ranks
     ]
-    start = f"from {__name__} import main; main()"
-    return Entrant(
-        name=name,
-        commands=tuple((sys.executable, "-c", start, json.dumps(asdict(job))) for job in jobs),
-    )
-
-
-def main() -> None:
-    """Be the contestant that the command line describes."""
-    job = StepJob(**json.loads(sys.argv[1]))
-    module, batch = build(job.model)
-    serve(CONTESTANTS[job.contestant].open(job, module, batch))

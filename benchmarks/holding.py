@@ -10,24 +10,19 @@ What one case holds more than the one before is parameters, gradients and optimi
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from benchmarks.arena import Entrant, Step, serve
-
-__all__ = ["CASES", "FORMATIONS", "MemoryJob", "build", "entrant", "main"]
+from benchmarks.contestants import Batch, plain_step, process_group
+from benchmarks.processes import Command, command_of
+from benchmarks.turns import Step, serve
 
 CASES = ("nothing", "parameters", "gradients", "optimizer")
 _ROWS = 24
@@ -50,8 +45,9 @@ class MemoryJob:
     rank: int = 0
     meeting_point: str = ""
 
-
-Batch = tuple[Tensor, Tensor]
+    def run(self) -> None:
+        """Be the process."""
+        serve(FORMATIONS[self.formation](self))
 
 
 def build(job: MemoryJob) -> tuple[nn.Module, Batch]:
@@ -67,13 +63,9 @@ def build(job: MemoryJob) -> tuple[nn.Module, Batch]:
     return module, (torch.randn(_ROWS, job.width), torch.randn(_ROWS, _CLASSES))
 
 
-def _optimizer(job: MemoryJob) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        if job.case == "optimizer":
-            return torch.optim.AdamW(parameters, lr=1e-4)
-        return torch.optim.SGD(parameters, lr=1e-4)
-
-    return make
+def _optimizer(job: MemoryJob) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    kind = torch.optim.AdamW if job.case == "optimizer" else torch.optim.SGD
+    return lambda parameters: kind(parameters, lr=1e-4)
 
 
 @contextmanager
@@ -87,27 +79,13 @@ def _processes(job: MemoryJob) -> Iterator[Step]:
 
 @contextmanager
 def _ddp(job: MemoryJob) -> Iterator[Step]:
-    torch.set_num_threads(1)
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{job.meeting_point}", rank=job.rank, world_size=job.workers
-    )
-    try:
+    rank, size = job.rank, job.workers
+    with process_group("gloo", rank=rank, size=size, meeting_point=job.meeting_point):
         module, batch = build(job)
-        inputs, targets = (whole.chunk(job.workers)[job.rank] for whole in batch)
-        model = DistributedDataParallel(module)
+        inputs, targets = (whole.chunk(size)[rank] for whole in batch)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        optimizer = _optimizer(job)(trained)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            F.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-
-        yield step
-    finally:
-        dist.destroy_process_group()
+        model = DistributedDataParallel(module)
+        yield plain_step(model, (inputs, targets), _optimizer(job)(trained), F.mse_loss)
 
 
 FORMATIONS: dict[str, Callable[[MemoryJob], AbstractContextManager[Step]]] = {
@@ -116,17 +94,7 @@ FORMATIONS: dict[str, Callable[[MemoryJob], AbstractContextManager[Step]]] = {
 }
 
 
-def entrant(job: MemoryJob) -> Entrant:
+def commands_of(job: MemoryJob) -> list[Command]:
     """Return the command lines that run ``job``, with its ranks where it has some."""
-    start = f"from {__name__} import main; main()"
     ranks = range(job.workers if job.formation == "ddp" else 1)
-    words = [json.dumps({**asdict(job), "rank": rank}) for rank in ranks]
-    return Entrant(
-        name=job.formation, commands=tuple((sys.executable, "-c", start, word) for word in words)
-    )
-
-
-def main() -> None:
-    """Be the process that the command line describes."""
-    job = MemoryJob(**json.loads(sys.argv[1]))
-    serve(FORMATIONS[job.formation](job))
+    return [command_of(replace(job, rank=rank)) for rank in ranks]

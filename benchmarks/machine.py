@@ -13,8 +13,6 @@ import torch
 
 import phalanx
 
-__all__ = ["Machine", "describe_machine"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:

@@ -16,18 +16,14 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.arena import Arena
-from benchmarks.holding import CASES, FORMATIONS, MemoryJob, entrant
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.command import Out, begin, command_line, progress, read_counts
+from benchmarks.holding import CASES, FORMATIONS, MemoryJob, commands_of
+from benchmarks.machine import Machine
 from benchmarks.panels import Bar, Bars
-from benchmarks.report import Column, Judged, Report, Row, Sheet, command_line, publish
-from benchmarks.step import introduce, turn_progress
-from phalanx.cli.console import make_console
-from phalanx.errors import ConfigError, PeerError, UnsupportedError
+from benchmarks.report import Column, Judged, Report, Row, Sheet, publish
+from benchmarks.turns import Runner
+from phalanx.errors import PeerError, UnsupportedError
 
-__all__ = ["Weight", "descendants", "growth", "held_bytes", "memory", "report_memory", "weigh"]
-
-DEFAULT_OUT = Path("out/bench-memory")
 WIDTH = 1024
 _STEPS = 4
 _PROC = Path("/proc")
@@ -81,60 +77,42 @@ def memory(
     megabytes: Annotated[
         int, typer.Option(min=4, help="MiB of parameters that the net has, in steps of 4.")
     ] = 128,
-    out: Annotated[
-        Path, typer.Option(help="Folder for memory.json and memory.png; older ones are replaced.")
-    ] = DEFAULT_OUT,
+    out: Out = Path("out/bench-memory"),
 ) -> None:
     """Weigh parameters, optimizer state and gradients: worker processes beside DDP.
 
     A missed target is marked and is no error; a formation that failed is: exit code 1.
     """
-    counts = _counts(workers)
+    counts = read_counts("workers", workers, least=1)
     if not (_PROC / "self" / "smaps_rollup").exists():
         raise UnsupportedError("`make bench-memory` reads /proc, which this system has not.")
-    console = make_console()
-    machine = describe_machine()
-    introduce(console, machine)
-    layers = megabytes * (1 << 20) // (4 * WIDTH * WIDTH)
+    console, machine = begin()
     weights: list[Weight] = []
     failures: dict[str, str] = {}
     num_turns = len(FORMATIONS) * len(counts) * len(CASES)
-    with turn_progress(console, num_turns) as show, tempfile.TemporaryDirectory() as folder:
-        if not console.is_terminal:
-            console.print(f"{num_turns} formations, one after the other")
-        for formation in FORMATIONS:
-            for count in counts:
-                bytes_by_case: dict[str, int] = {}
-                try:
-                    for case in CASES:
-                        show(f"{formation} · {count} workers · {case}")
-                        name = f"{formation}-{count}-{case}"
-                        job = MemoryJob(
-                            formation=formation,
-                            case=case,
-                            workers=count,
-                            width=WIDTH,
-                            layers=layers,
-                            meeting_point=os.path.join(folder, name),
-                        )
-                        bytes_by_case[case] = weigh(job)
-                except PeerError as error:
-                    failures[f"{formation}, {count} workers"] = str(error)
-                    continue
+    what = f"{num_turns} formations, one after the other"
+    with progress(console, num_turns, what) as show, tempfile.TemporaryDirectory() as folder:
+        for formation, count in [(name, count) for name in FORMATIONS for count in counts]:
+            bytes_by_case: dict[str, int] = {}
+            try:
+                for case in CASES:
+                    show(f"{formation} · {count} workers · {case}")
+                    job = MemoryJob(
+                        formation=formation,
+                        case=case,
+                        workers=count,
+                        width=WIDTH,
+                        layers=megabytes * _MIB // (4 * WIDTH * WIDTH),
+                        meeting_point=os.path.join(folder, f"{formation}-{count}-{case}"),
+                    )
+                    bytes_by_case[case] = weigh(job)
+            except PeerError as error:
+                failures[f"{formation}, {count} workers"] = str(error)
+            else:
                 weights.append(
                     Weight(formation=formation, workers=count, bytes_by_case=bytes_by_case)
                 )
-    report = report_memory(weights, failures, machine, megabytes)
-    publish(report, console, out)
-
-
-def _counts(workers: str) -> list[int]:
-    words = [word.strip() for word in workers.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(
-            f"`--workers` must be whole numbers from 1 on, separated by commas, but is {workers!r}."
-        )
-    return sorted({int(word) for word in words})
+    publish(report_memory(weights, failures, machine, megabytes), console, out)
 
 
 def weigh(job: MemoryJob) -> int:
@@ -143,10 +121,12 @@ def weigh(job: MemoryJob) -> int:
     Raises:
         PeerError: One of them has failed or is silent.
     """
-    with Arena([entrant(job)]) as arena:
-        arena.greet(job.formation)
-        arena.run(job.formation, _STEPS)
-        return sum(held_bytes(pid) for pid in descendants(arena.pids))
+    with Runner({job.formation: commands_of(job)}) as runner:
+        runner.start(job.formation)
+        runner.run(job.formation, _STEPS)
+        for error in runner.failures.values():
+            raise error
+        return sum(held_bytes(pid) for pid in descendants(runner.pids))
 
 
 def descendants(pids: list[int]) -> list[int]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Bar", "Bars", "Line", "Lines", "Panel", "draw"]
 
 _OURS, _PEER, _GUIDE, _GREY, _INK = "#0f766e", "#9aa3ad", "#c2410c", "#6b7280", "#1f2933"
 _PARTS = (_OURS, "#5eaaa3", "#c9ced4", "#eceef1")

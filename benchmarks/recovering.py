@@ -12,25 +12,18 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import IO
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from benchmarks.contestants import build, loss_of
+from benchmarks.contestants import build, loss_of, plain_step, sgd, use_loopback
+from benchmarks.processes import Command, claim_stdout, command_of
 from phalanx.clock import now_s
-from phalanx.ipc import die_with_parent
-
-__all__ = ["CONTESTANTS", "Beat", "RecoveryJob", "command", "main"]
-
-_LEARNING_RATE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,23 +63,31 @@ class Beat:
 class RecoveryJob:
     """What a contestant trains, with how many workers."""
 
+    contestant: str
     model: str
     workers: int
+
+    def run(self) -> None:
+        """Be the contestant, or one of its ranks."""
+        answers = claim_stdout()
+
+        def tell(beat: Beat) -> None:
+            try:
+                print(json.dumps(asdict(beat)), file=answers, flush=True)
+            except BrokenPipeError:
+                os._exit(0)
+
+        CONTESTANTS[self.contestant](self, tell)
 
 
 def _run_trainer(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
     """Train with `Trainer` and worker processes."""
     module, batch = build(job.model)
     lost: list[int] = []
-    with phalanx.Trainer(
-        module,
-        loss_of,
-        lambda parameters: torch.optim.SGD(parameters, lr=_LEARNING_RATE),
-        executor=phalanx.Processes(
-            max_failures=None, on_failure=lambda failure: lost.append(failure.pid)
-        ),
-        replicas=job.workers,
-    ) as trainer:
+    executor = phalanx.Processes(
+        max_failures=None, on_failure=lambda failure: lost.append(failure.pid)
+    )
+    with phalanx.Trainer(module, loss_of, sgd, executor=executor, replicas=job.workers) as trainer:
         while True:
             started_s = now_s()
             done = trainer.step(batch)
@@ -104,25 +105,20 @@ def _run_trainer(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
             lost.clear()
 
 
-def _run_rank(job: RecoveryJob, tell: Callable[[Beat], None], backend: str) -> None:
+def _run_rank(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
     """Be a rank that a launcher has started: plain DDP, from the beginning each time."""
-    die_with_parent(os.getppid())
     torch.set_num_threads(1)
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(backend)
+    use_loopback("GLOO")
+    dist.init_process_group("phalanx" if job.contestant == "launch" else "gloo")
     pids = torch.zeros(job.workers, dtype=torch.int64)
     pids[dist.get_rank()] = os.getpid()
     dist.all_reduce(pids)
     module, (inputs, targets) = build(job.model)
     inputs, targets = (part.chunk(job.workers)[dist.get_rank()] for part in (inputs, targets))
-    model = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
+    step = plain_step(DistributedDataParallel(module), (inputs, targets))
     while True:
         started_s = now_s()
-        optimizer.zero_grad()
-        loss_of(model(inputs), targets).backward()
-        optimizer.step()
+        step()
         stop_s = now_s()
         if dist.get_rank() == 0:
             tell(
@@ -138,45 +134,26 @@ def _run_rank(job: RecoveryJob, tell: Callable[[Beat], None], backend: str) -> N
 
 CONTESTANTS: dict[str, Callable[[RecoveryJob, Callable[[Beat], None]], None]] = {
     "processes": _run_trainer,
-    "torchrun": partial(_run_rank, backend="gloo"),
-    "launch": partial(_run_rank, backend="phalanx"),
+    "torchrun": _run_rank,
+    "launch": _run_rank,
 }
 
 
-def command(name: str, job: RecoveryJob, *, max_restarts: int) -> tuple[str, ...]:
-    """Return the command line of contestant ``name``."""
-    program = f"from {__name__} import main; main()"
-    start = (sys.executable, "-c", program, name, json.dumps(asdict(job)))
-    if name == "launch":
-        options = (f"-n{job.workers}", f"--max-restarts={max_restarts}")
+def command(job: RecoveryJob, *, max_restarts: int) -> Command:
+    """Return the command line of a contestant."""
+    plain = command_of(job)
+    if job.contestant == "launch":
         ours = "from phalanx.cli.app import main; main()"
-        return (sys.executable, "-c", ours, "launch", *options, __file__, *start[3:])
-    if name != "torchrun":
-        return start
-    return (
-        *(sys.executable, "-m", "torch.distributed.run"),
-        "--standalone",
-        f"--nproc-per-node={job.workers}",
-        f"--max-restarts={max_restarts}",
-        *("--no-python", *start),
-    )
-
-
-def main() -> None:
-    """Be the contestant that the command line describes."""
-    name, job = sys.argv[1], RecoveryJob(**json.loads(sys.argv[2]))
-    answers: IO[str] = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever is printed goes to stderr; stdout belongs to the lines
-
-    def tell(beat: Beat) -> None:
-        try:
-            answers.write(json.dumps(asdict(beat)) + "\n")
-            answers.flush()
-        except BrokenPipeError:
-            os._exit(0)
-
-    CONTESTANTS[name](job, tell)
+        options = (f"-n{job.workers}", f"--max-restarts={max_restarts}")
+        return (sys.executable, "-c", ours, "launch", *options, __file__, plain[-1])
+    if job.contestant == "torchrun":
+        return (
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={job.workers}", f"--max-restarts={max_restarts}"),
+            *("--no-python", *plain),
+        )
+    return plain
 
 
 if __name__ == "__main__":  # a launcher's script
-    main()
+    RecoveryJob(**json.loads(sys.argv[1])).run()

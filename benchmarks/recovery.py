@@ -15,38 +15,31 @@ import contextlib
 import math
 import os
 import random
-import selectors
+import select
 import statistics
-import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Annotated
+from typing import Annotated
 
 import typer
 
-from benchmarks.arena import child_environment
+from benchmarks.command import Model, Out, begin, command_line, progress
 from benchmarks.contestants import check_model
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.machine import Machine
 from benchmarks.panels import Bar, Bars
+from benchmarks.processes import Child, Command, end, hear
 from benchmarks.recovering import Beat, RecoveryJob, command
-from benchmarks.report import Column, Judged, Report, Row, Sheet, command_line, headline, publish
-from benchmarks.step import introduce, turn_progress
-from phalanx.cli.console import make_console
+from benchmarks.report import Column, Judged, Report, Row, Sheet, headline, publish
 from phalanx.clock import now_s, pause
-from phalanx.errors import ConfigError, PeerError, PeerLost, PeerTimeout
+from phalanx.errors import PeerError
 
-__all__ = ["Disturbed", "Kill", "disturb", "percentile", "recovery", "report_recovery"]
-
-DEFAULT_OUT = Path("out/bench-recovery")
 _PATIENCE_S = 180.0  # for any line of a contestant
 _GOODBYE_S = 20.0
 _SETTLED_STEPS = 10  # in a row with all workers, before one is killed
 _ORDINARY_STEPS = 60  # undisturbed, at the beginning
 _WARMUP_STEPS = 5
-_LAST_WORDS_BYTES = 4000
 _SIGKILL = 9
 
 TITLES = {
@@ -117,17 +110,14 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def recovery(
-    model: Annotated[str, typer.Option(help="Which model: mlp, cnn or gpt.")] = "mlp",
+    model: Model = "mlp",
     kills: Annotated[int, typer.Option(min=1, help="Workers of Phalanx that are killed.")] = 20,
     restarts: Annotated[
         int, typer.Option(min=0, help="Ranks that are killed, of each launcher; 0 leaves them out.")
     ] = 5,
     workers: Annotated[int, typer.Option(min=2, help="Worker processes, and ranks.")] = 2,
     seed: Annotated[int, typer.Option(help="Of who is killed, and when.")] = 0,
-    out: Annotated[
-        Path,
-        typer.Option(help="Folder for recovery.json and recovery.png; older ones are replaced."),
-    ] = DEFAULT_OUT,
+    out: Out = Path("out/bench-recovery"),
 ) -> None:
     """Kill worker processes in mid-step, and time how soon the training goes on.
 
@@ -135,67 +125,41 @@ def recovery(
     --max-restarts, on the same model. A missed target is marked and is no error, nor is a torchrun
     that does not go on after a kill; a contestant of ours that failed is: exit code 1.
     """
-    check_model(model, "--model")
-    if workers < 2:
-        raise ConfigError(f"`--workers` must be at least 2, but is {workers}.")
-    console = make_console()
-    machine = describe_machine()
-    introduce(console, machine)
-    job = RecoveryJob(model=model, workers=workers)
-    times = {"processes": kills, "torchrun": restarts, "launch": restarts}
+    check_model(model)
+    console, machine = begin()
+    kills_by_name = {"processes": kills, "torchrun": restarts, "launch": restarts}
     results: list[Disturbed] = []
     failures: dict[str, str] = {}
-    with turn_progress(console, sum(times.values())) as show:
-        for name, num_kills in times.items():
+    what = ", ".join(f"{name}: {num_kills} kills" for name, num_kills in kills_by_name.items())
+    with progress(console, sum(kills_by_name.values()), what) as show:
+        for name, num_kills in kills_by_name.items():
             if not num_kills:
                 continue
-            if not console.is_terminal:
-                console.print(f"{name}: {num_kills} kills")
-            words = command(name, job, max_restarts=num_kills + 1)
+            job = RecoveryJob(contestant=name, model=model, workers=workers)
             try:
-                with Training(name, words) as training:
+                with Training(name, command(job, max_restarts=num_kills + 1)) as training:
                     results.append(disturb(training, num_kills, random.Random(seed), show))
             except PeerError as error:
                 failures[name] = str(error)
             else:
                 if results[-1].end:
                     failures[name] = results[-1].end
-    command_again = command_line(
+    again = command_line(
         "recovery", model=model, kills=kills, restarts=restarts, workers=workers, seed=seed
     )
     report = report_recovery(
-        results, failures, machine, command_again, model=model, workers=workers, seed=seed
+        results, failures, machine, again, model=model, workers=workers, seed=seed
     )
     # That torchrun does not go on is a result, and so are its kills until then.
     publish(report, console, out, excused={"torchrun"} & {result.name for result in results})
 
 
-class Training:
-    """A contestant's processes, and the lines that they tell."""
+class Training(Child):
+    """A contestant's process, which tells of each of its steps."""
 
-    def __init__(self, name: str, words: tuple[str, ...]) -> None:
+    def __init__(self, name: str, words: Command) -> None:
+        super().__init__(words)
         self.name = name
-        self._words = words
-        self._heard = b""
-
-    def __enter__(self) -> Training:
-        # A file, not a pipe: nobody has to empty it.
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
-        try:
-            # A session of its own: Ctrl-C reaches this process alone, which ends its children.
-            self._process = subprocess.Popen(
-                self._words,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                bufsize=0,
-                start_new_session=True,
-                env=child_environment(),
-            )
-        except BaseException:
-            self._errors.close()
-            raise
-        return self
 
     def __exit__(
         self,
@@ -203,67 +167,19 @@ class Training:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        end([self], grace_s=_GOODBYE_S, term=True)
 
     def next(self) -> Beat:
-        """Wait for the next step's line.
-
-        Raises:
-            PeerLost: The contestant ended.
-            PeerTimeout: It was silent for too long.
-        """
-        while (beat := self._read()) is None:
-            pass
-        return beat
-
-    def _read(self) -> Beat | None:
-        while b"\n" not in self._heard:
-            if not self._is_readable(_PATIENCE_S):
-                raise PeerTimeout(
-                    f"`{self.name}` completed no step for {_PATIENCE_S:g} s.{self._last_words()}",
-                    rank=0,
-                )
-            piece = os.read(self._answers.fileno(), 1 << 16)
-            if not piece:
-                raise PeerLost(
-                    f"`{self.name}` must train until it is told to end, but ended by itself."
-                    f"{self._last_words()}",
-                    rank=0,
-                )
-            self._heard += piece
-        line, self._heard = self._heard.split(b"\n", 1)
-        return Beat.from_line(line)
+        """Wait for the next step's line; raises like `hear`."""
+        while True:
+            [line] = hear(self.name, [self], _PATIENCE_S)
+            beat = Beat.from_line(line)
+            if beat is not None:
+                return beat
 
     def is_behind(self) -> bool:
         """Whether there are lines that have come already."""
-        return b"\n" in self._heard or self._is_readable(0.0)
-
-    def close(self) -> None:
-        """End all processes."""
-        self._answers.close()  # at its next line the contestant ends
-        self._process.terminate()  # torchrun takes its ranks with it
-        try:
-            self._process.wait(_GOODBYE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._errors.close()
-
-    @property
-    def _answers(self) -> IO[bytes]:
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    def _is_readable(self, timeout_s: float) -> bool:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._answers, selectors.EVENT_READ)
-            return bool(selector.select(timeout_s))
-
-    def _last_words(self) -> str:
-        self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, self._errors.tell() - _LAST_WORDS_BYTES))
-        words = self._errors.read().decode(errors="replace").strip()
-        return f" It said last:\n{words}" if words else ""
+        return self.has_line or bool(select.select([self.answers], [], [], 0.0)[0])
 
 
 def disturb(

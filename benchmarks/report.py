@@ -6,7 +6,7 @@ measured numbers ──► Report ──► tables in the terminal, NAME.json, N
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,6 @@ from rich.text import Text
 
 from benchmarks.machine import Machine
 from benchmarks.panels import Panel, draw
-
-__all__ = [
-    "Cell",
-    "Column",
-    "Judged",
-    "Report",
-    "Row",
-    "Sheet",
-    "command_line",
-    "headline",
-    "number",
-    "publish",
-]
 
 SCHEMA = "phalanx.benchmark/1"
 
@@ -131,7 +118,13 @@ class Report:
             "machine": asdict(self.machine),
             "tables": [_sheet_record(sheet) for sheet in self.sheets],
             "targets": [
-                {"table": sheet.title, "row": row.label, "column": column.heading, **_record(cell)}
+                {
+                    "table": sheet.title,
+                    "row": row.label,
+                    "column": column.heading,
+                    **asdict(cell),
+                    "met": cell.met,
+                }
                 for sheet in self.sheets
                 for row in sheet.rows
                 for column, cell in zip(sheet.columns, row.cells, strict=bool(row.cells))
@@ -170,17 +163,6 @@ def publish(report: Report, console: Console, out: Path, *, excused: Collection[
         raise typer.Exit(1)
 
 
-def command_line(name: str, **options: object) -> str:
-    """Return the line that runs a benchmark with these options.
-
-    Example:
-        >>> command_line("tables", snapshot_mb=4)
-        'python -m benchmarks tables --snapshot-mb=4'
-    """
-    words = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-    return " ".join(["python -m benchmarks", name, *words])
-
-
 def number(value: float) -> str:
     """Return a number with about three significant digits.
 
@@ -199,10 +181,10 @@ def headline(cause: str) -> str:
     """Return the first line: a program's last words are of the machine that it ran on.
 
     Example:
-        >>> headline("It ended. It said last:\\nTraceback …")
+        >>> headline("It ended.\\nProcess 0 said last:\\nTraceback …")
         'It ended.'
     """
-    return cause.partition("\n")[0].removesuffix(" It said last:")
+    return cause.partition("\n")[0]
 
 
 def _shown(cell: Cell) -> Text:
@@ -224,13 +206,10 @@ def _sheet_record(sheet: Sheet) -> Mapping[str, Any]:
     return {
         "title": sheet.title,
         "columns": [asdict(column) for column in sheet.columns],
-        "rows": [{"label": row.label, "cells": _plain(row.cells)} for row in sheet.rows],
-    }
+        "rows": [{"label": row.label, "cells": [_plain(cell) for cell in row.cells]}
+                 for row in sheet.rows],
+    }  # fmt: skip
 
 
-def _plain(cells: Sequence[Cell]) -> list[float | str | None]:
-    return [cell.value if isinstance(cell, Judged) else cell for cell in cells]
-
-
-def _record(judged: Judged) -> Mapping[str, Any]:
-    return {**asdict(judged), "met": judged.met}
+def _plain(cell: Cell) -> float | str | None:
+    return cell.value if isinstance(cell, Judged) else cell

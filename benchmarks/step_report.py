@@ -1,19 +1,36 @@
-"""What the contestants' steps come to: the report of ``make bench-step``."""
+"""What the contestants' steps come to: the targets and the report of ``make bench-step``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cached_property
 
-from benchmarks.arena import Outcome, Pace
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.machine import Machine
 from benchmarks.panels import Bar, Bars, Line, Lines
-from benchmarks.report import Cell, Column, Report, Row, Sheet, number
-from benchmarks.standings import BASELINES, Standing, ideals, overheads, same_bits_costs
+from benchmarks.report import Cell, Column, Judged, Report, Row, Sheet, number
+from benchmarks.turns import Outcome, Pace
 
-__all__ = ["Result", "main_rows", "report_step", "title"]
+# The contestants that others are measured against: the peer, plain PyTorch, our own fast mode.
+BASELINES = ("ddp", "threads", "trainer")
+
+# Those whose time, shared out among the workers, is the ideal: one core's, with nothing beside it.
+IDEALS = ("single", "single-cl")
+
+TARGET_WORKERS = 2  # the targets were set for as many
+
+# By contestant and baseline, and by model: the median is at most so many times the baseline's.
+TARGETS = {
+    ("trainer", "ddp"): {"mlp": 0.45, "cnn": 0.65, "gpt": 0.85},
+    ("trainer", "threads"): {"mlp": 1.0, "cnn": 1.05, "gpt": 1.0},
+    ("trainer-m4", "trainer"): {"mlp": 1.4, "cnn": 1.15, "gpt": 1.15},
+    ("processes", "ddp"): {"mlp": 0.45, "cnn": 0.65, "gpt": 0.85},
+    ("processes", "trainer"): {"cnn": 1.05, "gpt": 1.05},
+    ("ddp-phalanx", "ddp"): {"mlp": 0.65, "cnn": 0.85},
+    ("dataparallel", "ddp"): {"mlp": 0.55, "cnn": 0.7, "gpt": 0.9},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +40,59 @@ class Result:
     model: str
     workers: int
     outcome: Outcome
-    standings: Sequence[Standing]
+
+    @cached_property
+    def medians_s(self) -> dict[str, float]:
+        """The median of all steps, by contestant."""
+        return {
+            name: statistics.median(step for turn in turns for step in turn)
+            for name, turns in self.outcome.seconds.items()
+        }
+
+    def min_s(self, name: str) -> float:
+        """Return a contestant's fastest step."""
+        return min(min(turn) for turn in self.outcome.seconds[name])
+
+    def ratio(self, name: str, baseline: str) -> float | None:
+        """Return a contestant's median over a baseline's, if that has run."""
+        base_s = self.medians_s.get(baseline)
+        return None if base_s is None else self.medians_s[name] / base_s
+
+    def judged(self, name: str, baseline: str) -> Cell:
+        """Return the ratio, with its target if it has one."""
+        ratio = self.ratio(name, baseline)
+        limit = TARGETS.get((name, baseline), {}).get(self.model)
+        if ratio is None or limit is None or self.workers != TARGET_WORKERS:
+            return ratio
+        return Judged(ratio, limit)
+
+    @cached_property
+    def ideals_s(self) -> dict[str, float]:
+        """The seconds that the workers would take if sharing the work cost nothing.
+
+        By contestant of `IDEALS`: its median, divided by the workers. It is no bound: a contestant
+        that lays out memory better may fall below it.
+        """
+        medians_s = self.medians_s
+        return {name: medians_s[name] / self.workers for name in IDEALS if name in medians_s}
+
+    @cached_property
+    def same_bits_costs(self) -> dict[int, float]:
+        """The median over the fast mode's, by number of microbatches."""
+        return {
+            int(name.removeprefix("trainer-m")): median_s / self.medians_s["trainer"]
+            for name, median_s in self.medians_s.items()
+            if name.startswith("trainer-m") and "trainer" in self.medians_s
+        }
+
+    @property
+    def main_rows(self) -> list[str]:
+        """The contestants that are rows of the table; the rest are points of the curve.
+
+        Without the fast mode there is no curve, and nothing is left out.
+        """
+        in_curve = {f"trainer-m{count}" for count in self.same_bits_costs} - {"trainer-m4"}
+        return [name for name in self.medians_s if name not in in_curve]
 
 
 def title(name: str, workers: int) -> str:
@@ -31,24 +100,15 @@ def title(name: str, workers: int) -> str:
     return CONTESTANTS[name].title.format(workers=workers)
 
 
-def main_rows(standings: Sequence[Standing]) -> list[Standing]:
-    """Return the standings that are rows of the table; the rest are points of the curve.
-
-    Without the fast mode there is no curve, and nothing is left out.
-    """
-    in_curve = {f"trainer-m{count}" for count in same_bits_costs(standings)} - {"trainer-m4"}
-    return [standing for standing in standings if standing.name not in in_curve]
-
-
 def report_step(results: Sequence[Result], machine: Machine, pace: Pace, command: str) -> Report:
     """Return the report: tables by model, what sharing the work costs, and what the same bits."""
     sheets = [_model_sheet(result) for result in results]
     panels: list[Bars | Lines] = [_bars(result) for result in results]
-    if any(ideals(result.standings, result.workers) for result in results):
+    if any(result.ideals_s for result in results):
         sheets += _overhead_sheets(results)
-    if any(same_bits_costs(result.standings) for result in results):
-        sheets.append(_curve_sheet(results))
-        panels.append(_curve_panel(results))
+    if counts := sorted({count for result in results for count in result.same_bits_costs}):
+        sheets.append(_curve_sheet(results, counts))
+        panels.append(_curve_panel(results, counts))
     return Report(
         name="step",
         title="One training step, Phalanx beside its peers",
@@ -58,7 +118,13 @@ def report_step(results: Sequence[Result], machine: Machine, pace: Pace, command
         panels=tuple(panels),
         measured={
             "pace": asdict(pace),
-            "models": {result.model: _measured(result) for result in results},
+            "models": {
+                result.model: {
+                    "workers": result.workers,
+                    "seconds_by_round": result.outcome.seconds,
+                }
+                for result in results
+            },
         },
         failures={
             f"{title(name, result.workers)} on {result.model}": cause
@@ -66,16 +132,6 @@ def report_step(results: Sequence[Result], machine: Machine, pace: Pace, command
             for name, cause in result.outcome.failures.items()
         },
     )
-
-
-# Any: the values of JSON objects are of all kinds.
-def _measured(result: Result) -> Mapping[str, Any]:
-    return {
-        "workers": result.workers,
-        "seconds_by_round": {
-            standing.name: result.outcome.seconds[standing.name] for standing in result.standings
-        },
-    }
 
 
 def _model_sheet(result: Result) -> Sheet:
@@ -87,41 +143,32 @@ def _model_sheet(result: Result) -> Sheet:
         Column("÷ Trainer"),
     )
     rows = []
-    for standing in main_rows(result.standings):
-        ratios: list[Cell] = [
-            standing.judged.get(baseline, standing.ratio_by_baseline.get(baseline))
-            for baseline in BASELINES
-        ]
-        cells = (1e3 * standing.median_s, 1e3 * standing.min_s, *ratios)
-        ours = CONTESTANTS[standing.name].of_phalanx
-        rows.append(Row(title(standing.name, result.workers), cells, ours=ours))
+    for name in result.main_rows:
+        ratios = [result.judged(name, baseline) for baseline in BASELINES]
+        cells = (1e3 * result.medians_s[name], 1e3 * result.min_s(name), *ratios)
+        rows.append(Row(title(name, result.workers), cells, ours=CONTESTANTS[name].of_phalanx))
     return Sheet(f"{result.model}: one training step", columns, tuple(rows))
 
 
 def _overhead_sheets(results: Sequence[Result]) -> tuple[Sheet, Sheet]:
     """Return the multiples of the ideal, and the ms beyond it; a column per model and ideal."""
     workers = results[0].workers
-    found = [
-        (result.model, ideal, ideal_s, overheads(result.standings, result.workers)[ideal])
-        for result in results
-        for ideal, ideal_s in ideals(result.standings, result.workers).items()
-    ]
+    found = [(result, ideal, s) for result in results for ideal, s in result.ideals_s.items()]
     columns = tuple(
-        Column(f"{model}\nchannels_last" if ideal.endswith("-cl") else model)
-        for model, ideal, _, _ in found
+        Column(f"{result.model}\nchannels_last" if ideal.endswith("-cl") else result.model)
+        for result, ideal, _ in found
     )
-    ideals_ms = tuple(1e3 * ideal_s for _, _, ideal_s, _ in found)
     ratios: list[Row] = []
+    ideals_ms = tuple(1e3 * ideal_s for *_, ideal_s in found)
     extras = [Row(f"ideal: 1 thread's time ÷ {workers}", ideals_ms)]
-    shown = {row.name for result in results for row in main_rows(result.standings)}
+    shown = {name for result in results for name in result.main_rows}
     for name, contestant in CONTESTANTS.items():
         if contestant.of_phalanx and name in shown:
-            costs = [cost_by_name.get(name) for *_, cost_by_name in found]
             label = title(name, workers)
-            ratios.append(
-                Row(label, tuple(cost.ratio if cost else None for cost in costs), ours=True)
-            )
-            beyond = tuple(1e3 * cost.extra_s if cost else None for cost in costs)
+            pairs = [(result.medians_s.get(name), ideal_s) for result, _, ideal_s in found]
+            times = tuple(s / ideal_s if s else None for s, ideal_s in pairs)
+            beyond = tuple(1e3 * (s - ideal_s) if s else None for s, ideal_s in pairs)
+            ratios.append(Row(label, times, ours=True))
             extras.append(Row(label, beyond, ours=True))
     return (
         Sheet("overhead: multiple of the ideal", columns, tuple(ratios)),
@@ -129,53 +176,44 @@ def _overhead_sheets(results: Sequence[Result]) -> tuple[Sheet, Sheet]:
     )
 
 
-def _curve_sheet(results: Sequence[Result]) -> Sheet:
-    curves = {result.model: same_bits_costs(result.standings) for result in results}
-    counts = sorted({count for curve in curves.values() for count in curve})
-    return Sheet(
-        "cost of the same bits by number of microbatches: ÷ Trainer",
-        tuple(Column(str(count)) for count in counts),
-        tuple(
-            Row(model, tuple(curve.get(count) for count in counts))
-            for model, curve in curves.items()
-        ),
-    )
+def _curve_sheet(results: Sequence[Result], counts: Sequence[int]) -> Sheet:
+    rows = [Row(each.model, tuple(map(each.same_bits_costs.get, counts))) for each in results]
+    columns = tuple(Column(str(count)) for count in counts)
+    title = "cost of the same bits by number of microbatches: ÷ Trainer"
+    return Sheet(title, columns, tuple(rows))
 
 
 def _bars(result: Result) -> Bars:
     """Return medians as bars, the fastest step as a dot, and the ratio to DDP beside them."""
     bars = []
-    for standing in main_rows(result.standings):
-        median_ms = 1e3 * standing.median_s
-        ratio = standing.ratio_by_baseline.get("ddp")
-        beside = "" if ratio is None or standing.name == "ddp" else f"  {ratio:.2f}×"
+    for name in result.main_rows:
+        median_ms, ratio = 1e3 * result.medians_s[name], result.ratio(name, "ddp")
+        beside = "" if ratio is None or name == "ddp" else f"  {ratio:.2f}×"
         bars.append(
             Bar(
-                label=title(standing.name, result.workers),
+                label=title(name, result.workers),
                 parts=(median_ms,),
                 text=f"{number(median_ms)}{beside}",
-                ours=CONTESTANTS[standing.name].of_phalanx,
-                dots=(1e3 * standing.min_s,),
+                ours=CONTESTANTS[name].of_phalanx,
+                dots=(1e3 * result.min_s(name),),
             )
         )
     guides = {
         "ideal, channels_last" if ideal.endswith("-cl") else "ideal": 1e3 * ideal_s
-        for ideal, ideal_s in ideals(result.standings, result.workers).items()
+        for ideal, ideal_s in result.ideals_s.items()
     }
     note = "median ms, × DDP; dot: fastest step"
     return Bars(title=result.model, note=note, bars=tuple(bars), guides=guides)
 
 
-def _curve_panel(results: Sequence[Result]) -> Lines:
-    curves = {result.model: same_bits_costs(result.standings) for result in results}
-    counts = sorted({count for curve in curves.values() for count in curve})
+def _curve_panel(results: Sequence[Result], counts: Sequence[int]) -> Lines:
     return Lines(
         title="cost of the same bits",
         note="step time ÷ fast mode, by microbatches",
         lines=tuple(
-            Line(label=model, points=tuple(sorted(curve.items())), ours=True)
-            for model, curve in curves.items()
-            if curve
+            Line(label=each.model, points=tuple(sorted(each.same_bits_costs.items())), ours=True)
+            for each in results
+            if each.same_bits_costs
         ),
         levels={"fast mode": 1.0},
         ticks={float(count): str(count) for count in counts},

@@ -15,25 +15,22 @@ import importlib
 import importlib.util
 import json
 import os
-import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.arena import Entrant, Turn, attend
-from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, TASKS
-from benchmarks.table_turns import Draws, Steps, take_turn
+from benchmarks.contestants import use_loopback
+from benchmarks.processes import Command, command_of
+from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, TASKS, Draws, Steps, take_turn
+from benchmarks.turns import serve_turns
 from phalanx import tables
 from phalanx.clock import now_s, pause
 from phalanx.errors import PeerTimeout
-
-__all__ = ["CONTESTANTS", "TablesJob", "entrant", "is_there", "main"]
 
 _PATIENCE_S = 120.0
 _NUM_SHARDS = 4
@@ -57,6 +54,17 @@ class TablesJob:
     turn_s: float
     rank: int = 0
 
+    def run(self) -> None:
+        """Be the process."""
+        torch.set_num_threads(1)
+        serve_turns(self._turns())
+
+    @contextmanager
+    def _turns(self) -> Iterator[Callable[[int], list[float]]]:
+        draws = Draws(rank=self.rank, num_rows=self.rows)
+        with CONTESTANTS[self.contestant](self, draws) as steps:
+            yield lambda number: take_turn(TASKS[number], self.rank, steps, self.turn_s)
+
 
 def _join(job: TablesJob) -> tables.TableGroup:
     name = f"bench-{Path(job.folder).name}-{job.contestant}"
@@ -64,8 +72,7 @@ def _join(job: TablesJob) -> tables.TableGroup:
 
 
 @contextmanager
-def _phalanx(job: TablesJob) -> Iterator[Turn]:
-    draws = Draws(rank=job.rank, num_rows=job.rows)
+def _phalanx(job: TablesJob, draws: Draws) -> Iterator[Steps]:
     with _join(job) as world:
         matrix = world.matrix(job.rows, COLS, name="matrix")
         sharded = world.matrix(job.rows, COLS, name="sharded", num_shards=_NUM_SHARDS)
@@ -73,7 +80,7 @@ def _phalanx(job: TablesJob) -> Iterator[Turn]:
         if job.rank == 0:
             keyed.add(torch.zeros(job.rows, COLS), torch.arange(job.rows))
         array = world.array(ARRAY_ELEMENTS, name="array")
-        steps = Steps(
+        yield Steps(
             makers={
                 "get": draws.getting(lambda rows, out: matrix.get(rows, out=out)),
                 "add": draws.adding(lambda rows, delta: matrix.add(delta, rows)),
@@ -85,12 +92,10 @@ def _phalanx(job: TablesJob) -> Iterator[Turn]:
             },
             meet=world.barrier,
         )
-        yield lambda number: take_turn(TASKS[number], job.rank, steps, job.turn_s)
 
 
 @contextmanager
-def _torch(job: TablesJob) -> Iterator[Turn]:
-    draws = Draws(rank=job.rank, num_rows=job.rows)
+def _torch(job: TablesJob, draws: Draws) -> Iterator[Steps]:
     matrix = torch.zeros(job.rows, COLS)
     array = torch.zeros(ARRAY_ELEMENTS)
 
@@ -101,7 +106,7 @@ def _torch(job: TablesJob) -> Iterator[Turn]:
         torch.index_select(matrix, 0, ids, out=out)
 
     with _join(job) as world:  # to begin and end a flood together; nothing is shared
-        steps = Steps(
+        yield Steps(
             makers={
                 "get": draws.getting(get),
                 "add": draws.adding(add),
@@ -111,7 +116,6 @@ def _torch(job: TablesJob) -> Iterator[Turn]:
             },
             meet=world.barrier,
         )
-        yield lambda number: take_turn(TASKS[number], job.rank, steps, job.turn_s)
 
 
 # --- torch RPC ------------------------------------------------------------------------------------
@@ -128,12 +132,11 @@ def _rpc_add(rows: Tensor, delta: Tensor) -> None:
 
 
 @contextmanager
-def _rpc(job: TablesJob) -> Iterator[Turn]:
+def _rpc(job: TablesJob, draws: Draws) -> Iterator[Steps]:
     from torch.distributed import rpc  # slow, and nobody else's
 
     global _owned
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    use_loopback("TP", "GLOO")
     if job.rank == 2:
         _owned = torch.zeros(job.rows, COLS)
     rpc.init_rpc(
@@ -144,21 +147,17 @@ def _rpc(job: TablesJob) -> Iterator[Turn]:
             init_method=f"file://{job.folder}/rpc", rpc_timeout=_PATIENCE_S
         ),
     )
+
+    def get(ids: Tensor, _: Tensor) -> Tensor:
+        received: Tensor = rpc.rpc_sync("rank2", _rpc_get, (ids,))
+        return received
+
+    def add(ids: Tensor, delta: Tensor) -> None:
+        rpc.rpc_sync("rank2", _rpc_add, (ids, delta))
+
     try:
-        if job.rank == 2:
-            yield lambda _: []
-            return
-        draws = Draws(rank=job.rank, num_rows=job.rows)
-
-        def get(ids: Tensor, _: Tensor) -> Tensor:
-            received: Tensor = rpc.rpc_sync("rank2", _rpc_get, (ids,))
-            return received
-
-        def add(ids: Tensor, delta: Tensor) -> None:
-            rpc.rpc_sync("rank2", _rpc_add, (ids, delta))
-
-        steps = Steps(makers={"get": draws.getting(get), "add": draws.adding(add)})
-        yield lambda number: take_turn(TASKS[number], job.rank, steps, job.turn_s)
+        makers = {"get": draws.getting(get), "add": draws.adding(add)}
+        yield Steps(makers=makers if job.rank < 2 else {})
     finally:
         rpc.shutdown(graceful=False)
 
@@ -180,7 +179,7 @@ class _Owner:
 
 
 @contextmanager
-def _ray(job: TablesJob) -> Iterator[Turn]:
+def _ray(job: TablesJob, draws: Draws) -> Iterator[Steps]:
     meeting_point = Path(job.folder) / "ray"
     address = None
     if job.rank > 0:
@@ -199,7 +198,6 @@ def _ray(job: TablesJob) -> Iterator[Turn]:
         draft.write_text(json.dumps([context.address_info["address"], mode]))
         draft.replace(meeting_point)
     try:
-        draws = Draws(rank=job.rank, num_rows=job.rows)
 
         def get(ids: Tensor, _: Tensor) -> Tensor:
             return torch.from_numpy(ray.get(owner.get.remote(ids.numpy())))
@@ -207,8 +205,7 @@ def _ray(job: TablesJob) -> Iterator[Turn]:
         def add(ids: Tensor, delta: Tensor) -> None:
             ray.get(owner.add.remote(ids.numpy(), delta.numpy()))
 
-        steps = Steps(makers={"get": draws.getting(get), "add": draws.adding(add)})
-        yield lambda number: take_turn(TASKS[number], job.rank, steps, job.turn_s)
+        yield Steps(makers={"get": draws.getting(get), "add": draws.adding(add)})
     finally:
         ray.shutdown()
 
@@ -226,9 +223,8 @@ def _read_when_there(file: Path) -> str:
 
 
 @contextmanager
-def _snapshot(job: TablesJob) -> Iterator[Turn]:
+def _snapshot(job: TablesJob, draws: Draws) -> Iterator[Steps]:
     """``job.rows`` are those of the table; worker 1 trains on while worker 0 writes."""
-    draws = Draws(rank=job.rank, num_rows=job.rows)
     folder = Path(job.folder)
     first = torch.rand(job.rows, COLS) if job.rank == 0 else None
     data = memoryview(b"") if first is None else first.view(torch.uint8).view(-1).numpy().data
@@ -242,7 +238,7 @@ def _snapshot(job: TablesJob) -> Iterator[Turn]:
 
     with _join(job) as world:
         matrix = world.matrix(job.rows, COLS, name="matrix", init=first)
-        steps = Steps(
+        yield Steps(
             makers={
                 "add": draws.adding(lambda rows, delta: matrix.add(delta, rows)),
                 "snapshot": lambda _: lambda: matrix.snapshot(folder / "snapshot"),
@@ -251,10 +247,9 @@ def _snapshot(job: TablesJob) -> Iterator[Turn]:
             meet=world.barrier,
             until=folder / "over",
         )
-        yield lambda number: take_turn(TASKS[number], job.rank, steps, job.turn_s)
 
 
-CONTESTANTS: dict[str, Callable[[TablesJob], AbstractContextManager[Turn]]] = {
+CONTESTANTS: dict[str, Callable[[TablesJob, Draws], AbstractContextManager[Steps]]] = {
     "phalanx": _phalanx,
     "torch": _torch,
     "rpc": _rpc,
@@ -268,18 +263,7 @@ def is_there(name: str) -> bool:
     return name != "ray" or importlib.util.find_spec("ray") is not None
 
 
-def entrant(job: TablesJob) -> Entrant:
+def commands_of(job: TablesJob) -> list[Command]:
     """Return the command lines that run ``job``."""
-    start = f"from {__name__} import main; main()"
     ranks = range(3 if job.contestant == "rpc" else 2)
-    words = [json.dumps({**asdict(job), "rank": rank}) for rank in ranks]
-    return Entrant(
-        name=job.contestant, commands=tuple((sys.executable, "-c", start, word) for word in words)
-    )
-
-
-def main() -> None:
-    """Be the process that the command line describes."""
-    job = TablesJob(**json.loads(sys.argv[1]))
-    torch.set_num_threads(1)
-    attend(CONTESTANTS[job.contestant](job))
+    return [command_of(replace(job, rank=rank)) for rank in ranks]

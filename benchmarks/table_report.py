@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,8 +11,6 @@ from benchmarks.machine import Machine
 from benchmarks.panels import Line, Lines
 from benchmarks.report import Column, Judged, Report, Row, Sheet
 from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, SIZES, TableTask
-
-__all__ = ["TITLES", "Summary", "judge", "report_tables", "summarize"]
 
 TITLES = {
     "phalanx": "Phalanx",
@@ -26,6 +24,9 @@ _WAYS = {
     ("", False, True): "idle, and other rows each time",
     ("keys ", False, False): "idle, and rows found by key",
 }
+
+Seconds = dict[str, dict[TableTask, list[list[float]]]]
+"""Of every operation, by contestant, task and turn."""
 
 Medians = Mapping[str, Mapping[TableTask, float]]
 """Median seconds by contestant and task."""
@@ -41,6 +42,7 @@ _LEAST_OVER_RPC = {"get": (25.0, 40.0, 10.0), "add": (10.0, 15.0, 1.5)}  # at SI
 _LEAST_ARRAY_GB_PER_S = 6.0
 _LEAST_SPEEDUP = 1.6
 _LEAST_SNAPSHOT_GB_PER_S = 0.5
+_ARRAY_BYTES = 4 * ARRAY_ELEMENTS
 
 
 def judge(medians: Medians, snapshot_bytes: int) -> list[Row]:
@@ -50,66 +52,43 @@ def judge(medians: Medians, snapshot_bytes: int) -> list[Row]:
         >>> judge({"phalanx": {TableTask(kind="get", rows=10): 5e-6}}, 10**9)[0].cells
         (Judged(value=5.0, limit=15.0, at_least=False), 'µs')
     """
-    return [*_latencies(medians), *_rates(medians, snapshot_bytes)]
+    rows = []
 
+    def add(
+        what: str, unit: str, aim: float, measured: float | None, *, at_least: bool = False
+    ) -> None:
+        rows.append(Row(what, (Judged(measured, aim, at_least), unit)))
 
-def _latencies(medians: Medians) -> Iterator[Row]:
+    def found(name: str, kind: str, num_rows: int) -> float | None:
+        return medians.get(name, {}).get(TableTask(kind=kind, rows=num_rows))
+
     for kind, aim in _MOST_US.items():
-        ours = medians.get("phalanx", {}).get(TableTask(kind=kind, rows=10))
-        yield _row(
-            f"{kind} {_count(10)}",
-            "µs",
-            aim,
-            None if ours is None else 1e6 * ours,
-        )
-    for (kind, rows), aim in _MOST_OVER_TORCH.items():
-        task = TableTask(kind=kind, rows=rows)
-        yield _row(
-            f"{kind} {_count(rows)}, over torch's kernel",
-            "×",
-            aim,
-            _ratio(medians, ("phalanx", task), ("torch", task)),
-        )
+        add(f"{kind} 10 rows", "µs", aim, _us(found("phalanx", kind, 10)))
+    for (kind, size), aim in _MOST_OVER_TORCH.items():
+        ratio = _ratio(found("phalanx", kind, size), found("torch", kind, size))
+        add(f"{kind} {size:,} rows, over torch's kernel", "×", aim, ratio)
     for kind, aims in _LEAST_OVER_RPC.items():
-        for rows, aim in zip(SIZES, aims, strict=True):
-            task = TableTask(kind=kind, rows=rows)
-            yield _row(
-                f"{kind} {_count(rows)}, torch RPC over ours",
-                "×",
-                aim,
-                _ratio(medians, ("rpc", task), ("phalanx", task)),
-                at_least=True,
-            )
-
-
-def _rates(medians: Medians, snapshot_bytes: int) -> Iterator[Row]:
+        for size, aim in zip(SIZES, aims, strict=True):
+            ratio = _ratio(found("rpc", kind, size), found("phalanx", kind, size))
+            what = f"{kind} {size:,} rows, torch RPC over ours"
+            add(what, "×", aim, ratio, at_least=True)
     for kind in ("get", "add"):
-        yield _row(
-            f"{kind} the array of {4 * ARRAY_ELEMENTS // 10**6} MB",
-            "GB/s",
-            _LEAST_ARRAY_GB_PER_S,
-            gb_per_s(medians, "phalanx", f"array {kind}", 4 * ARRAY_ELEMENTS),
-            at_least=True,
-        )
-    for rows in SIZES[1:]:
-        one, two = (
-            TableTask(kind="flood", rows=rows, both=both, fresh=True) for both in (False, True)
-        )
-        yield _row(
-            f"adds of {rows:,}, two workers over one, 4 shards",
-            "×",
-            _LEAST_SPEEDUP,
-            _ratio(medians, ("phalanx", one), ("phalanx", two)),
-            at_least=True,
-        )
+        rate = gb_per_s(medians, "phalanx", f"array {kind}", _ARRAY_BYTES)
+        what = f"{kind} the array of {_ARRAY_BYTES // 10**6} MB"
+        add(what, "GB/s", _LEAST_ARRAY_GB_PER_S, rate, at_least=True)
+    for size in SIZES[1:]:
+        one, two = (medians.get("phalanx", {}).get(flood) for flood in _floods(size))
+        what = f"adds of {size:,}, two workers over one, 4 shards"
+        add(what, "×", _LEAST_SPEEDUP, _ratio(one, two), at_least=True)
     disk = gb_per_s(medians, "snapshot", "disk", snapshot_bytes)
-    yield _row(
+    add(
         f"snapshot of {snapshot_bytes / 1e9:.2g} GB, the other worker adds",
         "GB/s",
         min(_LEAST_SNAPSHOT_GB_PER_S, _LEAST_SNAPSHOT_GB_PER_S if disk is None else disk),
         gb_per_s(medians, "snapshot", "snapshot", snapshot_bytes),
         at_least=True,
     )
+    return rows
 
 
 def gb_per_s(medians: Medians, name: str, kind: str, num_bytes: int) -> float | None:
@@ -120,27 +99,17 @@ def gb_per_s(medians: Medians, name: str, kind: str, num_bytes: int) -> float | 
     return None
 
 
-def flood_rows_per_s(medians: Medians, name: str, task: TableTask) -> float | None:
-    """Return how many rows all workers at work have added per second."""
-    seconds = medians.get(name, {}).get(task)
-    return None if seconds is None else 1 / seconds
+def _floods(size: int) -> list[TableTask]:
+    """Return the floods of one worker, and of two."""
+    return [TableTask(kind="flood", rows=size, both=both, fresh=True) for both in (False, True)]
 
 
-def _ratio(
-    medians: Medians, above: tuple[str, TableTask], below: tuple[str, TableTask]
-) -> float | None:
-    found = [medians.get(name, {}).get(task) for name, task in (above, below)]
-    return None if None in found else found[0] / found[1]  # type: ignore[operator]
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return None if above is None or below is None else above / below
 
 
-def _count(rows: int) -> str:
-    return f"{rows:,} rows"
-
-
-def _row(
-    what: str, unit: str, aim: float, measured: float | None, *, at_least: bool = False
-) -> Row:
-    return Row(what, (Judged(measured, aim, at_least), unit))
+def _us(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e6 * seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,15 +122,12 @@ class Summary:
     median_s_by_turn: Sequence[float]
 
 
-Summaries = Mapping[str, Mapping[TableTask, Summary]]
-"""By contestant and task."""
-
-
-def summarize(seconds: Mapping[str, Mapping[TableTask, Sequence[Sequence[float]]]]) -> Summaries:
-    """Return what the seconds of every operation, by turn, come to; without tasks never done."""
+def summarize(seconds: Seconds) -> dict[str, dict[TableTask, Summary]]:
+    """Return what the seconds of every operation come to; without tasks never done."""
     return {
         name: {task: _summary(turns) for task, turns in by_task.items() if any(turns)}
         for name, by_task in seconds.items()
+        if any(any(turns) for turns in by_task.values())
     }
 
 
@@ -176,7 +142,7 @@ def _summary(turns: Sequence[Sequence[float]]) -> Summary:
 
 
 def report_tables(
-    summaries: Summaries,
+    seconds: Seconds,
     failures: Mapping[str, str],
     machine: Machine,
     command: str,
@@ -186,6 +152,7 @@ def report_tables(
     **settings: Any,  # Any: JSON
 ) -> Report:
     """Return what get, add and snapshots took."""
+    summaries = summarize(seconds)
     medians = {
         name: {task: summary.median_s for task, summary in by_task.items()}
         for name, by_task in summaries.items()
@@ -231,26 +198,24 @@ def _latencies_sheet(medians: Medians, num_rows: int) -> Sheet:
 
 def _rates_sheet(medians: Medians, snapshot_bytes: int) -> Sheet:
     names = [name for name in ("phalanx", "torch") if name in medians]
+    disk = ["snapshot"] if "snapshot" in medians else []
     rows = []
+
+    def add(what: str, rates: list[float | None]) -> None:
+        padding = [None] * (len(names) + len(disk) - len(rates))
+        rows.append(Row(what, (*rates, *padding)))
+
     for kind in ("array get", "array add"):
-        rates = [gb_per_s(medians, name, kind, 4 * ARRAY_ELEMENTS) for name in names]
-        rows.append(Row(f"{kind}, GB/s", tuple(rates)))
+        add(f"{kind}, GB/s", [gb_per_s(medians, name, kind, _ARRAY_BYTES) for name in names])
     for size in SIZES[1:]:
-        for both in (False, True):
-            task = TableTask(kind="flood", rows=size, both=both, fresh=True)
-            found = [flood_rows_per_s(medians, name, task) for name in names]
-            cells = tuple(None if rate is None else rate / 1e6 for rate in found)
-            who = "two workers" if both else "one worker"
-            rows.append(Row(f"{who}, adds of {size:,}, M rows/s", cells))
-    columns = [Column(TITLES[name]) for name in names]
-    if "snapshot" in medians:
-        blank = (None,) * len(names)
+        for flood, who in zip(_floods(size), ("one worker", "two workers"), strict=True):
+            rates = [_ratio(1e-6, medians[name].get(flood)) for name in names]
+            add(f"{who}, adds of {size:,}, M rows/s", rates)
+    if disk:
         for kind, what in (("snapshot", "snapshot"), ("disk", "writing and syncing as much")):
             rate = gb_per_s(medians, "snapshot", kind, snapshot_bytes)
-            rows.append(Row(f"{what}, GB/s", (*blank, rate)))
-        rows = [Row(row.label, (*row.cells, *(None,) * (len(names) + 1 - len(row.cells))))
-                for row in rows]  # fmt: skip
-        columns.append(Column("disk"))
+            add(f"{what}, GB/s", [*(None,) * len(names), rate])
+    columns = [*(Column(TITLES[name]) for name in names), *(Column("disk") for _ in disk)]
     title = "How much per second; of adds by one worker or two, to 4 shards (torch: no shards)"
     return Sheet(title, tuple(columns), tuple(rows))
 
@@ -270,7 +235,3 @@ def _panel(medians: Medians, kind: str) -> Lines:
         log_x=True,
         log_y=True,
     )
-
-
-def _us(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e6 * seconds

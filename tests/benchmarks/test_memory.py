@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from benchmarks import memory as memory_module
 from benchmarks.__main__ import app as bench_app
-from benchmarks.holding import CASES, MemoryJob, build, entrant
+from benchmarks.holding import CASES, MemoryJob, build, commands_of
 from benchmarks.machine import describe_machine
 from benchmarks.memory import Weight, descendants, growth, held_bytes, report_memory
-from phalanx.errors import ConfigError
 
 MACHINE = describe_machine()
 MIB = 1 << 20
@@ -113,7 +112,7 @@ def test_a_case_holds_what_it_says(case):
 
 def test_a_formation_of_ranks_has_one_command_each():
     job = MemoryJob(formation="ddp", case="nothing", workers=3, width=8, layers=1)
-    ranks = [json.loads(words[-1])["rank"] for words in entrant(job).commands]
+    ranks = [json.loads(words[-1])["rank"] for words in commands_of(job)]
     assert ranks == [0, 1, 2]
 
 
@@ -122,6 +121,7 @@ def run_memory(*words):
 
 
 @needs_proc
+@pytest.mark.night
 def test_two_worker_processes_hold_parameters_once():
     """Two copies of the 64 MiB would be 64 MiB more."""
     held = {}
@@ -146,10 +146,3 @@ def test_a_failed_formation_is_shown_and_the_command_says_so_at_the_end(tmp_path
     assert [each["workers"] for each in report["measured"]["formations"]] == [1, 2]
     assert set(report["failures"]) == {"ddp, 1 workers", "ddp, 2 workers"}
     assert (tmp_path / "memory.png").exists()
-
-
-@pytest.mark.parametrize("words", ["", "0", "two", "1,-2"])
-def test_numbers_of_workers_that_are_none_are_refused(words):
-    result = run_memory(f"--workers={words}")
-    assert isinstance(result.exception, ConfigError)
-    assert str(result.exception).startswith("`--workers` must be whole numbers from 1 on")

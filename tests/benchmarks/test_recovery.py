@@ -173,7 +173,9 @@ DIES = f"print('{LINE % 1.0}', flush=True)\nraise SystemExit('no such layout')\n
 def test_a_training_that_ends_by_itself_is_reported_with_its_last_words():
     with recovery_module.Training("dying", (sys.executable, "-c", DIES)) as training:
         assert training.next() == Beat(stop_s=1.0, seconds=0.5, life=0, working=2, pids=(1, 2))
-        with pytest.raises(PeerLost, match=r"ended by itself\. It said last:\nno such layout"):
+        with pytest.raises(
+            PeerLost, match=r"\(exit code 1\)\.\nProcess 0 said last:\nno such layout"
+        ):
             training.next()
 
 
@@ -181,18 +183,20 @@ def test_a_training_goes_with_the_one_who_reads_it():
     endless = f"import itertools\nfor n in itertools.count(): print('{LINE}' % n, flush=True)\n"
     with recovery_module.Training("endless", (sys.executable, "-c", endless)) as training:
         training.next()
-        pid = training._process.pid
+        pid = training.process.pid
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
 def test_torchrun_restarts_its_ranks_and_phalanx_needs_no_such_thing():
-    job = RecoveryJob(model="mlp", workers=3)
-    words = command("torchrun", job, max_restarts=4)
-    assert {"--nproc-per-node=3", "--max-restarts=4"} <= set(words)
-    assert {"-n3", "--max-restarts=4"} <= set(command("launch", job, max_restarts=4))
-    assert not any("restart" in word for word in command("processes", job, max_restarts=4))
+    words_by_name = {
+        name: command(RecoveryJob(contestant=name, model="mlp", workers=3), max_restarts=4)
+        for name in ("torchrun", "launch", "processes")
+    }
+    assert {"--nproc-per-node=3", "--max-restarts=4"} <= set(words_by_name["torchrun"])
+    assert {"-n3", "--max-restarts=4"} <= set(words_by_name["launch"])
+    assert not any("restart" in word for word in words_by_name["processes"])
 
 
 def test_a_launchers_prefix_is_passed_over_and_other_lines_are_no_steps():
@@ -205,6 +209,7 @@ def run_recovery(*words):
     return CliRunner().invoke(bench_app, ["recovery", *words])
 
 
+@pytest.mark.night
 def test_real_workers_are_killed_and_the_files_written(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery_module, "_SETTLED_STEPS", 2)
     monkeypatch.setattr(recovery_module, "_ORDINARY_STEPS", 5)

@@ -71,7 +71,9 @@ def test_the_table_marks_what_is_met_and_what_is_missed():
 
 
 def test_the_record_says_what_was_measured_where_and_how():
-    record = json.loads(report(x="It fell. It said last:\nTraceback, /somebody/s/path").as_json())
+    record = json.loads(
+        report(x="It fell.\nProcess 0 said last:\nTraceback, /somebody/s/path").as_json()
+    )
     assert record["command"] == "python -m benchmarks step"
     assert record["machine"]["commit"] == describe_machine().commit
     assert record["measured"] == {"seconds": [0.01]}

@@ -1,4 +1,4 @@
-"""What `make bench-step` makes of its times: standings, tables, JSON, the figure."""
+"""What `make bench-step` makes of its times: medians, targets, tables, JSON, the figure."""
 
 from __future__ import annotations
 
@@ -6,92 +6,55 @@ import json
 
 import pytest
 
-from benchmarks.arena import Outcome, Pace
 from benchmarks.contestants import CONTESTANTS, select
 from benchmarks.machine import describe_machine
-from benchmarks.standings import (
-    IDEALS,
-    TARGETS,
-    Target,
-    ideals,
-    overheads,
-    rank,
-    same_bits_costs,
-)
-from benchmarks.step_report import Result, main_rows, report_step
+from benchmarks.report import Judged
+from benchmarks.step_report import IDEALS, TARGETS, Result, report_step
+from benchmarks.turns import Outcome, Pace
 
 PACE = Pace(rounds=3, kept=2, dropped=1, warmup=1)
 
 
-# --- standings ----------------------------------------------------------------------------------
+def result(workers=2, model="mlp", **seconds):
+    named = {name.replace("_", "-"): turns for name, turns in seconds.items()}
+    return Result(model=model, workers=workers, outcome=Outcome(seconds=named, failures={}))
 
 
-def test_a_standing_is_the_median_of_all_rounds_over_that_of_each_baseline():
-    ddp, trainer = rank({"ddp": [[4.0, 8.0], [6.0]], "trainer": [[1.0, 9.0], [3.0]]})
-    assert (ddp.median_s, ddp.min_s, ddp.num_steps) == (6.0, 4.0, 3)
-    assert (trainer.median_s, trainer.min_s) == (3.0, 1.0)
-    assert trainer.ratio_by_baseline == {"ddp": 0.5, "trainer": 1.0}
-    assert ddp.ratio_by_baseline == {"ddp": 1.0, "trainer": 2.0}
+def test_a_ratio_is_the_median_of_all_rounds_over_that_of_the_baseline():
+    found = result(ddp=[[4.0, 8.0], [6.0]], trainer=[[1.0, 9.0], [3.0]])
+    assert found.medians_s == {"ddp": 6.0, "trainer": 3.0}
+    assert found.min_s("trainer") == 1.0
+    assert (found.ratio("trainer", "ddp"), found.ratio("trainer", "threads")) == (0.5, None)
 
 
-@pytest.mark.parametrize(("at_most", "met"), [(0.49, False), (0.5, True), (0.6, True)])
-def test_a_target_is_met_up_to_its_bound(at_most, met):
-    target = Target(model="mlp", contestant="trainer", baseline="ddp", at_most=at_most)
-    ddp, trainer = rank({"ddp": [[2.0]], "trainer": [[1.0]]}, [target])
-    assert ddp.judged == {}
-    assert [judged.met for judged in trainer.judged.values()] == [met]
-
-
-def test_a_target_without_its_baseline_is_not_judged():
-    target = Target(model="mlp", contestant="trainer", baseline="ddp", at_most=0.5)
-    (trainer,) = rank({"trainer": [[1.0]]}, [target])
-    assert trainer.judged == {}
+@pytest.mark.parametrize(("trainer_s", "met"), [(0.46, False), (0.45, True), (0.4, True)])
+def test_a_target_is_met_up_to_its_bound_with_as_many_workers_as_it_was_set_for(trainer_s, met):
+    seconds = {"ddp": [[1.0]], "trainer": [[trainer_s]]}
+    judged = result(**seconds).judged("trainer", "ddp")
+    assert (judged, judged.met) == (Judged(trainer_s, 0.45), met)
+    assert result(workers=3, **seconds).judged("trainer", "ddp") == trainer_s
+    assert result(**seconds).judged("ddp", "trainer") == 1 / trainer_s
 
 
 def test_the_same_bits_cost_what_they_take_over_the_fast_mode_only():
-    assert same_bits_costs(rank({"trainer-m4": [[3.0]], "ddp": [[1.0]]})) == {}
-    standings = rank({"trainer": [[2.0]], "trainer-m4": [[3.0]], "trainer-m16": [[8.0]]})
-    assert same_bits_costs(standings) == {4: 1.5, 16: 4.0}
+    assert result(trainer_m4=[[3.0]], ddp=[[1.0]]).same_bits_costs == {}
+    found = result(trainer=[[2.0]], trainer_m4=[[3.0]], trainer_m16=[[8.0]])
+    assert found.same_bits_costs == {4: 1.5, 16: 4.0}
+    assert found.main_rows == ["trainer", "trainer-m4"]
+    assert len(result(trainer_m2=[[1.0]], trainer_m16=[[2.0]]).main_rows) == 2
 
 
-@pytest.mark.parametrize(
-    ("workers", "ideal_s", "ratio", "extra_s"),
-    [(1, 12.0, 0.5, -6.0), (2, 6.0, 1.0, 0.0), (3, 4.0, 1.5, 2.0), (4, 3.0, 2.0, 3.0)],
-)
-def test_the_ideal_is_one_threads_median_shared_out(workers, ideal_s, ratio, extra_s):
-    standings = rank({"single": [[4.0, 12.0], [13.0]], "dataparallel": [[6.0, 9.0], [5.0]]})
-    assert ideals(standings, workers) == {"single": ideal_s}
-    overhead = overheads(standings, workers)["single"]["dataparallel"]
-    assert (overhead.ideal_s, overhead.median_s) == (ideal_s, 6.0)
-    assert (overhead.ratio, overhead.extra_s) == (ratio, extra_s)
+def test_an_ideal_is_one_threads_time_shared_out_among_the_workers():
+    found = result(workers=3, single=[[12.0]], single_cl=[[6.0]], ddp=[[6.0]])
+    assert found.ideals_s == {"single": 4.0, "single-cl": 2.0}
+    assert result(threads=[[1.0]]).ideals_s == {}
 
 
-def test_everybody_but_the_ideals_has_an_overhead_over_each_of_them():
-    seconds = {"single": 8.0, "single-cl": 4.0, "ddp": 6.0, "trainer": 3.0}
-    over_ideal = overheads(rank({name: [[s]] for name, s in seconds.items()}), 2)
-    ratios = {
-        ideal: {name: overhead.ratio for name, overhead in by_name.items()}
-        for ideal, by_name in over_ideal.items()
-    }
-    assert ratios == {
-        "single": {"ddp": 1.5, "trainer": 0.75},
-        "single-cl": {"ddp": 3.0, "trainer": 1.5},
-    }
-
-
-def test_where_no_ideal_ran_there_is_no_overhead():
-    assert overheads(rank({"threads": [[1.0]], "trainer": [[1.0]]}), 2) == {}
-
-
-def test_ideals_name_contestants_that_exist_and_are_one_of_them_for_every_model():
+def test_ideals_and_targets_name_contestants_that_exist():
     assert set(IDEALS) <= set(CONTESTANTS)
-    assert all(select(list(IDEALS), model)[0] == "single" for model in ("mlp", "cnn", "gpt"))
-
-
-def test_targets_name_contestants_that_exist():
-    for target in TARGETS:
-        assert {target.contestant, target.baseline} <= set(CONTESTANTS)
-        assert select([target.contestant], target.model)
+    for (contestant, baseline), limit_by_model in TARGETS.items():
+        assert {contestant, baseline} <= set(CONTESTANTS)
+        assert all(select([contestant], model) for model in limit_by_model)
 
 
 # --- report -------------------------------------------------------------------------------------
@@ -102,13 +65,8 @@ def made_up_result(model="mlp", **medians_ms):
         name.replace("_", "-"): [[ms / 1e3, ms / 1e3], [ms / 0.8e3]]
         for name, ms in medians_ms.items()
     }
-    targets = [target for target in TARGETS if target.model == model]
-    return Result(
-        model=model,
-        workers=2,
-        outcome=Outcome(seconds=seconds, failures={"dataparallel": "It fell."}),
-        standings=rank(seconds, targets),
-    )
+    failures = {"dataparallel": "It fell."}
+    return Result(model=model, workers=2, outcome=Outcome(seconds=seconds, failures=failures))
 
 
 FULL = {
@@ -158,10 +116,6 @@ def test_the_overheads_have_a_column_per_ideal_and_a_row_per_contestant_of_ours(
     }
     assert rows_of(extras)["ideal: 1 thread's time ÷ 2"] == pytest.approx((10, 40, 18))
     assert rows_of(extras)["Trainer, 2 replicas"] == pytest.approx((2.5, -20, 2))
-
-
-def test_without_the_fast_mode_all_contestants_are_rows():
-    assert len(main_rows(made_up_result(trainer_m2=1, trainer_m16=2).standings)) == 2
 
 
 def test_the_record_holds_every_step_and_the_pace():
