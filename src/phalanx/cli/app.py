@@ -1,7 +1,6 @@
 """The command ``phalanx``: its subcommands, and how errors end it.
 
-torch is imported even for ``--help``: it comes with the package itself, whose front door offers
-containers that are torch modules. What is slow beside it is imported where it is used.
+torch takes seconds to import, so a command imports what needs it when it runs: ``--help`` does not.
 """
 
 from __future__ import annotations
@@ -11,17 +10,15 @@ import platform
 import sys
 from typing import Annotated
 
-import torch
 import typer
 from rich.text import Text
 
 from phalanx.cli.console import make_console
 from phalanx.cli.launch import launch
-from phalanx.cli.session import phalanx_version
 from phalanx.cli.train import INTERRUPTED, train
 from phalanx.errors import InternalError, PhalanxError
-from phalanx.memory import KEEP_AWAKE
 
+_KEEP_AWAKE = "PHALANX_KEEP_AWAKE"  # see phalanx.memory, which needs torch
 _REFUSED = 2  # as for a command line that cannot be parsed
 
 app = typer.Typer(
@@ -42,6 +39,10 @@ app.command(context_settings={"allow_interspersed_args": False})(launch)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        import torch  # late: takes seconds
+
+        from phalanx.cli.session import phalanx_version  # late: needs torch
+
         make_console().print(
             f"phalanx {phalanx_version()} (torch {torch.__version__}, "
             f"Python {platform.python_version()})"
@@ -61,7 +62,7 @@ def phalanx(
 
 def main(command: typer.Typer = app, prog_name: str = "phalanx") -> None:
     """Run a command line; what the user can act on is one message, all else a traceback."""
-    os.environ.setdefault(KEEP_AWAKE, "1")  # this process is ours, and so are those it starts
+    os.environ.setdefault(_KEEP_AWAKE, "1")  # this process is ours, and so are those it starts
     try:
         command(prog_name=prog_name)
     except InternalError:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from phalanx.cli.options import Replicas, parse_replicas
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import ConfigError
 from phalanx.train import StepDone, Trainer
 
 _MOST_CHARACTERS = 4096  # what is longer holds no orders
@@ -83,34 +83,34 @@ class Control:
 
     def _follow_file(self, path: Path) -> None:
         try:
-            text = _read(path)
+            lines = _read(path).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             self._session.refuse(f"{path} must be readable text, but is not: {error}")
             return
         except ConfigError as error:
             self._session.refuse(str(error))
             return
-        for line in text.splitlines():
+        is_old = self._seen == self._at_first
+        for line in lines:
             order = line.partition("#")[0].split()
-            old = self._seen == self._at_first
-            if order and not (old and order == ["stop"]):
+            if order and not (is_old and order == ["stop"]):
                 self._follow(order)
 
     def _follow(self, order: list[str]) -> None:
         if order == ["stop"]:
             self._session.stop()
-        elif order[0] == "replicas" and len(order) == 2:
-            try:
-                replicas = parse_replicas(order[1])
-            except PhalanxError as error:
-                self._session.refuse(str(error))
-            else:
-                self._session.resize(replicas)
+            return
+        try:
+            if order[0] != "replicas" or len(order) != 2:
+                raise ConfigError(
+                    "An order must be `replicas N`, `replicas DEVICES` or `stop`, but is "
+                    f"{' '.join(order)!r:.80}."
+                )
+            replicas = parse_replicas(order[1])
+        except ConfigError as error:
+            self._session.refuse(str(error))
         else:
-            self._session.refuse(
-                "An order must be `replicas N`, `replicas DEVICES` or `stop`, but is "
-                f"{' '.join(order)!r:.80}."
-            )
+            self._session.resize(replicas)
 
 
 def _check_file(path: Path) -> None:

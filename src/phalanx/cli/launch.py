@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.console import make_console
-from phalanx.distributed import Job, RankFailed, available_cores, launch_script
 from phalanx.errors import ConfigError
 
 __all__ = ["launch"]
@@ -42,6 +41,9 @@ def launch(
     divided by the ranks as threads, unless OMP_NUM_THREADS says otherwise. Of several failures the
     first cause is told last, and its exit code is the command's.
     """
+    # Late, as it needs torch, which takes seconds: `--help` does without.
+    from phalanx.distributed import Job, RankFailed, available_cores, launch_script
+
     console = make_console(stderr=True)
     job = Job(
         ranks=available_cores() if ranks is None else ranks,

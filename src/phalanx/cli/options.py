@@ -1,36 +1,35 @@
-"""What ``phalanx train`` was asked for: from words on the command line to checked values."""
+"""What ``phalanx train`` was asked for: from words on the command line to checked values.
+
+`TrainOptions` says it all: its fields are the command's options, and the `options` of config.json.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from phalanx.cli.losses import LOSSES
+import typer
+
 from phalanx.cli.recipes import default_model, defaults_for
-from phalanx.codecs import resolve_codec
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.train import EXECUTORS
 
 Replicas = Literal["auto"] | int | tuple[str, ...]
 Workloads = Literal["auto"] | tuple[float, ...] | None
+Given = Mapping[str, Any]  # what was said on the command line, by name. Any: of several types
 
 # These may change when a run goes on; all others decide its numbers and must stay.
-_CHANGEABLE = (
-    "replicas",
-    "workloads",
-    "epochs",
-    "lr",
-    "executor",
-    "timeout_s",
-    "max_failures",
-    "memory_dir",
-)
-_OF_WORKERS = {"executor": "threads", "timeout_s": 300.0, "max_failures": 20, "memory_dir": None}
-_EXECUTORS = tuple(each for each in EXECUTORS if each != "ranks")  # the command is no rank of a job
+_OF_WORKERS = ("timeout_s", "max_failures", "memory_dir")
+_CHANGEABLE = ("replicas", "workloads", "epochs", "lr", "executor", *_OF_WORKERS)
+_EXECUTORS = ("threads", "processes", "inline")  # the command is no rank of a job
 _LARGEST_SEED = 2**63 - 1  # what torch's generators take
+
+
+def _option(metavar: str, help: str, default: str) -> Any:  # Any: as typer.Option
+    return typer.Option(metavar=metavar, help=help, show_default=default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,28 +43,125 @@ class TrainOptions:
         ConfigError: A value is out of its range.
     """
 
-    data: str
-    model: str
-    replicas: str
-    workloads: str | None
-    microbatches: int | None
-    epochs: int
-    batch_size: int
-    lr: float
-    seed: int
-    loss: str | None = None
-    forward: str | None = None
-    codec: str | None = None
-    executor: str = "threads"
-    timeout_s: float = 300.0
-    max_failures: int = 20
-    memory_dir: str | None = None
+    data: Annotated[
+        str,
+        _option(
+            "DATA",
+            "digits (ships with Phalanx), idx:DIR (MNIST-format files), text:PATH (the bytes of a "
+            "file or folder), text:stdlib (Python's own source), or module:attribute (your own "
+            "Dataset or loader).",
+            "digits",
+        ),
+    ]
+    model: Annotated[
+        str,
+        _option(
+            "MODEL",
+            "mlp, cnn, gpt, or module:attribute (your own nn.Module, or what makes it).",
+            "cnn; gpt for text",
+        ),
+    ]
+    loss: Annotated[
+        str | None,
+        _option(
+            "LOSS",
+            "cross_entropy (of logits and classes), mse, l1, bce (of logits and numbers from 0 to "
+            "1), or module:attribute (your own, of outputs and targets).",
+            "cross_entropy",
+        ),
+    ] = None
+    forward: Annotated[
+        str | None,
+        _option(
+            "MODULE:ATTRIBUTE",
+            "Your own function of the model and a microbatch that returns the loss, in the place "
+            "of --loss, for batches of any form.",
+            "the loss of model(inputs)",
+        ),
+    ] = None
+    replicas: Annotated[
+        str,
+        _option(
+            "auto|N|DEVICES",
+            "How many replicas, or one device for each, as cpu,cpu,cuda:0. With auto, a short "
+            "trial decides what is fastest here.",
+            "auto",
+        ),
+    ] = "auto"
+    workloads: Annotated[
+        str | None,
+        _option(
+            "auto|W,W,...",
+            "Relative shares of the replicas: with 2,1 the first takes two thirds. With auto they "
+            "follow the speed that each replica is measured to have.",
+            "equal",
+        ),
+    ] = None
+    microbatches: Annotated[
+        int | None,
+        _option(
+            "M",
+            "Cut each batch into M pieces whatever the replicas: the trained weights are then the "
+            "same bits for any number of them.",
+            "one per replica",
+        ),
+    ] = None
+    epochs: Annotated[int, _option("N", "Times through the data.", "suits data and model")]
+    batch_size: Annotated[int, _option("N", "Samples per step.", "suits data and model")]
+    lr: Annotated[
+        float,
+        _option(
+            "RATE",
+            "First learning rate of AdamW; it falls to 0 over all epochs. Given anew with "
+            "--resume, the rate is what it would be, had the run begun with it.",
+            "suits data and model",
+        ),
+    ]
+    seed: Annotated[int, _option("N", "Decides initial weights, data order and dropout.", "0")] = 0
+    codec: Annotated[
+        str | None,
+        _option(
+            "NAME",
+            "Send gradients through fp16, bf16, one_bit, top_k or top_k(FRACTION) before they are "
+            "added, with error feedback.",
+            "none",
+        ),
+    ] = None
+    executor: Annotated[
+        str,
+        _option(
+            "EXECUTOR",
+            "threads of this process; processes, which may die without loss; or inline, one "
+            "replica in the main thread.",
+            "threads",
+        ),
+    ] = "threads"
+    timeout_s: Annotated[
+        float,
+        _option(
+            "SECONDS",
+            "How long a worker process may take for a microbatch before it counts as hung and is "
+            "replaced.",
+            "300",
+        ),
+    ] = 300.0
+    max_failures: Annotated[
+        int, _option("N", "How many worker processes may be lost in all.", "20")
+    ] = 20
+    memory_dir: Annotated[
+        str | None,
+        _option(
+            "DIR",
+            "Let worker processes share files in this folder, where memory is short.",
+            "memory",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        _check_count("epochs", self.epochs)
-        _check_count("batch-size", self.batch_size)
-        if self.microbatches is not None:
-            _check_count("microbatches", self.microbatches)
+        for name in ("epochs", "batch_size", "microbatches"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ConfigError(f"`{_flag(name)}` must be 1 or more, but is {count!r}.")
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise ConfigError(f"`--lr` must be a number above 0, but is {self.lr!r}.")
         if not 0 <= self.seed <= _LARGEST_SEED:
@@ -85,29 +181,36 @@ class TrainOptions:
         check_formation(parse_replicas(self.replicas), parse_workloads(self.workloads))
 
 
-@dataclass(frozen=True, kw_only=True)
-class GivenOptions:
-    """The same as said on the command line: None for what was not said."""
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, whose first parameter is a `Given`, an option for each of `TrainOptions`.
 
-    data: str | None = None
-    model: str | None = None
-    loss: str | None = None
-    forward: str | None = None
-    replicas: str | None = None
-    workloads: str | None = None
-    microbatches: int | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    seed: int | None = None
-    codec: str | None = None
-    executor: str | None = None
-    timeout_s: float | None = None
-    max_failures: int | None = None
-    memory_dir: str | None = None
+    None may be given, and one that was not is not in the `Given`. typer reads the signature.
+    """
+    names = [field.name for field in fields(TrainOptions)]
+
+    def called(**values: Any) -> None:
+        said = {name: values.pop(name) for name in names}
+        command({name: value for name, value in said.items() if value is not None}, **values)
+
+    hints = get_type_hints(TrainOptions, include_extras=True)
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[hints[name].__origin__ | None, hints[name].__metadata__[0]],
+        )
+        for name in names
+    ]
+    _, *others = inspect.signature(command, eval_str=True).parameters.values()
+    called.__name__, called.__doc__ = command.__name__, command.__doc__
+    called.__signature__ = inspect.Signature([*options, *others])  # type: ignore[attr-defined]
+    return called
 
 
 def _check_loss(loss: str | None, forward: str | None) -> None:
+    from phalanx.cli.losses import LOSSES  # late: needs torch
+
     if loss is not None and loss not in LOSSES and ":" not in loss:
         raise ConfigError(
             f"`--loss` must be {', '.join(LOSSES)} or module:attribute, but is {loss!r}."
@@ -121,6 +224,8 @@ def _check_loss(loss: str | None, forward: str | None) -> None:
 
 
 def _check_codec(name: str) -> None:
+    from phalanx.codecs import resolve_codec  # late: needs torch
+
     try:
         resolve_codec(name)
     except ConfigError as exc:  # it also speaks of objects, which nobody can type
@@ -208,33 +313,23 @@ def check_formation(replicas: Replicas, workloads: Workloads) -> None:
         )
 
 
-def complete(given: GivenOptions) -> TrainOptions:
+def complete(given: Given) -> TrainOptions:
     """Fill in what was not said: digits, the model that suits the data, and their recipe.
 
     Raises:
         ConfigError: A value is out of its range.
 
     Example:
-        >>> complete(GivenOptions(data="text:stdlib")).model
+        >>> complete({"data": "text:stdlib"}).model
         'gpt'
     """
-    data = "digits" if given.data is None else given.data
-    model = default_model(data) if given.model is None else given.model
-    recipe = defaults_for(data, model)
-    defaults = {
-        "data": data,
-        "model": model,
-        "replicas": "auto",
-        "seed": 0,
-        "epochs": recipe.epochs,
-        "batch_size": recipe.batch_size,
-        "lr": recipe.lr,
-        **_OF_WORKERS,
-    }
-    return _served(TrainOptions(**{**_nothing_said(), **defaults, **_said(given)}), given)
+    data = given.get("data", "digits")
+    model = given.get("model", default_model(data))
+    recipe = asdict(defaults_for(data, model))
+    return _served(TrainOptions(**{"data": data, "model": model, **recipe, **given}), given)
 
 
-def continue_with(stored: TrainOptions, given: GivenOptions, *, run: str) -> TrainOptions:
+def continue_with(stored: TrainOptions, given: Given, *, run: str) -> TrainOptions:
     """Take over the options of a run that goes on.
 
     ``replicas``, ``workloads``, ``epochs`` and ``lr`` may be given anew; new replicas without new
@@ -246,26 +341,25 @@ def continue_with(stored: TrainOptions, given: GivenOptions, *, run: str) -> Tra
     Raises:
         ConfigError: Another option was given and differs.
     """
-    said = _said(given)
-    for name, value in said.items():
+    for name, value in given.items():
         before = getattr(stored, name)
         if name not in _CHANGEABLE and value != before:
-            flag = "--" + name.replace("_", "-")
             raise ConfigError(
-                f"`{flag}` must be what the run in {run} began with ({_word(before)}), but is "
-                f"{_word(value)}. Leave it out, or start a run of its own with `--out`."
+                f"`{_flag(name)}` must be what the run in {run} began with "
+                f"({'not given' if before is None else before}), but is {value}. "
+                "Leave it out, or start a run of its own with `--out`."
             )
-    anew = {"workloads": None} if "replicas" in said else {}
-    return _served(TrainOptions(**{**asdict(stored), **anew, **said}), given)
+    anew = {"workloads": None} if "replicas" in given else {}
+    return _served(TrainOptions(**{**asdict(stored), **anew, **given}), given)
 
 
-def _served(options: TrainOptions, given: GivenOptions) -> TrainOptions:
+def _served(options: TrainOptions, given: Given) -> TrainOptions:
     """Return ``options``, unless the executor takes no notice of one that was given."""
-    for name in sorted(_OF_WORKERS.keys() & _said(given).keys() - {"executor"}):
-        if options.executor != "processes":
+    for name in _OF_WORKERS:
+        if name in given and options.executor != "processes":
             raise ConfigError(
-                f"`--{name.replace('_', '-')}` must come with worker processes, but the executor "
-                f"is {options.executor!r}. Add --executor processes, or leave it out."
+                f"`{_flag(name)}` must come with worker processes, but the executor is "
+                f"{options.executor!r}. Add --executor processes, or leave it out."
             )
     return options
 
@@ -279,54 +373,26 @@ def read_options(stored: Mapping[str, Any], *, source: str) -> TrainOptions:
         CheckpointError: One is missing, unknown or of another type.
         ConfigError: A value is out of its range.
     """
-    types: dict[str, tuple[type, ...]] = {
-        "data": (str,),
-        "model": (str,),
-        "replicas": (str,),
-        "workloads": (str, type(None)),
-        "microbatches": (int, type(None)),
-        "epochs": (int,),
-        "batch_size": (int,),
-        "lr": (float, int),
-        "seed": (int,),
-        "loss": (str, type(None)),
-        "forward": (str, type(None)),
-        "codec": (str, type(None)),
-        "executor": (str,),
-        "timeout_s": (float, int),
-        "max_failures": (int,),
-        "memory_dir": (str, type(None)),
-    }
     # Earlier runs had none of these, and another name for the executor.
     stored = {"executor" if name == "crew" else name: value for name, value in stored.items()}
-    stored = {"loss": None, "forward": None, "codec": None, **_OF_WORKERS, **stored}
-    if stored.keys() != types.keys():
+    later = ("loss", "forward", "codec", "executor", *_OF_WORKERS)
+    defaults = {field.name: field.default for field in fields(TrainOptions) if field.name in later}
+    stored = {**defaults, **stored}
+    hints = get_type_hints(TrainOptions)
+    if stored.keys() != hints.keys():
         raise CheckpointError(
-            f"`options` in {source} must be {', '.join(types)}, but are {', '.join(stored)}."
+            f"`options` in {source} must be {', '.join(hints)}, but are {', '.join(stored)}."
         )
     for name, value in stored.items():
+        kind = float | int if hints[name] is float else hints[name]
         is_huge = isinstance(value, int) and abs(value) > _LARGEST_SEED
-        if not isinstance(value, types[name]) or isinstance(value, bool) or is_huge:
+        if not isinstance(value, kind) or isinstance(value, bool) or is_huge:
             raise CheckpointError(
-                f"`{name}` in {source} must be of type {types[name][0].__name__}, but is "
-                f"{value!r:.80}."
+                f"`{name}` in {source} must be of type "
+                f"{getattr(hints[name], '__name__', hints[name])}, but is {value!r:.80}."
             )
     return TrainOptions(**stored)
 
 
-def _check_count(name: str, count: int) -> None:
-    if count < 1:
-        raise ConfigError(f"`--{name}` must be 1 or more, but is {count!r}.")
-
-
-# Any, here and below: values of several options, by name.
-def _said(given: GivenOptions) -> dict[str, Any]:
-    return {name: value for name, value in asdict(given).items() if value is not None}
-
-
-def _nothing_said() -> dict[str, Any]:
-    return {field.name: None for field in fields(GivenOptions)}
-
-
-def _word(value: object) -> str:
-    return "not given" if value is None else str(value)
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,16 +1,16 @@
-"""What is seen while a training runs: a live display on a terminal, plain lines elsewhere.
+"""What is seen of a training: a live display on a terminal, plain lines elsewhere; then a table.
 
-Both listen to the trainer's events. Between two redraws an event costs a few microseconds: it is
-added to a window, and everything that is shown is computed from the window when it is drawn.
+The first two listen to the trainer's events. Between two redraws an event costs a few microseconds:
+it is added to a window, and everything that is shown is computed from it when it is drawn.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import ClassVar, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,13 +18,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.cli.history import EpochMeans, Totals
 from phalanx.clock import now_s
 from phalanx.execution import WorkerLost
 from phalanx.train import EpochDone, FormationChosen, StepDone
 
 _WINDOW = 64  # steps
-_LIVE_INTERVAL_S = 1 / 8
-_PLAIN_INTERVAL_S = 2.0
 # Drawing may take this share of the time, however slow the terminal: training is what counts.
 _MAX_DRAWING_SHARE = 0.05
 _SMOOTHING = 0.9
@@ -115,57 +114,37 @@ class Plan:
     steps_per_epoch: int | None
 
 
-class Progress(Protocol):
-    """A listener for a trainer's events that shows them between ``__enter__`` and ``__exit__``."""
+class Progress:
+    """Listens to a trainer's events and prints what stays: a line per epoch, and what happens.
 
-    def __call__(self, event: object) -> None:
-        """Take in one event and show it if it is time."""
+    Args:
+        interval_s: Seconds from one showing of the last steps to the next, at least.
+    """
 
-    def say(self, line: str) -> None:
-        """Print a line that stays."""
-
-    def __enter__(self) -> Self:
-        """Begin to show."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Put the terminal back."""
-
-
-def choose_progress(console: Console, plan: Plan) -> Progress:
-    """Choose the display that suits where the console leads."""
-    return LiveProgress(console, plan) if console.is_terminal else PlainProgress(console, plan)
-
-
-class PlainProgress:
-    """Prints a line about every two seconds and one per epoch, for files and pipes."""
+    INTERVAL_S: ClassVar[float]
 
     def __init__(
         self,
         console: Console,
         plan: Plan,
         *,
-        interval_s: float = _PLAIN_INTERVAL_S,
+        interval_s: float | None = None,
         clock: Callable[[], float] = now_s,
     ) -> None:
         self._console = console
         self._plan = plan
-        self._interval_s = interval_s
+        self._interval_s = self.INTERVAL_S if interval_s is None else interval_s
         self._clock = clock
         self._meter = Meter()
-        self._next_s = clock() + interval_s
+        self._next_s = 0.0
 
     def __call__(self, event: object) -> None:
+        """Take in one event and show it if it is time."""
         if isinstance(event, StepDone):
             time_s = self._clock()
             self._meter.add(event, time_s)
             if time_s >= self._next_s:
-                self.say(describe_step(event, self._meter.read(), self._plan))
-                self._next_s = self._clock() + self._interval_s
+                self._show(event, time_s)
         elif isinstance(event, EpochDone):
             self.say(describe_epoch(event, self._meter.end_epoch(), self._plan))
             self._next_s = self._clock() + self._interval_s
@@ -174,76 +153,61 @@ class PlainProgress:
         elif isinstance(event, WorkerLost):
             self.say(describe_loss(event))
 
+    def _show(self, event: StepDone, time_s: float) -> None:
+        raise NotImplementedError
+
     def say(self, line: str) -> None:
+        """Print a line that stays."""
         self._console.print(line)
 
     def __enter__(self) -> Self:
+        """Begin to show."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        pass
+    def __exit__(self, *error: object) -> None:
+        """Put the terminal back."""
 
 
-class LiveProgress:
+def choose_progress(console: Console, plan: Plan) -> Progress:
+    """Choose the display that suits where the console leads."""
+    return LiveProgress(console, plan) if console.is_terminal else PlainProgress(console, plan)
+
+
+class PlainProgress(Progress):
+    """Prints a line about every two seconds, for files and pipes."""
+
+    INTERVAL_S = 2.0
+
+    def __enter__(self) -> Self:
+        self._next_s = self._clock() + self._interval_s
+        return self
+
+    def _show(self, event: StepDone, time_s: float) -> None:  # noqa: ARG002
+        self.say(describe_step(event, self._meter.read(), self._plan))
+        self._next_s = self._clock() + self._interval_s
+
+
+class LiveProgress(Progress):
     """Keeps a bar for the epoch and one for each replica at the bottom of a terminal.
 
     Drawn from the trainer's events and from no thread of its own, at most eight times a second.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        plan: Plan,
-        *,
-        interval_s: float = _LIVE_INTERVAL_S,
-        clock: Callable[[], float] = now_s,
-    ) -> None:
-        self._console = console
-        self._plan = plan
-        self._interval_s = interval_s
-        self._clock = clock
-        self._meter = Meter()
-        self._next_s = 0.0
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __call__(self, event: object) -> None:
-        if isinstance(event, StepDone):
-            time_s = self._clock()
-            self._meter.add(event, time_s)
-            if time_s >= self._next_s:
-                self._draw(event, time_s)
-        elif isinstance(event, EpochDone):
-            self.say(describe_epoch(event, self._meter.end_epoch(), self._plan))
-        elif isinstance(event, FormationChosen):
-            self.say(describe_formation(event))
-        elif isinstance(event, WorkerLost):
-            self.say(describe_loss(event))
-
-    def _draw(self, event: StepDone, begun_s: float) -> None:
-        self._live.update(draw_live(event, self._meter.read(), self._plan), refresh=True)
-        ended_s = self._clock()
-        rest_s = (ended_s - begun_s) / _MAX_DRAWING_SHARE
-        self._next_s = ended_s + max(self._interval_s, rest_s)
-
-    def say(self, line: str) -> None:
-        self._console.print(line)
+    INTERVAL_S = 1 / 8
 
     def __enter__(self) -> Self:
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._live.stop()
+
+    def _show(self, event: StepDone, time_s: float) -> None:
+        self._live.update(draw_live(event, self._meter.read(), self._plan), refresh=True)
+        ended_s = self._clock()
+        rest_s = (ended_s - time_s) / _MAX_DRAWING_SHARE
+        self._next_s = ended_s + max(self._interval_s, rest_s)
 
 
 def describe_step(event: StepDone, reading: Reading, plan: Plan) -> str:
@@ -356,6 +320,57 @@ def _describe_rest(event: StepDone, reading: Reading, plan: Plan) -> str:
     hours, minutes = divmod(minutes, 60)
     left = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
     return f"{left} left"
+
+
+def draw_summary(
+    last: EpochMeans | None,
+    totals: Totals,
+    *,
+    seconds: float,
+    devices: Sequence[str],
+    is_text: bool,
+) -> RenderableType:
+    """Draw what the training came to.
+
+    Args:
+        last: The last finished epoch, or None if there is none yet.
+        totals: Of this process.
+        seconds: What this process spent on training and testing.
+        devices: Where each replica was.
+        is_text: Show the perplexity, e to the loss.
+    """
+    table = Table()
+    for heading in ("", "train", "test"):
+        table.add_column(heading, justify="left" if not heading else "right", min_width=10)
+    for name, train, test in _mean_rows(last, is_text=is_text):
+        table.add_row(name, train, test)
+    table.add_section()
+    table.add_row("samples/s", f"{totals.samples_per_s():,.0f}", "")
+    table.add_row("seconds", f"{seconds:.1f}", "")
+    for replica, (device, busy) in enumerate(zip(devices, totals.busy(), strict=False)):
+        table.add_row(f"replica {replica} on {device} busy", f"{busy:.0%}", "")
+    return table
+
+
+def _mean_rows(last: EpochMeans | None, *, is_text: bool) -> list[tuple[str, str, str]]:
+    if last is None:
+        return [("loss", "no epoch yet", "")]
+    train, test = dict(last.train), dict(last.validation or {})
+    if is_text:
+        for means in (train, test):
+            if "loss" in means:
+                means["perplexity"] = math.exp(min(means["loss"], 700.0))
+    names = dict.fromkeys([*train, *test])
+    return [
+        (name, _format_cell(name, train.get(name)), _format_cell(name, test.get(name)))
+        for name in names
+    ]
+
+
+def _format_cell(name: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2f}" if name == "perplexity" else format_mean(name, value)
 
 
 def _ratio(part: float, whole: float) -> float:

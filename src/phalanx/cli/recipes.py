@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from typing import TYPE_CHECKING
 
 from phalanx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,8 @@ def decay_linearly(total_steps: int) -> Callable[[Optimizer], LRScheduler]:
     """
     if total_steps < 1:
         raise ConfigError(f"`total_steps` must be 1 or more, but is {total_steps!r}.")
+
+    from torch.optim.lr_scheduler import LambdaLR  # late: needs torch
 
     def schedule(optimizer: Optimizer) -> LRScheduler:
         return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total_steps))

@@ -41,6 +41,11 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.config_path = path / "config.json"
+        self.metrics_path = path / "metrics.jsonl"
+        self.model_path = path / "model.safetensors"
+        self.checkpoint_path = path / "checkpoint"
+        self.figure_path = path / "training.png"
 
     @classmethod
     def create(cls, path: Path) -> RunFolder:
@@ -121,31 +126,6 @@ class RunFolder:
             yield
         finally:
             os.close(descriptor)
-
-    @property
-    def config_path(self) -> Path:
-        """Where the options, versions and devices stand."""
-        return self.path / "config.json"
-
-    @property
-    def metrics_path(self) -> Path:
-        """Where the lines of steps and epochs stand."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def model_path(self) -> Path:
-        """Where the trained weights lie."""
-        return self.path / "model.safetensors"
-
-    @property
-    def checkpoint_path(self) -> Path:
-        """The folder that the trainer saves to."""
-        return self.path / "checkpoint"
-
-    @property
-    def figure_path(self) -> Path:
-        """Where the figure is drawn."""
-        return self.path / "training.png"
 
     def has_checkpoint(self) -> bool:
         """Say whether there is something to go on from."""

@@ -26,7 +26,7 @@ from phalanx.cli.history import History
 from phalanx.cli.losses import build_loss, import_forward
 from phalanx.cli.models import build_model
 from phalanx.cli.options import (
-    GivenOptions,
+    Given,
     Replicas,
     TrainOptions,
     complete,
@@ -35,10 +35,9 @@ from phalanx.cli.options import (
     parse_workloads,
     read_options,
 )
-from phalanx.cli.progress import Plan, choose_progress
+from phalanx.cli.progress import Plan, choose_progress, draw_summary
 from phalanx.cli.recipes import begin_anew, decay_linearly
 from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
-from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.execution import Processes
@@ -78,7 +77,7 @@ class TrainPlan:
     control: Path | None = None
 
 
-def plan_new(given: GivenOptions, out: Path | None) -> TrainPlan:
+def plan_new(given: Given, out: Path | None) -> TrainPlan:
     """Decide what a new run is to be.
 
     Raises:
@@ -89,7 +88,7 @@ def plan_new(given: GivenOptions, out: Path | None) -> TrainPlan:
     return TrainPlan(options=complete(given), out=out, resumed=None, formation=None)
 
 
-def plan_resumed(given: GivenOptions, path: Path, out: Path | None) -> TrainPlan:
+def plan_resumed(given: Given, path: Path, out: Path | None) -> TrainPlan:
     """Decide how a run goes on.
 
     It keeps the formation that it had, unless replicas are given: a new trial might choose another,
@@ -111,7 +110,7 @@ def plan_resumed(given: GivenOptions, path: Path, out: Path | None) -> TrainPlan
         options=options,
         out=None,
         resumed=folder,
-        formation=formation if given.replicas is None else None,
+        formation=formation if "replicas" not in given else None,
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from phalanx.cli.control import Control
 from phalanx.cli.history import History
 from phalanx.cli.progress import Meter
-from phalanx.cli.train import Growth
+from phalanx.cli.train import resized_by_signals
 from phalanx.errors import ConfigError
 from tests.unit.cli.events import epoch_done, step_done
 
@@ -136,7 +136,7 @@ def test_signals_add_replicas_and_take_them_away() -> None:
     told = Told()
     control = Control(None, told)
     before = signal.getsignal(signal.SIGUSR1)
-    with Growth(control.grow):
+    with resized_by_signals(control.grow):
         os.kill(os.getpid(), signal.SIGUSR1)
         control(step_done())
         os.kill(os.getpid(), signal.SIGUSR2)

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.cli.data.idx import read_idx
 from phalanx.cli.history import History
-from phalanx.cli.options import GivenOptions, complete
+from phalanx.cli.options import complete
 from phalanx.cli.run_folder import RunFolder
 from phalanx.cli.session import read_config
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
@@ -34,7 +34,7 @@ def folder(tmp_path):
         if step % 2 == 0:
             history(epoch_done(step // 2 - 1, per_epoch=2))
     folder.append_metrics(history.take_records())
-    options = vars(complete(GivenOptions()))
+    options = vars(complete({}))
     formation = {"devices": ["cpu", "cpu"], "intra_op": 1}
     folder.write_config({"format": 1, "options": options, "formation": formation})
     return folder

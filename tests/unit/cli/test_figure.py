@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from phalanx.cli.figure import draw_training, smooth
+from phalanx.cli.figure import draw_training, lay_out_timeline, smooth
 from phalanx.cli.history import History
-from phalanx.cli.timeline import lay_out_timeline
 from tests.unit.cli.events import epoch_done, step_done
 
 

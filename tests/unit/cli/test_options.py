@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 import pytest
 
 from phalanx.cli.options import (
-    GivenOptions,
     complete,
     continue_with,
     parse_replicas,
@@ -17,7 +16,7 @@ from phalanx.cli.options import (
 from phalanx.cli.recipes import defaults_for
 from phalanx.errors import CheckpointError, ConfigError
 
-STORED = complete(GivenOptions(replicas="2", workloads="2,1", microbatches=4, seed=7))
+STORED = complete({"replicas": "2", "workloads": "2,1", "microbatches": 4, "seed": 7})
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,7 @@ def test_workloads_that_are_none_are_refused(text, message):
 
 @pytest.mark.parametrize("data", ["digits", "text:stdlib", "idx:/some/where", "my:data"])
 def test_what_is_not_said_comes_from_the_recipe(data):
-    options = complete(GivenOptions(data=data))
+    options = complete({"data": data})
     recipe = defaults_for(data, options.model)
     assert (options.epochs, options.batch_size, options.lr) == (
         recipe.epochs,
@@ -110,7 +109,7 @@ def test_what_is_said_is_taken():
         "max_failures": 0,
         "memory_dir": "/tmp",
     }
-    assert asdict(complete(GivenOptions(**said))) == {**said, "forward": None}
+    assert asdict(complete(said)) == {**said, "forward": None}
 
 
 @pytest.mark.parametrize(
@@ -149,12 +148,12 @@ def test_what_is_said_is_taken():
 )
 def test_values_out_of_range_are_refused(said, message):
     with pytest.raises(ConfigError, match=message):
-        complete(GivenOptions(**said))
+        complete(said)
 
 
 @pytest.mark.parametrize("replicas", ["auto", "3", "cpu,cpu"])
 def test_balanced_workloads_go_with_any_replicas(replicas):
-    options = complete(GivenOptions(workloads="auto", replicas=replicas))
+    options = complete({"workloads": "auto", "replicas": replicas})
     assert (options.replicas, options.workloads) == (replicas, "auto")
 
 
@@ -172,7 +171,7 @@ def test_balanced_workloads_go_with_any_replicas(replicas):
     ],
 )
 def test_a_run_goes_on_with_its_options_and_what_may_change(said, changes):
-    assert continue_with(STORED, GivenOptions(**said), run="r") == replace(STORED, **changes)
+    assert continue_with(STORED, said, run="r") == replace(STORED, **changes)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +186,7 @@ def test_a_run_goes_on_with_its_options_and_what_may_change(said, changes):
 )
 def test_what_decides_the_numbers_cannot_change_in_a_run(said, message):
     with pytest.raises(ConfigError, match=message):
-        continue_with(STORED, GivenOptions(**said), run="r")
+        continue_with(STORED, said, run="r")
 
 
 def test_options_come_back_from_a_file():

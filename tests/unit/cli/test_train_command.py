@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from phalanx.cli.app import main
 from phalanx.cli.data import open_data
 from phalanx.cli.models import build_model
-from phalanx.cli.train import Interruption
+from phalanx.cli.train import stopped_by_signals
 from phalanx.execution import stopwatch
 from phalanx.train import Trainer
 
@@ -374,7 +374,7 @@ def test_a_finished_run_says_how_to_go_on(phalanx):
 def test_a_run_that_shall_outlive_its_terminal_does():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        with Interruption(lambda: None):
+        with stopped_by_signals(lambda: None):
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -387,7 +387,7 @@ def test_signals_are_as_they_were_afterwards():
     before = signal.signal(signal.SIGINT, mine)
     try:
         stops = []
-        with Interruption(lambda: stops.append(1)):
+        with stopped_by_signals(lambda: stops.append(1)):
             signal.raise_signal(signal.SIGINT)
             assert stops == [1]
             assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
