@@ -63,11 +63,11 @@ def run_processes(run: str, num_workers: int, body: Callable, **how: object) -> 
 
 FORMATIONS = [
     pytest.param(run_threads, 1, id="one process"),
-    pytest.param(run_threads, 2, id="2 threads"),
+    pytest.param(run_threads, 2, id="2 threads", marks=pytest.mark.night),
     pytest.param(run_threads, 3, id="3 threads"),
-    pytest.param(run_processes, 1, id="1 process"),
+    pytest.param(run_processes, 1, id="1 process", marks=pytest.mark.night),
     pytest.param(run_processes, 2, id="2 processes"),
-    pytest.param(run_processes, 3, id="3 processes"),
+    pytest.param(run_processes, 3, id="3 processes", marks=pytest.mark.night),
 ]
 in_every_formation = pytest.mark.parametrize(("workers", "n"), FORMATIONS)
 

@@ -261,10 +261,10 @@ def test_another_user_cannot_write_to_what_the_ranks_read(job):
 def test_a_launcher_that_is_killed_takes_its_ranks_along(start):
     job = start()
     folders = folders_of(job.pids)
-    job.launcher.kill()
+    assert any(folder.exists() for folder in folders)
+    job.launcher.kill()  # from here on any process that joins a run sweeps them away
     wait_until_gone(job.pids)
     job.launcher.wait()
-    assert any(folder.exists() for folder in folders)
     while any(folder.exists() for folder in folders):  # threads of a killed process end one by one
         pause(0.01)
         RunDirectory.sweep(base=tempfile.gettempdir())  # as the next launcher does

@@ -15,6 +15,7 @@ from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import fail_points
 from phalanx.tables import hash_segment, shard, sharded
 from tests.multiprocess.children import Children, Parent, wait_for_exit
+from tests.products import in_pairs
 
 DEADLINE_S = 60.0
 ROWS, COLS = 9, 4
@@ -67,24 +68,19 @@ def expected(updater: str, whole: bool, taken: bool) -> list[torch.Tensor]:
         return everything(table)
 
 
-@pytest.mark.parametrize("updater", ["sum", "adam"])
-@pytest.mark.parametrize("whole", [False, True], ids=["rows", "whole"])
-@pytest.mark.parametrize(
-    ("point", "times", "taken"),
-    [
-        ("before lock", 1, False),
-        ("lock held", 1, False),
-        ("undo written", 1, False),
-        ("half the rows written", 1, False),
-        ("half the rows written", 2, False),
-        ("half the rows written", 3, False),
-        ("before unlock", 1, True),
-        ("after unlock", 1, True),
-    ],
-)
-def test_an_add_that_a_death_interrupts_is_there_whole_or_not_at_all(
-    run, updater, whole, point, times, taken
-):
+PLACES = [
+    ("before lock", 1, False),
+    ("lock held", 1, False),
+    ("undo written", 1, False),
+    *(("half the rows written", times, False) for times in (1, 2, 3)),
+    ("before unlock", 1, True),
+    ("after unlock", 1, True),
+]
+
+
+@in_pairs("place, updater, whole", PLACES, ["sum", "adam"], [False, True])
+def test_an_add_that_a_death_interrupts_is_there_whole_or_not_at_all(run, place, updater, whole):
+    point, times, taken = place
     with Children() as children, tables.join(run, timeout_s=DEADLINE_S) as world:
         table = open_table(world, updater)
         child = children.start(victim, run, updater, whole, point, times)
@@ -117,9 +113,7 @@ def open_one(world: tables.TableGroup, kind: str, updater: str) -> tables.Table:
     return world.keys(COLS, name="t", init=1.0, updater=updater, capacity=1)
 
 
-@pytest.mark.parametrize("kind", ["rows", "keys"])
-@pytest.mark.parametrize("updater", ["adam", "dc_asgd"])
-@pytest.mark.parametrize("point", sharded.READ_POINTS)
+@in_pairs("kind, updater, point", ["rows", "keys"], ["adam", "dc_asgd"], sharded.READ_POINTS)
 def test_a_death_within_a_get_holds_nobody_up_and_changes_nothing(run, kind, updater, point):
     with (
         Children() as children,
@@ -266,8 +260,8 @@ def test_what_a_killed_run_left_is_swept_by_the_next_start(run):
     with Children() as children:
         child = children.start(abandon, run)
         assert child.get() == "there"
-        child.kill()
-    assert [entry for entry in os.listdir("/dev/shm") if run in entry]
+        assert [entry for entry in os.listdir("/dev/shm") if run in entry]
+        child.kill()  # from here on any process that joins a run sweeps it away
     with tables.join(run) as world:
         assert world.worker_id == 0
         assert world.array(1000, name="left").get().sum().item() == 0

@@ -61,7 +61,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("updater", ["sum", "adam"])
+@pytest.mark.parametrize("updater", [pytest.param("sum", marks=pytest.mark.night), "adam"])
 @pytest.mark.parametrize(
     ("keys", "point", "times"),
     [pytest.param(*p, id=f"{'grows' if p[0] is MANY else 'fits'}-{p[1]}-{p[2]}") for p in PLACES],

@@ -8,29 +8,34 @@ lives, and parent and child would not exclude each other.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
+from types import MethodType
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 __all__ = ["register_at_fork"]
 
-_hooks: set[weakref.WeakMethod[Callable[[], None]]] = set()
+# Any: objects of any class, each with its method. (A `WeakMethod` whose object dies as the
+# interpreter ends may complain on stderr.)
+_hooks: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
 
 
 def register_at_fork(hook: Callable[[], None]) -> None:
     """Have ``hook`` called in every process that is forked from this one, while its object lives.
 
     Args:
-        hook: A method that lets go in the child, and leaves the parent's side alone.
+        hook: A method that lets go in the child, and leaves the parent's side alone; one of each
+            object.
     """
-    _hooks.add(weakref.WeakMethod(hook, _hooks.discard))
+    method = cast(MethodType, hook)
+    _hooks[method.__self__] = method.__func__
 
 
 def _call_hooks() -> None:
-    for reference in list(_hooks):
-        hook = reference()
-        if hook is not None:
-            hook()
-    _hooks.clear()
+    hooks = list(_hooks.items())
+    _hooks.clear()  # before the calls: a hook may register anew, for the child's own forks
+    for owner, hook in hooks:
+        hook(owner)
 
 
 os.register_at_fork(after_in_child=_call_hooks)

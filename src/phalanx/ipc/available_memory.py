@@ -48,8 +48,8 @@ def lies_in_memory(folder: Path, root: Path = Path("/")) -> bool:
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in _read(root / "proc/self/mountinfo").splitlines():
         # 36 35 0:24 / /dev/shm rw,nosuid shared:2 - tmpfs tmpfs rw
-        place, _, kind = line.partition(" - ")
-        if place.split()[2] == number:
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == number:
             return kind.split()[0] in ("tmpfs", "ramfs")
     return False
 

@@ -51,7 +51,7 @@ def wait_until(
     Args:
         ready: Asked often; what it raises ends the wait.
         timeout_s: How long to wait.
-        check: Looks who has died. It raises, or changes what ``ready`` sees.
+        check: Looks which peers have died. It raises, or changes what ``ready`` sees.
 
     Example:
         >>> wait_until(lambda: False, timeout_s=0.0)
@@ -85,12 +85,12 @@ def late_peers(
 
     Args:
         noun: What a peer is called.
-        missing: Who did not come, ascending; at least one.
+        missing: Peers that did not come, ascending; at least one.
         size: How many were awaited in all.
         event: What they did not come to.
         timeout_s: How long they were waited for.
-        came: Who did come, if that is to be told.
-        slowest: Whom the error's ``.rank`` names; None for the first of ``missing``.
+        came: Peers that came, if they are to be named.
+        slowest: The error's ``.rank``; None for the first of ``missing``.
         more: Sentences that follow.
 
     Example:

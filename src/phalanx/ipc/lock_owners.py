@@ -1,4 +1,4 @@
-"""Who holds a lock on a file: asked of the kernel when a wait has failed."""
+"""The owners of a lock on a file, asked of the kernel when a wait has failed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LockOwner(NamedTuple):
 
 
 def find_lock_owners(fd: int, start: int, stop: int) -> list[LockOwner]:
-    """Return who holds OFD locks on bytes ``start`` to ``stop`` of a file, by number.
+    """Return the owners of OFD locks on bytes ``start`` to ``stop`` of a file, by number.
 
     The kernel does not tell the owner of such a lock (its ``l_pid`` is -1), but shows each process
     the locks of its open files. Files of other users, and of processes that are not visible from
@@ -45,7 +45,7 @@ def find_lock_owners(fd: int, start: int, stop: int) -> list[LockOwner]:
 
 
 def describe_lock_owners(holders: Sequence[LockOwner]) -> str:
-    """Say who holds a lock, for the end of a sentence."""
+    """Say which processes hold a lock, for the end of a sentence."""
     if not holders:
         return "it is held, or waited for, by a process that cannot be seen from here"
     words = [

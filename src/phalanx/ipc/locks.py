@@ -7,24 +7,23 @@
 
 An OFD lock belongs to an open file, not to a process (as the older POSIX locks do, which vanish
 when anything in the process closes the file). So every process opens the file anew, and a forked
-child, who has inherited the open file, lets go of it.
+child, which has inherited the open file, lets go of it.
 
-# Note [Who comes first]
-Each range has a turnstile, a second range 2^62 bytes further on, where no byte is. Who finds the
-range taken waits in the turnstile: readers together, a writer alone. Who comes later looks at the
-turnstile first and, where somebody of the other kind stands in it, goes there too. So a stream of
-readers does not keep a writer out, nor one of writers a reader. Among those who wait for the
-turnstile itself there is no order.
+# Note [Order of waiters]
+Each range has a turnstile, a second range 2^62 bytes further on, where no byte is. A waiter stands
+in the turnstile: readers together, a writer alone. A later one looks at the turnstile first and,
+where one of the other kind stands in it, goes there too. So a stream of readers does not keep a
+writer out, nor one of writers a reader. There is no order among waiters for the turnstile itself.
 
 # Note [Ctrl-C]
 Python raises KeyboardInterrupt between any two calls: as `__exit__` begins, before its first line,
 or when the kernel has given the lock and nobody has noted it. So ``with`` is given a token instead
-of a method, a `partial`. It lies on the stack of who holds the lock and nowhere else: a traceback
-keeps the frames of what the token calls, not the token. It is there before the lock is asked for,
-and goes when the block is left, however it is left; then its weak reference calls
-:meth:`_Guard.lost`, which releases what has not been released. Whoever finds the lock taken by a
-thread of its own process looks whether that one's token is still there, because a second
-interrupt may have stopped even `lost`. What was half written is left as a death leaves it.
+of a method, a `partial`. It lies on the holder's stack and nowhere else: a traceback keeps the
+frames of what the token calls, not the token. It is there before the lock is asked for, and goes
+when the block is left, however it is left; then its weak reference calls :meth:`_Guard.lost`, which
+releases what has not been released. A thread that finds the lock taken by another of its process
+looks whether that one's token is still there, because a second interrupt may have stopped even
+`lost`. What was half written is left as a death leaves it.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class LockFile:
                 f"({exc.strerror})."
             ) from exc
         self._mutex = threading.Lock()
-        # Weak, because a lock holds its file: who keeps the lock need not keep the file as well.
+        # Weak, because a lock holds its file: keeping the lock is enough.
         self._locks: weakref.WeakValueDictionary[tuple[int, int], RangeLock] = (
             weakref.WeakValueDictionary()
         )
@@ -129,7 +128,7 @@ class LockFile:
                 )
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Close the file. Who asks for a range from now on is refused.
+        """Close the file. Its ranges are refused from now on.
 
         Raises:
             StateError: This thread holds a range, or another one of this process held it for
@@ -155,7 +154,7 @@ class LockFile:
             for lock in locks:
                 lock.forget()
             os.close(fd)
-            self.rank_of = lambda _: None  # whoever tells ranks may have this file
+            self.rank_of = lambda _: None  # it may hold this file
 
     def forget(self) -> None:
         """Let go in a forked child: closing its copy leaves the parent's locks alone."""
@@ -200,7 +199,7 @@ class RangeLock:
         self._turn = threading.RLock()  # held by the one thread of ours that tries to come in
         self._state = threading.Lock()  # around the two below; never held over a wait
         self._guards: dict[_Guard, None] = {}
-        self._writing = False  # who holds: one writer, else readers
+        self._writing = False  # held by one writer, else by readers
         self._waiting: dict[_Guard, None] = {}
         self._read = _FLOCK.pack(_READ, os.SEEK_SET, start, num_bytes, 0)
         self._write = _FLOCK.pack(_WRITE, os.SEEK_SET, start, num_bytes, 0)
@@ -263,7 +262,7 @@ class RangeLock:
             self._waiting.pop(guard, None)
 
     def disable(self) -> None:
-        """Refuse all use from now on; who holds it goes on."""
+        """Refuse all use from now on; a holder goes on."""
         self._fd = -1
 
     def enable(self, fd: int) -> None:
@@ -313,7 +312,7 @@ class RangeLock:
         return self._take(guard, self._write)
 
     def _held(self) -> list[_Guard]:
-        """Return who holds it, without those who left it before they could say so."""
+        """Return the guards that hold it, without those that were left before they could say so."""
         for guard in list(self._guards):
             if guard.left():
                 self._drop(guard)

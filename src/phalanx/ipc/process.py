@@ -95,7 +95,7 @@ def die_with_parent(parent_pid: int) -> None:
     (set-user-ID) loses the promise.
 
     Args:
-        parent_pid: Who started this process, as taken before it did.
+        parent_pid: The process that started this one, as taken before it did.
 
     Raises:
         PeerLost: That parent has ended already.

@@ -39,6 +39,7 @@ __all__ = [
     "ALIGN_BYTES",
     "NO_DESCRIPTOR",
     "Region",
+    "aligned",
     "check_room",
     "reserve",
     "telling_of_descriptors",
@@ -46,10 +47,16 @@ __all__ = [
 
 ALIGN_BYTES = 64  # of whatever begins in memory: a line of the cache, the widest vector
 
+
+def aligned(nbytes: int) -> int:
+    """Round a size up to a multiple of `ALIGN_BYTES`."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
 # What precedes a descriptor on a connection: a word that multiprocessing never sends (it would be
 # the prefix of a message of negative length, at which its `recv` gives up), and the size.
-_PARCEL = struct.Struct("<8sQ")
-_PARCEL_MAGIC = b"\xffphlxRgn"
+_HEADER = struct.Struct("<8sQ")
+_HEADER_MAGIC = b"\xffphlxRgn"
 _MEMFD_NAME = "phalanx"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SMALL_BYTES = 1 << 20  # not worth the half millisecond of asking how much memory is left
@@ -95,8 +102,8 @@ class Region:
     ) -> Region:
         """Make a region of ``nbytes`` zeros and reserve its memory now.
 
-        Without a reservation the lack of memory would show later, as a SIGBUS in whoever touches
-        a page first.
+        Without a reservation the lack of memory would show later, as a SIGBUS in the process
+        that touches a page first.
 
         Args:
             nbytes: Its size, at least 1.
@@ -269,17 +276,17 @@ class Region:
         return _from_parent, (DupFd(self.fd), self.nbytes, self.label)
 
     def send(self, connection: Connection) -> None:
-        """Pass the region over ``multiprocessing.Pipe(duplex=True)`` to who calls :meth:`receive`.
+        """Pass the region over ``multiprocessing.Pipe(duplex=True)``, for :meth:`receive`.
 
         Blocks: not, unless the pipe is full. Moves: 16 bytes and a file descriptor.
 
         Raises:
             PeerLost: The other end is closed.
         """
-        parcel = _PARCEL.pack(_PARCEL_MAGIC, self.nbytes)
+        header = _HEADER.pack(_HEADER_MAGIC, self.nbytes)
         with _as_socket(connection) as end:
             try:
-                socket.send_fds(end, [parcel], [self.fd])
+                socket.send_fds(end, [header], [self.fd])
             except (BrokenPipeError, ConnectionResetError) as exc:
                 raise _lost(f"could not be given region {self.label!r}") from exc
 
@@ -302,12 +309,12 @@ class Region:
                 f"{timeout_s:g} s."
             )
         with _as_socket(connection) as end:
-            fd, nbytes = _receive_parcel(end, label)
+            fd, nbytes = _receive_fd(end, label)
         return cls.attach(fd, nbytes, label=label)
 
 
-def _from_parent(parcel: Any, nbytes: int, label: str) -> Region:  # Any: DupFd's class has no name
-    return Region.attach(parcel.detach(), nbytes, label=label)
+def _from_parent(dup: Any, nbytes: int, label: str) -> Region:  # Any: DupFd's class has no name
+    return Region.attach(dup.detach(), nbytes, label=label)
 
 
 def _as_socket(connection: Connection) -> socket.socket:
@@ -321,20 +328,20 @@ def _as_socket(connection: Connection) -> socket.socket:
     return end
 
 
-def _receive_parcel(end: socket.socket, label: str) -> tuple[int, int]:
-    """Read one parcel; leave anything else where it is."""
+def _receive_fd(end: socket.socket, label: str) -> tuple[int, int]:
+    """Read one header with its descriptor; leave anything else where it is."""
     try:
-        head = end.recv(_PARCEL.size, socket.MSG_PEEK)
-        if head and not _PARCEL_MAGIC.startswith(head[:8]):
+        head = end.recv(_HEADER.size, socket.MSG_PEEK)
+        if head and not _HEADER_MAGIC.startswith(head[:8]):
             raise StateError(
                 f"The other end of the connection sent something else than region {label!r}. Let "
                 "`send` and `receive` stand in the same order on both ends."
             )
-        parcel, fds, _, _ = socket.recv_fds(end, _PARCEL.size, 1, socket.MSG_CMSG_CLOEXEC)
+        header, fds, _, _ = socket.recv_fds(end, _HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError as exc:
         raise _lost(f"did not send region {label!r}") from exc
-    if len(parcel) == _PARCEL.size and len(fds) == 1:
-        return fds[0], _PARCEL.unpack(parcel)[1]
+    if len(header) == _HEADER.size and len(fds) == 1:
+        return fds[0], _HEADER.unpack(header)[1]
     for fd in fds:
         os.close(fd)
     raise _lost(f"did not send all of region {label!r}")

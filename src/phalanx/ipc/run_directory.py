@@ -4,14 +4,14 @@
         members                       every member holds a shared flock on it, until it is dead
         <name>.region                 bytes, then 64 that say what they are
 
-Who gets the exclusive flock knows that no member is alive, and may remove everything: the last one
-out does, or whoever comes after a crash.
+The holder of the exclusive flock knows that no member is alive, and may remove everything: the last
+one out does, or the first after a crash.
 
 # Note [Joining while another sweeps]
 Somebody may remove the directory between our opening it and our lock. So what was locked is
 compared, once it is locked, with what the path leads to; if they differ we start again. The sweeper
-removes `members` after all regions and before the directory: who makes a new `members` in between
-has joined, and the directory, not being empty, stays.
+removes `members` after all regions and before the directory: a process that makes a new `members`
+in between has joined, and the directory, not being empty, stays.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from phalanx.errors import ConfigError, OutOfSpace, PeerTimeout, StateError
 from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.available_memory import lies_in_memory
 from phalanx.ipc.region import (
-    ALIGN_BYTES,
     NO_DESCRIPTOR,
     Region,
+    aligned,
     check_room,
     reserve,
     telling_of_descriptors,
@@ -134,11 +134,11 @@ class RunDirectory:
         return self._members_fd < 0
 
     def open_region(self, name: str, nbytes: int, *, create: bool = True) -> Region:
-        """Return the region ``name`` of this run; all who ask get the same bytes, zeros at first.
+        """Return the region ``name`` of this run; all members get the same bytes, zeros at first.
 
         Args:
             name: As for :meth:`join`.
-            nbytes: Its size, the same for all who ask.
+            nbytes: Its size, the same for all members.
             create: Whether to make it if nobody has.
 
         Raises:
@@ -163,7 +163,7 @@ class RunDirectory:
         return region
 
     def remove_region(self, name: str) -> None:
-        """Let nobody find the region ``name`` any more; who has it open keeps it.
+        """Remove the region's name; a process that has it open keeps it.
 
         Where it is not there, do nothing. A new one of that name is another region.
 
@@ -456,7 +456,7 @@ def _remove_contents(directory_fd: int) -> None:
 
 
 def _sealed_bytes(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES + _SEAL.size
+    return aligned(nbytes) + _SEAL.size
 
 
 def _check_seal(fd: int, name: str, nbytes: int) -> None:

@@ -117,9 +117,9 @@ class _Rows(nn.Module):
         return _Sorted(indices, unique_U, inverse, self.table.async_get(unique_U))
 
     def _take(self, indices: Tensor) -> _Sorted:
-        for place, found in enumerate(self._prefetched):
+        for index, found in enumerate(self._prefetched):
             if found.indices.shape == indices.shape and torch.equal(found.indices, indices):
-                del self._prefetched[: place + 1]
+                del self._prefetched[: index + 1]
                 return found
         return self._begin(indices)
 
@@ -134,8 +134,8 @@ class _Rows(nn.Module):
             rows_UD = _Push.apply(anchor, rows_UD, unique_U, self)  # type: ignore[no-untyped-call]
         padding = None
         if self.padding_idx is not None:
-            places = (unique_U == self.padding_idx).nonzero()
-            padding = int(places[0]) if len(places) else None
+            found = (unique_U == self.padding_idx).nonzero()
+            padding = int(found[0]) if len(found) else None
         return rows_UD, inverse, padding
 
     def extra_repr(self) -> str:

@@ -6,10 +6,10 @@
 A key's search begins at its hash and goes on, entry by entry, until its own or an empty one. Many
 keys are sought at once, in rounds: each round looks at one entry of every key that is not found
 yet. Entries are never removed, but those of slots that were never used (:meth:`HashIndex.drop`), so
-who reads while another inserts finds what was there before.
+a reader finds what was there before, while another process inserts.
 
-A table's seed is drawn by who makes it: keys that somebody has chosen to begin at one place, which
-would make a search as long as they are many, begin there under one seed only.
+The worker that makes a table draws its seed: an attacker's keys that all hash to one entry, and so
+make searches long, do so under one seed only.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ class HashIndex:
 
     def find(self, keys: Int64s) -> Int64s:
         """Return each key's slot, or -1."""
-        places = self._first_places(keys)
-        slots = self._entries[places].astype(np.int64) - 1
+        buckets = self._first_buckets(keys)
+        slots = self._entries[buckets].astype(np.int64) - 1
         wrong = (slots >= 0) & (self._keys[slots] != keys)
         left = wrong.nonzero()[0]
-        places = places[left]
+        buckets = buckets[left]
         while len(left):
-            places = (places + 1) & self._mask
-            found = self._entries[places].astype(np.int64) - 1
+            buckets = (buckets + 1) & self._mask
+            found = self._entries[buckets].astype(np.int64) - 1
             slots[left] = found
             wrong = (found >= 0) & (self._keys[found] != keys[left])
-            places, left = places[wrong], left[wrong]
+            buckets, left = buckets[wrong], left[wrong]
         return slots
 
     def insert(self, keys: Int64s, first_slot: int) -> None:
@@ -82,17 +82,17 @@ class HashIndex:
         slots = np.arange(first_slot, first_slot + len(keys))
         self._keys[slots] = keys
         entries = (slots + 1).astype(np.int32)
-        places = self._first_places(keys)
-        while len(places):
-            free = self._entries[places] == 0
-            self._entries[places[free]] = entries[free]  # of two for one place, the last has it
-            left = self._entries[places] != entries
-            places, entries = (places[left] + 1) & self._mask, entries[left]
+        buckets = self._first_buckets(keys)
+        while len(buckets):
+            free = self._entries[buckets] == 0
+            self._entries[buckets[free]] = entries[free]  # of two for one bucket, the last has it
+            left = self._entries[buckets] != entries
+            buckets, entries = (buckets[left] + 1) & self._mask, entries[left]
 
     def drop(self, first_slot: int) -> None:
         """Take back the newest keys, from ``first_slot`` on."""
         self._entries[self._entries > first_slot] = 0
 
-    def _first_places(self, keys: Int64s) -> Int64s:
-        places: Int64s = mix(keys ^ self._seed).view(np.int64) & self._mask
-        return places
+    def _first_buckets(self, keys: Int64s) -> Int64s:
+        buckets: Int64s = mix(keys ^ self._seed).view(np.int64) & self._mask
+        return buckets

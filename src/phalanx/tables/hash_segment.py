@@ -15,7 +15,7 @@ by the one store that ends an add (see shard.py).
 
 So new keys are written down first: their rows in slots that do not count yet, their entries in the
 index, where a search passes over slots from N on; then comes the add. If it does not end, the next
-one who has the lock finds FOR == WORD, makes NEXT = BASE and drops the entries.
+holder of the lock finds FOR == WORD, makes NEXT = BASE and drops the entries.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.ipc import ALIGN_BYTES, KEEPS_ORDER, RangeLock, Region, fail_point
+from phalanx.ipc import KEEPS_ORDER, RangeLock, Region, aligned, fail_point
 from phalanx.memory import MatrixRows
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
 from phalanx.tables.row_initializer import RowInitializer
-from phalanx.tables.shard import _ARMED, _WORD, Entry, KeySlots, TableShard
+from phalanx.tables.shard import _WORD, Entry, KeySlots, TableShard
 from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
 from phalanx.tables.updaters import Change, Updater
 
@@ -79,7 +79,7 @@ def _absent_ones(keys: Int64s, slots: Int64s) -> Int64s:
 
 
 def _index_offsets(spec: TableSpec, capacity: int) -> tuple[int, int, int]:
-    entries = -(-TableLayout.of(_sized(spec, capacity)).nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    entries = aligned(TableLayout.of(_sized(spec, capacity)).nbytes)
     keys = entries + 4 * ENTRIES_PER_KEY * capacity
     return entries, keys, keys + 8 * capacity
 
@@ -196,22 +196,11 @@ class HashSegment(TableShard):
             super().read(torch.from_numpy(slots), out, timeout_s)
             if absent is None:
                 return
-            if self.num_keys() == num_keys:  # else an add has brought some of them, and may have
-                self._fill_in(
-                    out, keys, absent
-                )  # changed others of these rows before they were read
+            # Else an add has brought some of them, and may have changed other rows before the read.
+            if self.num_keys() == num_keys:
+                self._fill_in(out, keys, absent)
                 return
-        self._read_keys_locked(keys, out, timeout_s)
-
-    def _read_keys_locked(self, keys: Int64s, out: Tensor, timeout_s: float) -> None:
-        while True:
-            with self.lock.shared(timeout_s):
-                fail_point("reader's lock held")
-                if self._header[_ARMED] != self._header[_WORD]:
-                    self._copy_out(keys, out)
-                    return
-            with self.lock.exclusive(timeout_s):
-                self._settle()
+        self._call_settled(lambda: self._copy_out(keys, out), timeout_s)
 
     def read_and_back_up(
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
@@ -263,12 +252,7 @@ class HashSegment(TableShard):
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the keys, their values and their states, of one moment."""
-        while True:
-            with self.lock.shared(timeout_s):
-                if self._header[_ARMED] != self._header[_WORD]:
-                    return [part.clone() for part in self.view_all()]
-            with self.lock.exclusive(timeout_s):
-                self._settle()
+        return self._call_settled(lambda: [part.clone() for part in self.view_all()], timeout_s)
 
     def find(self, keys: Int64s, timeout_s: float) -> KeySlots:
         """Return where keys are, as an :class:`Entry` takes it."""
@@ -298,7 +282,7 @@ class HashSegment(TableShard):
     # --- changing: the lock is held ---------------------------------------------------------------
 
     def settle(self) -> None:
-        """Undo what somebody who died has begun."""
+        """Undo the unfinished add of a dead process."""
         self._settle()
 
     def _settle(self) -> int:

@@ -1,4 +1,4 @@
-"""Which run to join, and as whom: told by the caller, or by the variables of what started us.
+"""Which run to join, and as which worker: by the caller, or by the variables of our launcher.
 
     phalanx launch, torchrun    RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, TORCHELASTIC_RUN_ID
     Open MPI's mpirun           OMPI_COMM_WORLD_RANK, …
@@ -36,8 +36,8 @@ class JoinRequest(NamedTuple):
     num_workers: int | None
 
 
-class _Starter(NamedTuple):
-    """How a starter of processes tells them who they are.
+class _Launcher(NamedTuple):
+    """How a launcher tells processes their numbers.
 
     Attributes:
         name: As messages call it, and as runs are called.
@@ -54,16 +54,16 @@ class _Starter(NamedTuple):
     job: tuple[str, ...]
 
 
-_STARTERS = (
-    _Starter(
+_LAUNCHERS = (
+    _Launcher(
         "openmpi",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
     ),
-    _Starter("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ()),
-    _Starter("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", ()),
+    _Launcher("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ()),
+    _Launcher("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", ()),
 )
 _WAY_OUT = "Start them with `phalanx launch`, or give `join` a `run`, which names what they share."
 _TORCH = ("RANK", "WORLD_SIZE")
@@ -122,25 +122,25 @@ def _torchs(found: Mapping[str, str], num_workers: int | None) -> JoinRequest | 
 
 
 def _others(found: Mapping[str, str], num_workers: int | None) -> JoinRequest | None:
-    for starter in _STARTERS:
-        if starter.name == "slurm" and not _is_step(found):
+    for launcher in _LAUNCHERS:
+        if launcher.name == "slurm" and not _is_step(found):
             continue
-        numbers = _rank_and_size(found, starter.rank, starter.size)
+        numbers = _rank_and_size(found, launcher.rank, launcher.size)
         if numbers is None:
             continue
         rank, size = numbers
-        _check_expected(num_workers, size, f"`{starter.size}`")
+        _check_expected(num_workers, size, f"`{launcher.size}`")
         if size == 1:
             return JoinRequest(None, None, num_workers)
-        if starter.here not in found:
+        if launcher.here not in found:
             raise ConfigError(
-                f"`{starter.here}` must say how many of the {size} workers are on this host where "
-                f"`{starter.rank}` is set, but is not set. {_WAY_OUT}"
+                f"`{launcher.here}` must say how many of the {size} workers are on this host where "
+                f"`{launcher.rank}` is set, but is not set. {_WAY_OUT}"
             )
-        text = found[starter.here]
+        text = found[launcher.here]
         here = int(text) if text.isdecimal() else None  # Slurm says 2(x3) of three hosts
-        _check_here(size, here or 0, starter.here, text)
-        return JoinRequest(_clean(f"{starter.name}-{_job(found, starter)}"), rank, size)
+        _check_here(size, here or 0, launcher.here, text)
+        return JoinRequest(_clean(f"{launcher.name}-{_job(found, launcher)}"), rank, size)
     return None
 
 
@@ -149,10 +149,10 @@ def _is_step(found: Mapping[str, str]) -> bool:
     return step.isdecimal() and int(step) < _LARGEST_STEP
 
 
-def _job(found: Mapping[str, str], starter: _Starter) -> str:
-    if starter.name == "slurm":
+def _job(found: Mapping[str, str], launcher: _Launcher) -> str:
+    if launcher.name == "slurm":
         return f"{found.get('SLURM_JOB_ID', '')}-{found['SLURM_STEP_ID']}"
-    for name in starter.job:
+    for name in launcher.job:
         if name in found:
             return found[name]
     parent = ProcessIdentity.of(os.getppid())  # on one host one process has started them all

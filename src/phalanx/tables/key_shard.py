@@ -4,28 +4,29 @@
     regions  keys-<shard>-<number>-<table>
 
 A segment is filled before it is named in NEWEST. What changes rows looks at NEWEST when it has
-the lock, and begins again where another segment has come; who only reads may go on in the old
-one, whose rows are as they were when it was replaced, which was while that read was under way.
+the lock, and begins again where another segment has come; a reader may go on in the old one,
+whose rows are as they were when it was replaced, which was while that read was under way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from phalanx.errors import OutOfSpace, StateError
-from phalanx.ipc import RangeLock, Region, Waiting, fail_point
+from phalanx.ipc import RangeLock, Waiting, fail_point
 from phalanx.tables.hash_segment import HashSegment, SegmentFull, StaleSegment, segment_bytes
 from phalanx.tables.row_initializer import RowInitializer
 from phalanx.tables.shard import Entry, KeySlots
+from phalanx.tables.sharded import RegionStore
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["MAX_CAPACITY", "POINTS", "KeyShard", "RegionStore", "first_region"]
+__all__ = ["MAX_CAPACITY", "POINTS", "KeyShard", "first_region"]
 
 POINTS = ("growth begun", "half the keys copied", "growth ready", "growth done")
-"""Where the chaos tests stop who makes a segment, in its order."""
+"""Fail points of a growth, in order."""
 
 _NEWEST, _OLDEST = range(2)
 _SERIAL = 1 << 8
@@ -33,18 +34,6 @@ _LEAST_EXPONENT, _MOST_EXPONENT = 4, 30
 MAX_CAPACITY = 1 << _MOST_EXPONENT  # of a shard: slots are written in 32 bits
 
 T = TypeVar("T")
-
-
-class RegionStore(Protocol):
-    """Where regions come from and go to."""
-
-    def open_region(self, name: str, nbytes: int, *, create: bool = True) -> Region:
-        """Return the region of that name and size."""
-        ...
-
-    def remove_region(self, name: str) -> None:
-        """Let nobody find it any more, if it is there."""
-        ...
 
 
 def _region_name(spec: TableSpec, index: int, serial: int) -> str:
@@ -240,7 +229,7 @@ class KeyShard:
     def _publish(self, exponent: int, fill: Callable[[HashSegment], None]) -> None:
         line, serial = self._line, self._serial() + 1
         fail_point("growth begun")
-        self._regions.remove_region(self._name(serial))  # of somebody who died filling it
+        self._regions.remove_region(self._name(serial))  # of a process that died filling it
         new = self._open(serial * _SERIAL + exponent, create=True)
         fill(new)
         fail_point("growth ready")
@@ -250,7 +239,7 @@ class KeyShard:
         self._remove_older(serial)
 
     def _remove_older(self, serial: int) -> None:
-        """Let go of the memory of earlier segments; who comes to a new one looks after it too.
+        """Let go of the memory of earlier segments; each process does so that opens a new one.
 
         Without the lock: no number is given twice, so what is removed here was to be removed.
         """

@@ -6,7 +6,7 @@ The last word of the page's first line is the seed of the indices, drawn by the 
 the table.
 
 # Note [Capacity claims]
-    line w   | … | CLAIMED | TURN |      the last two words of worker w's line; its own to write
+    line w   | … | CLAIMED | INCARNATION |    the last two words of worker w's; its own to write
 
 An add to several shards must not run out of memory at the third shard after two have taken their
 part. So it first claims room for as many new keys as it may bring to any one shard, makes every
@@ -30,19 +30,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.ipc import Region, Waiting
+from phalanx.ipc import Waiting
 from phalanx.tables.hash_index import mix
-from phalanx.tables.key_shard import KeyShard, RegionStore, first_region
+from phalanx.tables.key_shard import KeyShard, first_region
 from phalanx.tables.membership import Membership
 from phalanx.tables.row_initializer import RowInit, RowInitializer
 from phalanx.tables.shard import Entry
-from phalanx.tables.sharded import Sharded
+from phalanx.tables.sharded import RegionStore, Sharded
 from phalanx.tables.spec import TableLayout, TableSpec
 
 __all__ = ["CapacityClaims", "KeyStorage"]
 
 _SEED = 7
-_CLAIMED, _TURN = 6, 7  # of a worker's line; the words before are those of rounds.py
+_CLAIMED, _INCARNATION = 6, 7  # of a worker's line; the words before are those of rounds.py
 _FIRST_ROWS = TableLayout.PAGE + TableLayout.LINES
 
 
@@ -74,14 +74,14 @@ class CapacityClaims:
         return sum(n for worker, n in enumerate(claimed) if n and self._counts(worker))
 
     def _counts(self, worker: int) -> bool:
-        return self._membership.is_here(worker, self._lines[8 * worker + _TURN])
+        return self._membership.is_here(worker, self._lines[8 * worker + _INCARNATION])
 
     def _change(self, worker: int, num_keys: int) -> None:
         at = 8 * worker
         with self._mutex:
             before = self._lines[at + _CLAIMED] if self._counts(worker) else 0
             self._lines[at + _CLAIMED] = before + num_keys
-            self._lines[at + _TURN] = self._membership.turn(worker)
+            self._lines[at + _INCARNATION] = self._membership.incarnation(worker)
 
 
 class KeyStorage(Sharded[KeyShard]):
@@ -90,13 +90,14 @@ class KeyStorage(Sharded[KeyShard]):
     Args:
         spec: What all workers agree on.
         regions: Where the regions come from.
-        membership: Who works here.
+        membership: The workers of the run.
     """
 
     shards: list[KeyShard]
 
     def __init__(self, spec: TableSpec, regions: RegionStore, membership: Membership) -> None:
-        region = _open_page(spec, regions)
+        name = f"table-{spec.name}"
+        region = regions.open_region(name, self.regions(spec)[name])
         super().__init__(spec, region, regions.open_region, membership)
         self._claims = CapacityClaims(self._lines, membership)
         self._row_initializer = RowInitializer(spec, region, _FIRST_ROWS)
@@ -175,8 +176,3 @@ class KeyStorage(Sharded[KeyShard]):
         for index, shard in enumerate(self.shards):
             mine = torch.from_numpy(owners == index)
             shard.replace(keys[mine], [part[mine] for part in others], timeout_s)
-
-
-def _open_page(spec: TableSpec, regions: RegionStore) -> Region:
-    name = f"table-{spec.name}"
-    return regions.open_region(name, KeyStorage.regions(spec)[name])

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.memory import all_finite
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.shard import Entry
-from phalanx.tables.spec import TableSpec
-from phalanx.tables.table import Numbers, PendingGet, Rows, Table, TableStats, TableWorker
-from phalanx.tables.values import read_delta, read_rows
+from phalanx.tables.table import Numbers, PendingGet, Rows, Table, TableStats
+from phalanx.tables.values import read_rows, read_value
 
 __all__ = ["KeyTable"]
 
@@ -24,7 +19,8 @@ class KeyTable(Table):
     It is used as any table, with keys for row numbers; what it promises of adds and gets holds for
     new keys as well. A key that is not there reads as the table's first row, and a get does not
     make it. There is no get of everything: keys come while it is read. ``table.get(table.keys())``
-    reads what is there.
+    reads what is there. :meth:`restore` takes away keys that are not in the snapshot; first rows
+    stay this table's own.
 
     Example:
         >>> from phalanx import tables
@@ -36,10 +32,6 @@ class KeyTable(Table):
     """
 
     _storage: KeyStorage
-
-    def __init__(self, spec: TableSpec, storage: KeyStorage, world: TableWorker) -> None:
-        """Not for callers, who have ``world.keys``."""
-        super().__init__(spec, storage, world)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,7 +53,7 @@ class KeyTable(Table):
         return self._storage.keys(self._world.timeout_s)
 
     def add(self, delta: Numbers, rows: Rows | None = None, *, wait: bool = True) -> None:
-        """Give the table a delta for keys; who is not there comes, as first row and delta.
+        """Give the table a delta for keys; a new key begins with the first row.
 
         Args:
             delta: (K, cols), as for any table.
@@ -84,7 +76,7 @@ class KeyTable(Table):
 
         Args:
             value: (K, cols).
-            rows: The keys, (K,) int64, each once. Who is not there comes.
+            rows: The keys, (K,) int64, each once. New keys come.
 
         Raises:
             ConfigError: Shape or dtype is another, or a key is there twice.
@@ -98,25 +90,8 @@ class KeyTable(Table):
             raise ConfigError(
                 "`rows` must hold each key once for `assign`, but one is there twice."
             )
-        given = read_delta(value, self._spec, len(keys), "value")
-        if self._spec.nonfinite != "allow" and not all_finite(given):
-            raise ConfigError(
-                f"`value` must be finite for table {self.name!r}, but holds NaN or infinity."
-            )
+        given = read_value(value, self._spec, len(keys))
         self._take(Entry(keys, given, self._world.worker_id, assigns=True))
-
-    def get(self, rows: Rows | None = None, *, out: Tensor | None = None) -> Tensor:
-        """Read the rows of keys, in the order asked; who is not there reads as its first row.
-
-        Args:
-            rows: The keys, (K,) int64; a key may be asked twice.
-            out: Where the rows go, (K, cols), so that nothing is allocated; returned.
-
-        Raises:
-            ConfigError: There are no keys, or ``out`` is of another shape or dtype.
-            PeerTimeout: A worker for whom the table's mode waits stayed away; ``.rank`` is it.
-        """
-        return super().get(rows, out=out)
 
     def async_get(self, rows: Rows | None = None, *, out: Tensor | None = None) -> PendingGet:
         """Begin a :meth:`get`; ``wait()`` on the answer ends it. Several may be open."""
@@ -130,25 +105,8 @@ class KeyTable(Table):
             )
         return rows
 
-    def snapshot(self, directory: str | os.PathLike[str]) -> Path:
-        """Write keys, values and updater's state into ``directory``, as :meth:`Table.snapshot`."""
-        return super().snapshot(directory)
-
-    def restore(self, directory: str | os.PathLike[str]) -> None:
-        """Replace everything by what :meth:`snapshot` wrote, as :meth:`Table.restore`.
-
-        Keys that are not in the snapshot are gone. First rows are this table's own.
-        """
-        super().restore(directory)
-
     def stats(self) -> TableStats:
         """Return what this worker has done so far, and how much memory the table has now."""
         stats = super().stats()
         stats.nbytes = self._storage.nbytes
         return stats
-
-    def __repr__(self) -> str:
-        spec = self._spec
-        kind = f"keys x {spec.cols} {str(spec.dtype).removeprefix('torch.')}"
-        mode = f", {spec.staleness.as_argument}" if spec.staleness.as_argument else ""
-        return f"KeyTable({spec.name!r}, {kind}, updater={spec.updater!r}{mode})"

@@ -2,16 +2,16 @@
 
     words of 8 bytes, 8 to a line
     line 0       how many workers are expected, 0 if nobody said
-    line 1 + w   worker w:  state | pid | start | clock | turn | ·
+    line 1 + w   worker w:  state | pid | start | clock | incarnation | ·
 
 Each worker writes its own line, under the page's lock. A waiting worker checks every 20 ms whether
 another has died, and marks it dead. *Awaited* workers are those that are here, and those that are
 expected and have never come.
 
-# Note [Turns]
+# Note [Incarnations]
 The number of a dead worker is reused, and, once no fresh number is left, that of one that has left.
-``turn`` counts how often a number was given. Whatever a worker writes under its number elsewhere
-(in a barrier, in a round) carries its turn, so that it never counts for a later worker.
+The *incarnation* counts how often a number was given. Whatever a worker writes under its number
+elsewhere (in a barrier, in a round) carries it, so that it never counts for a later worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_WORKERS = 256
 _LINE = 8
 _WORDS = 4  # of a worker, on the page of the barriers
 _EXPECTED = 0
-_STATE, _PID, _START, _CLOCK, _TURN = range(5)
+_STATE, _PID, _START, _CLOCK, _INCARNATION = range(5)
 _EMPTY, _HERE, _LEFT, _DEAD = range(4)
 
 
@@ -70,15 +70,15 @@ class Membership:
             self._announce(num_expected)
             worker = self._free_number() if worker is None else worker
             self._refuse_taken(worker)
-            place = self._place(worker)
-            if self._words[place + _STATE] != _EMPTY or worker >= self.num_expected:
+            at = self._start_of(worker)
+            if self._words[at + _STATE] != _EMPTY or worker >= self.num_expected:
                 # A late worker starts at the clock of the slowest.
-                slowest = min(self.clocks().values(), default=self._words[place + _CLOCK])
-                self._words[place + _CLOCK] = slowest
-            self._words[place + _TURN] += 1
-            self._words[place + _PID] = me.pid
-            self._words[place + _START] = me.start_ticks
-            self._words[place + _STATE] = _HERE
+                slowest = min(self.clocks().values(), default=self._words[at + _CLOCK])
+                self._words[at + _CLOCK] = slowest
+            self._words[at + _INCARNATION] += 1
+            self._words[at + _PID] = me.pid
+            self._words[at + _START] = me.start_ticks
+            self._words[at + _STATE] = _HERE
         return worker
 
     def _announce(self, num_expected: int | None) -> None:
@@ -113,17 +113,17 @@ class Membership:
                 f"Workers of {self._label} must be numbered 0 to {MAX_WORKERS - 1}, but the next "
                 f"is {worker}. Let some leave first."
             )
-        if self._words[self._place(worker) + _STATE] == _HERE:
+        if self._words[self._start_of(worker) + _STATE] == _HERE:
             raise ConfigError(
                 f"Worker {worker} of {self._label} must be one process or thread, but process "
-                f"{self._words[self._place(worker) + _PID]} is it already."
+                f"{self._words[self._start_of(worker) + _PID]} is it already."
             )
 
-    def leave(self, worker: int, turn: int, timeout_s: float) -> None:
+    def leave(self, worker: int, incarnation: int, timeout_s: float) -> None:
         """Stop counting ``worker``, unless its number is another's by now."""
         with self.lock.exclusive(timeout_s):
-            if self.is_here(worker, turn):
-                self._words[self._place(worker) + _STATE] = _LEFT
+            if self.is_here(worker, incarnation):
+                self._words[self._start_of(worker) + _STATE] = _LEFT
 
     def mark_dead(self, timeout_s: float) -> None:
         """Mark workers dead whose process is gone, so that nobody waits for them."""
@@ -132,14 +132,14 @@ class Membership:
 
     def _mark_dead(self) -> None:
         for worker in self.here():
-            place = self._place(worker)
-            pid, start = self._words[place + _PID], self._words[place + _START]
+            at = self._start_of(worker)
+            pid, start = self._words[at + _PID], self._words[at + _START]
             if not ProcessIdentity(pid, start).alive():
-                self._words[place + _STATE] = _DEAD
+                self._words[at + _STATE] = _DEAD
 
     # --- looking ----------------------------------------------------------------------------------
 
-    def _place(self, worker: int) -> int:
+    def _start_of(self, worker: int) -> int:
         return (1 + worker) * _LINE
 
     def _states(self) -> list[int]:
@@ -176,34 +176,34 @@ class Membership:
         return len(self.awaited())
 
     def worker_of(self, pid: int) -> int | None:
-        """Return as whom a process works, if as one worker."""
-        found = [w for w in self.here() if self._words[self._place(w) + _PID] == pid]
+        """Return the worker that a process is, if it is exactly one."""
+        found = [w for w in self.here() if self._words[self._start_of(w) + _PID] == pid]
         return found[0] if len(found) == 1 else None
 
-    def turn(self, worker: int) -> int:
+    def incarnation(self, worker: int) -> int:
         """Return how many workers have had the number, the one that has it among them."""
-        return self._words[self._place(worker) + _TURN]
+        return self._words[self._start_of(worker) + _INCARNATION]
 
-    def is_here(self, worker: int, turn: int) -> bool:
-        """Tell whether the worker that got its number in that turn counts."""
-        place = self._place(worker)
-        return self._words[place + _STATE] == _HERE and self._words[place + _TURN] == turn
+    def is_here(self, worker: int, incarnation: int) -> bool:
+        """Tell whether that incarnation of a worker counts."""
+        at, words = self._start_of(worker), self._words
+        return words[at + _STATE] == _HERE and words[at + _INCARNATION] == incarnation
 
     # --- clocks -----------------------------------------------------------------------------------
 
     def clock(self, worker: int) -> int:
         """Return how many rounds ``worker`` has finished."""
-        return self._words[self._place(worker) + _CLOCK]
+        return self._words[self._start_of(worker) + _CLOCK]
 
     def clocks(self) -> dict[int, int]:
-        """Return the clock of everybody who is waited for."""
+        """Return the clock of each awaited worker."""
         return {worker: self.clock(worker) for worker in self.awaited()}
 
     def advance(self, worker: int) -> int:
         """Finish a round, and return how many that makes."""
-        place = self._place(worker) + _CLOCK
-        self._words[place] += 1  # its own word: nobody else writes it
-        return self._words[place]
+        at = self._start_of(worker) + _CLOCK
+        self._words[at] += 1  # its own word: nobody else writes it
+        return self._words[at]
 
     def close(self, timeout_s: float) -> None:
         """Let go of the page."""
@@ -218,11 +218,11 @@ class Barrier:
 
         words of 8 bytes
         0, 1            how many are finished, of all names; the round of the last
-        2 + 4w and on   worker w:  as which it waits | turn | name, hashed | round
+        2 + 4w and on   worker w:  barrier it waits for | incarnation | name, hashed | round
 
     Args:
         region: Of :meth:`needed_bytes`, zeros at first; kept open.
-        membership: Who is waited for.
+        membership: The workers that are awaited.
     """
 
     def __init__(self, region: Region, membership: Membership) -> None:
@@ -238,7 +238,7 @@ class Barrier:
     def wait(self, worker: int, name: str, timeout_s: float) -> int:
         """Come, wait for the others, and return the number of the name's round, from 1.
 
-        A worker that leaves or dies is no longer waited for. Who gives up at the deadline counts
+        A worker that leaves or dies is no longer awaited. One that gives up at the deadline counts
         as not having come, and may come again.
 
         Raises:
@@ -249,9 +249,9 @@ class Barrier:
         with lock.exclusive(timeout_s):
             number = words[0] + 1
             round_ = self._rounds.get(name, 0) + 1
-            line = (number, self._membership.turn(worker), hashed, round_)
-            for place, word in enumerate(line, self._place(worker)):
-                words[place] = word
+            line = (number, self._membership.incarnation(worker), hashed, round_)
+            for at, word in enumerate(line, self._start_of(worker)):
+                words[at] = word
             self._finish(number, hashed)
 
         def look() -> None:
@@ -264,12 +264,12 @@ class Barrier:
         self._rounds[name] = words[1]  # the next one is not finished without this worker
         return self._rounds[name]
 
-    def _place(self, worker: int) -> int:
+    def _start_of(self, worker: int) -> int:
         return 2 + _WORDS * worker
 
     def _finish(self, number: int, hashed: int) -> None:
         if self._words[0] < number and not self._missing(number, hashed):
-            rounds = [self._words[self._place(w) + 3] for w in self._membership.awaited()]
+            rounds = [self._words[self._start_of(w) + 3] for w in self._membership.awaited()]
             self._words[1] = max(rounds, default=0)  # nobody counts: all have left
             self._words[0] = number
 
@@ -278,8 +278,8 @@ class Barrier:
         return [
             worker
             for worker in membership.awaited()
-            if words[self._place(worker) : self._place(worker) + 3].tolist()
-            != [number, membership.turn(worker), hashed]
+            if words[self._start_of(worker) : self._start_of(worker) + 3].tolist()
+            != [number, membership.incarnation(worker), hashed]
         ]
 
     def _give_up(
@@ -291,6 +291,6 @@ class Barrier:
                 return
             missing = self._missing(number, hashed)
             came = [w for w in self._membership.awaited() if w not in missing]
-            self._words[self._place(worker)] = 0
+            self._words[self._start_of(worker)] = 0
         size, event = len(missing) + len(came), f"barrier {name!r} (round {round_})"
         raise late_peers("Worker", missing, size, event, timeout_s, came=came)

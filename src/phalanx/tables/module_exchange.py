@@ -34,6 +34,11 @@ class FlatTensors:
         self._tensors = tensors
         self.size = sum(_real(tensor).numel() for tensor in tensors.values())
 
+    @property
+    def shapes(self) -> list[list[int]]:
+        """The shape of each tensor."""
+        return [list(tensor.shape) for tensor in self._tensors.values()]
+
     def gather(self, flat: Tensor | None = None) -> Tensor:
         """Copy the tensors into ``flat``, a new one if None."""
         flat = torch.empty(self.size, dtype=self.dtype, device="cpu") if flat is None else flat
@@ -194,7 +199,7 @@ class StatisticsExchange(ParameterExchange):
         return answer[:, 0].contiguous()
 
 
-def split_by_dtype(tensors: Sequence[tuple[str, Tensor]]) -> dict[torch.dtype, dict[str, Tensor]]:
+def split_by_dtype(tensors: Sequence[tuple[str, Tensor]]) -> list[FlatTensors]:
     """Group tensors by the dtype of the table that serves them: float64, or float32 for the rest.
 
     Narrower floats are kept in float32, so that small changes add up before they are rounded.
@@ -203,4 +208,4 @@ def split_by_dtype(tensors: Sequence[tuple[str, Tensor]]) -> dict[torch.dtype, d
     for name, tensor in tensors:
         wide = tensor.dtype in (torch.float64, torch.complex128)
         groups.setdefault(torch.float64 if wide else torch.float32, {})[name] = tensor
-    return groups
+    return [FlatTensors(group, dtype) for dtype, group in groups.items()]

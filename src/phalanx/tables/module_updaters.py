@@ -49,7 +49,7 @@ class _NesterovOfSum(Nesterov):
 class Blend(Updater):
     """w += weight · (v − w): moves the shared value towards a worker's, never beyond it.
 
-    Unlike a sum of differences it stays between the workers' values whoever is late, so that a
+    Unlike a sum of differences it stays between the workers' values however late one is, so that a
     variance is never negative. Rows are (w, unused), deltas (v, weight).
     """
 

@@ -6,7 +6,7 @@
                ────────────┴───────┴─ worker 0, then 1, then 2; then all read the same bits
 
     page     | READY | APPLIED | TAKEN |              words of the table's own line
-    line w   | CLOCK | ROUND | COUNT | ROUND | COUNT | TURN |      worker w's line; its own to write
+    line w   | CLOCK | ROUND | COUNT | ROUND | COUNT | INCARNATION |    worker w's; its own to write
 
 A worker's adds stay in its own log until their round is applied. A dead worker loses no logged add:
 the next round applies its log. Each worker has two logs, because it may have arrived at a round
@@ -14,7 +14,8 @@ that is not applied yet and log adds of the next one. A worker may die while it 
 each shard counts the adds of the round it has (see shard.py), and the next worker resumes there. A
 worker that joins meanwhile first finishes that round (TAKEN is ahead of APPLIED); otherwise its own
 adds would reach only the shards that lack the round. A new worker with the number of a dead or
-departed one inherits its line: the logged updates are applied, the arrival is discarded (TURN).
+departed one inherits its line: the logged updates are applied, the arrival of the other incarnation
+is discarded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import StateError
-from phalanx.ipc import RangeLock, Region, late_peers, wait_until
+from phalanx.ipc import RangeLock, Region, aligned, late_peers, wait_until
 from phalanx.tables.membership import Membership
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
@@ -35,7 +36,7 @@ from phalanx.tables.spec import TableSpec
 __all__ = ["APPLIED", "READY", "RoundLog", "Rounds"]
 
 READY, APPLIED, _TAKEN = range(3)
-_CLOCK, _TURN = 0, 5
+_CLOCK, _INCARNATION = 0, 5
 _LOG_ROUND, _LOG_COUNT = range(2)
 _NUM_LOGS = 2
 _ALL, _ROWS, _VALUE, _NEXT_CHUNK, _ROW_VALUES = range(5)
@@ -74,7 +75,7 @@ class RoundLog:
         self._line = line
         self._open_region = open_region
         whole = spec.rows * spec.cols * spec.dtype.itemsize
-        self._first_chunk = _aligned(max(_SMALLEST_CHUNK, whole + 4 * _HEAD_BYTES))
+        self._first_chunk = aligned(max(_SMALLEST_CHUNK, whole + 4 * _HEAD_BYTES))
         self._chunks: list[Region] = []
         self._at = (0, 0)  # chunk and byte at which the next entry begins
         self._written = 0
@@ -112,25 +113,25 @@ class RoundLog:
         """Return what was put down for round ``number``, over the log's own memory."""
         if self._line[_LOG_ROUND] != number:
             return []
-        return [self._read(*place) for place in self._places(self._line[_LOG_COUNT])]
+        return [self._read(*offset) for offset in self._offsets(self._line[_LOG_COUNT])]
 
     def _find_end(self, count: int) -> None:
         """Find the end of the log: its start after a round, or where a dead worker stopped."""
         self._at = (0, 0)
-        for chunk, at in self._places(count):
+        for chunk, at in self._offsets(count):
             self._at = chunk, at + self._entry_bytes(self._read(chunk, at))
         self._written = count
 
-    def _places(self, count: int) -> list[tuple[int, int]]:
-        places: list[tuple[int, int]] = []
+    def _offsets(self, count: int) -> list[tuple[int, int]]:
+        offsets: list[tuple[int, int]] = []
         chunk, at = 0, 0
-        while len(places) < count:
+        while len(offsets) < count:
             if self._head(chunk, at)[0] == _NEXT_CHUNK:
                 chunk, at = chunk + 1, 0
                 continue
-            places.append((chunk, at))
+            offsets.append((chunk, at))
             at += self._entry_bytes(self._read(chunk, at))
-        return places
+        return offsets
 
     def _room_for(self, nbytes: int) -> tuple[int, int]:
         chunk, at = self._at
@@ -152,7 +153,7 @@ class RoundLog:
 
     def _entry_bytes(self, entry: Entry) -> int:
         rows = 0 if entry.rows is None else 8 * len(entry.rows)
-        return _HEAD_BYTES + _aligned(rows) + _aligned(entry.delta.numel() * entry.delta.itemsize)
+        return _HEAD_BYTES + aligned(rows) + aligned(entry.delta.numel() * entry.delta.itemsize)
 
     def _write(self, region: Region, at: int, entry: Entry) -> None:
         head = region.buffer[at : at + _HEAD_BYTES].cast("q")
@@ -162,7 +163,7 @@ class RoundLog:
         at += _HEAD_BYTES
         if entry.rows is not None:
             region.tensor(torch.int64, len(entry.rows), at).copy_(entry.rows)
-            at += _aligned(8 * len(entry.rows))
+            at += aligned(8 * len(entry.rows))
         flat = entry.delta.reshape(-1)
         region.tensor(self._spec.dtype, len(flat), at).copy_(flat)
 
@@ -173,14 +174,10 @@ class RoundLog:
         rows: Tensor | None = None
         if kind in (_ROWS, _ROW_VALUES):
             rows = region.tensor(torch.int64, num_rows, at)
-            at += _aligned(8 * num_rows)
+            at += aligned(8 * num_rows)
         num_rows = spec.rows if rows is None else num_rows
         delta = region.tensor(spec.dtype, num_rows * spec.cols, at).view(num_rows, spec.cols)
         return Entry(rows, delta, self._worker, kind in (_VALUE, _ROW_VALUES))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
 
 
 class _Arrival(NamedTuple):
@@ -188,7 +185,7 @@ class _Arrival(NamedTuple):
 
     worker: int
     number: int
-    turn: int
+    incarnation: int
 
 
 class Rounds:
@@ -199,7 +196,7 @@ class Rounds:
         page: The table's own line.
         lines: The lines of all workers.
         lock: Held to take a round in.
-        membership: Who must come.
+        membership: The workers that must arrive.
         open_region: Where logs lie.
         take_in: Takes the entries of a round, in order; called with the lock held.
     """
@@ -261,7 +258,9 @@ class Rounds:
                     self._logs.pop((worker, index), None)
             line = self._line(worker)
             line[_CLOCK] = self._page[APPLIED]
-            line[_TURN] = self._membership.turn(worker)  # last: from now on the clock counts
+            line[_INCARNATION] = self._membership.incarnation(
+                worker
+            )  # last: from now on the clock counts
 
     def put(self, entry: Entry) -> None:
         """Put an add down for the round that its worker is in."""
@@ -269,14 +268,14 @@ class Rounds:
             number = self._line(entry.worker)[_CLOCK] + 1
             self._log_for(entry.worker, number).put(entry, number)
 
-    def come(self, worker: int) -> _Arrival:
+    def arrive(self, worker: int) -> _Arrival:
         """Say that ``worker`` has put down all of its round."""
         line = self._line(worker)
         line[_CLOCK] += 1
-        return _Arrival(worker, line[_CLOCK], line[_TURN])
+        return _Arrival(worker, line[_CLOCK], line[_INCARNATION])
 
     def finish(self, arrival: _Arrival, timeout_s: float) -> None:
-        """Wait until the round is in; take it in if everybody has come.
+        """Wait until the round is in; apply it if everybody has arrived.
 
         An arrival that was taken back counts again.
 
@@ -308,12 +307,13 @@ class Rounds:
         return [
             w
             for w in membership.awaited()
-            if lines[8 * w + _CLOCK] < number or lines[8 * w + _TURN] != membership.turn(w)
+            if lines[8 * w + _CLOCK] < number
+            or lines[8 * w + _INCARNATION] != membership.incarnation(w)
         ]
 
     def _is_its_own(self, arrival: _Arrival) -> bool:
         """Tell whether the line still belongs to this worker, not to a later one of its number."""
-        return self._line(arrival.worker)[_TURN] == arrival.turn
+        return self._line(arrival.worker)[_INCARNATION] == arrival.incarnation
 
     def _apply(self, number: int, timeout_s: float) -> None:
         """Apply all rounds up to ``number``; an abandoned get leaves its round open."""

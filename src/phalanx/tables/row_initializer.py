@@ -19,10 +19,9 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.ipc import Region
-from phalanx.memory import all_finite
 from phalanx.tables.hash_index import Int64s, mix
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.values import read_delta, read_number
+from phalanx.tables.values import read_init
 
 __all__ = ["RowInit", "RowInitializer", "Uniform", "read_row_init"]
 
@@ -36,8 +35,8 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 class Uniform:
     """First rows of a keys table, drawn evenly between two numbers.
 
-    A row depends on its key and the seed alone: whoever makes it, and in whatever order, it is the
-    same. The numbers are not torch's.
+    A row depends on its key and the seed alone, not on the worker that makes it, nor on the order.
+    The numbers are not torch's.
 
     Args:
         low: Nothing less is drawn.
@@ -101,23 +100,17 @@ def read_row_init(given: object, spec: TableSpec) -> RowInit:
                 f"`init` must be an integer or a row for {spec.dtype}, but is {given}."
             )
         return given
-    if given is None or (isinstance(given, int | float) and not isinstance(given, bool)):
-        if isinstance(given, float) and not spec.dtype.is_floating_point:
-            raise ConfigError(f"`init` must be an integer for {spec.dtype}, but is {given!r}.")
-        row = read_number(given or 0, spec, "init").view(1, 1)
-    elif isinstance(given, Tensor | np.ndarray):
-        row = read_delta(given[None], spec, 1, "init").clone()
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if isinstance(given, Tensor | np.ndarray):
+        given = given[None]
     elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
-        row = read_delta([given], spec, 1, "init")
-    else:
+        given = [given]
+    elif given is not None and not is_number:
         raise ConfigError(
             f"`init` must be a number, a row of {spec.cols} numbers or `tables.Uniform(…)`, but is "
             f"{given!r}."
         )
-    if spec.nonfinite != "allow" and not all_finite(row):
-        raise ConfigError(
-            f"`init` must be finite for table {spec.name!r}, but holds NaN or infinity."
-        )
+    row = read_init(given, spec, 1)
     return row.expand(1, spec.cols)  # a number takes no memory here, for as many as that may be
 
 

@@ -1,9 +1,10 @@
-"""What the table workers of one process share."""
+"""The regions, locks and tables of a run, which the workers of one process share."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from typing import Any, TypeVar
 
 from phalanx.errors import StateError
 from phalanx.ipc import Region, RunDirectory
@@ -14,6 +15,8 @@ from phalanx.tables.storage import Storage, agree_on
 
 __all__ = ["RunContext"]
 
+S = TypeVar("S", Storage, KeyStorage)
+
 
 class RunContext:
     """What the workers of one process share: the run's regions, locks and tables."""
@@ -23,8 +26,7 @@ class RunContext:
         self._directory = None if run is None else RunDirectory.join(f"tables-{run}")
         self._regions: dict[str, Region] = {}  # of a run that is this process alone
         self._mutex = threading.RLock()
-        self._storages: dict[str, Storage] = {}
-        self._key_storages: dict[str, KeyStorage] = {}
+        self._storages: dict[str, Any] = {}  # each of the kind that its spec says
         self._barrier: Barrier | None = None
         self._num_workers = 0
         if self._directory is not None:  # at the latest when the interpreter ends
@@ -52,19 +54,14 @@ class RunContext:
         with self._mutex:
             self._regions.pop(name, None)
 
-    def storage(self, spec: TableSpec, timeout_s: float) -> Storage:
-        agree_on(spec, Storage.regions(spec), self.open_region, self.membership, timeout_s)
+    def storage(self, kind: type[S], spec: TableSpec, timeout_s: float) -> S:
+        """Return the memory of a table, made if this process has none of it."""
+        agree_on(spec, kind.regions(spec), self.open_region, self.membership, timeout_s)
         with self._mutex:
             if spec.name not in self._storages:
-                self._storages[spec.name] = Storage(spec, self.open_region, self.membership)
-            return self._storages[spec.name]
-
-    def key_storage(self, spec: TableSpec, timeout_s: float) -> KeyStorage:
-        agree_on(spec, KeyStorage.regions(spec), self.open_region, self.membership, timeout_s)
-        with self._mutex:
-            if spec.name not in self._key_storages:
-                self._key_storages[spec.name] = KeyStorage(spec, self, self.membership)
-            return self._key_storages[spec.name]
+                self._storages[spec.name] = kind(spec, self, self.membership)
+            found: S = self._storages[spec.name]
+            return found
 
     def barrier(self) -> Barrier:
         with self._mutex:
@@ -96,11 +93,10 @@ class RunContext:
             raise
 
     def close(self, timeout_s: float) -> None:
-        storages: list[Storage | KeyStorage] = list(self._storages.values())
-        for storage in (*storages, *self._key_storages.values()):
+        for storage in list(self._storages.values()):
             storage.close(timeout_s)
         if hasattr(self, "membership"):
             self.membership.close(timeout_s)
         if self._directory is not None:
             self._directory.close()
-        self._storages, self._key_storages, self._regions = {}, {}, {}
+        self._storages, self._regions = {}, {}

@@ -27,8 +27,8 @@ takes the lock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -58,6 +58,8 @@ BLOCK_ROWS = 2048  # changed at once, so that what was saved is still in the cac
 _BLOCK_ELEMENTS = 1 << 18  # the same for an add of everything
 _ATTEMPTS = 3
 
+T = TypeVar("T")
+
 
 class KeySlots(NamedTuple):
     """Where a shard has rows that are keys, -1 for those that are not there; and which those are.
@@ -72,19 +74,24 @@ class KeySlots(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One add, checked: rows (None for all) of the shard, what is added, and by whom.
+    """One add, checked.
 
-    ``assigns``: the delta is the new value. ``unseen``: the delta must be finite and has not been
-    checked yet. ``places``: indices of the delta's rows, in the order of ``rows``, or None for all
-    of them; such a delta has been checked. ``slots``: where keys were found, if looked up.
+    Attributes:
+        rows: Of the shard; None for all.
+        delta: What is added to them.
+        worker: The one that adds.
+        assigns: Whether the delta is the new value.
+        unchecked: Whether the delta must be finite and nobody has looked yet.
+        delta_rows: Which of the delta's rows, in the order of ``rows``; None for all of them.
+        slots: Where keys were found, if looked up.
     """
 
     rows: Tensor | None
     delta: Tensor
     worker: int
     assigns: bool = False
-    unseen: bool = False
-    places: Tensor | None = None
+    unchecked: bool = False
+    delta_rows: Tensor | None = None
     slots: KeySlots | None = None
 
 
@@ -145,7 +152,7 @@ class TableShard:
         """Do nothing: the last reference to the shard frees its memory."""
 
     def current(self) -> Tensor:
-        """Return the values as they are now; for who holds the lock."""
+        """Return the values as they are now. The lock is held."""
         return self.values[self._header[_WORD] & _CURRENT]
 
     # --- reading ----------------------------------------------------------------------------------
@@ -163,15 +170,15 @@ class TableShard:
                 self._rows[word & _CURRENT][0].take(rows, out)
             if header[_WORD] == word and header[_ARMED] != word:
                 return
-        self._read_locked(rows, out, timeout_s)
+        self._call_settled(lambda: _copy_rows(self.current(), rows, out), timeout_s)
 
-    def _read_locked(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
+    def _call_settled(self, call: Callable[[], T], timeout_s: float) -> T:
+        """Call with the reader's lock held, where no add of a dead process is unfinished."""
         while True:
             with self.lock.shared(timeout_s):
                 fail_point("reader's lock held")
                 if self._header[_ARMED] != self._header[_WORD]:
-                    _copy_rows(self.current(), rows, out)
-                    return
+                    return call()
             with self.lock.exclusive(timeout_s):
                 self._settle()
 
@@ -191,15 +198,12 @@ class TableShard:
 
     def read_all(self, outs: Sequence[Tensor], timeout_s: float) -> None:
         """Copy the values and each state into ``outs``, of one moment."""
-        while True:
-            with self.lock.shared(timeout_s):
-                word = self._header[_WORD]
-                if self._header[_ARMED] != word:
-                    for part, out in zip(self._sides[word & _CURRENT], outs, strict=True):
-                        copy_to(part, out)
-                    return
-            with self.lock.exclusive(timeout_s):
-                self._settle()
+
+        def copy() -> None:
+            for part, out in zip(self._both(self._header[_WORD])[0], outs, strict=True):
+                copy_to(part, out)
+
+        self._call_settled(copy, timeout_s)
 
     # --- changing ---------------------------------------------------------------------------------
 
@@ -287,21 +291,21 @@ class TableShard:
         return word + _VERSION
 
     def _change(self, entry: Entry, word: int, after: int) -> None:
-        rows, delta, worker, assigns, unseen, places, _ = entry
+        rows, delta, worker, assigns, unchecked, delta_rows, _ = entry
         if assigns:
             self._replace(word, delta)
         elif rows is None:
-            self._change_all(word, delta, worker, unseen)
+            self._change_all(word, delta, worker, unchecked)
         else:
-            if unseen and (self._scale is None or rows.numel() > self._undo_rows):
+            if unchecked and (self._scale is None or rows.numel() > self._undo_rows):
                 refuse_nonfinite(delta)  # sums of what is finite may be infinite
-                unseen = False
+                unchecked = False
             if self._scale is None or rows.numel() > self._undo_rows:
-                if places is not None:
-                    delta, places = torch.index_select(delta, 0, places), None
+                if delta_rows is not None:
+                    delta, delta_rows = torch.index_select(delta, 0, delta_rows), None
                 rows, delta = _add_up_repeats(rows, delta)
             if rows.numel() <= self._undo_rows:
-                self._change_rows(word, rows, delta, worker, unseen, places)
+                self._change_rows(word, rows, delta, worker, unchecked, delta_rows)
                 self._header[_WORD] = after
                 return
             self._change_many(word, rows, delta, worker)
@@ -315,8 +319,8 @@ class TableShard:
         rows: Tensor,
         delta: Tensor,
         worker: int,
-        unseen: bool,
-        places: Tensor | None,
+        unchecked: bool,
+        delta_rows: Tensor | None,
     ) -> None:
         header = self._header
         num_rows = rows.numel()
@@ -329,14 +333,14 @@ class TableShard:
         # A copy, clamped to the shard: an undo can rely on it, whatever the caller does to `rows`.
         clamp_rows(rows, self.num_rows, ids)
         if num_rows <= BLOCK_ROWS:
-            self._change_block(word, 0, ids, delta, places, worker, unseen)
+            self._change_block(word, 0, ids, delta, delta_rows, worker, unchecked)
             return
         for start in range(0, num_rows, BLOCK_ROWS):
             block = slice(start, min(start + BLOCK_ROWS, num_rows))
-            if places is None:
-                self._change_block(word, start, ids[block], delta[block], None, worker, unseen)
+            if delta_rows is None:
+                self._change_block(word, start, ids[block], delta[block], None, worker, unchecked)
             else:
-                self._change_block(word, start, ids[block], delta, places[block], worker, False)
+                self._change_block(word, start, ids[block], delta, delta_rows[block], worker, False)
             fail_point("half the rows written")
 
     def _change_block(
@@ -345,11 +349,11 @@ class TableShard:
         start: int,
         ids: Tensor,
         delta: Tensor,
-        places: Tensor | None,
+        delta_rows: Tensor | None,
         worker: int,
-        unseen: bool,
+        unchecked: bool,
     ) -> None:
-        if unseen:
+        if unchecked:
             refuse_nonfinite(delta)
         header, scale, side = self._header, self._scale, word & _CURRENT
         stop = start + ids.numel()
@@ -360,7 +364,7 @@ class TableShard:
         header[_ARMED] = word
         fail_point("undo written")
         if scale is not None:
-            self._rows[side][0].add(ids, delta, scale, places)
+            self._rows[side][0].add(ids, delta, scale, delta_rows)
             return
         news = [record[start:stop].clone() for record in self._sides[1 - side]]
         backup = self._backups[worker][ids] if self._backups else None
@@ -370,7 +374,7 @@ class TableShard:
 
     # --- an add of everything: on the other side --------------------------------------------------
 
-    def _change_all(self, word: int, delta: Tensor, worker: int, unseen: bool) -> None:
+    def _change_all(self, word: int, delta: Tensor, worker: int, unchecked: bool) -> None:
         block = max(1, _BLOCK_ELEMENTS // delta.shape[1])
         old, new = self._both(word)
         fail_point("undo written")
@@ -378,17 +382,17 @@ class TableShard:
             parts = (delta.split(block), old[0].split(block), new[0].split(block))
             for piece, source, target in zip(*parts, strict=True):
                 if self._scale == 1 and delta.nbytes >= PAST_CACHE_BYTES:
-                    if not sum_to(source, piece, target) and unseen:
+                    if not sum_to(source, piece, target) and unchecked:
                         raise NotFinite
                 else:
-                    if unseen:
+                    if unchecked:
                         refuse_nonfinite(piece)
                     torch.add(source, piece, alpha=self._scale, out=target)
                 fail_point("half the rows written")
             return
         for start in range(0, self.num_rows, block):
             rows = slice(start, start + block)
-            if unseen:
+            if unchecked:
                 refuse_nonfinite(delta[rows])
             for source, target in zip(old, new, strict=True):
                 target[rows].copy_(source[rows])
@@ -436,8 +440,8 @@ def _copy_rows(values: Tensor, rows: Tensor | None, out: Tensor) -> None:
 
 def _add_up_repeats(rows: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row once, and the sum of what was to be added to it, in the order given."""
-    unique, places = torch.unique(rows, return_inverse=True)
+    unique, inverse = torch.unique(rows, return_inverse=True)
     if len(unique) == rows.numel():
         return rows, delta
     summed = torch.zeros((len(unique), delta.shape[1]), dtype=delta.dtype, device="cpu")
-    return unique, summed.index_add_(0, places, delta)
+    return unique, summed.index_add_(0, inverse, delta)

@@ -18,13 +18,23 @@ from phalanx.tables.rounds import READY, OpenRegion, Rounds
 from phalanx.tables.shard import Entry, refuse_nonfinite
 from phalanx.tables.spec import TableLayout, TableSpec
 
-__all__ = ["READ_POINTS", "Sharded"]
+__all__ = ["READ_POINTS", "RegionStore", "Sharded"]
 
 _KEPT = {"spec", "_closed", "_last_undone"}
 """What a table still has when it is closed."""
 
 READ_POINTS = ("before read", "reader's lock held", "rows read")
-"""Where the chaos tests stop a get, in its order; it takes a lock only where adds overtake it."""
+"""Fail points of a get, in order; it takes a lock only where adds overtake it."""
+
+
+class RegionStore(Protocol):
+    """Where regions come from and go to."""
+
+    def open_region(self, name: str, nbytes: int, *, create: bool = True) -> Region:
+        """Return the region of that name and size."""
+
+    def remove_region(self, name: str) -> None:
+        """Let nobody find it any more, if it is there."""
 
 
 class ShardLike(Protocol):
@@ -51,27 +61,27 @@ P = TypeVar("P", bound=ShardLike)
 
 
 class _Closed:
-    """Stands in the place of what a closed table had; whoever still uses it is told so."""
+    """Stands in for what a closed table had; any use of it raises."""
 
     def __init__(self, table: str) -> None:
         self._table = table
 
     def _refuse(self, *_: object) -> NoReturn:
         raise StateError(
-            f"Table {self._table!r} must belong to a world that is open, but its world is closed."
+            f"Table {self._table!r} must belong to an open group, but its group is closed."
         )
 
     __getattr__ = __getitem__ = __iter__ = __len__ = _refuse
 
 
 class Sharded(Generic[P]):
-    """A table's memory; who makes it gives it its shards.
+    """A table's memory; the subclass makes its shards.
 
     Args:
         spec: What all workers agree on.
         region: The one that all workers open, with the page at its begin.
         open_region: Where others come from.
-        membership: Who works here.
+        membership: The workers of the run.
     """
 
     shards: Sequence[P]
@@ -167,9 +177,9 @@ class Sharded(Generic[P]):
         else:
             order, routed = self._route(rows, worker)
             found = torch.empty_like(out)
-            for shard, piece, places in routed:
+            for shard, piece, span in routed:
                 left_s = waiting.remaining_s()
-                self._read_from(shard, piece, found[places], worker, left_s, backs_up)
+                self._read_from(shard, piece, found[span], worker, left_s, backs_up)
             # The inverse of `order`, because selecting rows is four times as fast as placing them.
             ascending = torch.arange(order.numel(), device="cpu")
             back = torch.empty_like(order).scatter_(0, order, ascending)
@@ -207,15 +217,13 @@ class Sharded(Generic[P]):
         """Take a round's adds; every shard counts each, also those that have no row of it."""
         if self.spec.updater.merges_rounds is not None and entries:
             entries = [_merge(entries, self.spec.updater.merges_rounds)]
-        by_shard: list[list[Entry]] = [[] for _ in self.shards]
-        index_by_shard = {id(shard): index for index, shard in enumerate(self.shards)}
-        for entry in entries:
-            for part in by_shard:
-                part.append(self._nothing(entry))
-            for shard, piece in self._parts_of(entry):
-                by_shard[index_by_shard[id(shard)]][-1] = piece
-        for shard, pieces in zip(self.shards, by_shard, strict=True):
-            shard.apply_round(number, pieces, timeout_s)
+        parts = [{id(shard): part for shard, part in self._parts_of(e)} for e in entries]
+        for shard in self.shards:
+            own = [
+                of_entry.get(id(shard)) or self._nothing(entry)
+                for entry, of_entry in zip(entries, parts, strict=True)
+            ]
+            shard.apply_round(number, own, timeout_s)
 
     def _nothing(self, entry: Entry) -> Entry:
         return Entry(
@@ -227,8 +235,8 @@ class Sharded(Generic[P]):
     def _parts_of(self, entry: Entry) -> list[tuple[P, Entry]]:
         if len(self.shards) == 1:
             return [(self.shards[0], entry)]
-        rows, delta, worker, assigns, unseen, *_ = entry
-        if unseen:
+        rows, delta, worker, assigns, unchecked, *_ = entry
+        if unchecked:
             refuse_nonfinite(delta)
         if rows is None:
             spans = [(s, s.first_row, s.first_row + s.num_rows) for s in self.shards]
@@ -238,8 +246,8 @@ class Sharded(Generic[P]):
             ]
         order, routed = self._route(rows, worker)
         return [
-            (shard, Entry(piece, delta, worker, assigns, False, order[places]))
-            for shard, piece, places in routed
+            (shard, Entry(piece, delta, worker, assigns, False, order[span]))
+            for shard, piece, span in routed
         ]
 
     def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -249,7 +257,7 @@ class Sharded(Generic[P]):
     def _route(self, rows: Tensor, worker: int) -> tuple[Tensor, list[tuple[P, Tensor, slice]]]:
         """Sort rows by shard, those of one shard as they came.
 
-        Each worker begins with another shard, so that two who add at once are seldom at the same.
+        Each worker begins with another shard, so that two adds at once seldom meet at one.
 
         Returns:
             Where in the list the sorted rows stood; and for each shard that has any of them its

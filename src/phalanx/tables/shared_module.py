@@ -57,7 +57,7 @@ class SharedModule:
     Args:
         module: Whose parameters and buffers are shared. It takes the master's values, at once, or
             what became of them for a worker that comes later.
-        world: This worker's place, from :func:`phalanx.tables.join`.
+        world: This worker's group, from :func:`phalanx.tables.join`.
         every: How many steps there are between two exchanges.
         merge: "mean" makes one step as long as a worker's own of what n workers found; "sum" one
             that may be n times as long.
@@ -123,10 +123,10 @@ class SharedModule:
         self._ticked = False
         parameters, statistics, counters = _sort_tensors(module)
         self._exchanges = [
-            *(self._open_parameters(name, FlatTensors(*group)) for group in parameters),
-            *(self._open_statistics(name, FlatTensors(*group)) for group in statistics),
+            *(self._open_parameters(name, flat) for flat in parameters),
+            *(self._open_statistics(name, flat) for flat in statistics),
         ]
-        self._agree_on_shapes(name, [*parameters, *statistics], counters)
+        self._agree_on_shapes(name, [*parameters, *statistics, counters])
         self._take_counters(name, counters)
         self._receive()
 
@@ -170,12 +170,9 @@ class SharedModule:
         )
         return StatisticsExchange(flat, table, in_rounds=in_rounds)
 
-    def _agree_on_shapes(self, name: str | None, groups: Groups, counters: _Tensors) -> None:
+    def _agree_on_shapes(self, name: str | None, groups: list[FlatTensors]) -> None:
         """Raise if another worker's module has as many numbers, but in other shapes."""
-        shapes = [
-            [list(tensor.shape) for tensor in tensors.values()]
-            for tensors in (*(group for group, _ in groups), counters)
-        ]
+        shapes = [flat.shapes for flat in groups]
         digest = hashlib.sha256(json.dumps(shapes).encode()).digest()
         ours = torch.frombuffer(bytearray(digest), dtype=torch.int64)
         table_name = self._table_name(name, "shapes", torch.int64)
@@ -186,9 +183,8 @@ class SharedModule:
                 f"that share {table.name!r}, but the master's has others."
             )
 
-    def _take_counters(self, name: str | None, counters: dict[str, Tensor]) -> None:
-        if counters:
-            flat = FlatTensors(counters, torch.int64)
+    def _take_counters(self, name: str | None, flat: FlatTensors) -> None:
+        if flat.size:
             values = flat.gather()
             table_name = self._table_name(name, "counters", flat.dtype)
             table = self._world.array(
@@ -222,7 +218,7 @@ class SharedModule:
             PeerTimeout: A worker for whom the mode waits stayed away; ``.rank`` is it. What was
                 added stays; the next ``sync`` goes on from there and gives nothing twice, and what
                 was trained between the two is kept for the sync after.
-            StateError: This worker has left the world.
+            StateError: This worker has left the group.
 
         Collective: Synchronous: all workers. Blocks: As a table's ``get`` in its mode.
         """
@@ -308,11 +304,7 @@ class SharedModule:
         )
 
 
-_Tensors = dict[str, Tensor]
-Groups = list[tuple[_Tensors, torch.dtype]]
-
-
-def _sort_tensors(module: nn.Module) -> tuple[Groups, Groups, dict[str, Tensor]]:
+def _sort_tensors(module: nn.Module) -> tuple[list[FlatTensors], list[FlatTensors], FlatTensors]:
     """Return parameters, floating-point buffers and all other buffers, each tensor once."""
     parameters: list[tuple[str, Tensor]] = list(module.named_parameters())
     buffers = list(module.named_buffers())
@@ -330,8 +322,4 @@ def _sort_tensors(module: nn.Module) -> tuple[Groups, Groups, dict[str, Tensor]]
     buffers = [(name, tensor) for name, tensor in buffers if id(tensor) not in known]
     floating = [item for item in buffers if item[1].is_floating_point() or item[1].is_complex()]
     counters = {n: t for n, t in buffers if not (t.is_floating_point() or t.is_complex())}
-    return _groups(parameters), _groups(floating), counters
-
-
-def _groups(tensors: list[tuple[str, Tensor]]) -> Groups:
-    return [(group, dtype) for dtype, group in split_by_dtype(tensors).items()]
+    return split_by_dtype(parameters), split_by_dtype(floating), FlatTensors(counters, torch.int64)

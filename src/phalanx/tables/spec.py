@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.ipc import ALIGN_BYTES, Region
+from phalanx.ipc import Region, aligned
 from phalanx.plan import Staleness, equal_sizes
 from phalanx.tables.membership import MAX_WORKERS
-from phalanx.tables.updaters import Updater, parse_updater, state_dtype
+from phalanx.tables.updaters import Updater, state_dtype
 
-__all__ = ["DTYPES", "TableLayout", "TableSpec", "make_spec", "view_backups", "view_parts"]
+__all__ = ["DTYPES", "TableLayout", "TableSpec", "read_dtype", "view_backups", "view_parts"]
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -96,8 +96,6 @@ class TableSpec:
             raise ConfigError(
                 f"`num_shards` must be at most {MAX_SHARDS}, but is {self.num_shards}."
             )
-        if self.dtype not in DTYPES.values():
-            raise ConfigError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {self.dtype!r}.")
         if not self.dtype.is_floating_point and not self.updater.any_dtype:
             raise ConfigError(
                 f"`updater` must be 'sum' for a table of {self.dtype}, but is "
@@ -176,10 +174,10 @@ class TableLayout:
         sides: list[list[int]] = []
         for _ in range(2):
             side = [at]
-            at = _aligned(at + spec.rows * spec.cols * spec.dtype.itemsize)
+            at = aligned(at + spec.rows * spec.cols * spec.dtype.itemsize)
             for width in widths:
                 side.append(at)
-                at = _aligned(at + spec.rows * width * state_bytes)
+                at = aligned(at + spec.rows * width * state_bytes)
             sides.append(side)
         shard_starts = [0]
         for size in equal_sizes(spec.rows, spec.num_shards):
@@ -191,7 +189,7 @@ class TableLayout:
         ids = []
         for capacity in undo_rows:
             ids.append(at)
-            at = _aligned(at + 8 * capacity)
+            at = aligned(at + 8 * capacity)
         backups = at
         at += spec.num_backups * cls.backup_bytes(spec)
         states = tuple((sides[0][1 + i], sides[1][1 + i], width) for i, width in enumerate(widths))
@@ -203,7 +201,7 @@ class TableLayout:
     @staticmethod
     def backup_bytes(spec: TableSpec) -> int:
         """Return the size of one worker's copy."""
-        return _aligned(spec.rows * spec.cols * spec.dtype.itemsize)
+        return aligned(spec.rows * spec.cols * spec.dtype.itemsize)
 
 
 def view_parts(region: Region, spec: TableSpec, layout: TableLayout) -> list[tuple[Tensor, Tensor]]:
@@ -230,53 +228,9 @@ def view_backups(region: Region, spec: TableSpec, layout: TableLayout) -> list[T
     ]
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def make_spec(
-    name: str,
-    rows: int,
-    cols: int,
-    *,
-    is_array: bool,
-    dtype: object,
-    updater: object,
-    num_shards: int,
-    staleness: Staleness,
-    nonfinite: str,
-    num_workers: int,
-    capacity: int = 0,
-) -> TableSpec:
-    """Read what a user gave for a table."""
-    if isinstance(dtype, str):
-        dtype = DTYPES.get(dtype, dtype)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {dtype!r}.")
-    if not isinstance(updater, str | Mapping | Updater):
-        raise ConfigError(
-            "`updater` must be a name, a mapping with a name and options, or an updater, but is "
-            f"{updater!r}."
-        )
-    rule = parse_updater(updater)
-    backups = 0
-    if rule.keeps_backups:
-        backups = num_workers
-        if backups == 0:
-            raise ConfigError(
-                f"`num_workers` must be given to `join` for updater {rule.name!r}, which keeps a "
-                "copy of the rows for each worker, but is not."
-            )
-    return TableSpec(
-        name=name,
-        rows=rows,
-        cols=cols,
-        is_array=is_array,
-        dtype=dtype,
-        updater=rule,
-        num_shards=num_shards,
-        staleness=staleness,
-        nonfinite=nonfinite,
-        num_backups=backups,
-        capacity=capacity,
-    )
+def read_dtype(given: object) -> torch.dtype:
+    """Return a table's dtype, given as torch's or by name."""
+    dtype = DTYPES.get(given) if isinstance(given, str) else given
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        raise ConfigError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {given!r}.")
+    return dtype

@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.tables.membership import Membership
 from phalanx.tables.rounds import OpenRegion
 from phalanx.tables.shard import TableShard
-from phalanx.tables.sharded import Sharded
+from phalanx.tables.sharded import RegionStore, Sharded
 from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
 
 __all__ = ["Storage", "agree_on"]
@@ -53,16 +53,16 @@ class Storage(Sharded[TableShard]):
 
     Args:
         spec: What all workers agree on.
-        open_region: Where the region comes from.
-        membership: Who works here.
+        regions: Where the region comes from.
+        membership: The workers of the run.
     """
 
     shards: list[TableShard]
 
-    def __init__(self, spec: TableSpec, open_region: OpenRegion, membership: Membership) -> None:
+    def __init__(self, spec: TableSpec, regions: RegionStore, membership: Membership) -> None:
         self._layout = layout = TableLayout.of(spec)
-        region = open_region(f"table-{spec.name}", layout.nbytes)
-        super().__init__(spec, region, open_region, membership)
+        region = regions.open_region(f"table-{spec.name}", layout.nbytes)
+        super().__init__(spec, region, regions.open_region, membership)
         self._parts = view_parts(region, spec, layout)
         backups = view_backups(region, spec, layout)
         self.shards = [self._shard(index, backups) for index in range(spec.num_shards)]
@@ -93,18 +93,14 @@ class Storage(Sharded[TableShard]):
             first_row=first,
         )
 
-    def _write_first(self, init: Tensor | None) -> None:
+    def _write_first(self, init: Tensor) -> None:
         for shard in self.shards:
             shard.begin()
         for (state, _), first in zip(
             self._parts[1:], self.spec.updater.first_states(), strict=True
         ):
             state.fill_(first)
-        values = self._parts[0][0]
-        if init is None:
-            values.zero_()
-        else:
-            values.copy_(init)
+        self._parts[0][0].copy_(init)
 
     def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         return np.searchsorted(self._bounds, rows, side="right").astype(np.uint8)

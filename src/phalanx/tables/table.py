@@ -22,7 +22,7 @@ from phalanx.tables.shard import Entry, NotFinite
 from phalanx.tables.snapshots import load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.storage import Storage
-from phalanx.tables.values import read_delta, read_out, read_rows
+from phalanx.tables.values import read_delta, read_out, read_rows, read_value
 
 __all__ = ["Numbers", "PendingGet", "Rows", "Table", "TableStats"]
 
@@ -40,13 +40,11 @@ class TableWorker(Protocol):
     timeout_s: float
     closed: bool
     left: bool
+    forked: bool
     membership: Membership
 
     def is_counted(self) -> bool:
         """Tell whether this worker has not left."""
-
-    def is_forked(self) -> bool:
-        """Tell whether this process was forked from the one that joined."""
 
 
 @dataclass
@@ -100,7 +98,7 @@ class Table:
         self._is_bounded = spec.staleness.is_bounded
         self._is_guarded = spec.nonfinite != "allow"
         # The storage still can refuse the add: no other worker has seen it.
-        self._storage_may_look = self._is_guarded and not self._is_bulk
+        self._storage_may_check = self._is_guarded and not self._is_bulk
         self._seen_clock = -1  # lowest clock at the last staleness check
 
     @property
@@ -148,12 +146,12 @@ class Table:
         spec = self._spec
         index = None if rows is None else read_rows(rows, spec)
         value = read_delta(delta, spec, None if index is None else index.numel())
-        unseen = self._storage_may_look and value.numel() > _LARGE
-        if self._is_guarded and not unseen and not all_finite(value):
+        unchecked = self._storage_may_check and value.numel() > _LARGE
+        if self._is_guarded and not unchecked and not all_finite(value):
             self._refuse_nonfinite()
             return
         try:
-            self._take(Entry(index, value, self._world.worker_id, False, unseen))
+            self._take(Entry(index, value, self._world.worker_id, False, unchecked))
         except NotFinite:
             self._refuse_nonfinite()
             return
@@ -193,11 +191,7 @@ class Table:
         """
         self._check_open()
         self._check_master("assign")
-        delta = read_delta(value, self._spec, None, "value")
-        if self._is_guarded and not all_finite(delta):
-            raise ConfigError(
-                f"`value` must be finite for table {self.name!r}, but holds NaN or infinity."
-            )
+        delta = read_value(value, self._spec, None)
         if self._is_bulk:
             self._take(Entry(None, delta, self._world.worker_id, assigns=True))
         else:
@@ -263,10 +257,10 @@ class Table:
             target, answer = read_out(out, spec, num_rows), out
         return PendingGet(self, index, target, answer)
 
-    def _come(self) -> object:
+    def _arrive(self) -> object:
         world = self._world
         if self._is_bulk and world.is_counted():
-            return self._storage.rounds.come(world.worker_id)
+            return self._storage.rounds.arrive(world.worker_id)
         return None
 
     def _read(self, rows: Tensor | None, target: Tensor, arrival: Any) -> None:  # Any: rounds' own
@@ -342,9 +336,9 @@ class Table:
     def _check_open(self) -> None:
         if self._world.closed:
             raise StateError(
-                f"Table {self.name!r} must belong to a world that is open, but its world is closed."
+                f"Table {self.name!r} must belong to an open group, but its group is closed."
             )
-        if self._world.is_forked():
+        if self._world.forked:
             raise StateError(
                 f"Table {self.name!r} must be used by the process that opened it, but this one was "
                 "forked from that. Call `join` here, and open the table again."
@@ -353,9 +347,10 @@ class Table:
     def __repr__(self) -> str:
         spec = self._spec
         dtype = str(spec.dtype).removeprefix("torch.")
-        kind = "x".join(str(n) for n in spec.shape)
+        shape = f"keys x {spec.cols}" if spec.has_keys else "x".join(map(str, spec.shape))
         mode = f", {spec.staleness.as_argument}" if spec.staleness.as_argument else ""
-        return f"Table({spec.name!r}, {kind} {dtype}, updater={spec.updater!r}{mode})"
+        kind = type(self).__name__
+        return f"{kind}({spec.name!r}, {shape} {dtype}, updater={spec.updater!r}{mode})"
 
 
 class PendingGet:
@@ -367,7 +362,7 @@ class PendingGet:
         self._rows = rows
         self._target = target
         self._answer = answer
-        self._arrival = table._come()
+        self._arrival = table._arrive()
         self._done = False
 
     def wait(self) -> Tensor:

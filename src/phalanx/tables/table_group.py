@@ -1,26 +1,26 @@
-"""The workers of a run on this host, and one worker's place among them."""
+"""The workers of a run on this host, and one worker as a member of them."""
 
 from __future__ import annotations
 
-import os
 import warnings
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.ipc import wait_until
-from phalanx.memory import all_finite
+from phalanx.ipc import register_at_fork, wait_until
 from phalanx.plan import Staleness, check_argument, say_numbers
 from phalanx.tables.joining import read_join_request
 from phalanx.tables.key_shard import MAX_CAPACITY
+from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.key_table import KeyTable
 from phalanx.tables.row_initializer import Uniform, read_row_init
-from phalanx.tables.run_context import RunContext
-from phalanx.tables.spec import TableSpec, make_spec
+from phalanx.tables.run_context import RunContext, S
+from phalanx.tables.spec import TableSpec, read_dtype
+from phalanx.tables.storage import Storage
 from phalanx.tables.table import Numbers, Table, wait_for_clocks
-from phalanx.tables.updaters import Updater
-from phalanx.tables.values import read_delta, read_number
+from phalanx.tables.updaters import Updater, parse_updater
+from phalanx.tables.values import read_init
 
 __all__ = [
     "TableGroup",
@@ -38,7 +38,7 @@ _LONGEST_S = 1e6
 
 
 class TableGroup:
-    """One worker's place in a run; made by :func:`join`.
+    """One worker as a member of a run; made by :func:`join`.
 
     Attributes:
         worker_id: This worker's number, from 0.
@@ -58,23 +58,24 @@ class TableGroup:
         self.membership = context.membership
         self.closed = False
         self.left = False
-        self._turn = context.membership.turn(worker_id)
+        self.forked = False  # a forked child is not this worker
+        self._incarnation = context.membership.incarnation(worker_id)
         self._context = context
-        self._pid = os.getpid()
         self._num_tables = 0
         self._tick_bound: int | None = staleness.bound if staleness.is_bounded else None
         context.count_in()
+        register_at_fork(self._note_fork)
 
-    # --- who is here ------------------------------------------------------------------------------
+    # --- the workers -----------------------------------------------------------------------------
 
     @property
     def num_workers(self) -> int:
-        """How many workers are waited for: those here, and those expected who never came."""
+        """How many workers are waited for: those here, and those expected that never came."""
         return self.membership.num_workers()
 
     @property
     def workers(self) -> list[int]:
-        """The numbers of the workers that are here; who is dead is no longer among them."""
+        """The numbers of the workers that are here, without the dead."""
         self._check_open()
         self.membership.mark_dead(self.timeout_s)
         return self.membership.here()
@@ -82,7 +83,7 @@ class TableGroup:
     @property
     def is_master(self) -> bool:
         """Whether this is the lowest worker that is waited for."""
-        if self.closed or self.membership.turn(self.worker_id) != self._turn:
+        if self.closed or self.membership.incarnation(self.worker_id) != self._incarnation:
             return False
         return self.membership.master(self.worker_id, self.timeout_s) == self.worker_id
 
@@ -90,7 +91,7 @@ class TableGroup:
         """Wait until every worker has come to the barrier ``name``; return the round, from 1.
 
         Raises:
-            PeerTimeout: A worker stayed away; ``.rank`` is the first. Who gives up may come again.
+            PeerTimeout: A worker stayed away; ``.rank`` is the first. This one may come again.
 
         Collective: All workers. Blocks: Until the last has come, left or died.
         """
@@ -144,7 +145,7 @@ class TableGroup:
         Tables stay readable, but take no more adds of this worker.
         """
         if not self.closed and self.is_counted():
-            self.membership.leave(self.worker_id, self._turn, self.timeout_s)
+            self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
         self.left = True
 
     def close(self) -> None:
@@ -155,14 +156,14 @@ class TableGroup:
                 seconds. Close again when that has ended.
 
         Blocks: Until the workers that were announced have come, else they would come to a run that
-        is not there any more, and it warns who has not; and until the calls of other threads have
-        ended; at most ``timeout_s`` each.
+        is not there any more (a warning names those that have not); and until the calls of other
+        threads have ended; at most ``timeout_s`` each.
         """
         self._wait_for_expected(stacklevel=3)
         self._leave_and_close()
 
     def _wait_for_expected(self, stacklevel: int) -> None:
-        if self.closed or self.is_forked() or self.run is None:
+        if self.closed or self.forked or self.run is None:
             return
         missing = self.membership.expected_missing
         if not wait_until(lambda: not missing(), self.timeout_s):
@@ -176,7 +177,7 @@ class TableGroup:
     def _leave_and_close(self) -> None:
         if self.closed:
             return
-        if not self.is_forked():  # a forked child is not this worker
+        if not self.forked:
             self.leave()
         self.closed = True
         try:
@@ -217,9 +218,9 @@ class TableGroup:
             ...     table.get().tolist()
             [11.0, 22.0, 33.0]
         """
-        return self._table(
-            size, 1, True, dtype, updater, init, name, sync, staleness, num_shards, nonfinite
-        )
+        options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
+        spec = self._spec(size, 1, *options, is_array=True)
+        return Table(spec, self._open(Storage, spec, read_init(init, spec), name), self)
 
     def matrix(
         self,
@@ -247,7 +248,7 @@ class TableGroup:
             init: What it holds at first: one number or all of them; 0 if None.
             name: None for the next number, counted by each worker: then all open their tables in
                 the same order.
-            sync: True for bulk-synchronous; False for asynchronous; None for the world's mode.
+            sync: True for bulk-synchronous; False for asynchronous; None for the group's mode.
             staleness: k for bounded staleness; 0 is bulk-synchronous.
             num_shards: Ranges of rows that are locked apart. More let more workers add at once;
                 an add then costs several times as much where it has few rows, and is whole or
@@ -263,9 +264,9 @@ class TableGroup:
 
         Collective: All workers, in bulk-synchronous tables. Blocks: Until the master has opened it.
         """
-        return self._table(
-            rows, cols, False, dtype, updater, init, name, sync, staleness, num_shards, nonfinite
-        )
+        options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
+        spec = self._spec(rows, cols, *options)
+        return Table(spec, self._open(Storage, spec, read_init(init, spec), name), self)
 
     def keys(
         self,
@@ -285,15 +286,10 @@ class TableGroup:
 
         Args:
             cols: Row width, at least 1.
-            dtype: float32, float64, bfloat16, int32 or int64.
-            updater: A name, a mapping of name and options, or an updater.
+            dtype, updater, name, sync, staleness, nonfinite: As for :meth:`matrix`.
             init: What every row holds at first, and what keys read as that are not there: a number,
                 a row, or :class:`~phalanx.tables.Uniform`. The master's counts.
-            name: As for :meth:`matrix`.
-            sync: As for :meth:`matrix`.
-            staleness: As for :meth:`matrix`.
-            num_shards: ShardLike, by key, that are locked apart and grow apart.
-            nonfinite: As for :meth:`matrix`.
+            num_shards: Shards, by key, that are locked apart and grow apart.
             capacity: For how many keys there is room at first; the next power of two. Where they
                 are more, the table moves into one twice as large, or larger.
 
@@ -310,49 +306,18 @@ class TableGroup:
             ...     table
             KeyTable('table-0', keys x 3 float32, updater=Sum())
         """
-        self._check_open()
         if type(capacity) is not int or not 1 <= capacity <= MAX_CAPACITY:
             raise ConfigError(
                 f"`capacity` must be an integer from 1 to {MAX_CAPACITY}, but is {capacity!r}."
             )
-        spec = self._spec(
-            0, cols, False, dtype, updater, name, sync, staleness, num_shards, nonfinite, capacity
-        )
-        first = read_row_init(init, spec)
-        storage = self._context.key_storage(spec, self.timeout_s)
-        storage.open(self.worker_id, first, self.timeout_s)
-        self._count_table(name, spec)
-        return KeyTable(spec, storage, self)
-
-    def _table(
-        self,
-        rows: int,
-        cols: int,
-        is_array: bool,
-        dtype: torch.dtype | str,
-        updater: str | dict[str, object] | Updater,
-        init: Numbers | float | None,
-        name: str | None,
-        sync: bool | None,
-        staleness: int | None,
-        num_shards: int,
-        nonfinite: str,
-    ) -> Table:
-        self._check_open()
-        spec = self._spec(
-            rows, cols, is_array, dtype, updater, name, sync, staleness, num_shards, nonfinite
-        )
-        first = _read_init(init, spec)
-        storage = self._context.storage(spec, self.timeout_s)
-        storage.open(self.worker_id, first, self.timeout_s)
-        self._count_table(name, spec)
-        return Table(spec, storage, self)
+        options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
+        spec = self._spec(0, cols, *options, capacity=capacity)
+        return KeyTable(spec, self._open(KeyStorage, spec, read_row_init(init, spec), name), self)
 
     def _spec(
         self,
         rows: int,
         cols: int,
-        is_array: bool,
         dtype: torch.dtype | str,
         updater: str | dict[str, object] | Updater,
         name: str | None,
@@ -360,48 +325,59 @@ class TableGroup:
         staleness: int | None,
         num_shards: int,
         nonfinite: str,
+        *,
+        is_array: bool = False,
         capacity: int = 0,
     ) -> TableSpec:
-        return make_spec(
-            f"table-{self._num_tables}" if name is None else name,
-            rows,
-            cols,
+        self._check_open()
+        rule = parse_updater(updater)
+        return TableSpec(
+            name=f"table-{self._num_tables}" if name is None else name,
+            rows=rows,
+            cols=cols,
             is_array=is_array,
-            dtype=dtype,
-            updater=updater,
+            dtype=read_dtype(dtype),
+            updater=rule,
             num_shards=num_shards,
             staleness=read_mode(sync, staleness, self.staleness),
             nonfinite=nonfinite,
-            num_workers=self._num_slots(),
+            num_backups=self._num_backups(rule),
             capacity=capacity,
         )
 
-    def _count_table(self, name: str | None, spec: TableSpec) -> None:
+    def _open(self, kind: type[S], spec: TableSpec, init: Any, name: str | None) -> S:
+        storage = self._context.storage(kind, spec, self.timeout_s)
+        storage.open(self.worker_id, init, self.timeout_s)
         self._num_tables += name is None
-        self._note_bound(spec.staleness)
-
-    def _num_slots(self) -> int:
-        """How many workers there can ever be, where that is known."""
-        alone = self._context.run is None and self.membership.here() == [0]
-        return self.membership.num_expected or int(alone)
-
-    def _note_bound(self, staleness: Staleness) -> None:
-        if staleness.is_bounded and staleness.bound is not None:
-            bounds = [b for b in (self._tick_bound, staleness.bound) if b is not None]
+        if spec.staleness.is_bounded:
+            bounds = [b for b in (self._tick_bound, spec.staleness.bound) if b is not None]
             self._tick_bound = min(bounds)
+        return storage
+
+    def _num_backups(self, updater: Updater) -> int:
+        """Return how many workers there can ever be, for an updater that needs a copy for each."""
+        if not updater.keeps_backups:
+            return 0
+        alone = self._context.run is None and self.membership.here() == [0]
+        found = self.membership.num_expected or int(alone)
+        if not found:
+            raise ConfigError(
+                f"`num_workers` must be given to `join` for updater {updater.name!r}, which keeps "
+                "a copy of the rows for each worker, but is not."
+            )
+        return found
 
     def is_counted(self) -> bool:
         """Tell whether this worker has not left; another may have its number since."""
-        return self.membership.is_here(self.worker_id, self._turn)
+        return self.membership.is_here(self.worker_id, self._incarnation)
 
-    def is_forked(self) -> bool:
-        """Tell whether the process that joined is another one, which forked this one."""
-        return os.getpid() != self._pid
+    def _note_fork(self) -> None:
+        self.forked = True
 
     def _check_open(self) -> None:
-        if self.closed or self.is_forked():
+        if self.closed or self.forked:
             why = "is closed" if self.closed else "was joined by the process that forked this one"
-            raise StateError(f"The world must be joined by this worker, but {why}. Call `join`.")
+            raise StateError(f"The group must be joined by this worker, but {why}. Call `join`.")
 
     def _check_counted(self, what: str) -> None:
         if not self.is_counted():
@@ -433,8 +409,8 @@ def join(
             started us (torchrun, mpirun, srun), else for this process and its threads alone.
         sync: Whether tables are bulk-synchronous unless they say otherwise.
         staleness: k for bounded staleness, unless tables say otherwise; 0 is bulk-synchronous.
-        num_workers: How many will come. Then barriers and rounds wait for those too who have not
-            come yet; else only for those who are here.
+        num_workers: How many will come. Then barriers and rounds wait for those too that have not
+            come yet; else only for those that are here.
         create: Whether to begin the run if nobody has.
         timeout_s: How long calls wait for others.
 
@@ -499,22 +475,6 @@ def read_mode(sync: object, staleness: int | None, default: Staleness) -> Stalen
     return default if sync is None else Staleness(0 if sync else None)
 
 
-def _read_init(init: object, spec: TableSpec) -> Tensor | None:
-    if init is None:
-        return None
-    if isinstance(init, int | float) and not isinstance(init, bool):
-        if isinstance(init, float) and not spec.dtype.is_floating_point:
-            raise ConfigError(f"`init` must be an integer for {spec.dtype}, but is {init!r}.")
-        value = read_number(init, spec, "init")
-    else:
-        value = read_delta(init, spec, None, "init")
-    if spec.nonfinite != "allow" and not all_finite(value):
-        raise ConfigError(
-            f"`init` must be finite for table {spec.name!r}, but holds NaN or infinity."
-        )
-    return value
-
-
 # --- one group per process, for scripts that pass nothing around ----------------------------------
 
 _current: TableGroup | None = None
@@ -528,7 +488,7 @@ def init(
     num_workers: int | None = None,
     timeout_s: float = 30.0,
 ) -> TableGroup:
-    """Join, as :func:`phalanx.tables.join`, and keep the world for the functions beside this one.
+    """Join, as :func:`phalanx.tables.join`, and keep the group for the functions beside this one.
 
     Raises:
         StateError: This process has joined already.
@@ -549,7 +509,7 @@ def init(
 
 
 def current() -> TableGroup:
-    """Return the world of :func:`init`.
+    """Return the group of :func:`init`.
 
     Raises:
         StateError: There is none.
@@ -565,7 +525,7 @@ def barrier(name: str = "barrier", timeout_s: float | None = None) -> int:
 
 
 def shutdown() -> None:
-    """Leave the world of :func:`init`; without one, do nothing."""
+    """Leave the group of :func:`init`; without one, do nothing."""
     global _current
     if _current is not None:
         _current.close()

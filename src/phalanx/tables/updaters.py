@@ -28,6 +28,7 @@ __all__ = [
     "DcAsgd",
     "Momentum",
     "Nesterov",
+    "RmsProp",
     "RowFunction",
     "RowwiseAdaGrad",
     "Sgd",
@@ -83,11 +84,11 @@ class Updater:
                     f"Option `{option.name}` of updater {self.name!r} must be a number, but is "
                     f"{value!r}."
                 )
-            low, high = _RANGES[option.name]
-            if not low <= value < high:
+            high = 1.0 if option.name in _BELOW_ONE else math.inf
+            if not 0 <= value < high:
                 raise ConfigError(
-                    f"Option `{option.name}` of updater {self.name!r} must be at least {low:g} and "
-                    f"below {high:g}, but is {value!r}."
+                    f"Option `{option.name}` of updater {self.name!r} must be at least 0 and below "
+                    f"{high:g}, but is {value!r}."
                 )
 
     @property
@@ -122,15 +123,7 @@ class Updater:
         return {"name": self.name, **asdict(self)}
 
 
-_RANGES = {
-    "lr": (0.0, math.inf),
-    "momentum": (0.0, 1.0),
-    "beta1": (0.0, 1.0),
-    "beta2": (0.0, 1.0),
-    "eps": (0.0, math.inf),
-    "initial": (0.0, math.inf),
-    "compensation": (0.0, math.inf),
-}
+_BELOW_ONE = ("momentum", "alpha", "beta1", "beta2")  # the share of the past that stays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +261,34 @@ class RowwiseAdaGrad(AdaGrad):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RmsProp(Updater):
+    """v = α · v + (1 − α) · g²;  w −= lr · g / (√v + eps).
+
+    Unlike AdaGrad's sum, the average forgets: rows go on learning however often they were touched.
+
+    Args:
+        lr: The learning rate.
+        alpha: α, how much of the past stays, below 1.
+        eps: Keeps the division away from 0.
+
+    Source: Tieleman and Hinton, Coursera 2012, lecture 6.5; as ``torch.optim.RMSprop``.
+    """
+
+    name: ClassVar[str] = "rmsprop"
+    states: ClassVar[tuple[str, ...]] = ("element",)
+    lr: float = 0.01
+    alpha: float = 0.99
+    eps: float = 1e-8
+
+    def apply(self, change: Change) -> None:
+        """Go down the scaled gradient."""
+        (v,) = change.states
+        gradient = change.delta_KD.to(v.dtype)
+        v.mul_(self.alpha).addcmul_(gradient, gradient, value=1 - self.alpha)
+        change.rows_KD.addcdiv_(gradient, v.sqrt().add_(self.eps), value=-self.lr)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Adam(Updater):
     """m, v: moving averages of g and g², corrected by how often this row was touched.
 
@@ -358,7 +379,7 @@ class _Registered(Updater):
 
 _BUILT_IN: dict[str, type[Updater]] = {
     kind.name: kind
-    for kind in (Sum, Sgd, Momentum, Nesterov, AdaGrad, RowwiseAdaGrad, Adam, DcAsgd)
+    for kind in (Sum, Sgd, Momentum, Nesterov, AdaGrad, RowwiseAdaGrad, RmsProp, Adam, DcAsgd)
 }
 _registered: dict[str, _Registered] = {}
 
@@ -387,11 +408,12 @@ def register_updater(name: str, function: RowFunction) -> None:
     _registered[name] = _Registered(function=function, registered_as=name)
 
 
-def parse_updater(given: str | Mapping[str, object] | Updater) -> Updater:
+def parse_updater(given: object) -> Updater:
     """Return the updater that was meant: by name, by name and options, or itself.
 
     Raises:
-        ConfigError: The name or an option is unknown, or an option's value cannot be.
+        ConfigError: It is none of these, the name or an option is unknown, or an option's value
+            cannot be.
 
     Example:
         >>> parse_updater("sgd")
@@ -401,6 +423,11 @@ def parse_updater(given: str | Mapping[str, object] | Updater) -> Updater:
     """
     if isinstance(given, Updater):
         return given
+    if not isinstance(given, str | Mapping):
+        raise ConfigError(
+            "`updater` must be a name, a mapping with a name and options, or an updater, but is "
+            f"{given!r}."
+        )
     options = {"name": given} if isinstance(given, str) else dict(given)
     name = options.pop("name", None)
     if isinstance(name, str) and name in _registered:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from phalanx.errors import ConfigError
-from phalanx.memory import all_within, has_memory
+from phalanx.memory import all_finite, all_within, has_memory
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["read_delta", "read_number", "read_out", "read_rows"]
+__all__ = ["read_delta", "read_init", "read_out", "read_rows", "read_value"]
 
 
 def read_rows(given: object, spec: TableSpec) -> Tensor:
@@ -43,7 +43,7 @@ def read_rows(given: object, spec: TableSpec) -> Tensor:
             f"Row {low if low < 0 else high} is outside table {spec.name!r}, which has {spec.rows} "
             f"row{plural}."
         )
-    # Keys are looked up twice on their way, which must find the same, whoever changes the list.
+    # A copy: keys are looked up twice, and another thread may change the caller's between the two.
     return rows.clone() if spec.has_keys else rows
 
 
@@ -175,15 +175,39 @@ def read_out(out: object, spec: TableSpec, num_rows: int) -> Tensor:
     return out.view(-1, 1) if spec.is_array else out
 
 
-def read_number(given: float, spec: TableSpec, name: str) -> Tensor:
-    """Return a number as a table holds it, without dimensions.
+def read_value(given: object, spec: TableSpec, num_rows: int | None, name: str = "value") -> Tensor:
+    """Return what rows become, past the updater, as :func:`read_delta` returns a delta.
 
     Raises:
-        ConfigError: The table's dtype does not hold it.
+        ConfigError: Shape or dtype is another, or it holds what the table does not take.
     """
-    try:
-        return torch.full((), given, dtype=spec.dtype, device="cpu")
-    except (RuntimeError, OverflowError) as exc:
+    value = read_delta(given, spec, num_rows, name)
+    _refuse_nonfinite(value, spec, name)
+    return value
+
+
+def read_init(given: object, spec: TableSpec, num_rows: int | None = None) -> Tensor:
+    """Return what rows hold at first: all values, or one number (None for 0) without dimensions.
+
+    Raises:
+        ConfigError: It does not fit the table.
+    """
+    if given is None or (isinstance(given, int | float) and not isinstance(given, bool)):
+        if isinstance(given, float) and not spec.dtype.is_floating_point:
+            raise ConfigError(f"`init` must be an integer for {spec.dtype}, but is {given!r}.")
+        try:
+            value = torch.full((), given or 0, dtype=spec.dtype, device="cpu")
+        except (RuntimeError, OverflowError) as exc:
+            raise ConfigError(
+                f"`init` must be a number that {spec.dtype} holds, but is {given!r}."
+            ) from exc
+        _refuse_nonfinite(value, spec, "init")
+        return value
+    return read_value(given, spec, num_rows, "init")
+
+
+def _refuse_nonfinite(value: Tensor, spec: TableSpec, name: str) -> None:
+    if spec.nonfinite != "allow" and not all_finite(value):
         raise ConfigError(
-            f"`{name}` must be a number that {spec.dtype} holds, but is {given!r}."
-        ) from exc
+            f"`{name}` must be finite for table {spec.name!r}, but holds NaN or infinity."
+        )

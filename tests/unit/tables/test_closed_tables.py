@@ -77,7 +77,7 @@ def test_closing_a_world_frees_its_tables_though_handles_are_kept(use, run):
         table = use(world)
         assert held()[0] - before[0] > 4 * PAGE_BYTES
     assert held()[0] - before[0] <= PAGE_BYTES
-    with pytest.raises(StateError, match="its world is closed"):
+    with pytest.raises(StateError, match="its group is closed"):
         table.get([1])
     assert table.stats().adds == 1
     assert table.stats().undone == 0
@@ -113,5 +113,5 @@ def test_tables_go_with_the_last_worker_of_the_process():
 def test_a_call_that_comes_too_late_is_told_that_the_world_is_closed():
     with tables.join() as world:
         storage = world.matrix(8, 2, name="late")._storage
-    with pytest.raises(StateError, match="'late' must belong to a world that is open"):
+    with pytest.raises(StateError, match="'late' must belong to an open group"):
         storage.read(None, torch.empty(8, 2), 0, 1.0, backs_up=False)  # its handle had looked

@@ -73,10 +73,10 @@ def unmix(number: int) -> int:
 
 def rounds_of(index: HashIndex, keys: np.ndarray) -> int:
     """Return how many entries the longest search looks at."""
-    places, longest = index._first_places(keys), 0
-    for place, slot in zip(places.tolist(), index.find(keys).tolist(), strict=True):
+    buckets, longest = index._first_buckets(keys), 0
+    for bucket, slot in zip(buckets.tolist(), index.find(keys).tolist(), strict=True):
         length = 1
-        while index._entries[(place + length - 1) & index._mask] != slot + 1:
+        while index._entries[(bucket + length - 1) & index._mask] != slot + 1:
             length += 1
         longest = max(longest, length)
     return longest

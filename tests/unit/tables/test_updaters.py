@@ -31,6 +31,9 @@ def closed_form(name: str, w: torch.Tensor, gradients: list) -> torch.Tensor:
                 elif name in ("adagrad", "rowwise_adagrad"):
                     h[r, c] += g**2 if name == "adagrad" else mean_square
                     w[r, c] -= 0.1 * g / (math.sqrt(h[r, c]) + 1e-6)
+                elif name == "rmsprop":
+                    v[r, c] = 0.9 * v[r, c] + 0.1 * g * g
+                    w[r, c] -= 0.1 * g / (math.sqrt(v[r, c]) + 1e-6)
                 elif name == "adam":
                     t[r, c] += 1
                     s[r, c] = 0.9 * s[r, c] + 0.1 * g
@@ -48,6 +51,7 @@ OPTIONS = {
     "nesterov": {"lr": 0.1, "momentum": 0.9},
     "adagrad": {"lr": 0.1, "eps": 1e-6},
     "rowwise_adagrad": {"lr": 0.1, "eps": 1e-6},
+    "rmsprop": {"lr": 0.1, "alpha": 0.9, "eps": 1e-6},
     "adam": {"lr": 0.1, "beta2": 0.99},
 }
 
@@ -80,7 +84,7 @@ def test_an_updater_follows_its_closed_form(name, num_shards):
         )
 
 
-@pytest.mark.parametrize("name", ["momentum", "nesterov", "adagrad", "adam"])
+@pytest.mark.parametrize("name", ["momentum", "nesterov", "adagrad", "rmsprop", "adam"])
 def test_a_dense_updater_is_torchs_own(name):
     weight = torch.randn(ROWS, COLS, dtype=torch.float64)
     twin = weight.clone().requires_grad_()
@@ -89,6 +93,7 @@ def test_a_dense_updater_is_torchs_own(name):
         "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
         "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6),
+        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.9, eps=1e-6),
         "adam": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.99)),
     }[name]([twin])
     with tables.join() as world:
@@ -101,6 +106,25 @@ def test_a_dense_updater_is_torchs_own(name):
             optimizer.step()
             table.add(gradient)
         torch.testing.assert_close(table.get(), twin.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_rmsprop_has_the_bits_of_torchs_and_rows_that_are_not_given_stay(num_shards):
+    weight = torch.randn(ROWS, COLS)
+    twins = [row.clone().requires_grad_() for row in weight]
+    optimizers = [torch.optim.RMSprop([twin], lr=0.1, foreach=False) for twin in twins]
+    with tables.join() as world:
+        table = world.matrix(
+            ROWS, COLS, updater=tables.RmsProp(lr=0.1), init=weight, num_shards=num_shards
+        )
+        for step in range(STEPS):
+            rows = torch.randperm(ROWS)[: 1 + step % ROWS].tolist()
+            gradient = torch.randn(len(rows), COLS)
+            for row, its in zip(rows, gradient, strict=True):
+                twins[row].grad = its.clone()
+                optimizers[row].step()
+            table.add(gradient, rows=rows)
+            assert torch.equal(table.get(), torch.stack(twins).detach())
 
 
 def test_dc_asgd_follows_equation_10_of_the_paper():
@@ -183,6 +207,7 @@ def test_a_registered_function_that_returns_new_rows_is_refused(rows):
         ({"name": "sgd", "lr": float("nan")}, "Option `lr` of updater 'sgd'"),
         ({"name": "sgd", "lr": "fast"}, "Option `lr` of updater 'sgd' must be a number"),
         ({"name": "adam", "beta1": 1.0}, "Option `beta1` of updater 'adam' must be .* below 1"),
+        ({"name": "rmsprop", "alpha": 1}, "Option `alpha` of updater 'rmsprop' must be .* below 1"),
         (3, "`updater` must be a name, a mapping .* but is 3"),
     ],
 )

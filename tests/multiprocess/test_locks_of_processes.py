@@ -1,4 +1,4 @@
-"""Locks and barriers among real processes and their threads, some of which are killed."""
+"""Locks among real processes and their threads, some of which are killed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import partial
 
 import pytest
-import torch
 
 from phalanx.clock import now_s
-from phalanx.errors import GroupAborted, PeerLost, PeerTimeout
-from phalanx.ipc import LockFile, ProcessIdentity, Region, SharedBarrier
+from phalanx.errors import PeerTimeout
+from phalanx.ipc import LockFile, Region
 from phalanx.ipc.lock_owners import find_lock_owners
 from tests.multiprocess.children import DEADLINE_S, Children, Parent, wait_for_exit
 
@@ -27,9 +25,6 @@ SOON_S = 20.0  # far below DEADLINE_S: what ends by then did not end by a deadli
 def start() -> Iterator[Children]:
     with Children() as children:
         yield children
-
-
-# --- locks ----------------------------------------------------------------------------------------
 
 
 def pass_through(hold: AbstractContextManager[None]) -> None:
@@ -200,85 +195,3 @@ def test_a_writer_comes_in_among_readers_that_never_pause(start):
         reader.put()
     for reader in readers:
         reader.get()
-
-
-# --- barriers -------------------------------------------------------------------------------------
-
-
-def alive(identities, member: int) -> bool:
-    return ProcessIdentity(*identities[2 * member : 2 * member + 2]).alive()
-
-
-def meet(parent: Parent, region: Region, members: tuple[int, ...], num_members: int) -> None:
-    """Run rounds as some members, each a thread; tell whether anybody was ahead or behind."""
-    barrier = SharedBarrier(region, num_members)
-    work = region.tensor(torch.int64, num_members * 8, 2048)[::8]
-
-    def run(member: int) -> int:
-        wrong = 0
-        for number in range(1, 101):
-            work[member] = number * (member + 1)
-            barrier.wait(member, timeout_s=DEADLINE_S)
-            wrong += work.tolist() != [number * (m + 1) for m in range(num_members)]
-            barrier.wait(member, timeout_s=DEADLINE_S)
-        return wrong
-
-    with ThreadPoolExecutor(len(members)) as pool:
-        parent.tell(sum(pool.map(run, members)))
-
-
-@pytest.mark.parametrize("teams", [[(0,), (1,), (2,)], [(0, 3), (1,), (2, 4)]])
-def test_processes_and_their_threads_meet(start, teams):
-    region = Region.create(4096)
-    num_members = sum(map(len, teams))
-    workers = [start.start(meet, region, team, num_members) for team in teams]
-    assert [worker.get() for worker in workers] == [0] * len(teams)
-    assert region.tensor(torch.int64, 8 * num_members)[::8].tolist() == [200] * num_members
-
-
-def come(parent: Parent, region: Region, member: int, rounds: int) -> None:
-    """Come to so many rounds, then only wait; say how it ended."""
-    identities = region.buffer[2048:].cast("q")
-    identities[2 * member : 2 * member + 2] = (
-        memoryview(torch.tensor(list(ProcessIdentity.current())).numpy()).cast("B").cast("q")
-    )
-    parent.tell()
-    parent.hear()
-    barrier = SharedBarrier(region, NUM_WORKERS, name="step", alive=partial(alive, identities))
-    try:
-        for _ in range(rounds):
-            barrier.wait(member, timeout_s=DEADLINE_S)
-    except (PeerLost, GroupAborted) as error:
-        parent.tell((type(error).__name__, error.rank, str(error)))
-    else:
-        parent.tell("came")
-    parent.hear()  # alive, as long as others look
-
-
-def test_a_killed_member_is_named_by_all_others_soon(start):
-    region = Region.create(4096)
-    workers = [start.start(come, region, member, 3 - (member == 1)) for member in range(3)]
-    for worker in workers:
-        worker.get()
-    for worker in workers:
-        worker.put()
-    assert workers[1].get() == "came"
-    since = now_s()
-    workers[1].kill()
-    for worker in (workers[0], workers[2]):
-        kind, rank, text = worker.get()
-        assert (kind, rank) == ("PeerLost", 1)
-        assert "Member 1 of 3 did not come to barrier 'step' (round 3) and is dead" in text
-    assert now_s() - since < SOON_S
-
-
-def test_a_stopped_member_is_not_dead_but_late(start):
-    region = Region.create(4096)
-    worker = start.start(come, region, 1, 2)
-    worker.get()
-    worker.put()
-    identities = region.buffer[2048:].cast("q")
-    barrier = SharedBarrier(region, 2, name="step", alive=partial(alive, identities))
-    os.kill(worker.pid, signal.SIGSTOP)
-    with pytest.raises(PeerTimeout, match="Member 1 of 2 did not come"):
-        barrier.wait(0, timeout_s=0.2)
