@@ -20,7 +20,7 @@ SOURCES = (
     "memory/rows.c",
     "memory/blocks.c",
     "memory/awake.c",
-    "distributed/course.c",
+    "distributed/native_all_reduce.c",
 )
 LIBRARY = FOLDER / "memory/_compiled.so"
 FLAGS = ["-O3", "-ffp-contract=off", "-fPIC", "-shared"]  # torch adds without contraction, too

@@ -27,18 +27,18 @@ def deaths_unseen(patch: Patch) -> None:
     patch(StatusPages, "alive", lambda self, rank: True)
 
 
-def news_kept(patch: Patch) -> None:
+def deaths_not_told(patch: Patch) -> None:
     """Who has found a rank gone does not tell the others."""
     patch(StatusPages, "stop", lambda self, state, cause: None)
 
 
-def marks_unread(patch: Patch) -> None:
+def progress_unread(patch: Patch) -> None:
     """Nobody waits for anybody: results are made of whatever lies in the slots."""
-    patch(StatusPages, "reached", lambda self, ranks, mark: True)
+    patch(StatusPages, "reached", lambda self, ranks, progress: True)
     patch(CollectiveBuffers, "_check", lambda self, ranks: None)
 
 
-def mark_before_data(patch: Patch) -> None:
+def posted_before_data(patch: Patch) -> None:
     """A piece is said to be there when its turn has come, and written after that."""
     begin_piece = CollectiveBuffers.begin_piece
 
@@ -66,14 +66,14 @@ def slot_taken_early(patch: Patch) -> None:
     """A slot is written again one piece too early: its last readers are not waited for."""
     reach = CollectiveBuffers._reach
 
-    def too_soon(self: CollectiveBuffers, ranks: Sequence[int], mark: int) -> Steps:
-        done = mark % 3 == 0
-        yield from reach(self, ranks, mark - 3 if done else mark)
+    def too_soon(self: CollectiveBuffers, ranks: Sequence[int], progress: int) -> Steps:
+        done = progress % 3 == 0
+        yield from reach(self, ranks, progress - 3 if done else progress)
 
     patch(CollectiveBuffers, "_reach", too_soon)
 
 
-def signatures_not_compared(patch: Patch) -> None:
+def fingerprints_not_compared(patch: Patch) -> None:
     """Ranks in different calls take each other's numbers."""
     patch(CollectiveBuffers, "_check", lambda self, ranks: None)
 
@@ -82,8 +82,8 @@ def leavers_missed(patch: Patch) -> None:
     """Who has given its part and left is taken for lost."""
     is_missing = peer_errors.is_missing
 
-    def whoever_left(pages: StatusPages, rank: int, mark: int) -> bool:
-        return pages.state_of(rank)[0] == LEFT or is_missing(pages, rank, mark)
+    def whoever_left(pages: StatusPages, rank: int, progress: int) -> bool:
+        return pages.state_of(rank)[0] == LEFT or is_missing(pages, rank, progress)
 
     patch(peer_errors, "is_missing", whoever_left)
 
@@ -97,7 +97,7 @@ def said_too_late(patch: Patch) -> None:
     """A rank looks for the last time before it says for whom it sleeps, and not after that."""
     fall_asleep, sleep = WakeUpPipes.fall_asleep, WakeUpPipes.sleep
     awaited: list[tuple[int, int]] = []
-    patch(WakeUpPipes, "fall_asleep", lambda self, rank, mark: awaited.append((rank, mark)))
+    patch(WakeUpPipes, "fall_asleep", lambda self, rank, progress: awaited.append((rank, progress)))
 
     def too_late(self: WakeUpPipes, timeout_s: float) -> None:
         pause(_WINDOW_S)
@@ -122,24 +122,24 @@ def pipes_kept(patch: Patch) -> None:
     patch(WakeUpPipes, "close", lambda self: None)
 
 
-def blame_kept(patch: Patch) -> None:
+def errors_not_told(patch: Patch) -> None:
     """Nobody tells other hosts why the group has ended."""
     patch(ErrorStore, "write", lambda self, error: None)
 
 
-BUGS_ACROSS: dict[str, Callable[[Patch], None]] = {"blame_kept": blame_kept}
+BUGS_ACROSS: dict[str, Callable[[Patch], None]] = {"errors_not_told": errors_not_told}
 """Those that show in groups of several hosts alone."""
 
 BUGS: dict[str, Callable[[Patch], None]] = {
     bug.__name__: bug
     for bug in (
         deaths_unseen,
-        news_kept,
-        marks_unread,
-        mark_before_data,
+        deaths_not_told,
+        progress_unread,
+        posted_before_data,
         done_before_reading,
         slot_taken_early,
-        signatures_not_compared,
+        fingerprints_not_compared,
         leavers_missed,
         wake_ups_lost,
         said_too_late,

@@ -32,7 +32,7 @@ BLOCK_ELEMENTS = 128  # small enough for several blocks in each worker's slice
 def make_blocks_small(patch: Any) -> None:  # Any: pytest's MonkeyPatch, or what acts as it
     """Let workers step slices of tiny models too, in several blocks."""
     patch.setattr(shard_step, "BLOCK_ELEMENTS", BLOCK_ELEMENTS)
-    patch.setattr(shared_stepping, "LEAST_SLICE_ELEMENTS", 0)
+    patch.setattr(shared_stepping, "LEAST_SHARD_ELEMENTS", 0)
 
 
 class _Passed(torch.autograd.Function):

@@ -311,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
     warnings.filterwarnings("ignore", message="`replicas` should be at most")
     console = Console()
-    shared_stepping.LEAST_SLICE_ELEMENTS = 0  # so that workers step slices of this model too
+    shared_stepping.LEAST_SHARD_ELEMENTS = 0  # so that workers step slices of this model too
     data = batches()
     with tempfile.TemporaryDirectory() as folder:
         fail_points.inject(Saboteur(folder))

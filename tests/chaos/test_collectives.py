@@ -99,10 +99,23 @@ def points_of(kind: str) -> list[str]:
     return [point for point in POINTS if point != "result given" or reduces_in_parts]
 
 
-@pytest.mark.parametrize("kind", WITH_POINTS)
-def test_a_death_inside_a_collective_is_told_to_all_and_a_new_group_works(troop, kind):
+def deaths() -> list[object]:
+    """Every point of every collective; in the gate all of `all_reduce`, and of others by turns."""
+    cases = []
+    for turn, kind in enumerate(WITH_POINTS):
+        points = list(enumerate(points_of(kind)))
+        some = points if kind == "all_reduce" else points[turn % 3 :: 3]
+        rest = [each for each in points if each not in some]
+        cases.append(pytest.param(kind, some, id=kind))
+        if rest:
+            cases.append(pytest.param(kind, rest, id=f"{kind}, others", marks=pytest.mark.night))
+    return cases
+
+
+@pytest.mark.parametrize(("kind", "points"), deaths())
+def test_a_death_inside_a_collective_is_told_to_all_and_a_new_group_works(troop, kind, points):
     found = {}
-    for number, point in enumerate(points_of(kind)):
+    for number, point in points:
         victim = some_victim(kind, point, number)
         case = Case(kind=kind, victim=victim, point=point, passing=1 + number % 2)
         wrong = offences(case, *troop.go_through(case))
@@ -111,8 +124,14 @@ def test_a_death_inside_a_collective_is_told_to_all_and_a_new_group_works(troop,
     assert found == {}
 
 
-@pytest.mark.parametrize("victim", range(SIZE))
-@pytest.mark.parametrize("kind", WITH_POINTS)
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [
+        pytest.param(kind, victim, marks=[] if turn % SIZE == victim else pytest.mark.night)
+        for turn, kind in enumerate(WITH_POINTS)
+        for victim in range(SIZE)
+    ],
+)
 def test_each_rank_may_die(troop, kind, victim):
     case = Case(kind=kind, victim=victim, point="operation begun", passing=2)
     assert offences(case, *troop.go_through(case)) == []
@@ -130,7 +149,7 @@ def go_halting(troops: list[Troop], cases: list[Case]) -> dict[Case, list[str]]:
     return {case: wrong for share in found for case, wrong in share.items() if wrong}
 
 
-@pytest.mark.parametrize("kind", WITH_POINTS)
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "gather", "barrier"])
 def test_a_halted_rank_is_named_at_the_timeout_and_fails_when_it_goes_on(troops, kind):
     pids = [troop.pids for troop in troops]
     cases = [

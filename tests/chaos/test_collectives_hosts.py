@@ -33,11 +33,26 @@ def troop() -> Iterator[Troop]:
 
 
 # Rank 0 is the first of its host, 1 is not, 2 is alone on its own.
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "broadcast", "all_gather"])
-@pytest.mark.parametrize(
-    ("victim", "point"),
-    [(0, "operation begun"), (0, "exchange begun"), (1, "operation begun"), (2, "exchange begun")],
-)
+PLACES = [
+    (0, "operation begun"),
+    (0, "exchange begun"),
+    (1, "operation begun"),
+    (2, "exchange begun"),
+]
+
+
+def deaths() -> list[object]:
+    """Every call and place; in the gate all of `all_reduce`, and of the others one by turns."""
+    return [
+        pytest.param(
+            kind, *place, marks=[] if kind == "all_reduce" or turn == at else pytest.mark.night
+        )
+        for turn, kind in enumerate(["all_reduce", "reduce_scatter", "broadcast", "all_gather"])
+        for at, place in enumerate(PLACES)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "victim", "point"), deaths())
 def test_a_death_is_told_on_all_hosts_and_a_new_group_works(troop, kind, victim, point):
     case = Case(kind=kind, victim=victim, point=point, hosts=HOSTS)
     assert not offences(case, *troop.go_through(case))
@@ -68,6 +83,6 @@ def test_a_planted_bug_is_noticed(troop):
         victim=1,
         point="operation begun",
         hosts=HOSTS,
-        sabotage="blame_kept",
+        sabotage="errors_not_told",
     )
     assert offences(case, *troop.go_through(case))

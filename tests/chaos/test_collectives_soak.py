@@ -6,8 +6,10 @@ import pytest
 
 from tests.chaos.collectives_soak import growths, weigh
 
+pytestmark = pytest.mark.alone  # counts what anybody has in /dev/shm
 
-@pytest.mark.parametrize(("deed", "times"), [("calls", 20_000), ("groups", 200)])
+
+@pytest.mark.parametrize(("deed", "times"), [("calls", 10_000), ("groups", 100)])
 def test_nothing_grows(deed, times):
     assert growths(deed, weigh(deed, times)) == []
 

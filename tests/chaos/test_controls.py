@@ -42,7 +42,7 @@ def returned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 def test_a_lost_microbatch_is_caught(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     def give_back(queue: Any, microbatch: int) -> None:
-        queue._job.sums.put(microbatch, None)
+        queue._state.sums.put(microbatch, None)
         queue.count()
 
     monkeypatch.setattr(WorkQueue, "give_back", give_back)
@@ -50,6 +50,7 @@ def test_a_lost_microbatch_is_caught(course: Course, monkeypatch: pytest.MonkeyP
     assert_caught(course, "model.first.weight")
 
 
+@pytest.mark.night
 def test_a_doubled_microbatch_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch, returned: set[int]
 ) -> None:
@@ -70,7 +71,7 @@ def test_a_doubled_microbatch_is_caught(
 
 def test_a_half_stepped_slice_is_caught(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that was new already is stepped once more."""
-    monkeypatch.setattr(shard_step.Slice, "_undo_half_done", lambda _: None)
+    monkeypatch.setattr(shard_step.OptimizerShard, "_undo_half_done", lambda _: None)
     course.suffer({1: Order("block stepped")}, compared=False)
     assert_caught(course, "optimizer.0.exp_avg")
 
@@ -98,9 +99,9 @@ def test_a_wrong_seed_on_retry_is_caught(
 
     def prepare(executor: Any, index: int, microbatch: int, run: Any) -> Any:
         if microbatch in returned:
-            job = copy.copy(run.job)
-            job.seed = (*job.seed[:-1], job.seed[-1] + 1000)
-            run = dataclasses.replace(run, job=job)
+            state = copy.copy(run.state)
+            state.seed = (*state.seed[:-1], state.seed[-1] + 1000)
+            run = dataclasses.replace(run, state=state)
         return real(executor, index, microbatch, run)
 
     monkeypatch.setattr(ProcessExecutor, "_prepare", prepare)
@@ -126,17 +127,19 @@ def test_a_position_that_is_advanced_twice_is_caught(
     assert_caught(course, "position")
 
 
+@pytest.mark.night
 def test_stale_statistics_are_caught(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replacement starts from the buffers of the day when the executor was opened."""
     course.await_workers()
     executor = course.executor
-    nowhere = [None] * len(executor._mirrored.places)
-    old = executor._stored(
+    nowhere = [None] * len(executor._sync.handles)
+    workers = executor._workers
+    old = workers._stored(
         WorkerInit(executor._packed_module(), nowhere, executor._gradient_buffers.layout)
     )
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "_init", old)
-        course.suffer({1: Order("slice taken")})
+        patch.setattr(workers, "_init", old)
+        course.suffer({1: Order("shard taken")})
     course.await_workers()
     deadline_s = time.monotonic() + DEADLINE_S
     while not differing(course.disturbed.everything(), course.undisturbed.everything()):

@@ -35,7 +35,7 @@ def deaths() -> list[object]:
 def test_the_slices_have_several_blocks(course: Course) -> None:
     course.step()
     stepper = course.disturbed.trainer._engine._stepper
-    assert [len(planned.plan.blocks) >= 3 for planned in stepper._slices] == [True] * 3
+    assert [len(planned.plan.blocks) >= 3 for planned in stepper._shards] == [True] * 3
 
 
 @pytest.mark.parametrize(("point", "worker", "deed"), deaths())
@@ -112,7 +112,7 @@ def test_a_system_that_starts_no_process_in_mid_step_is_an_error_of_the_next_ste
 
     course.await_workers()
     with monkeypatch.context() as patch:
-        patch.setattr(course.executor, "_launch", launch)
+        patch.setattr(course.executor._workers, "_launch", launch)
         course.orders.give(1, Order("block stepped"))
         course.step()
         assert course.orders.fired_s(1) is not None
@@ -263,7 +263,7 @@ def test_what_a_worker_raises_in_a_microbatch_refuses_the_step_and_changes_nothi
     course.compare()
 
 
-@pytest.mark.parametrize("point", ["slice taken", "block stepped"])
+@pytest.mark.parametrize("point", ["shard taken", "block stepped"])
 @pytest.mark.parametrize("deed", ["memory", "leave"])
 def test_what_a_worker_raises_in_its_slice_is_made_good(
     course: Course, point: str, deed: str

@@ -301,9 +301,9 @@ def test_a_wrong_seed_in_a_repeated_forward_pass_is_caught(
 
     def prepare(executor: Any, index: int, microbatch: int, run: Any) -> Any:
         if microbatch in returned:
-            job = copy.copy(run.job)
-            job.seed = (*job.seed, 1)
-            run = dataclasses.replace(run, job=job)
+            state = copy.copy(run.state)
+            state.seed = (*state.seed, 1)
+            run = dataclasses.replace(run, state=state)
         return real(executor, index, microbatch, run)
 
     monkeypatch.setattr(ProcessExecutor, "_prepare", prepare)

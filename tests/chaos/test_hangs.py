@@ -32,7 +32,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
     [
         {0: Order("inside forward", "stop"), 1: Order("block stepped", "hang")},
         pytest.param(
-            {0: Order("slice taken", "stop"), 1: Order("inside backward", "spin")},
+            {0: Order("shard taken", "stop"), 1: Order("inside backward", "spin")},
             marks=pytest.mark.night,
         ),
     ],

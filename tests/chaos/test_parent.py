@@ -29,7 +29,7 @@ from tests.chaos.course import Net, adamw, batches
 def main():
     def told(event):
         if isinstance(event, phalanx.StepDone) and event.step == 3:
-            print(*trainer._engine.executor.pids, flush=True)
+            print(*trainer._engine.executor.worker_pids, flush=True)
 
     trainer = phalanx.Trainer(
         Net(), nn.functional.cross_entropy, adamw,

@@ -1,8 +1,8 @@
 """The c10d backend ``phalanx``: collectives over shared memory, and gloo between hosts.
 
-make_group ──> who is where? ──> all on one host      SharedGroup, ways within memory
-                             └─> on several           HierarchicalGroup, ways across them
-                                 (hosts with NCCL     their Cuda kinds: CUDA tensors go there)
+make_group ──> find_hosts ──> all on one host    SharedGroup over IntraHost
+                          └─> on several         HierarchicalGroup over Hierarchical
+                              (with NCCL         their Cuda kinds, which give it CUDA tensors)
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) 
     if len(hosts.ranks) == 1:
         shared = CudaGroup if cuda else SharedGroup
         return shared(buffers, IntraHost(buffers), store, timeout_s, make_group)
-    ways = Hierarchical(buffers, hosts, rank, rendezvous.store, timeout_s, network_interfaces())
+    collectives = Hierarchical(
+        buffers, hosts, rank, rendezvous.store, timeout_s, network_interfaces()
+    )
     several = CudaHierarchicalGroup if cuda else HierarchicalGroup
-    return several(buffers, ways, store, timeout_s, make_group)
+    return several(buffers, collectives, store, timeout_s, make_group)
 
 
-# Here, and not in a function that somebody would have to call: `import phalanx` is enough.
+# Here, and not in a function that somebody would have to call: importing the room is enough.
 dist.Backend.register_backend(NAME, make_group, devices=["cpu"])

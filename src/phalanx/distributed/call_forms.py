@@ -16,8 +16,7 @@ __all__ = [
     "check_count",
     "check_fit",
     "check_rank",
-    "cut_input",
-    "cut_output",
+    "cut_by_rank",
     "cut_rows",
     "listed",
     "only",
@@ -91,34 +90,22 @@ def share_memory(flats: Sequence[Tensor]) -> bool:
     return any(one[1] > other[0] for one, other in pairwise(spans))
 
 
-def cut_input(size: int, whole: Tensor, part: Tensor) -> list[Tensor]:
-    """Cut an input into one part per rank, each as large as the output ``part``.
+def cut_by_rank(size: int, whole: Tensor, part: Tensor, *, filled: bool) -> list[Tensor]:
+    """Cut an input, or an output that is filled, into one part per rank, each as large as ``part``.
 
     Raises:
-        ConfigError: It has another number of elements, or dtype.
+        ConfigError: It has another number of elements, or dtype, or is filled and its parts would
+            be no views.
     """
+    name, of = ("output", "input") if filled else ("input", "output")
     if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
         raise ConfigError(
-            f"`input` must hold {size} times the elements of `output` ({part.numel()} × "
+            f"`{name}` must hold {size} times the elements of `{of}` ({part.numel()} × "
             f"{part.dtype}), but holds {whole.numel()} × {whole.dtype}."
         )
-    return list(whole.reshape(size, -1).unbind()) if part.numel() else [whole] * size
-
-
-def cut_output(size: int, whole: Tensor, part: Tensor) -> list[Tensor]:
-    """Cut an output into one part per rank, each as large as the input ``part``.
-
-    Raises:
-        ConfigError: It has another number of elements, or dtype, or its parts are no views.
-    """
-    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
-        raise ConfigError(
-            f"`output` must hold {size} times the elements of `input` ({part.numel()} × "
-            f"{part.dtype}), but holds {whole.numel()} × {whole.dtype}."
-        )
-    if not whole.is_contiguous():
+    if filled and not whole.is_contiguous():
         raise ConfigError("`output` must be contiguous, but is not. Give `.contiguous()`.")
-    return list(whole.view(size, -1).unbind()) if part.numel() else [whole] * size
+    return list(whole.reshape(size, -1).unbind()) if part.numel() else [whole] * size
 
 
 def cut_rows(

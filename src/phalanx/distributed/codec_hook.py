@@ -20,7 +20,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.codecs import Cast, Codec, Feedback, Payload, pack, unpack
-from phalanx.distributed.bucket import refuse_sparse
+from phalanx.distributed.merge_hook import refuse_sparse
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.memory import dense_strides
 
@@ -212,11 +212,11 @@ def _add_packets(
     sums: list[Tensor] = []
     for packet in packets:
         tensors = iter(unpack(packet, like))
-        for place, gradient in enumerate(gradients):
-            payload = tuple(next(tensors) for _ in payloads[place])
+        for index, gradient in enumerate(gradients):
+            payload = tuple(next(tensors) for _ in payloads[index])
             value = codec.decode(payload, gradient.shape, gradient.dtype)
             if packet is packets[0]:
                 sums.append(value.to(torch.promote_types(value.dtype, torch.float32)))
             else:
-                sums[place] = sums[place] + value
+                sums[index] = sums[index] + value
     return sums

@@ -2,15 +2,15 @@
 
     region │ pages │ rank 0: slot a, slot b │ rank 1: slot a, slot b │ ...
 
-A tensor of any size goes through slots of fixed size. Each piece of it is published in the slots of
-one letter while slower ranks may still read the other; who begins piece p waits until everybody is
-done with piece p − 2. Per piece a rank's mark goes through three numbers:
+A tensor of any size goes through slots of fixed size. Even pieces use slots a and odd ones slots b,
+so slower ranks may still read the piece before; whoever begins piece p waits until everybody is
+done with piece p − 2. Per piece a rank's progress passes three numbers:
 
     3p + 1   what others need of me is in my slot
     3p + 2   what I have reduced is in the slots of all
     3p + 3   I read nobody's slot any more
 
-Pieces are numbered through the life of the group, so that the marks only grow; ranks agree on the
+Pieces are numbered through the life of the group, so that progress only grows; ranks agree on the
 numbers because they agree on the operations, which the fingerprints check.
 """
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from phalanx.distributed.contention import Contention
-from phalanx.distributed.course import PIECE_POINTS, Course, PieceSizes, State
 from phalanx.distributed.fingerprint import Desync
+from phalanx.distributed.native_all_reduce import PIECE_POINTS, NativeState, PieceSizes, Status
 from phalanx.distributed.status_pages import Fingerprint, StatusPages
 from phalanx.distributed.wake_up_pipes import WakeUpPipes
 from phalanx.ipc import Region, fail_point, fence
@@ -32,10 +32,10 @@ from phalanx.memory import Function
 __all__ = ["POINTS", "CollectiveBuffers", "Need", "Steps"]
 
 POINTS = ("operation begun", *PIECE_POINTS)
-"""Where the tests stop a rank; the last but one is passed by `all_reduce` alone."""
+"""Fail points of a collective; the last but one is passed by `all_reduce` alone."""
 
 Need = tuple[Sequence[int], int]
-"""Whom a wait is for, and the mark that they must reach; no mark, but a place, if not positive."""
+"""Ranks that are awaited, and the progress that they must reach; not positive in a message."""
 
 Steps = Generator[Need | None, None, None]
 """An operation under way: it stops wherever it would wait, and is resumed to look again.
@@ -76,7 +76,7 @@ class CollectiveBuffers:
         whole = region.tensor(torch.uint8, self.needed_bytes(pages.size))
         slots = whole[StatusPages.needed_bytes(pages.size) :]
         self.contention = Contention()
-        self._course = Course(pages, whole, slots, self.slot_bytes, self.contention)
+        self._native = NativeState(pages, whole, slots, self.slot_bytes, self.contention)
 
     @staticmethod
     def needed_bytes(size: int) -> int:
@@ -123,11 +123,11 @@ class CollectiveBuffers:
         return [
             [
                 self._region.tensor(
-                    dtype, count, start + (rank * _NUM_SLOTS + letter) * self.slot_bytes
+                    dtype, count, start + (rank * _NUM_SLOTS + parity) * self.slot_bytes
                 )
                 for rank in range(self.size)
             ]
-            for letter in range(_NUM_SLOTS)
+            for parity in range(_NUM_SLOTS)
         ]
 
     @property
@@ -142,20 +142,20 @@ class CollectiveBuffers:
         self.contention.agreed = self.pages.any_contended(self._operation.number)
         self.contention.look()
 
-    def carry(self, function: Function, flat: Tensor, sizes: PieceSizes) -> Steps:
-        """Let compiled code do the operation that was begun, with all pieces of ``flat``."""
-        course = self._course
-        course.begin(self._operation, self._piece + 1, flat, sizes)
-        while (state := course.go(function)) != State.ENDED:
-            if state == State.WAITS:
-                yield self.pages.others, course.wanted
-            elif state == State.DIFFERS:
+    def run_native(self, function: Function, flat: Tensor, sizes: PieceSizes) -> Steps:
+        """Let compiled code run the operation that was begun, with all pieces of ``flat``."""
+        native = self._native
+        native.begin(self._operation, self._piece + 1, flat, sizes)
+        while (status := native.run(function)) != Status.ENDED:
+            if status == Status.WAITS:
+                yield self.pages.others, native.wanted
+            elif status == Status.DIFFERS:
                 self._check(self.pages.others)  # it raises, unless a test has it pass
-                course.agree()
+                native.agree()
             else:
-                self.pages.wake_sleepers(course.wanted)
-                course.fail_point()
-        self._piece = course.piece - 1
+                self.pages.wake_sleepers(native.wanted)
+                native.fail_point()
+        self._piece = native.piece - 1
 
     # --- the life of a piece ----------------------------------------------------------------------
 
@@ -195,9 +195,9 @@ class CollectiveBuffers:
         self.pages.post(_PER_PIECE * self._piece + _DONE)
         fail_point("piece ended")
 
-    def _reach(self, ranks: Sequence[int], mark: int) -> Steps:
-        while not self.pages.reached(ranks, mark):
-            yield ranks, mark
+    def _reach(self, ranks: Sequence[int], progress: int) -> Steps:
+        while not self.pages.reached(ranks, progress):
+            yield ranks, progress
 
     def _check(self, ranks: Sequence[int]) -> None:
         ours = self._operation
@@ -213,7 +213,7 @@ class CollectiveBuffers:
         """Let go of the memory; what was handed out keeps it until it goes, too."""
         self._slots_by_dtype.clear()
         self._cuts.clear()
-        self._course.close()
+        self._native.close()
         self.pipes.close()
         self.pages.close()
         self._region.close()

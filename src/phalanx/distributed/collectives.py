@@ -1,4 +1,4 @@
-"""The collective operations, as steps over an buffers. Every rank calls them in the same order.
+"""The collectives, as steps over the group's buffers. Every rank calls them in the same order.
 
 Tensors are flat and contiguous. What only moves is taken as bytes, so every dtype can travel.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from phalanx.distributed.collective_buffers import CollectiveBuffers, Steps
 from phalanx.distributed.fingerprint import pack
-from phalanx.distributed.ops import Reduction
+from phalanx.distributed.ops import ReduceOperation
 from phalanx.errors import ConfigError
 from phalanx.memory import compiled_for, copy_to
 from phalanx.plan import equal_sizes
@@ -40,13 +40,14 @@ __all__ = [
     "scatter",
 ]
 
-# What course.c carries where it was compiled.
-_CARRIED = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
+# Dtypes of native_all_reduce.c.
+_NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 
 
 def as_bytes(flat: Tensor) -> Tensor:
     """Return the bytes of a flat contiguous tensor."""
-    return flat.view(torch.uint8)
+    # Of none or one element, torch takes any stride for contiguous, but not for a view.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def pieces(num_elements: int, per_piece: int) -> Iterator[slice]:
@@ -67,16 +68,16 @@ def barrier(buffers: CollectiveBuffers) -> Steps:
 # --- reducing -------------------------------------------------------------------------------------
 
 
-def all_reduce(buffers: CollectiveBuffers, flat: Tensor, reduction: Reduction) -> Steps:
+def all_reduce(buffers: CollectiveBuffers, flat: Tensor, reduction: ReduceOperation) -> Steps:
     """Reduce ``flat`` over the ranks, in place and with the same bits on all of them."""
     buffers.begin(pack("all_reduce", flat.dtype, reduction=reduction.number), flat.numel())
     sizes, function = buffers.piece_sizes, None
-    if reduction.is_plain_sum and flat.dtype in _CARRIED:
+    if reduction.is_plain_sum and flat.dtype in _NATIVE_DTYPES:
         function = compiled_for("all_reduce", flat.dtype)  # ranks without it cut in the same pieces
     else:
         sizes = sizes._replace(piece_bytes=buffers.slot_bytes)
     if function is not None and buffers.size > 1:
-        yield from buffers.carry(function, flat, sizes)
+        yield from buffers.run_native(function, flat, sizes)
     elif flat.numel() * flat.itemsize <= sizes.whole_bytes:
         yield from _all_reduce_whole(buffers, flat, reduction)
     else:
@@ -85,7 +86,7 @@ def all_reduce(buffers: CollectiveBuffers, flat: Tensor, reduction: Reduction) -
 
 
 def _all_reduce_in_pieces(
-    buffers: CollectiveBuffers, flat: Tensor, reduction: Reduction, piece_bytes: int
+    buffers: CollectiveBuffers, flat: Tensor, reduction: ReduceOperation, piece_bytes: int
 ) -> Steps:
     cuts = [
         tuple(equal_sizes(piece.stop - piece.start, buffers.size))
@@ -97,7 +98,9 @@ def _all_reduce_in_pieces(
         yield from _all_reduce_piece(buffers, own, sizes, reduction)
 
 
-def _all_reduce_whole(buffers: CollectiveBuffers, flat: Tensor, reduction: Reduction) -> Steps:
+def _all_reduce_whole(
+    buffers: CollectiveBuffers, flat: Tensor, reduction: ReduceOperation
+) -> Steps:
     yield from buffers.begin_piece()
     sources = buffers.heads(flat.dtype, flat.numel())
     sources[buffers.rank].copy_(flat)
@@ -111,7 +114,7 @@ def _all_reduce_piece(
     buffers: CollectiveBuffers,
     parts: Sequence[Tensor],
     sizes: tuple[int, ...],
-    reduction: Reduction,
+    reduction: ReduceOperation,
 ) -> Steps:
     me, others = buffers.rank, buffers.pages.others
     mine = parts[me]
@@ -137,7 +140,9 @@ def _all_reduce_piece(
     buffers.end_piece()
 
 
-def reduce(buffers: CollectiveBuffers, flat: Tensor, reduction: Reduction, root: int) -> Steps:
+def reduce(
+    buffers: CollectiveBuffers, flat: Tensor, reduction: ReduceOperation, root: int
+) -> Steps:
     """Reduce ``flat`` over the ranks into that of ``root``; the others keep theirs."""
     what = pack("reduce", flat.dtype, reduction=reduction.number, root=root)
     buffers.begin(what, flat.numel())
@@ -158,7 +163,7 @@ def reduce(buffers: CollectiveBuffers, flat: Tensor, reduction: Reduction, root:
 
 
 def reduce_scatter(
-    buffers: CollectiveBuffers, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction
+    buffers: CollectiveBuffers, output: Tensor, inputs: Sequence[Tensor], reduction: ReduceOperation
 ) -> Steps:
     """Reduce over the ranks what each holds for this one, into ``output``.
 
@@ -217,36 +222,37 @@ def broadcast(buffers: CollectiveBuffers, flat: Tensor, root: int) -> Steps:
 
 def all_gather(buffers: CollectiveBuffers, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
     """Give every rank the tensors of all, which may differ in length."""
-    buffers.begin(pack("all_gather", flat.dtype), sum(len(output) for output in outputs))
-    data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
-    for piece in pieces(max(len(result) for result in results), buffers.slot_bytes):
-        part = data[piece]
-        yield from buffers.begin_piece()
-        slots = buffers.slots(torch.uint8)
-        _put(slots[buffers.rank], 0, part)
-        buffers.publish()
-        yield from buffers.published()
-        for rank, result in enumerate(results):
-            into = result[piece]
-            copy_to(part if rank == buffers.rank else slots[rank][: len(into)], into)
-        buffers.end_piece()
+    return _gather(buffers, "all_gather", sum(map(len, outputs)), outputs, flat, None)
 
 
 def gather(buffers: CollectiveBuffers, outputs: Sequence[Tensor], flat: Tensor, root: int) -> Steps:
     """Give ``root`` the tensors of all, which have one length; others have no ``outputs``."""
-    buffers.begin(pack("gather", flat.dtype, root=root), flat.numel())
+    return _gather(buffers, "gather", flat.numel(), outputs, flat, root)
+
+
+def _gather(
+    buffers: CollectiveBuffers,
+    kind: str,
+    num_elements: int,
+    outputs: Sequence[Tensor],
+    flat: Tensor,
+    root: int | None,
+) -> Steps:
+    buffers.begin(pack(kind, flat.dtype, root=root), num_elements)
     data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
-    for piece in pieces(len(data), buffers.slot_bytes):
+    longest = max((len(result) for result in results), default=len(data))
+    for piece in pieces(longest, buffers.slot_bytes):
         part = data[piece]
         yield from buffers.begin_piece()
         slots = buffers.slots(torch.uint8)
-        if buffers.rank == root:
-            yield from buffers.published()
-            for rank, result in enumerate(results):
-                copy_to(part if rank == root else slots[rank][: len(part)], result[piece])
-        else:
+        if buffers.rank != root:
             _put(slots[buffers.rank], 0, part)
             buffers.publish()
+        if results:
+            yield from buffers.published()
+        for rank, result in enumerate(results):
+            into = result[piece]
+            copy_to(part if rank == buffers.rank else slots[rank][: len(into)], into)
         buffers.end_piece()
 
 

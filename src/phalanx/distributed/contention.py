@@ -107,7 +107,9 @@ class Contention:
     @property
     def spins(self) -> bool:
         """Whether a rank that waits shall spin before it sleeps."""
-        return not (self.agreed or self._verdict.holds(now_s()))
+        if self.agreed:
+            return False
+        return not self._verdict.until_s or not self._verdict.holds(now_s())  # 0: never delayed yet
 
     def begin(self) -> bool:
         """Begin an operation, and a window if none is open; tell whether this rank is contended."""

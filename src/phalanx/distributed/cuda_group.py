@@ -8,7 +8,7 @@ torch's own, and each call goes by the device of its tensors:
     else    ──> this group (which refuses what is not on the CPU)
 """
 
-# As in group.py: torch's stubs know overloads of each call by type.
+# As in process_group.py: torch's stubs know overloads of each call by type.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class DescribedGroup(dist.ProcessGroup):
     """A group that can be asked what it is.
 
     Args:
-        rank: Who we are.
+        rank: Ours.
         size: How many ranks there are.
         store: Where the ranks have met.
         timeout_s: How long an operation may take, where the call does not say.

@@ -1,4 +1,4 @@
-"""Who moves the operations of a group forward: whoever waits for one, or one thread for all groups.
+"""Moves the operations of a group forward: in a thread that waits for one, or in one of its own.
 
 An operation stops wherever it would wait. It goes on when somebody looks again:
 
@@ -52,7 +52,7 @@ class Engine:
         pipes: The group's.
         contention: The group's.
         name: What the group is called in messages.
-        tell: Called with the error that breaks the group, to report it to other hosts.
+        report: Called with the error that breaks the group, to report it to other hosts.
 
     Attributes:
         forked: Whether this is a copy in a forked child, where the group is not to be touched.
@@ -64,10 +64,10 @@ class Engine:
         pipes: WakeUpPipes,
         contention: Contention,
         name: Callable[[], str],
-        tell: Callable[[BaseException], object] = bool,
+        report: Callable[[BaseException], object] = bool,
     ) -> None:
         self._pages = pages
-        self._tell = tell
+        self._report = report
         self._pipes = pipes
         self._name = name
         self._lock = threading.RLock()  # a step may run a signal's handler, which may wait again
@@ -98,7 +98,7 @@ class Engine:
         self._advancing = False
         lanes, self._lanes = self._lanes, {}
         for task in (task for tasks in lanes.values() for task in tasks):
-            task.error, task.done = self._broken, True  # who waits on a future is the parent
+            task.error, task.done = self._broken, True  # futures are the parent's
 
     def start(self, task: PendingOperation, lane: Hashable, needs: Need, *, wait: bool) -> None:
         """Begin ``task``, and finish it if ``wait``; a failure under way is kept in it.
@@ -106,7 +106,7 @@ class Engine:
         Args:
             task: The operation.
             lane: What it goes after.
-            needs: Who must be there for it to begin.
+            needs: Ranks that must be there for it to begin.
             wait: Whether to finish it.
 
         Raises:
@@ -119,7 +119,8 @@ class Engine:
                 self._lanes.setdefault(lane, deque()).append(task)
                 self._advance()
         finally:
-            self._settle()
+            if self._ended:
+                self._settle()
         if task.done:
             return
         if wait:
@@ -164,7 +165,7 @@ class Engine:
             while not task.done:
                 if self._mover.acquire(blocking=False):
                     try:
-                        rests = 0 if self._turn(task.need, rests) else rests + 1
+                        rests = 0 if self._move_or_sleep(task.need, rests) else rests + 1
                     finally:
                         self._mover.release()
                 else:
@@ -179,7 +180,7 @@ class Engine:
         with self._lock:
             return next((tasks[0].need for tasks in self._lanes.values() if tasks), None)
 
-    def _turn(self, need: Need | None, rests: int) -> bool:
+    def _move_or_sleep(self, need: Need | None, rests: int) -> bool:
         """Move on, or look for a moment, or else sleep; tell whether it was not the last."""
         if self.advance():
             return True
@@ -191,11 +192,11 @@ class Engine:
         self._contention.look()
         if not self._contention.spins:
             return False
-        ranks, mark = need
+        ranks, progress = need
         until_s = now_s() + self._spin_s
         while now_s() < until_s:
             for _ in range(_LOOKS_PER_CLOCK):
-                if self._pages.reached(ranks, mark) if mark > 0 else self.advance():
+                if self._pages.reached(ranks, progress) if progress > 0 else self.advance():
                     return True
         return False
 
@@ -204,10 +205,10 @@ class Engine:
 
         Afterwards, what cannot go on fails. Tells whether anything went on.
         """
-        ranks, mark = need or _NOBODY
-        awaited = next((rank for rank in ranks if is_missing(self._pages, rank, mark)), None)
+        ranks, progress = need or _NOBODY
+        awaited = next((rank for rank in ranks if is_missing(self._pages, rank, progress)), None)
         if awaited is not None:
-            self._pipes.fall_asleep(awaited, mark)
+            self._pipes.fall_asleep(awaited, progress)
             if self.advance():
                 self._pages.wait_for(None)
                 return True
@@ -232,16 +233,11 @@ class Engine:
         """Tell the futures of what has ended, whose callbacks may begin other operations.
 
         So it is called without the lock, and does nothing inside of a step, where a signal's
-        handler may call: whoever advances settles afterwards.
+        handler may call: the caller that advances settles afterwards.
         """
         while self._ended and not self._advancing:
             with suppress(IndexError):  # another thread has taken the last one
                 self._ended.popleft().settle()
-
-    @property
-    def broken(self) -> bool:
-        """Whether the group has failed."""
-        return self._broken is not None
 
     @property
     def idle(self) -> bool:
@@ -250,22 +246,21 @@ class Engine:
 
     def _advance(self) -> bool:
         outer, self._advancing = self._advancing, True
+        moved = False
         try:
-            return self._advance_lanes()
+            for lane, tasks in list(self._lanes.items()):
+                step = _ENDED
+                while tasks and step == _ENDED:
+                    step = self._step(tasks[0])
+                    moved |= step != _STUCK
+                    if step == _ENDED and tasks:  # none where the group has failed
+                        ended = tasks.popleft()
+                        if ended.futures:  # one that is asked for from here on settles itself
+                            self._ended.append(ended)
+                if not tasks:
+                    self._lanes.pop(lane, None)
         finally:
             self._advancing = outer
-
-    def _advance_lanes(self) -> bool:
-        moved = False
-        for lane, tasks in list(self._lanes.items()):
-            step = _ENDED
-            while tasks and step == _ENDED:
-                step = self._step(tasks[0])
-                moved |= step != _STUCK
-                if step == _ENDED and tasks:  # none where the group has failed
-                    self._ended.append(tasks.popleft())
-            if not tasks:
-                self._lanes.pop(lane, None)
         return moved
 
     def _step(self, task: PendingOperation) -> int:
@@ -273,7 +268,7 @@ class Engine:
             return _ENDED
         try:
             if torch.is_inference_mode_enabled():
-                # What a step makes and keeps, others write to who are not in that mode.
+                # What a step makes and keeps is written to outside of that mode, too.
                 with torch.inference_mode(False):
                     need = next(task.steps)
             else:
@@ -301,7 +296,7 @@ class Engine:
         )
 
     def examine(self) -> None:
-        """Fail what waits for somebody who is gone, or has waited for too long."""
+        """Fail what waits for a rank that is gone, or has waited for too long."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -316,10 +311,10 @@ class Engine:
     def _examine(self, task: PendingOperation, look_closely: bool, now: float) -> None:
         if task.need is None or task.done:
             return
-        ranks, mark = task.need
-        error = peer_error(self._pages, ranks, mark, task.title, closely=look_closely)
+        ranks, progress = task.need
+        error = peer_error(self._pages, ranks, progress, task.title, closely=look_closely)
         if error is None and now >= task.deadline_s:
-            error = timeout_error(self._pages, ranks, mark, task.title, task.timeout_s)
+            error = timeout_error(self._pages, ranks, progress, task.title, task.timeout_s)
         if error is None:
             return
         before = task.need
@@ -332,7 +327,7 @@ class Engine:
         if self._broken is None:
             self._broken = error
             self._pages.stop(*cause_state(error, self._pages.names[self._pages.rank]))
-            self._tell(error)
+            self._report(error)
         lanes, self._lanes = self._lanes, {}
         task.end(error)
         self._ended.append(task)

@@ -21,7 +21,7 @@ class Exchange:
     Every method is a collective: all ranks call it, in the same order.
 
     Attributes:
-        rank: Who we are.
+        rank: Ours.
         size: How many ranks there are.
 
     Raises:

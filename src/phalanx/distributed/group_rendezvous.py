@@ -14,9 +14,9 @@ reads its own word was heard in this rendezvous, and the group's namespace is na
 Once that is open, nothing of this rendezvous is in the common namespace, and when all have left,
 nothing is in the group's.
 
-A hello of a process that is gone may be of a rendezvous before, so it counts as none; but whoever
-has been alive in this one and is gone has died in it. (Who dies before rank 0 has heard it is
-missed at the deadline only.)
+A hello of a process that is gone may be of a rendezvous before, so it counts as none; but a process
+that was alive in this one and is gone has died in it. (A death before rank 0 has heard that rank is
+noticed at the deadline only.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.distributed import PrefixStore, Store
 from phalanx.clock import now_s, pause
 from phalanx.distributed.collective_buffers import CollectiveBuffers
 from phalanx.distributed.error_store import ErrorStore
-from phalanx.distributed.hosts import Hosts, hosts_of, this_place
+from phalanx.distributed.hosts import Hosts, hosts_of, this_host
 from phalanx.distributed.status_pages import StatusPages
 from phalanx.distributed.wake_up_pipes import WakeUpPipe, WakeUpPipes
 from phalanx.errors import GroupAborted, PeerError, PeerLost
@@ -49,16 +49,16 @@ _SHOWN_BYTES = 60
 
 class _Hello(NamedTuple):
     word: str
-    place: str
+    host: str
     pid: int
     start_ticks: int
 
     @classmethod
     def of_this_process(cls) -> _Hello:
-        return cls(secrets.token_hex(8), this_place(), *ProcessIdentity.current())
+        return cls(secrets.token_hex(8), this_host(), *ProcessIdentity.current())
 
 
-# What the store holds is a claim: whoever reaches it can write there. So its shape is looked at,
+# What the store holds is a claim: anybody can write there. So its shape is looked at,
 # and a region is used only where it turns out to be one.
 
 
@@ -89,8 +89,8 @@ def _is_word(found: object) -> bool:
 
 def _is_hello(found: object) -> bool:
     hello = found if isinstance(found, list) and len(found) == len(_Hello._fields) else [None] * 4
-    word, place, pid, ticks = hello
-    return _is_word(word) and isinstance(place, str) and _is_number(pid) and _is_number(ticks)
+    word, host, pid, ticks = hello
+    return _is_word(word) and isinstance(host, str) and _is_number(pid) and _is_number(ticks)
 
 
 class GroupRendezvous:
@@ -98,7 +98,7 @@ class GroupRendezvous:
 
     Args:
         store: Where they meet.
-        rank: Who we are.
+        rank: Ours.
         size: How many come.
         timeout_s: How long all of it may take.
 
@@ -122,7 +122,7 @@ class GroupRendezvous:
         self._error_store: ErrorStore | None = None
 
     def find_hosts(self) -> Hosts:
-        """Return who is on which host.
+        """Return the ranks of each host.
 
         Raises:
             PeerTimeout: A rank did not come.
@@ -138,7 +138,7 @@ class GroupRendezvous:
                 self._come()
         hellos = [hello for hello in self._heard if hello]
         self._met.update(hello.word for hello in hellos)
-        return hosts_of([hello.place for hello in hellos])
+        return hosts_of([hello.host for hello in hellos])
 
     def share_memory(self, ranks: Sequence[int]) -> CollectiveBuffers:
         """Return the memory that ``ranks``, which are on this host, share.
@@ -160,7 +160,7 @@ class GroupRendezvous:
     # --- the common namespace ---------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """As rank 0: call whom we hear, anew where one says hello anew, until all have come."""
+        """As rank 0: call ranks that said hello, again after a new hello, until all are here."""
         self._enter(self._me.word)
         absent = list(range(self.size))
         while absent:
@@ -259,7 +259,7 @@ class GroupRendezvous:
         try:
             region = Region.borrow(hello.pid, fd, needed_bytes, label="group")
         except PeerLost:
-            self._rest([first])  # whoever made it gave up: for somebody who died, as a rule
+            self._rest([first])  # its maker gave up: because a rank died, as a rule
             raise
         if not StatusPages.is_in(region, 0, size, ProcessIdentity(hello.pid, hello.start_ticks)):
             region.close()
@@ -299,8 +299,8 @@ class GroupRendezvous:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _is_dead(self, hello: _Hello) -> bool:
-        """Tell whether who said hello is gone; of another host nobody here can know."""
-        if hello.place != self._me.place:
+        """Tell whether the process of a hello is gone; of another host nobody here can know."""
+        if hello.host != self._me.host:
             return False
         if ProcessIdentity(hello.pid, hello.start_ticks).alive():
             self._met.add(hello.word)

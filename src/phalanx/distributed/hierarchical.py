@@ -1,4 +1,4 @@
-"""How a group does its operations where its ranks are on several hosts.
+"""The collectives of a group whose ranks are on several hosts.
 
 What is for all alike crosses the network once per host, between the hosts' first ranks:
 
@@ -29,7 +29,7 @@ from phalanx.distributed.collectives import as_bytes, pieces
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.hosts import Hosts
-from phalanx.distributed.ops import Reduction
+from phalanx.distributed.ops import ReduceOperation
 from phalanx.distributed.status_pages import Fingerprint
 from phalanx.distributed.transport import Gloo, Transport, gloo_between
 from phalanx.plan import equal_sizes
@@ -38,25 +38,25 @@ __all__ = ["Hierarchical"]
 
 _PIECE_BYTES = 4 << 20
 _SMALL_BYTES = 64 << 10
-_PATIENCE_S = 1.0
+_GRACE_S = 1.0
 
 
 class Hierarchical:
-    """The operations over ``buffers`` on each host and the network between.
+    """The collectives over ``buffers`` on each host, and the network between.
 
     Args:
         buffers: Of the ranks of this host.
-        hosts: Who is where.
-        rank: Who we are.
+        hosts: The ranks of each host.
+        rank: Ours, in the group.
         store: Where the group has met, for it alone.
         timeout_s: How long a connection may take.
         interfaces: Of the network; none for the one that has the host's name.
 
     Attributes:
-        rank: Who we are in the group.
+        rank: Ours, in the group.
         size: How many ranks it has.
-        patience_s: How much longer than asked this rank waits, for others to say first what is
-            wrong: the first of a host waits for other hosts, and its others for it.
+        grace_s: How much longer than asked this rank waits, so that others report an error first:
+            the first of a host waits for other hosts, and its others for it.
     """
 
     def __init__(
@@ -77,34 +77,34 @@ class Hierarchical:
         self._interfaces = interfaces
         self._host = hosts.host_of(rank)
         self._leads = rank == hosts.leaders[self._host]
-        self.patience_s = 0.0 if self._leads else 2 * _PATIENCE_S
+        self.grace_s = 0.0 if self._leads else 2 * _GRACE_S
         self._number = 0
-        self._leaders = self._lay("leaders", self._host, hosts.leaders, timeout_s, lazy=False)
-        self._all = self._lay("all", rank, range(hosts.size), timeout_s, lazy=True)
+        self._leaders = self._transport("leaders", self._host, hosts.leaders, timeout_s, lazy=False)
+        self._all = self._transport("all", rank, range(hosts.size), timeout_s, lazy=True)
         if self._leads:
-            self._leaders.open()  # all at once; who is gone later is missed at once, too
+            self._leaders.open()  # all at once, so that a lost member is noticed at once
 
-    def _lay(
-        self, name: str, place: int, names: Sequence[int], timeout_s: float, *, lazy: bool
+    def _transport(
+        self, name: str, member: int, names: Sequence[int], timeout_s: float, *, lazy: bool
     ) -> Transport:
-        connect = partial(self.connect, name, place, len(names), timeout_s, lazy=lazy)
+        connect = partial(self.connect, name, member, len(names), timeout_s, lazy=lazy)
         transport = Transport(
-            connect, place, names, self.error_store, self._buffers.pipes.wake_this_rank
+            connect, member, names, self.error_store, self._buffers.pipes.wake_this_rank
         )
-        transport.timeout_s = timeout_s + _PATIENCE_S
+        transport.timeout_s = timeout_s + _GRACE_S
         return transport
 
-    def connect(self, name: str, place: int, size: int, timeout_s: float, *, lazy: bool) -> Gloo:
+    def connect(self, name: str, member: int, size: int, timeout_s: float, *, lazy: bool) -> Gloo:
         """Return a connection of ``size`` members; each of them asks once, by the same name."""
         store = PrefixStore(f"gloo/{name}/", self._store)
-        return gloo_between(store, place, size, timeout_s, self._interfaces, lazy=lazy)
+        return gloo_between(store, member, size, timeout_s, self._interfaces, lazy=lazy)
 
     def allow(self, timeout_s: float) -> None:
         """Let exchanges take so long from now on."""
         for transport in (self._leaders, self._all):
-            transport.timeout_s = timeout_s + _PATIENCE_S
+            transport.timeout_s = timeout_s + _GRACE_S
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Let the other hosts know of an error that breaks the group."""
         self.error_store.write(error)
         self._leaders.cut()
@@ -120,40 +120,40 @@ class Hierarchical:
     def barrier(self) -> Steps:
         """Wait until all ranks have come."""
         fingerprint = self._fingerprint("barrier", torch.uint8, 0)
-        yield from self._here(collectives.barrier)
+        yield from self._on_this_host(collectives.barrier)
         if self._leads:
             nothing = dict.fromkeys(self._leaders.others, torch.empty(0, dtype=torch.uint8))
             yield from self._leaders.run(partial(self._leaders.swap, nothing, nothing, fingerprint))
-        yield from self._here(collectives.barrier)
+        yield from self._on_this_host(collectives.barrier)
 
-    def all_reduce(self, flat: Tensor, reduction: Reduction) -> Steps:
+    def all_reduce(self, flat: Tensor, reduction: ReduceOperation) -> Steps:
         """Reduce ``flat`` over the ranks, in place and with the same bits on all of them."""
         fingerprint = self._fingerprint("all_reduce", flat.dtype, len(flat), reduction.number)
         yield from self._reduce_to_all(flat, flat, reduction, fingerprint)
 
-    def reduce(self, flat: Tensor, reduction: Reduction, root: int) -> Steps:
+    def reduce(self, flat: Tensor, reduction: ReduceOperation, root: int) -> Steps:
         """Reduce ``flat`` over the ranks into that of ``root``; the others keep theirs."""
         fingerprint = self._fingerprint("reduce", flat.dtype, len(flat), reduction.number, root)
         into = flat if self.rank == root else torch.empty_like(flat)
         yield from self._reduce_to_all(flat, into, reduction, fingerprint)
 
     def _reduce_to_all(
-        self, flat: Tensor, into: Tensor, reduction: Reduction, fingerprint: Fingerprint
+        self, flat: Tensor, into: Tensor, reduction: ReduceOperation, fingerprint: Fingerprint
     ) -> Steps:
         stage = reduction.stage
         for piece in pieces(len(flat), _PIECE_BYTES // flat.itemsize):
             part, result = flat[piece], into[piece]
             total = stage.of(part) if into is flat else stage.of(part.clone())
-            yield from self._here(collectives.reduce, total, stage, 0)
+            yield from self._on_this_host(collectives.reduce, total, stage, 0)
             if self._leads:
                 yield from self._leaders.run(
                     partial(self._reduce_hosts, total, stage, _first(fingerprint, piece))
                 )
                 reduction.finish(total, self.size, result)
-            yield from self._here(collectives.broadcast, result, 0)
+            yield from self._on_this_host(collectives.broadcast, result, 0)
 
     def _reduce_hosts(
-        self, flat: Tensor, stage: Reduction, fingerprint: Fingerprint | None
+        self, flat: Tensor, stage: ReduceOperation, fingerprint: Fingerprint | None
     ) -> None:
         """Reduce what the hosts' first ranks hold, in the order of hosts."""
         transport = self._leaders
@@ -169,14 +169,16 @@ class Hierarchical:
         mine.copy_(self._in_host_order(mine, theirs, stage))
         transport.swap(dict.fromkeys(theirs, mine), {host: parts[host] for host in theirs}, None)
 
-    def _in_host_order(self, mine: Tensor, theirs: dict[int, Tensor], stage: Reduction) -> Tensor:
+    def _in_host_order(
+        self, mine: Tensor, theirs: dict[int, Tensor], stage: ReduceOperation
+    ) -> Tensor:
         sources = [theirs.get(host, mine) for host in range(len(self._hosts.ranks))]
         result = torch.empty_like(mine)
         stage(sources, result)
         return result
 
     def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction
+        self, output: Tensor, inputs: Sequence[Tensor], reduction: ReduceOperation
     ) -> Steps:
         """Reduce over the ranks what each holds for this one, into ``output``."""
         longest = max(len(part) for part in inputs)
@@ -188,7 +190,7 @@ class Hierarchical:
             total = stage.of(torch.cat(cuts))
             sizes = [sum(len(inputs[rank][piece]) for rank in on_host) for on_host in ranks]
             by_host = total.split(sizes)
-            yield from self._here(collectives.reduce, total, stage, 0)
+            yield from self._on_this_host(collectives.reduce, total, stage, 0)
             share = output.new_empty(sizes[self._host])
             if self._leads:
                 mine = by_host[self._host]
@@ -196,7 +198,7 @@ class Hierarchical:
                     partial(self._swap_and_reduce, by_host, mine, stage, _first(fingerprint, piece))
                 )
                 reduction.finish(mine, self.size, share)
-            yield from self._here(collectives.broadcast, share, 0)
+            yield from self._on_this_host(collectives.broadcast, share, 0)
             lengths = [len(inputs[rank][piece]) for rank in ranks[self._host]]
             output[piece].copy_(share.split(lengths)[self._buffers.rank])
 
@@ -204,7 +206,7 @@ class Hierarchical:
         self,
         by_host: Sequence[Tensor],
         mine: Tensor,
-        stage: Reduction,
+        stage: ReduceOperation,
         fingerprint: Fingerprint | None,
     ) -> None:
         theirs = {host: torch.empty_like(mine) for host in self._leaders.others}
@@ -218,7 +220,7 @@ class Hierarchical:
         for piece in pieces(len(data), _PIECE_BYTES):
             part = data[piece]
             if self._host == home:
-                yield from self._here(
+                yield from self._on_this_host(
                     collectives.broadcast, part, self._hosts.ranks[home].index(root)
                 )
             if self._leads:
@@ -228,7 +230,7 @@ class Hierarchical:
                     partial(transport.swap, sent, received, _first(fingerprint, piece))
                 )
             if self._host != home:
-                yield from self._here(collectives.broadcast, part, 0)
+                yield from self._on_this_host(collectives.broadcast, part, 0)
 
     def all_gather(self, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
         """Give every rank the tensors of all, which may differ in length."""
@@ -252,7 +254,7 @@ class Hierarchical:
                 yield from transport.run(
                     partial(transport.swap, sent, received, _first(fingerprint, piece))
                 )
-            yield from self._here(collectives.broadcast, packed, 0)
+            yield from self._on_this_host(collectives.broadcast, packed, 0)
             for one, slot in zip(into, slots, strict=True):
                 one.copy_(slot)
 
@@ -290,7 +292,7 @@ class Hierarchical:
 
     # ----------------------------------------------------------------------------------------------
 
-    def _here(self, operation: Callable[..., Steps], *args: object) -> Steps:
+    def _on_this_host(self, operation: Callable[..., Steps], *args: object) -> Steps:
         """Do an operation among the ranks of this host, if there are more than this one."""
         if self._buffers.size > 1:
             yield from operation(self._buffers, *args)

@@ -1,6 +1,6 @@
 """The process group of ranks on several hosts."""
 
-# As in group.py: torch's stubs know overloads of each call by type.
+# As in process_group.py: torch's stubs know overloads of each call by type.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.distributed.uncompiled_methods import uncompiled_methods
 __all__ = ["HierarchicalGroup"]
 
 
-# Any, below: as in group.py.
+# Any, below: as in process_group.py.
 @uncompiled_methods
 class HierarchicalGroup(SharedGroup):
     """Ranks of several hosts: through memory within each, over gloo between.
@@ -33,7 +33,7 @@ class HierarchicalGroup(SharedGroup):
 
     Args:
         buffers: The memory of the ranks of this host.
-        ways: How the operations are done.
+        collectives: Those of several hosts.
         store: Where the ranks have met.
         timeout_s: How long an operation may take, where the call does not say.
         make_part: What makes a group of some of the ranks.
@@ -42,32 +42,32 @@ class HierarchicalGroup(SharedGroup):
     def __init__(
         self,
         buffers: CollectiveBuffers,
-        ways: Hierarchical,
+        collectives: Hierarchical,
         store: Store,
         timeout_s: float,
         make_part: GroupMaker,
     ) -> None:
-        super().__init__(buffers, ways, store, timeout_s, make_part)
-        self._hierarchical = ways
-        self._post: Gloo | None = None
+        super().__init__(buffers, collectives, store, timeout_s, make_part)
+        self._hierarchical = collectives
+        self._gloo: Gloo | None = None
 
     def _seconds(self, opts: Any) -> float:
         timeout_s = super()._seconds(opts)
         self._hierarchical.allow(timeout_s)
         return timeout_s
 
-    def _opened_post(self) -> Gloo:
-        if self._post is None:
+    def _opened_gloo(self) -> Gloo:
+        if self._gloo is None:
             connect = self._hierarchical.connect
-            self._post = connect("post", self.rank(), self.size(), self._timeout_s, lazy=True)
-        return self._post
+            self._gloo = connect("messages", self.rank(), self.size(), self._timeout_s, lazy=True)
+        return self._gloo
 
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> dist.Work:
         """Send to one rank."""
         check_rank(self.size(), dstRank, "dstRank")
         self._num_operations += 1
         flat = flat_of(only(tensors), "tensor")
-        work = self._opened_post().send([flat.data], dstRank, tag)
+        work = self._opened_gloo().send([flat.data], dstRank, tag)
         return _Message(self._hierarchical, work, flat, dstRank, self._timeout_s)
 
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> dist.Work:
@@ -75,21 +75,21 @@ class HierarchicalGroup(SharedGroup):
         check_rank(self.size(), srcRank, "srcRank")
         self._num_operations += 1
         flat = output_of(only(tensors), "tensor")
-        work = self._opened_post().recv([flat.data], srcRank, tag)
+        work = self._opened_gloo().recv([flat.data], srcRank, tag)
         return _Message(self._hierarchical, work, flat, srcRank, self._timeout_s, received=True)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
-        """Receive from whoever sends first."""
+        """Receive from the first rank that sends."""
         flat = output_of(only(tensors), "tensor")
-        work = self._opened_post().recv_anysource([flat.data], tag)
+        work = self._opened_gloo().recv_anysource([flat.data], tag)
         return _Message(self._hierarchical, work, flat, None, self._timeout_s, received=True)
 
     def shutdown(self) -> None:
         """Leave the group; what is under way then fails."""
         super().shutdown()
-        if self._post is not None and not self._engine.forked:
-            self._post.shutdown()
-            self._post = None
+        if self._gloo is not None and not self._engine.forked:
+            self._gloo.shutdown()
+            self._gloo = None
 
     abort = shutdown
 
@@ -103,7 +103,7 @@ class _Message(dist.Work):
 
     def __init__(
         self,
-        ways: Hierarchical,
+        collectives: Hierarchical,
         work: dist.Work,
         flat: FlatTensor,
         other: int | None,
@@ -112,7 +112,7 @@ class _Message(dist.Work):
         received: bool = False,
     ) -> None:
         super().__init__()
-        self._error_store = ways.error_store
+        self._error_store = collectives.error_store
         self._work = work
         self._flat = flat
         self._other = other
@@ -146,7 +146,7 @@ class _Message(dist.Work):
         return [self._flat.tensor]
 
     def source_rank(self) -> int:
-        """Return who sent what a receive has taken."""
+        """Return the sender of what a receive has taken."""
         return self._work._source_rank()
 
     _source_rank = source_rank

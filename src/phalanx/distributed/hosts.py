@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["INTERFACES", "Hosts", "hosts_of", "loopback", "network_interfaces", "this_place"]
+__all__ = ["INTERFACES", "Hosts", "hosts_of", "loopback", "network_interfaces", "this_host"]
 
 INTERFACES = "GLOO_SOCKET_IFNAME"
 """The variable that names the network interfaces of gloo, with commas between."""
@@ -44,20 +44,20 @@ class Hosts:
         return next(host for host, ranks in enumerate(self.ranks) if rank in ranks)
 
 
-def hosts_of(places: Sequence[str]) -> Hosts:
-    """Put ranks that are at one place together.
+def hosts_of(host_ids: Sequence[str]) -> Hosts:
+    """Put ranks on one host together.
 
     Example:
         >>> hosts_of(["a", "b", "a", "a", "b"]).ranks
         ((0, 2, 3), (1, 4))
     """
-    ranks_by_place: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        ranks_by_place.setdefault(place, []).append(rank)
-    return Hosts(tuple(map(tuple, ranks_by_place.values())))
+    ranks_by_id: dict[str, list[int]] = {}
+    for rank, host_id in enumerate(host_ids):
+        ranks_by_id.setdefault(host_id, []).append(rank)
+    return Hosts(tuple(map(tuple, ranks_by_id.values())))
 
 
-def this_place() -> str:
+def this_host() -> str:
     """Return what is equal for processes that can share memory, and for no others.
 
     They run under one kernel, see each other's process numbers, and belong to one user. The

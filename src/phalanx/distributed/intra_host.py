@@ -1,4 +1,4 @@
-"""How a group does its operations where all ranks are on one host: in its memory alone."""
+"""The collectives of a group whose ranks are all on one host: in its memory alone."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["IntraHost"]
 
 
 class IntraHost:
-    """The operations over ``buffers``.
+    """The collectives over ``buffers``.
 
     Attributes:
-        rank: Who we are in the group.
+        rank: Ours, in the group.
         size: How many ranks it has.
-        patience_s: How much longer than asked this rank waits.
+        grace_s: How much longer than asked this rank waits.
     """
 
-    patience_s = 0.0
+    grace_s = 0.0
 
     def __init__(self, buffers: CollectiveBuffers) -> None:
         self.rank = buffers.rank
@@ -34,7 +34,7 @@ class IntraHost:
         self.all_to_all = partial(collectives.all_to_all, buffers)
         self.barrier = partial(collectives.barrier, buffers)
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Do nothing: the ranks of one host read errors from the shared status pages."""
 
     def close(self) -> None:

@@ -320,7 +320,7 @@ def _signals_put_back() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: set by somebody who is not Python
+            if handler is not None:  # None: not set by Python
                 signal.signal(number, handler)
 
 
@@ -332,14 +332,14 @@ def _put_back(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-# --- who was first --------------------------------------------------------------------------------
+# --- the first failure-----------------------------------------------------------------------------
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> int:
     """Return the rank whose failure came first and was nobody else's echo.
 
-    A rank that was killed leaves no note, and others fail because it is gone: so who was killed
-    comes before all who wrote down when they failed, and who says that a peer is gone comes last.
+    A rank that was killed leaves no note, and others fail because it is gone: so killed ranks come
+    before those that wrote down when they failed, and those that lost a peer come last.
     """
 
     def order(rank: int) -> tuple[int, float, int]:
@@ -360,7 +360,7 @@ def _told(failure: ProcessFailure) -> dict[str, Any] | None:
 
 
 def describe_failures(failures: Mapping[int, ProcessFailure]) -> RankFailed:
-    """Make the job's error: who failed first and how, who else did, and the first's last words."""
+    """Make the job's error: the first rank that failed and how, the others, and its last words."""
     rank = first_failure(failures)
     failure, told = failures[rank], _told(failures[rank])
     code = failure.exitcode

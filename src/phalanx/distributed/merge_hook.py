@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
 
-from phalanx.distributed.bucket import refuse_sparse
-from phalanx.errors import ConfigError, PeerError
+from phalanx.errors import ConfigError, PeerError, UnsupportedError
 from phalanx.torch_internals import call_after_backward, in_backward
 
-__all__ = ["Hook", "merge_hook"]
+__all__ = ["Hook", "merge_hook", "refuse_sparse"]
 
 Hook = Callable[[object, GradBucket], Future[Tensor]]
 
@@ -90,6 +89,15 @@ def merge_hook(
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"`reduction` must be 'sum' or 'mean', but is {reduction!r}.")
     return _Merge(weight_fn, reduction == "mean", process_group).merge
+
+
+def refuse_sparse(bucket: GradBucket) -> None:
+    """Raise an `UnsupportedError`, the same on all ranks, if ``bucket`` holds a sparse gradient."""
+    if bucket.buffer().layout is not torch.strided:
+        raise UnsupportedError(
+            "Gradients must be dense to be merged by this hook, but are sparse. Make the "
+            "embedding with `sparse=False`."
+        )
 
 
 class _Merge:

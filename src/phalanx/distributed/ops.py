@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from phalanx.errors import ConfigError, UnsupportedError
 
-__all__ = ["Reduction", "reduction_of"]
+__all__ = ["ReduceOperation", "reduction_of"]
 
 Combine = Callable[..., object]  # (left, right, *, out)
 
@@ -41,7 +41,7 @@ _PREMUL_SUM_NUMBER = len(_NUMBER_BY_OP)
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReduceOperation:
     """How numbers of one dtype become one.
 
     Attributes:
@@ -77,7 +77,7 @@ class Reduction:
         return source if self.factor is None else source * self.factor
 
     @property
-    def stage(self) -> Reduction:
+    def stage(self) -> ReduceOperation:
         """How some of the ranks are reduced, where others follow: wide, and not averaged yet."""
         wide = torch.float32 if self._dtype in _HALVES else self._dtype
         return replace(self, _dtype=wide, _averages=False, factor=None)
@@ -109,7 +109,7 @@ class Reduction:
         return out
 
 
-def reduction_of(op: object, dtype: torch.dtype) -> Reduction:
+def reduction_of(op: object, dtype: torch.dtype) -> ReduceOperation:
     """Return how to reduce numbers of ``dtype`` by a ``ReduceOp``.
 
     Raises:
@@ -122,7 +122,7 @@ def reduction_of(op: object, dtype: torch.dtype) -> Reduction:
     return _reduction_of(kind, dtype)
 
 
-def _scaling_sum(op: object, dtype: torch.dtype) -> Reduction:
+def _scaling_sum(op: object, dtype: torch.dtype) -> ReduceOperation:
     if not (dtype.is_floating_point or dtype.is_complex):
         raise ConfigError(
             f"`op` must not scale {dtype}, but is PREMUL_SUM. Give numbers with fractions."
@@ -139,7 +139,7 @@ def _scaling_sum(op: object, dtype: torch.dtype) -> Reduction:
 
 
 @cache
-def _reduction_of(kind: object, dtype: torch.dtype) -> Reduction:
+def _reduction_of(kind: object, dtype: torch.dtype) -> ReduceOperation:
     found = next((known for known in _COMBINE_BY_OP if known == kind), None)
     if found is None:
         raise UnsupportedError(
@@ -151,10 +151,18 @@ def _reduction_of(kind: object, dtype: torch.dtype) -> Reduction:
         raise ConfigError(f"`op` must be arithmetic for {dtype}, but is {kind}.")
     if found in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
         raise ConfigError(f"`op` must not need an order for {dtype}, but is {kind}.")
-    return Reduction(
+    reduction = ReduceOperation(
         _NUMBER_BY_OP[found],
         str(kind).rpartition(".")[2],
         _COMBINE_BY_OP[found],
         dtype,
         found == ReduceOp.AVG,
     )
+    try:  # here, where nothing was sent: what fails under way breaks the group
+        one = torch.ones(1, dtype=dtype)
+        reduction([one, one], torch.empty_like(one))
+    except (RuntimeError, TypeError) as exc:
+        raise ConfigError(
+            f"`op` must be one that torch has for {dtype}, but is {reduction.name}: {exc}."
+        ) from exc
+    return reduction

@@ -13,24 +13,29 @@ __all__ = ["cause_state", "is_missing", "peer_error", "timeout_error"]
 
 
 def peer_error(
-    pages: StatusPages, ranks: Sequence[int], mark: int, title: str = "", *, closely: bool = True
+    pages: StatusPages,
+    ranks: Sequence[int],
+    progress: int,
+    title: str = "",
+    *,
+    closely: bool = True,
 ) -> PeerError | None:
-    """Return why a wait for ``ranks`` to reach ``mark`` cannot end well, or None.
+    """Return why a wait for ``ranks`` to reach ``progress`` cannot end well, or None.
 
     Args:
         pages: The group's.
-        ranks: Who is waited for.
-        mark: The number that they must reach; a rank that has reached it may be gone.
+        ranks: Those that are awaited.
+        progress: The number that they must reach; a rank that has reached it may be gone.
         title: The operation that waits.
-        closely: Whether to ask the kernel who lives; else only what the ranks say themselves.
+        closely: Whether to ask the kernel which live; else only what the ranks say themselves.
     """
-    missing = [rank for rank in ranks if is_missing(pages, rank, mark)]
+    missing = [rank for rank in ranks if is_missing(pages, rank, progress)]
     during = f" during {title}" if title else ""
     if closely:
         for rank in missing:
             name = pages.names[rank]
             state, _ = pages.state_of(rank)
-            if state == HERE and not pages.alive(rank) and is_missing(pages, rank, mark):
+            if state == HERE and not pages.alive(rank) and is_missing(pages, rank, progress):
                 return PeerLost(
                     f"Rank {name} of {pages.group_size} has died{during}. "
                     f"{_last_of(pages, rank, pages.rank)} Destroy the group and make a new one.",
@@ -42,11 +47,11 @@ def peer_error(
         if state == LOST:
             return PeerLost(
                 f"Rank {cause} of {pages.group_size} has died, as rank {name} has found{during}. "
-                f"{_last_of(pages, *_places(pages, cause), pages.rank)} Destroy the group and make "
+                f"{_last_of(pages, *_named(pages, cause), pages.rank)} Destroy the group and make "
                 "a new one.",
                 cause,
             )
-        if state == LEFT and is_missing(pages, rank, mark):
+        if state == LEFT and is_missing(pages, rank, progress):
             return PeerLost(
                 f"Rank {name} of {pages.group_size} has destroyed its group{during}. "
                 f"{_last_of(pages, rank, pages.rank)}",
@@ -61,22 +66,22 @@ def peer_error(
     return None
 
 
-def is_missing(pages: StatusPages, rank: int, mark: int) -> bool:
-    """Tell whether ``rank`` has not reached ``mark``; for no mark, always."""
-    return mark <= 0 or pages.mark_of(rank) < mark
+def is_missing(pages: StatusPages, rank: int, progress: int) -> bool:
+    """Tell whether ``rank`` has not reached ``progress``; for no progress, always."""
+    return progress <= 0 or pages.progress_of(rank) < progress
 
 
 def timeout_error(
-    pages: StatusPages, ranks: Sequence[int], mark: int, title: str, timeout_s: float
+    pages: StatusPages, ranks: Sequence[int], progress: int, title: str, timeout_s: float
 ) -> PeerTimeout | None:
-    """Say who did not come, and what everybody was in; None if all have come after all.
+    """Name the late ranks, and every rank's last operation; None if all have come after all.
 
     They have where this rank itself did not run for a while.
     """
-    missing = [rank for rank in ranks if is_missing(pages, rank, mark)]
+    missing = [rank for rank in ranks if is_missing(pages, rank, progress)]
     if not missing:
         return None
-    slowest = min(missing, key=lambda rank: _progress(pages, rank))
+    slowest = min(missing, key=lambda rank: _lateness(pages, rank))
     return late_peers(
         "Rank",
         sorted(pages.names[rank] for rank in missing),
@@ -88,11 +93,11 @@ def timeout_error(
     )
 
 
-def _progress(pages: StatusPages, rank: int) -> tuple[bool, int, int]:
+def _lateness(pages: StatusPages, rank: int) -> tuple[bool, int, int]:
     """Return a key that orders ranks by progress; a rank can be held up by those behind it."""
     identity = pages.identity_of(rank)
     runs = identity is not None and not identity.stopped()
-    return runs, pages.latest_of(rank).number, pages.mark_of(rank)
+    return runs, pages.latest_of(rank).number, pages.progress_of(rank)
 
 
 def _last_of(pages: StatusPages, *ranks: int) -> str:
@@ -104,7 +109,7 @@ def _last_of(pages: StatusPages, *ranks: int) -> str:
     return f"The last operation of each: {told}."
 
 
-def _places(pages: StatusPages, name: int) -> list[int]:
+def _named(pages: StatusPages, name: int) -> list[int]:
     """Return where on the pages the rank of that name is, unless it is on another host."""
     return [rank for rank, known in enumerate(pages.names) if known == name]
 

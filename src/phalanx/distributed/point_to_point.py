@@ -40,7 +40,7 @@ class _Channel:
         start = sender * _CHANNEL_BYTES
         self.words = region.buffer[start : start + _DATA_BYTES].cast("q")
         self.data = region.tensor(torch.uint8, _RING_BYTES, start + _DATA_BYTES)
-        self.reading: object = None  # who is in the middle of a message
+        self.reading: object = None  # the claim of a receive in the middle of a message
         self.aside: deque[tuple[int, Tensor]] = deque()  # tag and bytes of what nobody asked for
 
     @property
@@ -117,7 +117,7 @@ class PointToPoint:
                 return None
             try:
                 region = Region.borrow(identity.pid, fd, label=f"inbox of rank {receiver}")
-            except PeerLost:  # the inbox went with its owner, of whom the wait will tell
+            except PeerLost:  # the inbox went with its owner, whose death the wait reports
                 return None
             self._borrowed.append(region)
             region.reserve_part(self._pages.rank * _CHANNEL_BYTES, _CHANNEL_BYTES)
@@ -146,7 +146,7 @@ class PointToPoint:
                 if (yield from self._try(into, sender, tag, claim)):
                     found.append(sender)
                     return
-            # Who has left after its last message is waited for no longer, unless all have.
+            # A rank that has left is awaited no longer, unless all have.
             here = [each for each in self._pages.others if self._pages.state_of(each)[0] != LEFT]
             yield tuple(here or self._pages.others), 0
 
@@ -155,9 +155,9 @@ class PointToPoint:
     ) -> Generator[Need | None, None, bool]:
         """Take a message of ``tag`` if one is there; of others, put aside what is there."""
         channel = self._channel_from(sender)
-        for place, (other_tag, data) in enumerate(channel.aside):
+        for index, (other_tag, data) in enumerate(channel.aside):
             if other_tag == tag:
-                del channel.aside[place]
+                del channel.aside[index]
                 self._check(into, len(data), sender)
                 into.copy_(data)
                 return True

@@ -25,8 +25,7 @@ from phalanx.distributed.call_forms import (
     check_count,
     check_fit,
     check_rank,
-    cut_input,
-    cut_output,
+    cut_by_rank,
     cut_rows,
     listed,
     only,
@@ -63,7 +62,7 @@ class SharedGroup(DescribedGroup):
 
     Args:
         buffers: The memory of the ranks of this host.
-        ways: How the operations are done.
+        collectives: Those of one host, or of several.
         store: Where the ranks have met.
         timeout_s: How long an operation may take, where the call does not say.
         make_part: What makes a group of some of the ranks, as torch makes one of all.
@@ -72,23 +71,23 @@ class SharedGroup(DescribedGroup):
     def __init__(
         self,
         buffers: CollectiveBuffers,
-        ways: IntraHost | Hierarchical,
+        collectives: IntraHost | Hierarchical,
         store: Store,
         timeout_s: float,
         make_part: GroupMaker,
     ) -> None:
-        super().__init__(ways.rank, ways.size, store, timeout_s)
+        super().__init__(collectives.rank, collectives.size, store, timeout_s)
         self._make_part = make_part
         self._buffers = buffers
-        self._ways = ways
+        self._collectives = collectives
         self._point_to_point = PointToPoint(buffers.pages)
-        if isinstance(ways, IntraHost):  # across hosts, messages go over gloo
+        if isinstance(collectives, IntraHost):  # across hosts, messages go over gloo
             self._point_to_point.open()
         # C++ that is given a work from Python, as DDP's `join` gives its reducer one, holds no
         # more than its C++ half, which waits for ever once the Python half is gone.
         self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
         self._engine = Engine(
-            buffers.pages, buffers.pipes, buffers.contention, self.getGroupName, ways.tell
+            buffers.pages, buffers.pipes, buffers.contention, self.getGroupName, collectives.report
         )
         self._closed = False
 
@@ -107,11 +106,11 @@ class SharedGroup(DescribedGroup):
                 "after. Make a new group."
             )
         self._num_operations += 1
-        timeout_s = self._seconds(opts) + self._ways.patience_s
+        timeout_s = self._seconds(opts) + self._collectives.grace_s
         task = PendingOperation(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
-        if needs is None:  # everybody who has not begun it yet
+        if needs is None:  # all that have not begun it yet
             pages = self._buffers.pages
-            needs = pages.others, pages.mark_of(pages.rank) + 1
+            needs = pages.others, pages.progress_of(pages.rank) + 1
         wait = not getattr(opts, "asyncOp", True)
         if is_profiled():  # a record costs 1 µs where it is off
             with profiler.record_function(f"{NAME}:{kind.partition(' ')[0]}"):
@@ -131,8 +130,11 @@ class SharedGroup(DescribedGroup):
         return self._timeout_s
 
     def _root(self, opts: Any) -> int:
-        check_rank(self._ways.size, opts.rootRank, "root")
+        check_rank(self._collectives.size, opts.rootRank, "root")
         return int(opts.rootRank)
+
+    def _cut(self, whole: Tensor, part: Tensor, *, filled: bool = False) -> list[Tensor]:
+        return cut_by_rank(self._collectives.size, whole, part, filled=filled)
 
     # --- reducing ---------------------------------------------------------------------------------
 
@@ -148,14 +150,14 @@ class SharedGroup(DescribedGroup):
         return self._all_reduce(tensors, options(dist.AllreduceCoalescedOptions, opts))
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:
-        if any(is_sparse(tensor) for tensor in tensors):
+        if any(map(is_sparse, tensors)):
             return self._all_reduce_sparse(only(tensors), opts)
         if len(tensors) == 1:
             flat = output_of(tensors[0], "tensor")
             if not flat.copied:  # by far the most frequent call
                 reduction = reduction_of(opts.reduceOp, flat.data.dtype)
                 if reduction.factor is None:
-                    one = self._ways.all_reduce(flat.data, reduction)
+                    one = self._collectives.all_reduce(flat.data, reduction)
                     return self._run("all_reduce", one, tensors, opts)
         flats = [output_of(tensor, "tensor") for tensor in tensors]
         if share_memory([flat.data for flat in flats]):  # each is reduced as it is now
@@ -166,14 +168,14 @@ class SharedGroup(DescribedGroup):
             for flat, reduction in zip(flats, reductions, strict=True):
                 if reduction.factor is not None:
                     flat.data.mul_(reduction.factor)
-                yield from self._ways.all_reduce(flat.data, reduction)
+                yield from self._collectives.all_reduce(flat.data, reduction)
                 flat.write_back()
 
         return self._run("all_reduce", steps(), list(tensors), opts)
 
     def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> SharedWork:
         reduction = reduction_of(opts.reduceOp, tensor.dtype)
-        steps = all_reduce_sparse(self._ways, tensor, reduction)
+        steps = all_reduce_sparse(self._collectives, tensor, reduction)
         return self._run("all_reduce", steps, [tensor], opts)
 
     def reduce(
@@ -187,14 +189,14 @@ class SharedGroup(DescribedGroup):
         """Reduce over all ranks into the root's tensor."""
         opts = options(dist.ReduceOptions, opts, timeout, op, root)
         root = self._root(opts)
-        taken = output_of if self._ways.rank == root else flat_of
+        taken = output_of if self._collectives.rank == root else flat_of
         flat = taken(only(listed(tensors)), "tensor")
         reduction = reduction_of(opts.reduceOp, flat.data.dtype)
 
         def steps() -> Steps:
             given = reduction.scaled(flat.data)
-            yield from self._ways.reduce(given, reduction, root)
-            if self._ways.rank == root:
+            yield from self._collectives.reduce(given, reduction, root)
+            if self._collectives.rank == root:
                 flat.data.copy_(given)
                 flat.write_back()
 
@@ -208,13 +210,13 @@ class SharedGroup(DescribedGroup):
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         output, parts = only(outputs), only(inputs)
-        check_count(self._ways.size, parts, "input_list")
+        check_count(self._collectives.size, parts, "input_list")
         return self._reduce_scatter([(output, list(parts))], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """Reduce over all ranks, and keep this rank's part of the result."""
         opts = options(dist.ReduceScatterOptions, opts)
-        return self._reduce_scatter([(output, cut_input(self._ways.size, input, output))], opts)
+        return self._reduce_scatter([(output, self._cut(input, output))], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -224,7 +226,7 @@ class SharedGroup(DescribedGroup):
         """Do what :meth:`reduce_scatter_single` does, with several tensors."""
         opts = options(dist.ReduceScatterOptions, opts)
         pairs = zip(outputs, inputs, strict=True)
-        return self._reduce_scatter([(o, cut_input(self._ways.size, i, o)) for o, i in pairs], opts)
+        return self._reduce_scatter([(o, self._cut(i, o)) for o, i in pairs], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -239,12 +241,12 @@ class SharedGroup(DescribedGroup):
         ]
         count_as_changed(output for output, _ in pairs)
         for output, parts, _ in jobs:
-            check_fit(output.data, parts[self._ways.rank], "output", "this rank's input")
+            check_fit(output.data, parts[self._collectives.rank], "output", "this rank's input")
 
         def steps() -> Steps:
             for output, parts, reduction in jobs:
                 given = [reduction.scaled(part) for part in parts]
-                yield from self._ways.reduce_scatter(output.data, given, reduction)
+                yield from self._collectives.reduce_scatter(output.data, given, reduction)
                 output.write_back()
 
         return self._run("reduce_scatter", steps(), [output for output, _ in pairs], opts)
@@ -257,15 +259,11 @@ class SharedGroup(DescribedGroup):
         """Give every rank the root's tensor."""
         opts = options(dist.BroadcastOptions, opts, timeout, root=root)
         root = self._root(opts)
-        taken = flat_of if self._ways.rank == root else output_of
+        taken = flat_of if self._collectives.rank == root else output_of
         flat = taken(only(listed(tensors)), "tensor")
-
-        def steps() -> Steps:
-            yield from self._ways.broadcast(flat.data, root)
-            if self._ways.rank != root:
-                flat.write_back()
-
-        return self._run("broadcast", steps(), [flat.tensor], opts)
+        filled = [] if self._collectives.rank == root else [flat]
+        steps = _filling(filled, self._collectives.broadcast(flat.data, root))
+        return self._run("broadcast", steps, [flat.tensor], opts)
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -275,14 +273,12 @@ class SharedGroup(DescribedGroup):
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         parts = list(only(outputs))
-        check_count(self._ways.size, parts, "tensor_list")
+        check_count(self._collectives.size, parts, "tensor_list")
         return self._all_gather([(parts, only(inputs))], parts, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """Give every rank the tensors of all, one after the other in one."""
-        return self._all_gather(
-            [(cut_output(self._ways.size, output, input), input)], [output], opts
-        )
+        return self._all_gather([(self._cut(output, input, filled=True), input)], [output], opts)
 
     _allgather_base = all_gather_single
 
@@ -291,9 +287,8 @@ class SharedGroup(DescribedGroup):
     ) -> SharedWork:
         """Do what :meth:`all_gather_single` does, with several tensors."""
         pairs = zip(outputs, inputs, strict=True)
-        return self._all_gather(
-            [(cut_output(self._ways.size, o, i), i) for o, i in pairs], list(outputs), opts
-        )
+        parts = [(self._cut(o, i, filled=True), i) for o, i in pairs]
+        return self._all_gather(parts, list(outputs), opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -302,7 +297,7 @@ class SharedGroup(DescribedGroup):
     ) -> SharedWork:
         """Do what :meth:`allgather` does, with several tensors."""
         pairs = [
-            ([of_rank[place] for of_rank in output_lists], one) for place, one in enumerate(inputs)
+            ([of_rank[index] for of_rank in output_lists], one) for index, one in enumerate(inputs)
         ]
         return self._all_gather(pairs, output_lists, opts)
 
@@ -313,15 +308,14 @@ class SharedGroup(DescribedGroup):
         for outputs, given in pairs:
             flats = [output_of(output, "output") for output in outputs]
             flat = flat_of(given, "input")
-            check_fit(flats[self._ways.rank].data, flat.data, "output", "this rank's input")
+            check_fit(flats[self._collectives.rank].data, flat.data, "output", "this rank's input")
             count_as_changed(outputs)
             jobs.append((flats, flat))
 
         def steps() -> Steps:
             for flats, flat in jobs:
-                yield from self._ways.all_gather([one.data for one in flats], flat.data)
-                for one in flats:
-                    one.write_back()
+                data = [one.data for one in flats]
+                yield from _filling(flats, self._collectives.all_gather(data, flat.data))
 
         return self._run("all_gather", steps(), result, opts)
 
@@ -339,21 +333,17 @@ class SharedGroup(DescribedGroup):
         if isinstance(inputs, Tensor):
             outputs = [outputs]
         flat = flat_of(only(listed(inputs)), "tensor")
-        wanted = list(only(outputs)) if self._ways.rank == root else []
+        wanted = list(only(outputs)) if self._collectives.rank == root else []
         flats = [output_of(output, "gather_list") for output in wanted]
         if wanted:
-            check_count(self._ways.size, wanted, "gather_list")
+            check_count(self._collectives.size, wanted, "gather_list")
             count_as_changed(wanted)
         for one in flats:
             check_fit(one.data, flat.data, "gather_list", "`tensor`")
 
-        def steps() -> Steps:
-            data = [one.data for one in flats]
-            yield from self._ways.gather(data, flat.data, root)
-            for one in flats:
-                one.write_back()
-
-        return self._run("gather", steps(), wanted, opts)
+        data = [one.data for one in flats]
+        steps = _filling(flats, self._collectives.gather(data, flat.data, root))
+        return self._run("gather", steps, wanted, opts)
 
     def scatter(
         self,
@@ -369,29 +359,27 @@ class SharedGroup(DescribedGroup):
         if isinstance(outputs, Tensor):
             inputs = [inputs]
         flat = output_of(only(listed(outputs)), "tensor")
-        given = list(only(inputs)) if self._ways.rank == root else []
+        given = list(only(inputs)) if self._collectives.rank == root else []
         parts = [flat_of(part, "scatter_list").data for part in given]
         if given:
-            check_count(self._ways.size, given, "scatter_list")
+            check_count(self._collectives.size, given, "scatter_list")
         for part in parts:
             check_fit(part, flat.data, "scatter_list", "`tensor`")
 
-        def steps() -> Steps:
-            yield from self._ways.scatter(flat.data, parts, root)
-            flat.write_back()
-
-        return self._run("scatter", steps(), [flat.tensor], opts)
+        steps = _filling([flat], self._collectives.scatter(flat.data, parts, root))
+        return self._run("scatter", steps, [flat.tensor], opts)
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedWork:
         """Give each rank one tensor of every other."""
-        check_count(self._ways.size, outputs, "output_tensor_list")
-        check_count(self._ways.size, inputs, "input_tensor_list")
+        check_count(self._collectives.size, outputs, "output_tensor_list")
+        check_count(self._collectives.size, inputs, "input_tensor_list")
         taken = [output_of(output, "output_tensor_list") for output in outputs]
         given = [flat_of(part, "input_tensor_list").data for part in inputs]
         count_as_changed(outputs)
-        return self._all_to_all(taken, [one.data for one in taken], given, list(outputs), opts)
+        steps = self._collectives.all_to_all([one.data for one in taken], given)
+        return self._run("all_to_all", _filling(taken, steps), list(outputs), opts)
 
     def all_to_all_single(
         self,
@@ -404,37 +392,25 @@ class SharedGroup(DescribedGroup):
         """Give each rank a range of rows of every other."""
         taken, given = output_of(output, "output"), flat_of(input, "input")
         into = cut_rows(
-            self._ways.size, output, taken.data, output_split_sizes, "output_split_sizes"
+            self._collectives.size, output, taken.data, output_split_sizes, "output_split_sizes"
         )
-        parts = cut_rows(self._ways.size, input, given.data, input_split_sizes, "input_split_sizes")
-        return self._all_to_all([taken], into, parts, [output], opts)
+        parts = cut_rows(
+            self._collectives.size, input, given.data, input_split_sizes, "input_split_sizes"
+        )
+        steps = self._collectives.all_to_all(into, parts)
+        return self._run("all_to_all", _filling([taken], steps), [output], opts)
 
     alltoall_base = all_to_all_single
-
-    def _all_to_all(
-        self,
-        flats: Sequence[FlatTensor],
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        result: list[Tensor],
-        opts: Any,
-    ) -> SharedWork:
-        def steps() -> Steps:
-            yield from self._ways.all_to_all(outputs, inputs)
-            for one in flats:
-                one.write_back()
-
-        return self._run("all_to_all", steps(), result, opts)
 
     # --- barriers ---------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> SharedWork:
         """Wait until all ranks have come."""
         opts = options(dist.BarrierOptions, opts, timeout)
-        return self._run("barrier", self._ways.barrier(), [], opts)
+        return self._run("barrier", self._collectives.barrier(), [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have come; all who are late are named, whatever is asked."""
+        """Wait until all ranks have come; an error names all late ones, whatever is asked."""
         del wait_all_ranks
         opts = options(dist.BarrierOptions, None, timeout)
         opts.asyncOp = False
@@ -444,7 +420,7 @@ class SharedGroup(DescribedGroup):
 
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> SharedWork:
         """Send to one rank."""
-        check_rank(self._ways.size, dstRank, "dstRank")
+        check_rank(self._collectives.size, dstRank, "dstRank")
         data = as_bytes(flat_of(only(tensors), "tensor").data)
         steps = self._point_to_point.send(data, dstRank, tag)
         return self._run(
@@ -457,16 +433,12 @@ class SharedGroup(DescribedGroup):
 
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> SharedWork:
         """Receive from one rank."""
-        check_rank(self._ways.size, srcRank, "srcRank")
+        check_rank(self._collectives.size, srcRank, "srcRank")
         flat = output_of(only(tensors), "tensor")
-
-        def steps() -> Steps:
-            yield from self._point_to_point.receive(as_bytes(flat.data), srcRank, tag)
-            flat.write_back()
-
+        steps = self._point_to_point.receive(as_bytes(flat.data), srcRank, tag)
         work = self._run(
             f"recv from rank {srcRank}",
-            steps(),
+            _filling([flat], steps),
             tensors,
             lane=("from", srcRank, tag),
             needs=_NOBODY,  # the message may be there already, and its sender gone
@@ -475,16 +447,16 @@ class SharedGroup(DescribedGroup):
         return work
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> SharedWork:
-        """Receive from whoever sends first."""
+        """Receive from the first rank that sends."""
         flat = output_of(only(tensors), "tensor")
         found: list[int] = []
-
-        def steps() -> Steps:
-            yield from self._point_to_point.receive_any(as_bytes(flat.data), tag, found)
-            flat.write_back()
-
+        steps = self._point_to_point.receive_any(as_bytes(flat.data), tag, found)
         work = self._run(
-            "recv from any rank", steps(), tensors, lane=("from any", tag), needs=_NOBODY
+            "recv from any rank",
+            _filling([flat], steps),
+            tensors,
+            lane=("from any", tag),
+            needs=_NOBODY,
         )
         work.sources = found
         return work
@@ -500,7 +472,7 @@ class SharedGroup(DescribedGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> dist.ProcessGroup | None:
-        """Make a group of ``ranks`` of this one, in ascending order; None for who is not of them.
+        """Make a group of ``ranks`` of this one, in ascending order; None for other ranks.
 
         Args:
             ranks: Ranks of this group. Others may make another part at the same time.
@@ -548,7 +520,7 @@ class SharedGroup(DescribedGroup):
             self._warn_of(self._engine.close())
             self._kept.clear()
             self._point_to_point.close()
-            self._ways.close()
+            self._collectives.close()
             self._buffers.close()
 
     abort = shutdown
@@ -564,6 +536,13 @@ class SharedGroup(DescribedGroup):
 
     def __repr__(self) -> str:
         return f"SharedGroup({self._group_name!r}, rank {self.rank()} of {self.size()})"
+
+
+def _filling(flats: Sequence[FlatTensor], steps: Steps) -> Steps:
+    """Run ``steps``, and bring what they have filled to the tensors that it is copied from."""
+    yield from steps
+    for flat in flats:
+        flat.write_back()
 
 
 def _is_small(result: Any) -> bool:

@@ -3,7 +3,7 @@
     rank 0  {1: a, 2: b}          all  {0: c, 1: a + d, 2: b}
     rank 1  {0: c, 1: d}
 
-So each moves the entries of all, and sums of one place are made in rank order.
+So each moves the entries of all, and sums of one entry are made in rank order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.distributed.collective_buffers import Steps
 from phalanx.distributed.hierarchical import Hierarchical
 from phalanx.distributed.intra_host import IntraHost
-from phalanx.distributed.ops import Reduction
+from phalanx.distributed.ops import ReduceOperation
 from phalanx.errors import ConfigError, UnsupportedError
 
 __all__ = ["all_reduce_sparse", "is_sparse"]
@@ -28,7 +28,7 @@ def is_sparse(tensor: Tensor) -> bool:
 
 
 def all_reduce_sparse(
-    ways: IntraHost | Hierarchical, tensor: Tensor, reduction: Reduction
+    collectives: IntraHost | Hierarchical, tensor: Tensor, reduction: ReduceOperation
 ) -> Steps:
     """Sum ``tensor`` over the ranks, in place; it is coalesced afterwards.
 
@@ -45,16 +45,16 @@ def all_reduce_sparse(
             f"`tensor` must be of a dtype that torch adds up where it is sparse, but is of "
             f"{tensor.dtype}. Give `.to_dense()` or another dtype."
         )
-    return _steps(ways, tensor)
+    return _steps(collectives, tensor)
 
 
-def _steps(ways: IntraHost | Hierarchical, tensor: Tensor) -> Steps:
+def _steps(collectives: IntraHost | Hierarchical, tensor: Tensor) -> Steps:
     with torch.no_grad():
         given = tensor.coalesce()
         indices, values = given.indices(), given.values()
     own = torch.tensor([values.shape[0], tensor.sparse_dim(), *tensor.shape])
-    facts = [torch.empty_like(own) for _ in range(ways.size)]
-    yield from ways.all_gather(facts, own)
+    facts = [torch.empty_like(own) for _ in range(collectives.size)]
+    yield from collectives.all_gather(facts, own)
     counts = [int(one[0]) for one in facts]
     if any(one[1:].tolist() != own[1:].tolist() for one in facts):
         raise ConfigError(
@@ -62,13 +62,13 @@ def _steps(ways: IntraHost | Hierarchical, tensor: Tensor) -> Steps:
             f"{[(*one[2:].tolist(),) for one in facts]}."
         )
     all_indices = [indices.new_empty((indices.shape[0], count)) for count in counts]
-    yield from ways.all_gather([one.view(-1) for one in all_indices], _line(indices))
+    yield from collectives.all_gather([one.view(-1) for one in all_indices], _line(indices))
     all_values = [values.new_empty((count, *values.shape[1:])) for count in counts]
-    yield from ways.all_gather([one.view(-1) for one in all_values], _line(values))
+    yield from collectives.all_gather([one.view(-1) for one in all_values], _line(values))
     with torch.no_grad():
         total = torch.zeros_like(given)
-        for place, numbers in zip(all_indices, all_values, strict=True):
-            total += torch.sparse_coo_tensor(place, numbers, tensor.shape, is_coalesced=True)
+        for at, numbers in zip(all_indices, all_values, strict=True):
+            total += torch.sparse_coo_tensor(at, numbers, tensor.shape, is_coalesced=True)
         tensor.copy_(total.coalesce())
 
 

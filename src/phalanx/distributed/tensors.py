@@ -55,7 +55,7 @@ def flat_of(tensor: Tensor, name: str) -> FlatTensor:
             "the numbers themselves, as `to_local()` does those of a DTensor."
         )
     if torch.is_inference_mode_enabled():
-        # Whoever moves the operation on writes, which may be a thread that is not in that mode.
+        # The thread that moves the operation on writes, and may not be in that mode.
         with torch.inference_mode(False):
             return _in_line(tensor, _plain(tensor))
     return _in_line(tensor, _plain(tensor))
@@ -97,8 +97,8 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _with_same_memory(tensor: Tensor) -> Tensor:
     alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    alias.set_(tensor.untyped_storage(), *place)
+    view = tensor.storage_offset(), tensor.shape, tensor.stride()
+    alias.set_(tensor.untyped_storage(), *view)
     return alias
 
 

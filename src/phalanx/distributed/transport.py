@@ -15,6 +15,7 @@ import datetime
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,10 +42,12 @@ _JOIN_S = 1.0
 Gloo = Any
 """A `ProcessGroupGloo`; torch's stubs do not know what can be called on one."""
 
+_Job = tuple[Callable[[], None], Future[None]]
+
 
 def gloo_between(
     store: Store,
-    place: int,
+    member: int,
     size: int,
     timeout_s: float,
     interfaces: Sequence[str],
@@ -55,7 +58,7 @@ def gloo_between(
 
     Args:
         store: Where they find each other's addresses; of these members alone.
-        place: Which of them we are.
+        member: Our number among them.
         size: How many there are.
         timeout_s: How long a connection may take.
         interfaces: Of the network, by name; none for the one that has the host's name.
@@ -70,7 +73,7 @@ def gloo_between(
         ProcessGroupGloo.create_device(interface=name, lazy_init=lazy) for name in interfaces
     ] or [ProcessGroupGloo.create_default_device(lazy_init=lazy)]
     try:
-        return ProcessGroupGloo(store, place, size, options)
+        return ProcessGroupGloo(store, member, size, options)
     except RuntimeError as exc:
         raise PeerTimeout(
             f"{size} members did not connect over the network within {timeout_s:g} s: "
@@ -78,27 +81,18 @@ def gloo_between(
         ) from exc
 
 
-class _Job:
-    __slots__ = ("ended", "error", "run")
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = run
-        self.ended = False
-        self.error: BaseException | None = None
-
-
 class Transport:
     """A member's end.
 
     Args:
         connect: Makes the connection, when it is first used.
-        place: Which of the members we are.
+        member: Our number among the members.
         names: What each member is called in the group.
         error_store: Where the first error of the group stands.
         wake: Called, from the thread, when something is done.
 
     Attributes:
-        others: The places of the other members.
+        others: The other members.
         timeout_s: How long an exchange may take.
     """
 
@@ -107,7 +101,7 @@ class Transport:
     def __init__(
         self,
         connect: Callable[[], Gloo],
-        place: int,
+        member: int,
         names: Sequence[int],
         error_store: ErrorStore,
         wake: Callable[[], None],
@@ -116,32 +110,31 @@ class Transport:
         self._gloo: Gloo | None = None
         self._is_cut = False
         self._names = names
-        self._place = place
+        self._member = member
         self._error_store = error_store
         self._wake = wake
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None ends the thread
         self._thread: threading.Thread | None = None
-        self.others = [other for other in range(len(names)) if other != place]
+        self.others = [other for other in range(len(names)) if other != member]
 
     def run(self, job: Callable[[], None]) -> Steps:
         """Have ``job`` done by the thread; the operation goes on when it is done."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="phalanx gloo", daemon=True)
             self._thread.start()
-        put = _Job(job)
-        self._jobs.put(put)
-        while not put.ended:
+        ended: Future[None] = Future()
+        self._jobs.put((job, ended))
+        while not ended.done():
             yield None
-        if put.error is not None:
-            raise put.error
+        ended.result()
 
     def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (found := self._jobs.get()) is not None:
+            job, ended = found
             try:
-                job.run()
+                ended.set_result(job())
             except BaseException as exc:
-                job.error = exc
-            job.ended = True
+                ended.set_exception(exc)
             self._wake()
 
     def swap(
@@ -169,13 +162,15 @@ class Transport:
         kept: list[Tensor] = []  # what is under way must live as long
 
         def send(member: int, data: Tensor) -> None:
-            if len(data):
-                kept.append(data)
-                works.append((member, self.open().send([data], member, _TAG)))
+            with self._naming(member):
+                if len(data):
+                    kept.append(data)
+                    works.append((member, self.open().send([data], member, _TAG)))
 
         def receive(member: int, data: Tensor) -> None:
-            if len(data):
-                works.append((member, self.open().recv([data], member, _TAG)))
+            with self._naming(member):
+                if len(data):
+                    works.append((member, self.open().recv([data], member, _TAG)))
 
         def wait() -> None:
             for member, work in works:
@@ -187,26 +182,22 @@ class Transport:
         heads = {member: torch.empty(_HEAD_WORDS, dtype=torch.int64) for member in received}
         if fingerprint is not None:
             for member, data in sent.items():
-                with self._naming(member):
-                    send(member, torch.tensor([*fingerprint, len(data)]))
+                send(member, torch.tensor([*fingerprint, len(data)]))
             for member, head in heads.items():
-                with self._naming(member):
-                    receive(member, head)
+                receive(member, head)
             wait()
             for member, head in heads.items():
                 self._check(fingerprint, member, head.tolist(), len(received[member]))
         for member, data in sent.items():
-            with self._naming(member):
-                send(member, data)
+            send(member, data)
         for member, data in received.items():
-            with self._naming(member):
-                receive(member, data)
+            receive(member, data)
         wait()
 
     def open(self) -> Gloo:
         """Return the connection, made if there is none."""
         if self._is_cut:
-            raise RuntimeError("the connection was cut")  # told by whoever asks as what it means
+            raise RuntimeError("the connection was cut")  # the caller says what that means
         if self._gloo is None:
             self._gloo = self._connect()
         return self._gloo
@@ -215,19 +206,19 @@ class Transport:
         *words, sent = head
         theirs = Fingerprint(*words)
         if theirs != ours:
-            raise Desync(self._names[self._place], ours, self._names[member], theirs)
+            raise Desync(self._names[self._member], ours, self._names[member], theirs)
         if sent != length:
             raise StateError(
                 f"`output_split_sizes` must fit what the others send, but rank "
                 f"{self._names[member]} sends {sent} bytes to rank "
-                f"{self._names[self._place]}, which takes {length}."
+                f"{self._names[self._member]}, which takes {length}."
             )
 
     def _naming(self, member: int) -> AbstractContextManager[None]:
         return self._error_store.naming(self._names[member], self.timeout_s)
 
     def cut(self) -> None:
-        """End the connection: who waits for this member learns at once that it does not come."""
+        """End the connection: members that wait for this one learn so at once."""
         self._is_cut = True
         gloo, self._gloo = self._gloo, None
         if gloo is not None:

@@ -1,7 +1,7 @@
 """How a rank sleeps until another wakes it: a pipe per rank, to which the others write a byte.
 
-    sleeper   says on its page for whom it waits, looks once more, sleeps on its pipe
-    waker     posts its mark, sees on the sleeper's page that it waits for that, writes a byte
+    sleeper   says on its page which rank it waits for, looks once more, sleeps on its pipe
+    waker     posts its progress, sees on the sleeper's page that it waits for it, writes a byte
 
 So no rank pays for a byte that no other needs, and a rank that waits burns no core: the kernel runs
 it soon after the byte, because it has slept. A byte that falls between two looks costs some
@@ -90,9 +90,9 @@ class WakeUpPipes:
         with suppress(BlockingIOError, BrokenPipeError):  # the pipe is full; or its rank is gone
             os.write(self._fd_by_rank[rank], b"\0")
 
-    def fall_asleep(self, rank: int, mark: int) -> None:
-        """Say that this rank waits for ``rank`` to reach ``mark``; look once more afterwards."""
-        self._pages.wait_for(rank, mark)
+    def fall_asleep(self, rank: int, progress: int) -> None:
+        """Say that this rank sleeps until ``rank`` reaches ``progress``; then look once more."""
+        self._pages.wait_for(rank, progress)
         fence()
 
     def sleep(self, timeout_s: float) -> None:

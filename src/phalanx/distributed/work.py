@@ -26,7 +26,7 @@ class PendingOperation:
         title: What it is called in messages; longer once it has begun.
         steps: The operation.
         result: Tensors that it fills.
-        need: Whom it waits for, where it does.
+        need: The ranks that it waits for, where it does.
         error: Why it has failed.
         done: Whether it has ended, well or not.
         futures: Those that have not been told of the end yet.
@@ -83,7 +83,7 @@ class SharedWork(dist.Work):
     """A collective call under way or finished; what ``async_op=True`` returns.
 
     Attributes:
-        sources: Who sent what a receive has taken, once it has.
+        sources: The sender of what a receive has taken, once it has.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SharedWork(dist.Work):
         return list(self._task.result)
 
     def source_rank(self) -> int:
-        """Return who sent what a receive has taken."""
+        """Return the sender of what a receive has taken."""
         return self.sources[0] if self.sources else -1
 
     _source_rank = source_rank

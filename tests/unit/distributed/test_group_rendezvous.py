@@ -13,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore
 from phalanx.distributed.collective_buffers import CollectiveBuffers
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.group_rendezvous import GroupRendezvous
-from phalanx.distributed.hosts import this_place
+from phalanx.distributed.hosts import this_host
 from phalanx.errors import PeerError, PeerLost
 from phalanx.ipc import ProcessIdentity, Region
 
@@ -35,7 +35,7 @@ class Liar:
     def _speak(self) -> None:
         with suppress(RuntimeError):  # the other has given up
             hello = json.loads(self._common.get("hello/1"))
-            me = [NAMESPACE, this_place(), *ProcessIdentity.current()]
+            me = [NAMESPACE, this_host(), *ProcessIdentity.current()]
             for store, key, text in (
                 (self._common, "hello/0", json.dumps(me)),
                 (self._common, "called", json.dumps([NAMESPACE, hello[0]])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.distributed.hosts import hosts_of, this_place
+from phalanx.distributed.hosts import hosts_of, this_host
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_hosts_come_in_the_order_of_their_lowest_ranks(places, ranks, leaders):
 
 
 def test_a_process_can_play_another_host(monkeypatch):
-    here = this_place()
-    assert this_place() == here
+    here = this_host()
+    assert this_host() == here
     monkeypatch.setenv("PHALANX_HOST", "another")
-    assert this_place() != here
+    assert this_host() != here

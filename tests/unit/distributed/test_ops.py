@@ -81,6 +81,8 @@ def test_ranks_may_bring_different_factors_and_are_in_the_same_operation():
         (ReduceOp.PREMUL_SUM, torch.float32, ConfigError, "`op` must bring a real factor"),
         (ReduceOp.BXOR, torch.bfloat16, ConfigError, "`op` must be arithmetic for torch.bfloat16"),
         (ReduceOp.MAX, torch.complex64, ConfigError, "`op` must not need an order for"),
+        (ReduceOp.AVG, torch.bool, ConfigError, "that torch has for torch.bool, but is AVG"),
+        (ReduceOp.SUM, torch.uint16, ConfigError, "that torch has for torch.uint16, but is SUM"),
     ],
 )
 def test_what_cannot_be_reduced_is_refused(op, dtype, kind, words):

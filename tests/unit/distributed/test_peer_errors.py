@@ -47,7 +47,7 @@ def test_second_hand_news_name_the_dead_and_what_it_was_in(all_pages):
     )
 
 
-def test_who_has_left_is_missed_until_the_mark_that_it_reached(all_pages):
+def test_who_has_left_is_missed_until_the_progress_that_it_reached(all_pages):
     all_pages[1].post(4)
     all_pages[1].stop(LEFT, 1)
     assert peer_error(all_pages[0], [1], 4) is None

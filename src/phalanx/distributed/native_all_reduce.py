@@ -1,11 +1,11 @@
-"""How far an all-reduce has come that compiled code carries: a row of numbers shared with it.
+"""The state of an all-reduce that compiled code runs: an array of words shared with it.
 
-    python    says where everything lies          wakes who sleeps          waits, and finds out who
-              │                                   ▲         │               ▲ is gone  │
+    python    says where everything lies          wakes sleepers            waits; finds the dead
+              │                                   ▲         │               ▲          │
     C         └─ write, publish, reduce, take ────┴─────────┴─ ... ─────────┴──────────┴─ ... ─ end
 
-Compiled code (course.c) takes piece after piece without the interpreter. It looks for others for a
-moment only; what may take longer is done where it is done for all operations (see engine.py).
+Compiled code (native_all_reduce.c) takes piece after piece without the interpreter. It spins only
+briefly; longer waits are those of all operations (engine.py).
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from typing import NamedTuple
 from torch import Tensor
 
 from phalanx.distributed.contention import Contention
-from phalanx.distributed.status_pages import Fingerprint, StatusPages
+from phalanx.distributed.status_pages import WORDS_PER_PAGE, Fingerprint, StatusPages
 from phalanx.ipc import fail_point, injected
 from phalanx.memory import Function
 
-__all__ = ["PIECE_POINTS", "Course", "PieceSizes", "State"]
+__all__ = ["PIECE_POINTS", "NativeState", "PieceSizes", "Status"]
 
 PIECE_POINTS = ("piece written", "piece published", "result given", "piece ended")
-"""Where the tests stop a rank, by what is to be done next."""
+"""Fail points of a piece, by the phase that comes next."""
 
-# As in course.c.
+# As in native_all_reduce.c.
 _NUM_WORDS = 20
-_SPIN, _STOPS, _NUMBER, _PIECE, _PHASE, _WANTED, _AGREED = 6, 8, 9, 13, 15, 16, 17
-_SPIN_NS = 150_000  # some times what the other takes for its part of a piece
+_SPIN_NS, _FAIL_POINTS, _PIECE, _PHASE, _WANTED, _AGREED = 6, 8, 13, 15, 16, 17
+_USUAL_SPIN_NS = 150_000  # some times what the other takes for its part of a piece
 _CROWDED_SPIN_NS = 50_000
 
 
-class State(IntEnum):
-    """What stands in the way."""
+class Status(IntEnum):
+    """Why compiled code has returned."""
 
     ENDED = 0
     WAITS = 1
-    """Others have not reached the mark that is wanted."""
-    MOVES = 2
-    """Nothing; somebody may sleep until the mark that was posted."""
+    """Others have not come as far as :attr:`NativeState.wanted`."""
+    POSTED = 2
+    """This rank has; somebody may sleep until then."""
     DIFFERS = 3
-    """Somebody is in another operation."""
+    """Some rank is in another operation."""
 
 
 class PieceSizes(NamedTuple):
@@ -58,11 +58,11 @@ class PieceSizes(NamedTuple):
     piece_bytes: int
 
 
-class Course:
-    """The row of numbers of one buffers.
+class NativeState:
+    """The state of one rank's all-reduces.
 
     Args:
-        pages: Whose marks count.
+        pages: Of the ranks.
         whole: The region's memory, with the pages at its begin.
         slots: That of the slots.
         slot_bytes: How long a slot is.
@@ -79,36 +79,29 @@ class Course:
     ) -> None:
         crowded = pages.size > len(os.sched_getaffinity(0))
         self._contention = contention
-        self._spin_ns = _CROWDED_SPIN_NS if crowded else _SPIN_NS
-        self._memory: Tensor | None = whole
+        self._spin_ns = _CROWDED_SPIN_NS if crowded else _USUAL_SPIN_NS
+        self._memory: Tensor | None = whole  # keeps it mapped
         self._words = array("q", [0] * _NUM_WORDS)
-        self._at, _ = self._words.buffer_info()
-        own = [
-            pages.rank,
-            pages.size,
-            slots.data_ptr(),
-            slot_bytes,
-            self._spin_ns,
-            crowded,
-        ]
-        self._words[:_STOPS] = array("q", [whole.data_ptr(), pages.words_per_page, *own])
+        self._address, _ = self._words.buffer_info()
+        own = [pages.rank, pages.size, slots.data_ptr(), slot_bytes, self._spin_ns, crowded]
+        self._words[:_FAIL_POINTS] = array("q", [whole.data_ptr(), WORDS_PER_PAGE, *own])
 
     def begin(self, operation: Fingerprint, piece: int, flat: Tensor, sizes: PieceSizes) -> None:
-        """Begin with an operation, over ``flat``, whose first piece has that number."""
+        """Begin an operation over ``flat``, whose first piece has that number."""
         stops = injected() is not None
         number, what, num_elements = operation
-        self._words[_STOPS:] = array(
+        self._words[_FAIL_POINTS:] = array(
             "q", [stops, number, what, flat.data_ptr(), num_elements, piece, 0, 0, 0, 0, *sizes]
         )
 
-    def go(self, function: Function) -> int:
-        """Go on as far as it goes; return a `State`."""
-        self._words[_SPIN] = self._spin_ns if self._contention.spins else 0
-        return int(function(self._at))
+    def run(self, function: Function) -> int:
+        """Let compiled code go on until it would wait; return a `Status`."""
+        self._words[_SPIN_NS] = self._spin_ns if self._contention.spins else 0
+        return int(function(self._address))
 
     def fail_point(self) -> None:
-        """Pass the point that it has come to, where tests have planted a fault."""
-        if self._words[_STOPS]:
+        """Pass the fail point before the next phase, where a fault is injected."""
+        if self._words[_FAIL_POINTS]:
             fail_point(PIECE_POINTS[self._words[_PHASE] - 1])
 
     def agree(self) -> None:
@@ -117,7 +110,7 @@ class Course:
 
     @property
     def wanted(self) -> int:
-        """The mark that others must reach; or the one that was posted last."""
+        """The progress that others must reach, or that was posted last."""
         return self._words[_WANTED]
 
     @property
