@@ -3,8 +3,8 @@
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (default: the first one >= 3.11 found)
 #   ARGS="..."          further arguments for the command: make train ARGS="--epochs 3 --replicas 2"
-#   WORKERS=2           processes that `make test` uses (default: 0, one after the other in its own;
-#                       with more, a test that ends its process ends the run, and is named)
+#   WORKERS=0           processes that `make test` uses (default: 2, which takes two thirds of the time on
+#                       two cores; a test that ends its process ends the run, and is named; 0: none beside its own)
 #   N=200               how many faults `make chaos` commits in a training,
 #   KILLS=2000          how many workers of parameter tables it kills,
 #   RANK_KILLS=300      and how many ranks of process groups
@@ -15,7 +15,7 @@ BENCHMARKS := bench-step bench-allreduce bench-balance bench-memory bench-recove
 
 PYTHON ?= python3
 ARGS ?=
-WORKERS ?= 0
+WORKERS ?= 2
 N ?= 200
 KILLS ?= 2000
 RANK_KILLS ?= 300

@@ -6,6 +6,7 @@ device whatever the option says, and are skipped, here alone, where there is non
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -29,6 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts its background jobs with SIGINT ignored, and Python then raises no interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     name = config.getoption("--device")
     try:
         torch.empty(0, device=name)

@@ -1,50 +1,53 @@
-"""Data- and model-parallel training for PyTorch, with the same numbers in every formation."""
+"""Data- and model-parallel training for PyTorch, with the same numbers in every formation.
+
+A name is imported when it is first used: `import phalanx` and the command line's `--help` cost
+neither torch nor what a program does not ask for.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
-from phalanx.distributed import codec_hook, merge_hook
-from phalanx.errors import (
-    CheckpointError,
-    ConfigError,
-    GroupAborted,
-    InternalError,
-    OutOfSpace,
-    PeerError,
-    PeerLost,
-    PeerTimeout,
-    PhalanxError,
-    StateError,
-    UnsupportedError,
-)
-from phalanx.execution import Processes, Span, WorkerLost
-from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
-from phalanx.parallel import (
-    AbstractParallel,
-    DataParallel,
-    ModelParallel,
-    OnDevice,
-    split_conv,
-    split_linear,
-    unsplit,
-)
-from phalanx.plan import Layout, Merge
-from phalanx.replicas import preserve_rng
-from phalanx.train import (
-    EpochDone,
-    ExactSampler,
-    FormationChosen,
-    StepDone,
-    Stragglers,
-    Trainer,
-    Update,
-    merge_updates,
-    split_batch,
-)
-
 if TYPE_CHECKING:
-    from phalanx.distributed import launch
+    from phalanx.distributed import codec_hook, launch, merge_hook
+    from phalanx.errors import (
+        CheckpointError,
+        ConfigError,
+        GroupAborted,
+        InternalError,
+        OutOfSpace,
+        PeerError,
+        PeerLost,
+        PeerTimeout,
+        PhalanxError,
+        StateError,
+        UnsupportedError,
+    )
+    from phalanx.execution import Processes, Span, WorkerLost
+    from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
+    from phalanx.parallel import (
+        AbstractParallel,
+        DataParallel,
+        ModelParallel,
+        OnDevice,
+        split_conv,
+        split_linear,
+        unsplit,
+    )
+    from phalanx.plan import Layout, Merge
+    from phalanx.replicas import preserve_rng
+    from phalanx.train import (
+        EpochDone,
+        ExactSampler,
+        FormationChosen,
+        StepDone,
+        Stragglers,
+        Trainer,
+        Update,
+        merge_updates,
+        split_batch,
+    )
 
 __version__ = "0.1.0"
 
@@ -92,11 +95,62 @@ __all__ = [
     "unsplit",
 ]
 
+_NAMES_BY_ROOM = {
+    "phalanx.distributed": ("codec_hook", "launch", "merge_hook"),
+    "phalanx.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "GroupAborted",
+        "InternalError",
+        "OutOfSpace",
+        "PeerError",
+        "PeerLost",
+        "PeerTimeout",
+        "PhalanxError",
+        "StateError",
+        "UnsupportedError",
+    ),
+    "phalanx.execution": ("Processes", "Span", "WorkerLost"),
+    "phalanx.executor_group": ("DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor"),
+    "phalanx.parallel": (
+        "AbstractParallel",
+        "DataParallel",
+        "ModelParallel",
+        "OnDevice",
+        "split_conv",
+        "split_linear",
+        "unsplit",
+    ),
+    "phalanx.plan": ("Layout", "Merge"),
+    "phalanx.replicas": ("preserve_rng",),
+    "phalanx.train": (
+        "EpochDone",
+        "ExactSampler",
+        "FormationChosen",
+        "StepDone",
+        "Stragglers",
+        "Trainer",
+        "Update",
+        "merge_updates",
+        "split_batch",
+    ),
+}
+_ROOM_BY_NAME = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
+_ROOMS = {"codecs", "compat", "metrics", "tables"} | {
+    room.removeprefix("phalanx.") for room in _NAMES_BY_ROOM
+}
+
 
 def __getattr__(name: str) -> object:
-    """Import the launcher when it is used; see `phalanx.distributed`."""
-    if name != "launch":
+    """Import what a public name stands for, or a room, when it is first used."""
+    if name in _ROOMS:
+        return importlib.import_module(f"phalanx.{name}")
+    if name not in _ROOM_BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from phalanx.distributed import launch  # late: see there
+    value: object = getattr(importlib.import_module(_ROOM_BY_NAME[name]), name)
+    globals()[name] = value  # not asked for again
+    return value
 
-    return launch
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

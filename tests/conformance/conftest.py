@@ -14,7 +14,6 @@ RUN_ON_TWO_DEVICES = {
     "test_executor_group",
     "test_executor_group_rules",
     "test_mxnet",
-    "test_shared_module",
     "test_stale_replicas",
     "test_torch7",
 }
@@ -26,6 +25,7 @@ RUN_ON_TWO_DEVICES_BY_NIGHT = {
     "test_executor_group_input",
     "test_executor_group_metrics",
     "test_executor_group_uses",
+    "test_shared_module",
     "test_torch7_bugs",
     "test_torch7_flat",
 }

@@ -60,6 +60,24 @@ class Mapped(Net):
         return self.mapped(x)
 
 
+class ByGlobal(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        HERE["net"] = self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(HERE["net"].a(x).tanh()) * (-self.log_variance).exp()
+
+
+HERE: dict[str, Net] = {}
+
+
+def compiled() -> nn.Module:
+    net: Any = Net()
+    net.forward = torch.compile(net.forward, backend="eager")
+    return net
+
+
 def wrapped() -> nn.Module:
     """Return a module whose forward stays bound to it, as one wrapped by a compiler does."""
     net: Any = Net()
@@ -132,7 +150,7 @@ def trained(make: Callable[[], nn.Module], of: Callable[..., Any], **options: An
     return expected, net.state_dict()
 
 
-@pytest.mark.parametrize("make", [HoldsLambda, Mapped, wrapped, hooked])
+@pytest.mark.parametrize("make", [HoldsLambda, Mapped, ByGlobal, compiled, wrapped, hooked])
 def test_functions_that_hold_the_module_are_trained(make: Callable[[], nn.Module]) -> None:
     expected, alone = trained(make, plain_loss, executor="inline", replicas=1)
     torch.testing.assert_close(alone, expected)
@@ -262,6 +280,19 @@ def test_a_container_merges_what_its_replicas_bring_to_the_module() -> None:
         found.append([parameter.grad for parameter in net.parameters()])
     torch.testing.assert_close(found[0], expected)
     torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=0.0)
+
+
+def test_a_container_inside_of_another_refuses_gradients_of_the_module_itself() -> None:
+    """It runs on threads of its own, of which nobody knows for whose microbatch they work."""
+    inner = HoldsLambda()
+    x, y = batches(1)[0]
+    with (
+        phalanx.DataParallel(inner, devices=2) as middle,
+        phalanx.DataParallel(nn.Sequential(middle), devices=2) as outer,
+        pytest.raises(UnsupportedError, match="must reach the replica's parameters, not the"),
+    ):
+        mse(outer(x), y).backward()
+    assert all(parameter.grad is None for parameter in inner.parameters())
 
 
 def test_a_container_asked_for_some_gradients_adds_to_none() -> None:

@@ -17,7 +17,14 @@ LARGE_ELEMENTS = (64 << 20) // 4 + 3
 SEVERAL_PIECES = 3_000_001
 
 
-@pytest.fixture(scope="module", params=["aa", "aaa", "aaaa", "aab", "aabb", "abc", "abaa"])
+GATE = ("aa", "aaa", "abaa")  # one host, and two whose ranks are mixed
+BY_NIGHT = ("aaaa", "aab", "aabb", "abc")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*GATE, *(pytest.param(each, marks=pytest.mark.night) for each in BY_NIGHT)],
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     hosts = request.param if len(set(request.param)) > 1 else ""
     with Ranks(len(request.param), hosts=hosts) as ranks:

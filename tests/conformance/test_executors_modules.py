@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from phalanx.errors import ConfigError
-from phalanx.replicas.parcel import load, pack
+from phalanx.replicas.packing import load, pack
 
 F = nn.functional
 

@@ -299,6 +299,36 @@ def test_partly_overlapping_parameters_are_refused() -> None:
         t.step(batch())
 
 
+class Aliased(nn.Module):
+    """Keeps a view of its weight beside it."""
+
+    def __init__(self, keep: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        view = self.layer.weight.data[1:]
+        if keep == "buffer":
+            self.register_buffer("kept", view)
+        else:
+            self.kept = [view] if keep == "list" else view
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.kept[0] if isinstance(self.kept, list) else self.kept
+        return self.layer(x) @ kept.t()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("keep", ["buffer", "attribute", "list"])
+def test_memory_shared_with_a_parameter_is_refused(keep: str) -> None:
+    """The parameter moves, and in replicas the rest is copied: neither would see the other."""
+    refusal = pytest.raises(UnsupportedError, match=r"`kept` .* shares that of .* `layer.weight`")
+    data = torch.ones(4, 3), torch.zeros(4, 2)
+    with phalanx.Trainer(Aliased(keep), mse, sgd, replicas=1, executor="inline") as t, refusal:
+        t.step(data)
+    with phalanx.DataParallel(Aliased(keep), devices=2) as model, refusal:
+        model(data[0])
+    with refusal:
+        phalanx.DataParallel(Aliased(keep), devices=2, executor="processes")
+
+
 @pytest.mark.parametrize("kind", ["gaps", "expanded"])
 def test_parameters_with_gaps_or_repeats_get_the_right_gradient(kind: str) -> None:
     value = torch.randn(4, 8)[:, ::2] if kind == "gaps" else torch.randn(1, 4).expand(4, 4)

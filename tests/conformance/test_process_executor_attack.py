@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader, Dataset
 
 import phalanx
@@ -288,6 +289,18 @@ def test_a_lazy_parameter_is_named_and_may_get_its_shape_later(executor: str) ->
 
 
 # -- data that cannot be sent ------------------------------------------
+
+
+def test_hooks_on_all_modules_are_refused_before_and_after_the_start() -> None:
+    refusal = pytest.raises(UnsupportedError, match=r"Hooks on all modules .* executor='threads'")
+    with make() as trainer:
+        for _ in range(2):
+            handle = register_module_forward_hook(lambda *_: None)
+            with refusal:
+                trainer.step(batch())
+            handle.remove()
+            trainer.step(batch())
+        assert trainer.steps == 2
 
 
 class Sealed:

@@ -14,8 +14,8 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import phalanx
 from phalanx.errors import OutOfSpace, PeerLost
-from phalanx.execution import processes, shared_stepping
-from phalanx.execution.shared_stepping import LEAST_SLICE_ELEMENTS
+from phalanx.execution import shared_stepping, worker_group
+from phalanx.execution.shared_stepping import LEAST_SHARD_ELEMENTS
 from phalanx.execution.worker_client import WorkerProcess
 from phalanx.memory.shared_memory_pool import SharedMemoryPool
 
@@ -83,12 +83,12 @@ def ration(monkeypatch: pytest.MonkeyPatch) -> Ration:
     return ration
 
 
-@pytest.mark.parametrize("least", [0, LEAST_SLICE_ELEMENTS], ids=["slices", "whole"])
+@pytest.mark.parametrize("least", [0, LEAST_SHARD_ELEMENTS], ids=["slices", "whole"])
 @pytest.mark.parametrize("optimizer", [adamw, sgd, adagrad])
 def test_memory_that_ends_anywhere_in_first_steps_refuses_them_whole(
     optimizer: Any, least: int, ration: Ration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_stepping, "LEAST_SLICE_ELEMENTS", least)
+    monkeypatch.setattr(shared_stepping, "LEAST_SHARD_ELEMENTS", least)
     batch = make_batch()
     with make("threads", optimizer) as trainer:
         for _ in range(3):
@@ -137,7 +137,7 @@ def test_workers_that_did_start_are_gone_when_another_did_not(
 
     with make("processes", adamw) as trainer:
         with monkeypatch.context() as patch:
-            patch.setattr(processes, "WorkerProcess", start)
+            patch.setattr(worker_group, "WorkerProcess", start)
             with pytest.raises(PeerLost, match="Worker 1"):
                 trainer.step(make_batch())
         with pytest.raises(ProcessLookupError):

@@ -176,6 +176,20 @@ def test_a_checkpointed_part_draws_the_same_numbers_again() -> None:
     assert_same(train(Checkpointed, "threads", 2), train(NotCheckpointed, "inline", 1))
 
 
+def drawn(_: nn.Module, batch: Tensor) -> Tensor:
+    return torch.rand_like(batch).mean()
+
+
+def test_each_batch_of_an_evaluation_draws_numbers_of_its_own() -> None:
+    """Not those of the batch before, nor those of the next step."""
+    one, batch = nn.Linear(1, 1), torch.zeros(6, 1)
+    with phalanx.Trainer(
+        one, None, sgd, forward=drawn, replicas=1, microbatches=2, executor="inline"
+    ) as trainer:
+        means = [trainer.evaluate([batch] * count)["loss"] for count in (1, 2, 2)]
+    assert means[0] != means[1] == means[2]
+
+
 @pytest.mark.parametrize("preserve", [{}, {"context_fn": phalanx.preserve_rng}])
 def test_a_checkpointed_part_may_draw_where_nothing_goes_back(preserve: dict[str, Any]) -> None:
     class Samples(Net):

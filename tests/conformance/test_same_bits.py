@@ -326,3 +326,32 @@ def test_the_process_own_generator_does_not_show() -> None:
     """The model's numbers come from the trainer's seed, not from what the process drew before."""
     recipe = RECIPES[2]
     assert_same(train(recipe, 2, process_seed=77), reference(str(recipe)))
+
+
+class Looping(nn.Module):
+    """Uses a layer several times under an autocast of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(5):
+                x = torch.tanh(self.layer(x))
+        return x.float()
+
+
+def test_autocast_in_a_model_does_not_show() -> None:
+    """Torch's cache of cast weights is one for all threads, and cleared by whoever leaves."""
+
+    def trained(replicas: int) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        net = Looping()
+        with phalanx.Trainer(
+            net, nn.functional.mse_loss, sgd, replicas=replicas, microbatches=6
+        ) as trainer:
+            trainer.fit([(torch.randn(36, 16), torch.randn(36, 16)) for _ in range(12)])
+        return state_of(net)
+
+    assert_same_bits(trained(3), trained(1), "weights")

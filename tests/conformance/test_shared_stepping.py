@@ -44,7 +44,7 @@ def adam_with_and_without_the_largest(parameters: list[nn.Parameter]) -> Optimiz
 @pytest.fixture(autouse=True)
 def workers_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers step slices of a small model too, in several blocks."""
-    monkeypatch.setattr(shared_stepping, "LEAST_SLICE_ELEMENTS", 0)
+    monkeypatch.setattr(shared_stepping, "LEAST_SHARD_ELEMENTS", 0)
     monkeypatch.setattr(shard_step, "BLOCK_ELEMENTS", 1024)
 
 

@@ -92,7 +92,7 @@ def test_errors_that_are_not_taken_over_change_the_run(tmp_path: Path) -> None:
         with trainer(net, "one_bit", microbatches=3) as run:
             run.fit(batches(), steps=2)
             if forget:
-                run._feedback.load_state_dict({})
+                run._spec.feedback.load_state_dict({})
             run.fit(batches())
         found.append(weights(net))
     assert not same(found[0], found[1])
@@ -116,12 +116,12 @@ def test_a_failed_step_leaves_the_errors_as_they_were() -> None:
     net = mlp()
     with trainer(net, "one_bit", microbatches=3) as run:
         run.fit(batches(), steps=2)
-        before = {key: value.clone() for key, value in run._feedback.state_dict().items()}
+        before = {key: value.clone() for key, value in run._spec.feedback.state_dict().items()}
         inputs, targets = batches()[0]
         with pytest.raises(phalanx.ConfigError):
             run.step((inputs * float("nan"), targets))
         assert before
-        after = run._feedback.state_dict()
+        after = run._spec.feedback.state_dict()
         assert all(torch.equal(before[key], after[key]) for key in before)
 
 

@@ -207,7 +207,7 @@ def test_a_step_is_told_of_though_telling_of_a_loss_in_it_raises() -> None:
         raise KeyError(lost.worker)
 
     with make(executor=Processes(on_failure=hear), callbacks=[listen]) as trainer:
-        trainer._failures.add(loss_of(0))
+        trainer._events._failures.add(loss_of(0))
         with pytest.raises(KeyError):
             trainer.step(batches()[0])
         assert steps == [trainer.steps] == [1]

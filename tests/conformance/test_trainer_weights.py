@@ -549,6 +549,21 @@ def test_clipping_by_global_norm_equals_clip_grad_norm(
         assert_close(state_of(trainer.module), state_of(twin), F64, times=10)
 
 
+@pytest.mark.parametrize(("replicas", "microbatches"), [(1, None), (2, None), (2, 4)])
+def test_a_step_tells_the_gradients_norm_before_clipping(
+    replicas: int, microbatches: int | None
+) -> None:
+    net, (batch,) = mlp(F64), batches_of(MLP, 9, F64, 1)
+    twin = twin_of(net)
+    MLP.loss(twin(batch[0]), batch[1]).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters() if p.grad is not None])
+    formation: dict[str, Any] = {"replicas": replicas, "microbatches": microbatches}
+    with phalanx.Trainer(net, MLP.loss, plain_sgd, clip_norm=1e-3, **formation) as trainer:
+        assert trainer.step(batch).grad_norm == pytest.approx(norm.item(), rel=1e-12)
+    with phalanx.Trainer(net, MLP.loss, plain_sgd, **formation) as trainer:
+        assert trainer.step(batch).grad_norm is None
+
+
 @EVERY_FACTORY
 def test_plain_torch_reads_the_optimizers_state_and_goes_on_identically(factory: Factory) -> None:
     batches = batches_of(GPT, 9, torch.float32, 10)

@@ -180,14 +180,35 @@ def questions_of_kind(house: list[Module], kinds: set[str]) -> list[str]:
     ]
 
 
+def count_code(module: Module) -> int:
+    """Count the lines that are not blank and hold neither a comment alone nor a docstring."""
+    prose = {
+        line
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    return sum(
+        number not in prose and bool(line.strip()) and not line.lstrip().startswith("#")
+        for number, line in enumerate(module.lines, start=1)
+    )
+
+
 def size_by_room(house: list[Module]) -> dict[str, dict[str, int]]:
-    """Return Python files and lines of each room, the largest first."""
+    """Return Python files, lines and lines of code of each room, the largest first."""
     files: Counter[str] = Counter()
     lines: Counter[str] = Counter()
+    code: Counter[str] = Counter()
     for module in house:
         files[module.room] += 1
         lines[module.room] += len(module.lines)
-    return {room: {"files": files[room], "lines": count} for room, count in lines.most_common()}
+        code[module.room] += count_code(module)
+    return {
+        room: {"files": files[room], "lines": count, "code": code[room]}
+        for room, count in lines.most_common()
+    }
 
 
 def count_lines(paths: Iterable[Path]) -> int:
@@ -224,10 +245,11 @@ class Figures:
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yield what is counted, what it is, and what it shall be."""
-        files, lines = (
-            sum(room[key] for room in self.rooms.values()) for key in ("files", "lines")
+        files, lines, code = (
+            sum(room[key] for room in self.rooms.values()) for key in ("files", "lines", "code")
         )
         yield "Python in src/phalanx", f"{lines:,} lines, {files} files", "30,000 lines, 170 files"
+        yield "of these without comments and blanks", f"{code:,} lines", ""
         yield "C", f"{self.c['lines']} lines, {self.c['files']} files", "600 lines, 3 files"
         aims = ("15 / 100", "20 / 130", "7 / 25")
         for (name, walk), aim in zip(self.walks.items(), aims, strict=True):
@@ -273,9 +295,9 @@ def show(figures: Figures) -> None:
     )
     for row in figures.rows():
         aims.add_row(*row)
-    rooms = Table("room", "files", "lines")
+    rooms = Table("room", "files", "lines", "code")
     for room, size in figures.rooms.items():
-        rooms.add_row(room, str(size["files"]), f"{size['lines']:,}")
+        rooms.add_row(room, str(size["files"]), f"{size['lines']:,}", f"{size['code']:,}")
     console.print(aims, rooms)
     for title, names in (
         ("Classes", figures.class_names_twice),

@@ -434,7 +434,7 @@ DOORS: dict[str, Door] = {
             calls("builtins.eval", "builtins.exec", "builtins.compile", "code.interact"),
             keywords(shell=True, allow_pickle=True),
         ),
-        allowed=("replicas/parcel.py",),
+        allowed=("replicas/packing.py",),
         caught=(
             "import pickle",
             "eval('1')",
@@ -454,8 +454,9 @@ DOORS: dict[str, Door] = {
     ),
     "imports by a name that it was given": Door(
         names("importlib", "pkgutil", "runpy", "builtins.__import__"),
-        # `module:attribute` on the command line; data that ships in the package; `phalanx launch`.
-        allowed=("cli/", "distributed/rank_start.py"),
+        # `module:attribute` on the command line; data that ships in the package; `phalanx launch`;
+        # the package's own names, when they are first used.
+        allowed=("cli/", "distributed/rank_start.py", "__init__.py"),
         caught=("import importlib", "from importlib import import_module", "__import__('a')"),
     ),
 }

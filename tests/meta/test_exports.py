@@ -97,6 +97,24 @@ def test_the_front_door_leads_to_the_promised_names():
     assert {"DataParallel", "Trainer"} <= set(module.__all__)
 
 
+def test_the_front_door_imports_nothing_before_it_is_asked():
+    code = "import sys, phalanx; print({'torch', 'numpy', 'rich'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "set()"
+
+
+def test_help_of_the_command_line_does_not_import_torch():
+    code = (
+        "import sys\nfrom phalanx.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    for command in ([], ["train"], ["launch"]):
+        arguments = [sys.executable, "-c", code, *command, "--help"]
+        ran = subprocess.run(arguments, capture_output=True, text=True, check=True)
+        assert ran.stdout.splitlines()[-1] == "False", command
+
+
 def planted(**names: object) -> types.ModuleType:
     module = types.ModuleType("planted")
     vars(module).update(names)

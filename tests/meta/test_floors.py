@@ -19,6 +19,8 @@ from tests.meta.source import (
 SLOW = {
     "phalanx.metrics.group_metrics",  # needs torchmetrics, which takes half as long as torch
     *("phalanx.distributed.launcher", "phalanx.distributed.launch"),  # need torch's launcher
+    # Need torch, which the command line does without until a command runs.
+    *("phalanx.cli.losses", "phalanx.cli.session", "phalanx.codecs", "phalanx.distributed"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.plan import equal_sizes, read_sizes
 from tests.meta.house import (
     class_names,
+    count_code,
     doubled,
     executor_kinds,
     file_names,
@@ -29,6 +30,13 @@ def test_names_that_stand_twice_are_counted() -> None:
 
 def test_questions_of_an_executors_kind_are_found_outside_its_room() -> None:
     assert questions_of_kind(PLANTED, executor_kinds(PLANTED)) == ["train/threads.py:2"]
+
+
+def test_lines_of_code_are_those_without_prose_and_blanks() -> None:
+    text = (
+        '"""A module."""\n\n# why\nx = 1  # beside\n\ndef f():\n    """Do.\n\n    More.\n    """\n'
+    )
+    assert count_code(Module("plan/a.py", text)) == 2
 
 
 def test_a_walk_counts_what_the_package_itself_calls() -> None:

@@ -4,9 +4,9 @@ from phalanx.execution.contract import (
     CachedPayload,
     Executor,
     GradientHook,
-    GradientSums,
     MicrobatchContext,
     MicrobatchResult,
+    Reduction,
     RunResult,
     RunState,
     SourceVersion,
@@ -15,16 +15,14 @@ from phalanx.execution.contract import (
     default_intra_op,
 )
 from phalanx.execution.elementwise import ELEMENTWISE, MOMENTS, STEP
-from phalanx.execution.failures import FailureLog, WorkerFailure, WorkerLost, check_patience
+from phalanx.execution.failures import FailureLog, WorkerFailure, WorkerLost, check_limits
 from phalanx.execution.opening import (
     EXECUTORS,
     ExecutorChoice,
     ExecutorMaker,
-    Features,
     PoolGroup,
     Processes,
     refuse_moved,
-    writer_of,
 )
 from phalanx.execution.partial_sums import Gradients, PartialSum, PartialSums, TreeSums
 from phalanx.execution.processes import ProcessExecutor, check_shareable
@@ -48,9 +46,7 @@ __all__ = [
     "ExecutorChoice",
     "ExecutorMaker",
     "FailureLog",
-    "Features",
     "GradientHook",
-    "GradientSums",
     "Gradients",
     "MicrobatchContext",
     "MicrobatchResult",
@@ -59,6 +55,7 @@ __all__ = [
     "PoolGroup",
     "ProcessExecutor",
     "Processes",
+    "Reduction",
     "RunResult",
     "RunState",
     "SentOnce",
@@ -72,11 +69,10 @@ __all__ = [
     "WorkerFailure",
     "WorkerLost",
     "annotate_error",
-    "check_patience",
+    "check_limits",
     "check_shareable",
     "default_intra_op",
     "is_worth_sending",
     "norm_of_gradients",
     "refuse_moved",
-    "writer_of",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -41,9 +41,10 @@ __all__ = [
     "CachedPayload",
     "Executor",
     "GradientHook",
-    "GradientSums",
     "MicrobatchContext",
     "MicrobatchResult",
+    "ParameterPlaces",
+    "Reduction",
     "RunResult",
     "RunState",
     "SourceVersion",
@@ -137,7 +138,7 @@ class RunResult:
     """What a run over microbatches gave.
 
     Attributes:
-        results: What `run` returned, by microbatch; None for microbatches of weight 0.
+        results: What the task returned, by microbatch; None for microbatches of weight 0.
         operands: The last one or two partial sums of gradients and statistics, left one first.
         sums: What waits to be added, by node of the tree: the rest of it is elsewhere, or the
             caller's.
@@ -148,7 +149,7 @@ class RunResult:
         version: The source as the run saw it.
     """
 
-    results: list[Any]  # Any: whatever the caller's `run` returns
+    results: list[Any]  # Any: whatever the task returns
     operands: list[PartialSum] = field(default_factory=list)
     sums: dict[Node, PartialSum | None] = field(default_factory=dict)
     replica_of: list[int] = field(default_factory=list)
@@ -158,7 +159,7 @@ class RunResult:
     version: SourceVersion | None = None
 
 
-class GradientSums(ABC):
+class Reduction(ABC):
     """How the last additions to the gradients are made.
 
     Attributes:
@@ -168,20 +169,18 @@ class GradientSums(ABC):
     operands: Sequence[Sequence[Tensor | None]] = ()
 
     @abstractmethod
-    def take(self, report: RunResult) -> list[int]:
+    def take(self, result: RunResult) -> list[int]:
         """Take over a run's sums; return the parameters without any gradient, in flat order."""
 
-    @abstractmethod
-    def sum_part(self, part: int) -> None:
+    def sum_part(self, part: int) -> None:  # noqa: B027 - ranks have done it before
         """Write one part of the gradient to the flat buffers, in that part's thread."""
 
-    @abstractmethod
-    def share(self) -> None:
-        """See that all of the gradient is there, when all parts were summed."""
+    def share(self) -> None:  # noqa: B027 - in one process all of it is here
+        """Bring all of the gradient here, when all parts were summed."""
 
-    @abstractmethod
     def forget(self) -> None:
         """Let go of what was taken over: the next gradients find that memory, still in a cache."""
+        self.operands = ()
 
 
 class Executor(ABC):
@@ -196,7 +195,8 @@ class Executor(ABC):
         keeps_gradients: Whether a run's gradients lie where autograd made them, so that an
             optimizer may step on them there, and nobody else writes there later.
         worker_pids: The worker processes' numbers; empty without any.
-        meets: Whether replicas wait for each other inside the model (synchronised batch norm).
+        has_rendezvous: Whether replicas wait for each other inside the model, as those with
+            synchronised batch norm do.
         steps_whole: Whether the optimizer is stepped as it is, and not in parts; the caller says.
     """
 
@@ -208,11 +208,11 @@ class Executor(ABC):
     one_source: bool = True
     keeps_gradients: bool = False
     worker_pids: Sequence[int] = ()
-    meets: bool = False
+    has_rendezvous: bool = False
     steps_whole: bool = False
     _compared: frozenset[bool] = frozenset()  # modes, training or not, whose first run is done
     _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
-    _rng_hidden: threading.Event | None = None  # see `RngUse`; None before the first run
+    _rng_hidden = False  # whether anything was drawn unforeseen; see `RngUse`
     _fused: bool | None = None  # see `has_fused_evaluation`; None: not known yet
     _compiled = False  # see `has_compiled`
 
@@ -234,7 +234,7 @@ class Executor(ABC):
     def run(
         self,
         microbatches: Sequence[Nested],
-        run: Callable[[MicrobatchContext], Any],  # Any: the caller's own result type
+        task: Callable[[MicrobatchContext], Any],  # Any: the caller's own result type
         *,
         weights: Sequence[float],
         seed: tuple[int, ...],
@@ -247,7 +247,7 @@ class Executor(ABC):
         """Run every microbatch of weight above 0 on some replica.
 
         Args:
-            run: Called by a replica, under the caller's grad, inference and autocast modes.
+            task: Called by a replica, under the caller's grad, inference and autocast modes.
             weights: What each microbatch stands for; one of weight 0 is left out.
             seed: Where the random numbers of this run start; each microbatch appends its index.
             pinned: Microbatch i goes to replica i, and to another only if that one is lost.
@@ -259,38 +259,42 @@ class Executor(ABC):
             adds: Add gradients along the tree. Otherwise `RunResult.sums` has each microbatch's.
 
         Returns:
-            The results by microbatch, and the sums along the tree of the gradients that ``run``
+            The results by microbatch, and the sums along the tree of the gradients that ``task``
             left in the replicas' parameters and of the statistics that it left in their buffers.
 
         Raises:
-            Exception: What ``run`` raised, with a note that names replica and microbatch. Nothing
+            Exception: What ``task`` raised, with a note that names replica and microbatch. Nothing
                 that the caller can see has changed then.
             StateError: Replicas cannot be given the source ``as_of`` that run any more.
         """
-        trains = tuple(source.training for source in self.sources)
-        kind = getattr(run, "__qualname__", type(run).__qualname__), trains, torch.is_grad_enabled()
-        self._rng_hidden = self._rng_hidden or threading.Event()
+        trains = tuple([source.training for source in self.sources])
+        name = getattr(task, "__qualname__", type(task).__qualname__)
+        kind = name, trains, torch.is_grad_enabled()
+        watched = kind not in self._rng_watched
         plan = RngPlan(
-            watched=kind not in self._rng_watched,
-            throughout=self._rng_hidden.is_set() or self._sees_operators(all(trains)),
-            alone=kind not in self._rng_watched and self.is_alone(),
+            watched=watched,
+            throughout=self._rng_hidden or self._sees_operators(all(trains)),
+            alone=watched and self.is_alone(),
         )
-        job = RunState(
+        state = RunState(
             microbatches,
-            run,
+            task,
             weights,
             seed,
             pinned,
             rng=plan,
-            rng_use=RngUse(hidden=self._rng_hidden),
             only=only,
             as_of=as_of,
             gradient_hook=gradient_hook,
             adds=adds,
         )
-        self._start(job)
-        self._rng_watched |= {kind}
-        return job.report()
+        try:
+            self._start(state)
+        finally:
+            self._rng_hidden = self._rng_hidden or state.rng_use.hidden
+        if watched:
+            self._rng_watched |= {kind}
+        return state.result()
 
     def all_workloads(self, own: Sequence[float]) -> Sequence[float]:
         """Return the relative shares of all the job's replicas, where those here have ``own``."""
@@ -313,7 +317,7 @@ class Executor(ABC):
         return [place_of.get(id(parameter), -1) for parameter in flat.parameters]
 
     @abstractmethod
-    def open_reduction(self, flat: FlatParameters) -> GradientSums:
+    def open_reduction(self, flat: FlatParameters) -> Reduction:
         """Return what sums the gradients of runs into ``flat``."""
 
     @abstractmethod
@@ -341,18 +345,18 @@ class Executor(ABC):
             self._compiled = any(map(has_compiled, self.sources))
         return self._compiled or (self._fused and not trains)
 
-    def _start(self, job: RunState) -> None:
-        if job.pinned:
-            own = [int(job.weights[index] > 0) for index in job.leaves]
-            job.shares = Shares(own, stealing=False)
+    def _start(self, state: RunState) -> None:
+        if state.pinned:
+            own = [int(state.weights[index] > 0) for index in state.leaves]
+            state.shares = Shares(own, stealing=False)
         else:
-            job.shares = Shares(workload_sizes(len(job.queue), self.workloads))
+            state.shares = Shares(workload_sizes(len(state.queue), self.workloads))
         trains = self.sources[0].training
-        if trains in self._compared or not self.one_source or job.as_of is not None:
-            self._work_on(job)
+        if trains in self._compared or not self.one_source or state.as_of is not None:
+            self._work_on(state)
             return
         with same_afterwards(self.sources[0]):
-            self._work_on(job)
+            self._work_on(state)
         self._compared |= {trains}
 
     @property
@@ -385,8 +389,28 @@ class Executor(ABC):
         """Dismiss threads and replicas; closing twice does nothing."""
 
     @abstractmethod
-    def _work_on(self, job: RunState) -> None:
-        """Run all microbatches of ``job`` that weigh something."""
+    def _work_on(self, state: RunState) -> None:
+        """Run all microbatches of ``state`` that weigh something."""
+
+
+class ParameterPlaces:
+    """Which parameters modules have, and where they lie in memory."""
+
+    def __init__(self, sources: Iterable[nn.Module]) -> None:
+        self._places = [
+            (owner, key, parameter, parameter.data_ptr())
+            for source in dict.fromkeys(sources)
+            for owner in source.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+
+    def are_still(self) -> bool:
+        """Tell whether no parameter was replaced, removed or moved."""
+        for owner, key, parameter, pointer in self._places:
+            if owner._parameters.get(key) is not parameter or parameter.data_ptr() != pointer:
+                return False
+        return True
 
 
 class RunState:
@@ -399,24 +423,23 @@ class RunState:
     def __init__(
         self,
         microbatches: Sequence[Nested],
-        run: Callable[[MicrobatchContext], Any],
+        task: Callable[[MicrobatchContext], Any],
         weights: Sequence[float],
         seed: tuple[int, ...],
         pinned: bool,
         rng: RngPlan,
-        rng_use: RngUse,
         only: range | None,
         as_of: SourceVersion | None,
         gradient_hook: GradientHook | None,
         adds: bool,
     ) -> None:
         self.microbatches = microbatches
-        self.run = run
+        self.task = task
         self.weights = weights
         self.seed = seed
         self.pinned = pinned
         self.rng = rng
-        self.rng_use = rng_use
+        self.rng_use = RngUse()
         self.as_of = as_of
         self.version: SourceVersion | None = as_of
         self.gradient_hook = gradient_hook
@@ -427,7 +450,7 @@ class RunState:
             if not weights[index] > 0:
                 instead = None if gradient_hook is None else gradient_hook(index, None)
                 self.sums.put(index, None if instead is None else PartialSum(instead, {}))
-        self.shares = Shares([])
+        self.shares: Shares  # set when it starts
         self.failed = False
         self.lock = threading.Lock()
         self.results: list[Any] = [None] * len(microbatches)
@@ -465,16 +488,17 @@ class RunState:
             own.gradients = passed
         self.sums.put(index, own)
 
-    def report(self) -> RunResult:
+    def result(self) -> RunResult:
         """Return what the run gave, when it is over."""
+        sums = self.sums.waiting()
         return RunResult(
             results=self.results,
-            operands=self.sums.operands(),
-            sums=self.sums.waiting(),
+            operands=[value for value in sums.values() if value is not None],
+            sums=sums,
             replica_of=self.replica_of,
             spans=sorted(self.spans, key=lambda span: span.start_s),
             seconds=self.seconds,
-            drew=self.rng_use.drew.is_set(),
+            drew=self.rng_use.drew,
             version=self.version,
         )
 

@@ -35,12 +35,13 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     """Tell whether any part of the parameters may be stepped by an optimizer of its own."""
     if type(optimizer) not in ELEMENTWISE or not steps_as_torch_does(optimizer):
         return False
-    return not any(
-        isinstance(value, Tensor) or (key in ("capturable", "differentiable") and value)
-        for group in optimizer.param_groups
-        for key, value in group.items()
-        if key != "params"
-    )
+    for group in optimizer.param_groups:
+        if group.get("capturable") or group.get("differentiable"):
+            return False
+        for value in group.values():
+            if isinstance(value, Tensor):
+                return False
+    return True
 
 
 def steps_as_torch_does(optimizer: Optimizer) -> bool:

@@ -11,7 +11,7 @@ from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerLost
 from phalanx.plan import read_count, read_number
 
-__all__ = ["FailureLog", "WorkerFailure", "WorkerLost", "check_patience"]
+__all__ = ["FailureLog", "WorkerFailure", "WorkerLost", "check_limits"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class FailureLog:
             )
 
 
-def check_patience(timeout_s: float, max_failures: int | None) -> None:
+def check_limits(timeout_s: float, max_failures: int | None) -> None:
     """Refuse what is no time to wait for an answer, and no number of losses."""
     if not read_number("timeout_s", timeout_s) > 0:
         raise ConfigError(f"`timeout_s` must be above 0 seconds, but is {timeout_s!r}.")

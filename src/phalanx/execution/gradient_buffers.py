@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 LARGE_BYTES = 64 << 10
-"""Gradients that are smaller are copied together; larger buffers, seldom written, have no place."""
+"""Smaller gradients are copied together; larger buffers, seldom written, have no place."""
 
 
 class GradientBuffer:

@@ -1,9 +1,8 @@
 """Tensors on their way between two processes: written once to shared memory, read once from there.
 
 The executor's process makes all memory, so it writes to a `Mailbox`, which grows. A worker writes
-to an
-`Outbox` in memory that it was lent; what does not fit travels with the message, and the answer says
-how much room would have been enough, so that there is as much the next time.
+to an `Outbox` in memory that it was lent; what does not fit travels with the message, and the
+answer says how much room would have been enough, so that there is as much the next time.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.ipc import ALIGN_BYTES
+from phalanx.ipc import aligned
 from phalanx.memory import SharedMemoryPool, TensorHandle
 from phalanx.replicas import (
     Form,
@@ -50,13 +49,13 @@ class Outbox:
         self._used = 0
         self.needed_bytes = 0
 
-    # Any: a token of `parcel.pack`.
+    # Any: a token of `pack`.
     def put(self, tensor: Any) -> Any:
         """Write ``tensor`` and return where it lies; None if it shall travel with the message."""
         if not isinstance(tensor, Tensor) or not is_plain(tensor) or tensor.nbytes < _LEAST_BYTES:
             return None
         size = span_bytes(tensor)
-        self.needed_bytes += _aligned(size)
+        self.needed_bytes += aligned(size)
         start = self._take(size)
         if start is None:
             return None
@@ -77,7 +76,7 @@ class Outbox:
         """Return where the next ``size`` bytes go."""
         if self._used + size > self._room_bytes:
             return None
-        start, self._used = self._used, self._used + _aligned(size)
+        start, self._used = self._used, self._used + aligned(size)
         return start
 
 
@@ -110,10 +109,6 @@ class Mailbox(Outbox):
         size = max(_FIRST_BYTES, 2 * self._room_bytes, 2 * least)
         room = self._pool.allocate(size, torch.uint8, _CPU)
         self._room, self._used = self._pool.handle_of(room), 0
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _as_bytes(place: TensorHandle, size: int) -> TensorHandle:

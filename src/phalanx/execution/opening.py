@@ -14,7 +14,7 @@ from torch import nn
 
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.execution.contract import Executor
-from phalanx.execution.failures import FailureLog, WorkerLost, check_patience
+from phalanx.execution.failures import FailureLog, WorkerLost, check_limits
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import open_ranks, write_once
 from phalanx.execution.shared_stepping import is_worth_sending
@@ -26,11 +26,9 @@ __all__ = [
     "EXECUTORS",
     "ExecutorChoice",
     "ExecutorMaker",
-    "Features",
     "PoolGroup",
     "Processes",
     "refuse_moved",
-    "writer_of",
 ]
 
 EXECUTORS = ("threads", "processes", "inline", "ranks")
@@ -63,25 +61,12 @@ class Processes:
     memory_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
-        check_patience(self.timeout_s, self.max_failures)
+        check_limits(self.timeout_s, self.max_failures)
         if self.on_failure is not None:
             check_function("on_failure", self.on_failure)
         if self.memory_dir is not None:
             fits = isinstance(self.memory_dir, (str, os.PathLike))
             check_argument(fits, "memory_dir", "be a path", self.memory_dir)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Features:
-    """What a kind of executor can do, for those who refuse the rest.
-
-    Attributes:
-        any_device: Its replicas may lie on other devices than the CPU.
-        in_process: Its replicas run in this process, where hooks and closures reach them.
-    """
-
-    any_device: bool = True
-    in_process: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +96,16 @@ class ExecutorChoice:
         return ExecutorChoice(kind=given, options=Processes())
 
     @property
-    def features(self) -> Features:
-        """What this kind can do."""
-        apart = self.kind == "processes"
-        return Features(any_device=not apart, in_process=not apart)
+    def in_process(self) -> bool:
+        """Whether replicas run in this process, on any device, where hooks reach them."""
+        return self.kind != "processes"
+
+    def write_once(self, write: Callable[[], None]) -> None:
+        """Call what writes files: once, however many processes there are."""
+        if self.kind == "ranks":
+            write_once(write)
+        else:
+            write()
 
     def refuse_devices(self, devices: Sequence[torch.device]) -> None:
         """Refuse devices that replicas of this kind cannot lie on.
@@ -123,7 +114,7 @@ class ExecutorChoice:
             UnsupportedError: There is one.
         """
         others = [str(device) for device in devices if device.type != "cpu"]
-        if others and not self.features.any_device:
+        if others and not self.in_process:
             raise UnsupportedError(
                 f"`devices` must be CPUs for executor={self.kind!r}, but hold {', '.join(others)}. "
                 "Use executor='threads', which serves several devices from one process."
@@ -135,7 +126,7 @@ class ExecutorChoice:
         Raises:
             UnsupportedError: They are in others.
         """
-        if not self.features.in_process:
+        if not self.in_process:
             raise UnsupportedError(
                 f"{needing} needs replicas in this process, but those of executor={self.kind!r} "
                 "are in others. Use executor='threads'."
@@ -252,12 +243,3 @@ def refuse_moved(given: Mapping[str, object]) -> None:
                 f"executor=Processes({name}=…)."
             )
         raise TypeError(f"unexpected keyword argument {name!r}")
-
-
-def writer_of(kind: str) -> Callable[[Callable[[], None]], None]:
-    """Return what calls a function that writes files: once, however many processes there are."""
-    return write_once if kind == "ranks" else _call
-
-
-def _call(write: Callable[[], None]) -> None:
-    write()

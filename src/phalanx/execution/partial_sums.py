@@ -45,6 +45,7 @@ class TreeSums(Generic[T]):
 
     def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
         self._tree = SummationTree(num_leaves)
+        self._last_level = self._tree.root.level - 1  # whose sums the caller adds
         self._add = add
         self._lock = threading.Lock()
         self._waiting: dict[Node, T | None] = {}
@@ -56,10 +57,10 @@ class TreeSums(Generic[T]):
     def put_node(self, node: Node, value: T | None) -> None:
         """Bring the sum of all leaves below ``node``, and add it to what waits for it."""
         while True:
-            sibling = self._tree.sibling(node)
+            is_last = node.level >= self._last_level
+            sibling = None if is_last else self._tree.sibling(node)
             with self._lock:
-                last = node == self._tree.root or self._tree.parent(node) == self._tree.root
-                if last or (sibling is not None and sibling not in self._waiting):
+                if is_last or (sibling is not None and sibling not in self._waiting):
                     self._waiting[node] = value
                     return
                 other = None if sibling is None else self._waiting.pop(sibling)
@@ -73,7 +74,7 @@ class TreeSums(Generic[T]):
 
     def waiting(self) -> dict[Node, T | None]:
         """Return the sums that wait for others, in the order of the tree."""
-        return dict(sorted(self._waiting.items(), key=lambda item: item[0]))
+        return {node: self._waiting[node] for node in sorted(self._waiting)}
 
     def operands(self) -> list[T]:
         """Return the one or two sums that are left when all leaves were put, left one first."""

@@ -21,15 +21,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from phalanx.errors import PeerLost, StateError, UnsupportedError
+from phalanx.errors import StateError, UnsupportedError
 from phalanx.execution.contract import (
     CachedPayload,
     Executor,
+    ParameterPlaces,
     RunState,
     SourceVersion,
     Span,
@@ -37,18 +37,18 @@ from phalanx.execution.contract import (
 )
 from phalanx.execution.failures import WorkerFailure
 from phalanx.execution.gradient_buffers import GradientBuffer, GradientBuffers
-from phalanx.execution.mailbox import Mailbox
 from phalanx.execution.partial_sums import PartialSum
-from phalanx.execution.reduction import LocalSums
+from phalanx.execution.reduction import LocalReduction
 from phalanx.execution.sent_once import OnceNames, Save, SentOnce
 from phalanx.execution.settings import read_settings
 from phalanx.execution.sharded_optimizer import Stepper, open_stepper
 from phalanx.execution.shared_stepping import SharedStepper
-from phalanx.execution.source_sync import Changes, Mirrored
+from phalanx.execution.source_sync import Changes, SourceSync
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.timeouts import LONGEST_S
 from phalanx.execution.work_queue import WorkQueue
-from phalanx.execution.worker_client import START_S, Lost, WorkerProcess, dismiss_all, rebuilt
+from phalanx.execution.worker_client import START_S, Lost, WorkerProcess, rebuilt
+from phalanx.execution.worker_group import WorkerGroup
 from phalanx.execution.worker_main import (
     Done,
     Failed,
@@ -57,7 +57,6 @@ from phalanx.execution.worker_main import (
     RunSpec,
     Worker,
     WorkerInit,
-    WorkerInitHandle,
 )
 from phalanx.memory import FlatParameters, SharedMemoryPool
 from phalanx.plan import BufferRules, check_workloads
@@ -68,6 +67,7 @@ from phalanx.replicas import (
     pack,
     pack_data,
     picklable_or_named,
+    refuse_aliases,
     refuse_compiled_in_place,
     refuse_lazy,
     refuse_scripts,
@@ -125,7 +125,7 @@ class ProcessExecutor(Executor):
         check_workloads(self.workloads, num_workers)
         self.devices = (_CPU,) * num_workers
         self._intra_op = intra_op or default_intra_op(self.devices)
-        _warn_of_crowd(num_workers, self._intra_op)
+        _warn_of_oversubscription(num_workers, self._intra_op)
         self.parameters = list(source.parameters())
         check_shareable(source)
         self._source = source
@@ -133,40 +133,27 @@ class ProcessExecutor(Executor):
         self.pool = pool
         self._shared = list(shared)
         self._timeout_s = min(float(timeout_s), LONGEST_S)
-        self._on_failure = on_failure
         self._pid = os.getpid()
         self._once = OnceNames(weakref.WeakMethod(self.forget))
-        self._deferred: Exception | None = None
         self._settings = read_settings()
-        self._mail = [(Mailbox(pool), Mailbox(pool)) for _ in range(num_workers)]
         self._threads = ThreadPool(
             num_workers, intra_op=self._intra_op, name="phalanx-executor", computes=False
         )
-        self._workers: list[WorkerProcess] = []
-        self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
+        self._workers = WorkerGroup(self._threads, pool, num_workers, self._intra_op, on_failure)
         self._moved: list[nn.Parameter] = []
         try:
             elsewhere = [p for p in self.parameters if p.numel() and pool.handle_of(p) is None]
             self._moved = _move(elsewhere, pool)
-            self._places = [
-                (owner, key, parameter, parameter.data_ptr())
-                for owner in source.modules()
-                for key, parameter in owner._parameters.items()
-                if parameter is not None
-            ]
-            self._mirrored = Mirrored(source, pool)
+            self._places = ParameterPlaces([source])
+            self._sync = SourceSync(source, pool)
             specs = statistic_specs(source, rules if rules is not None else BufferRules())
             self._gradient_buffers = GradientBuffers(self.parameters, specs, pool)
-            places, layout = self._mirrored.places, self._gradient_buffers.layout
+            places, layout = self._sync.handles, self._gradient_buffers.layout
             self._globals = GlobalValues([source, *self._shared])
-            blob, values = self._packed_module(), self._globals.at_first
-            self._init = self._stored(
-                WorkerInit(blob, places, layout, rules, steps, values, num_workers)
+            packed, values = self._packed_module(), self._globals.at_first
+            self._workers.start(
+                WorkerInit(packed, places, layout, rules, steps, values, num_workers)
             )
-            # Noted one by one: where another does not start, these are dismissed.
-            self._threads.each(lambda index: self._workers.append(self._launch(index)))
-            self._workers.sort(key=lambda worker: worker.index)
-            self._threads.each(self._await_first)
         except BaseException:
             self.close()
             raise
@@ -181,11 +168,11 @@ class ProcessExecutor(Executor):
     @property
     def worker_pids(self) -> tuple[int, ...]:  # type: ignore[override]
         """The worker processes' numbers."""
-        return tuple(self.pids)
+        return tuple([worker.pid for worker in self._workers])
 
-    def open_reduction(self, flat: FlatParameters) -> LocalSums:
+    def open_reduction(self, flat: FlatParameters) -> LocalReduction:
         """Sum gradients into ``flat``, each worker's thread its part."""
-        return LocalSums(flat, len(self), self.places_of(flat), alike=True)
+        return LocalReduction(flat, len(self), self.places_of(flat), alike=True)
 
     def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
         """Share the optimizer's step among the workers, where that is worth its messages."""
@@ -197,36 +184,24 @@ class ProcessExecutor(Executor):
 
         return open_stepper(optimizer, flat, share)
 
-    @property
-    def pids(self) -> list[int]:
-        """The workers' process numbers."""
-        return [worker.pid for worker in self._workers]
-
     def __len__(self) -> int:
         return len(self.devices)
 
     def matches_source(self) -> bool:
         """Tell whether the workers can follow all that was done to the module since."""
-        return (
-            not self._threads.closed
-            and self._mirrored.can_follow()
-            and all(
-                owner._parameters[key] is parameter and parameter.data_ptr() == pointer
-                for owner, key, parameter, pointer in self._places
-            )
-        )
+        return not self._threads.closed and self._sync.can_follow() and self._places.are_still()
 
     def outdate(self) -> None:
         """Make the next run take over all buffers, whatever their versions say."""
-        self._mirrored.outdate()
+        self._sync.outdate()
 
     def refresh(self) -> None:
-        """Take over everything from the module with the next run, before which nothing is due."""
+        """Take over everything from the module with the next run."""
         self.outdate()
 
     def forget(self, name: str) -> None:
         """Let workers drop what they keep under ``name``, before they do anything else."""
-        for worker in list(self._workers):
+        for worker in self._workers:
             worker.forget(name)
 
     def close(self) -> None:
@@ -237,12 +212,11 @@ class ProcessExecutor(Executor):
         self._threads.close()  # a call that is on in another thread ends first
         if not self._threads.closed:
             return  # from inside of a call: threads go after it, and the workers with them
-        self._dismiss()
+        self._workers.dismiss()
         for parameter in self._moved:
             parameter.data = parameter.data.clone()
         self._moved = []
-        self._workers.clear()
-        for held in ("pool", "_mail", "_mirrored", "_gradient_buffers"):
+        for held in ("pool", "_sync", "_gradient_buffers"):
             self.__dict__.pop(held, None)  # a graph may hold this for longer, and the memory not
 
     # -- workers -----------------------------------------------------
@@ -263,130 +237,59 @@ class ProcessExecutor(Executor):
         except Exception as error:  # whatever the user's objects raise when pickled
             raise picklable_or_named(self._source, error) from error
 
-    def _stored(self, init: WorkerInit) -> WorkerInitHandle:
-        """Put it where workers read it; a message that long would wait until one has started."""
-        packed = np.frombuffer(pack(init), dtype=np.uint8)
-        room = self.pool.allocate(len(packed), torch.uint8, _CPU)
-        room.numpy()[:] = packed
-        place = self.pool.handle_of(room)
-        assert place is not None
-        return WorkerInitHandle(place)
-
-    def _launch(self, index: int) -> WorkerProcess:
-        mail = self._mail[index]  # a dead worker's, for its replacement: the pool frees nothing
-        return WorkerProcess(index, mail, self._intra_op, self._init, self.pool)
-
-    def _await_first(self, index: int) -> None:
-        try:
-            if not self._workers[index].poll_ready(START_S):
-                raise PeerLost(
-                    f"Worker {index} must be ready within {START_S:g} s, but is not. Importing "
-                    "what the module needs takes too long here; use executor='threads'.",
-                    index,
-                )
-        except Lost as lost:
-            if lost.own_doing:
-                raise PeerLost(
-                    f"Worker {index} must start, but {lost.reason} before it was ready. Its own "
-                    "output says why; most often a script starts its work outside of `if __name__ "
-                    "== '__main__':`.",
-                    index,
-                ) from None
-            self._replace(index, lost, None)
-            self._await_first(index)
-
-    def _replace(self, index: int, lost: Lost, microbatch: int | None) -> None:
-        failure = WorkerFailure(
-            worker=index,
-            pid=self._workers[index].pid,
-            reason=lost.reason,
-            microbatch=microbatch,
-            dump=lost.dump,
-            noticed_s=lost.at_s,
-        )
-        if not self._threads.closed:  # else it was left behind by an interrupt, and is being closed
-            self._workers[index] = self._launch(index)
-        self._on_failure(failure)
-
     def call_worker(
         self, index: int, make: Callable[[Collection[str]], Callable[[Worker], object]]
     ) -> bool:
-        """Let worker ``index`` make a call; return False if it is not there to complete it.
-
-        To be called in the worker's thread (see :meth:`each`). A loss on the way is told by the
-        next run: in the middle of an optimizer step nothing may be raised.
-
-        Args:
-            make: Returns what is called with the `Worker`, over there, from the names of what that
-                has saved. It has the last run's settings.
-        """
-        worker = self._workers[index]
-        try:
-            if not worker.poll_ready(0.0):
-                return False
-            message = pack(RemoteCall(make(worker.saved), self._settings))
-            answer = worker.ask(message, self._timeout_s)
-        except Lost as lost:
-            try:
-                self._replace(index, lost, None)
-            except Exception as error:  # too many losses, or the system starts no more processes
-                self._deferred = error
-            return False
-        except Exception as error:  # what its replacement raised when it was started
-            self._deferred = error
-            return False
-        return not isinstance(answer, Failed)
+        """Let worker ``index`` make a call with the last run's settings; see `WorkerGroup.call`."""
+        return self._workers.call(index, make, self._settings, self._timeout_s)
 
     # -- a run -------------------------------------------------------
 
-    def _work_on(self, job: RunState) -> None:
+    def _work_on(self, state: RunState) -> None:
         if os.getpid() != self._pid:
             raise StateError(
                 "A process executor must be used by the process that made it, but this is a fork "
-                "of "
-                "it. Make a trainer or a group in the child."
+                "of it. Make a trainer or a group in the child."
             )
-        deferred, self._deferred = self._deferred, None
-        if deferred is not None:
-            raise deferred
-        job.version = version = self._version_for(job)
+        self._workers.raise_deferred()
+        state.version = version = self._version_for(state)
         self._settings = read_settings()  # here: some of them are the calling thread's
         modes = CallerModes.capture(self.devices)
         run = _ProcessRun(
-            job=job,
-            spec=self._packed_spec(job, modes),
+            state=state,
+            spec=self._packed_spec(state, modes),
             wants_gradients=modes.grad,
             version=version,
-            queue=WorkQueue(job, [workload > 0 for workload in self.workloads]),
+            queue=WorkQueue(state, [workload > 0 for workload in self.workloads]),
         )
         self._prepare_first(run)
         self._threads.each(lambda index: self._look_after(index, run), on_interrupt=run.queue.fail)
 
-    def _version_for(self, job: RunState) -> _Version:
-        """Return the source as ``job`` shall see it."""
-        if job.as_of is None:
-            return _Version(self._mirrored.changes(), _versions_of(self.parameters))
-        assert isinstance(job.as_of, _Version)
+    def _version_for(self, state: RunState) -> _Version:
+        """Return the source as ``state`` shall see it."""
+        if state.as_of is None:
+            return _Version(self._sync.changes(), _versions_of(self.parameters))
+        assert isinstance(state.as_of, _Version)
         if self._threads.closed:
             raise StateError(
                 "`backward()` needs the worker processes of its forward pass, but they were "
                 "dismissed. Call `forward()` again."
             )
-        if job.as_of.parameters != _versions_of(self.parameters):
+        if state.as_of.parameters != _versions_of(self.parameters):
             raise StateError(
                 "Parameters must stay as they are from the forward pass until `backward()`, but "
                 "were modified. Call `forward()` again."
             )
-        return job.as_of
+        return state.as_of
 
-    def _packed_spec(self, job: RunState, modes: CallerModes) -> bytes:
+    def _packed_spec(self, state: RunState, modes: CallerModes) -> bytes:
         numbers = {id(each): index for index, each in enumerate(self._shared)}
         return pack(
             RunSpec(
-                job.run,
+                state.task,
                 modes,
                 self._settings,
-                dataclasses.replace(job.rng, alone=True),
+                dataclasses.replace(state.rng, alone=True),
                 self._globals.changes(),
             ),
             lambda obj: ("shared", numbers[id(obj)]) if id(obj) in numbers else None,
@@ -394,10 +297,10 @@ class ProcessExecutor(Executor):
 
     def _prepare_first(self, run: _ProcessRun) -> None:
         """Prepare what workers do first, here: threads of their own would wait for each other."""
-        if any(isinstance(batch, CachedPayload) for batch in run.job.microbatches):
+        if any(isinstance(batch, CachedPayload) for batch in run.state.microbatches):
             return  # what is sent depends on whether the worker is alive still
         for index, worker in enumerate(self._workers):
-            microbatch = run.job.take(index) if worker.ready else None
+            microbatch = run.state.take(index) if worker.ready else None
             if microbatch is not None:
                 run.first[index] = self._prepare(index, microbatch, run)
 
@@ -417,7 +320,7 @@ class ProcessExecutor(Executor):
                     self._compute(index, message, run)
                 except Lost as lost:
                     run.queue.give_back(message.microbatch)
-                    self._replace(index, lost, message.microbatch)
+                    self._workers.replace(index, lost, message.microbatch)
                 message = None
         except BaseException:
             run.queue.fail()
@@ -434,13 +337,13 @@ class ProcessExecutor(Executor):
                 return True
             worker.check_start()
         except Lost as lost:
-            self._replace(index, lost, None)
+            self._workers.replace(index, lost)
         return False
 
     def _prepare(self, index: int, microbatch: int, run: _ProcessRun) -> _SentMicrobatch:
         """Pack a microbatch for worker ``index``; its rows go where that one reads them."""
-        worker, job, once = self._workers[index], run.job, {}
-        self._check_repeatable(worker, job, microbatch)
+        worker, state, once = self._workers[index], run.state, {}
+        self._check_repeatable(worker, state, microbatch)
         worker.mailbox.clear()
 
         def aside(obj: Any) -> Any:
@@ -450,26 +353,30 @@ class ProcessExecutor(Executor):
             return ("once", name)
 
         buffer = self._gradient_buffers.take() if run.wants_gradients else None
-        batch = job.payload(microbatch, worker.saved)
-        changes = run.version.changes.since(worker.knows)
+        batch = state.payload(microbatch, worker.saved)
+        changes = run.version.changes.since(worker.version)
         task = MicrobatchMessage(
             index=microbatch,
             spec=run.spec,
             rows=pack_data((batch, changes), aside),
-            weight=job.weights[microbatch],
-            seed=job.seed,
+            weight=state.weights[microbatch],
+            seed=state.seed,
             gradient_buffer=-1 if buffer is None else buffer.region,
             reply=worker.answers.place,
         )
         return _SentMicrobatch(microbatch, buffer, once, pack(task))
 
-    def _check_repeatable(self, worker: WorkerProcess, job: RunState, microbatch: int) -> None:
+    def _check_repeatable(self, worker: WorkerProcess, state: RunState, microbatch: int) -> None:
         """Refuse to repeat what a lost worker had, when the source is another by now."""
-        batch = job.microbatches[microbatch]
-        if job.as_of is None or not isinstance(batch, CachedPayload) or batch.name in worker.saved:
+        batch = state.microbatches[microbatch]
+        if (
+            state.as_of is None
+            or not isinstance(batch, CachedPayload)
+            or batch.name in worker.saved
+        ):
             return
-        assert isinstance(job.as_of, _Version)
-        if not self._mirrored.is_at(job.as_of.changes):
+        assert isinstance(state.as_of, _Version)
+        if not self._sync.is_at(state.as_of.changes):
             raise StateError(
                 "`backward()` needs the worker that ran the forward pass, or the module as it was "
                 "then, but the worker was lost and another forward pass was begun since. Call "
@@ -486,7 +393,7 @@ class ProcessExecutor(Executor):
                 f"Raised by replica {index} in process {worker.pid}, "
                 f"microbatch {message.microbatch}.",
             )
-        worker.knows = run.version.changes.version
+        worker.version = run.version.changes.version
         worker.answers.reserve(answer.result_bytes)
         self._count(index, message, answer, run)
 
@@ -497,17 +404,17 @@ class ProcessExecutor(Executor):
                 raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
 
     def _count(self, index: int, message: _SentMicrobatch, done: Done, run: _ProcessRun) -> None:
-        job, microbatch, buffer = run.job, message.microbatch, message.gradient_buffer
-        specs, weight = self._gradient_buffers.layout.specs, job.weights[microbatch]
+        state, microbatch, buffer = run.state, message.microbatch, message.gradient_buffer
+        specs, weight = self._gradient_buffers.layout.specs, state.weights[microbatch]
         gradients, statistics = done.written.read(buffer, specs, weight)
         if done.drew:
-            job.rng_use.drew.set()
+            state.rng_use.drew = True
         if done.drew_hidden:
-            job.rng_use.hidden.set()
-        job.results[microbatch] = done.result
-        job.seconds[microbatch] = done.busy_s
-        job.replica_of[microbatch] = index
-        job.spans.append(
+            state.rng_use.hidden = True
+        state.results[microbatch] = done.result
+        state.seconds[microbatch] = done.busy_s
+        state.replica_of[microbatch] = index
+        state.spans.append(
             Span(
                 replica=index,
                 microbatch=microbatch,
@@ -515,7 +422,7 @@ class ProcessExecutor(Executor):
                 stop_s=done.stop_s,
             )
         )
-        job.put(microbatch, PartialSum(gradients, statistics, owners=(buffer,)))
+        state.put(microbatch, PartialSum(gradients, statistics, owners=(buffer,)))
         run.queue.count()
 
 
@@ -535,7 +442,7 @@ def _versions_of(parameters: Sequence[nn.Parameter]) -> list[int]:
 class _ProcessRun:
     """What the threads of one run share."""
 
-    job: RunState
+    state: RunState
     spec: bytes  # what all tasks of the run have in common
     wants_gradients: bool
     version: _Version
@@ -560,7 +467,7 @@ def _move(parameters: list[nn.Parameter], pool: SharedMemoryPool) -> list[nn.Par
     return parameters
 
 
-def _warn_of_crowd(num_workers: int, intra_op: int) -> None:
+def _warn_of_oversubscription(num_workers: int, intra_op: int) -> None:
     if num_workers * intra_op > num_cores():
         warnings.warn(
             f"`replicas` should be at most the {num_cores()} cores of this machine, but is "
@@ -578,6 +485,7 @@ def check_shareable(source: nn.Module) -> None:
             would not be compiled as it is.
     """
     refuse_lazy(source)
+    refuse_aliases(source)
     refuse_scripts(source)
     refuse_compiled_in_place(source)
     tensors = {"Parameter": source.named_parameters(), "Buffer": source.named_buffers()}

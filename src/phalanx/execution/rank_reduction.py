@@ -12,19 +12,19 @@ from torch import Tensor
 
 from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError
-from phalanx.execution.contract import GradientSums, RunResult
+from phalanx.execution.contract import Reduction, RunResult
 from phalanx.execution.partial_sums import TreeSums
-from phalanx.execution.rank_accounts import RankReport
+from phalanx.execution.rank_messages import RankRunResult
 from phalanx.memory import FlatParameters
 from phalanx.plan import Node
 from phalanx.torch_internals import foreach_add
 
-__all__ = ["RankSums", "put_all", "slices_of", "spread"]
+__all__ = ["RankReduction", "put_all", "slices_of", "spread"]
 
 T = TypeVar("T")
 
 
-class RankSums(GradientSums):
+class RankReduction(Reduction):
     """Sum the ranks' gradients into the flat buffers, each rank its slice.
 
     Args:
@@ -50,25 +50,25 @@ class RankSums(GradientSums):
         self.slices = slices_of(flat, counts)
         self._sent = _Buffer(flat, self.slices)
 
-    def take(self, report: RunResult) -> list[int]:
+    def take(self, result: RunResult) -> list[int]:
         """Add up this rank's slice, and return which parameters got no gradient from anybody."""
-        assert isinstance(report, RankReport)
-        nodes = [sorted(account.absent) for account in report.accounts]
+        assert isinstance(result, RankRunResult)
+        nodes = [sorted(message.absent) for message in result.messages]
         own = self._exchange.rank
-        sums: TreeSums[_Slice] = TreeSums(len(report.results), _add)
+        sums: TreeSums[_Slice] = TreeSums(len(result.results), _add)
         arrived: dict[Node, _Slice] = {}
         for place in range(max(map(len, nodes))):
             senders = [len(each) > place for each in nodes]
             if senders[own]:
-                partial = report.sums[nodes[own][place]]
+                partial = result.sums[nodes[own][place]]
                 assert partial is not None
                 self._sent.fill([None if p < 0 else partial.gradients[p] for p in self._places])
             buffers = self._swap(senders)
             for rank, buffer in buffers.items():
                 node = nodes[rank][place]
-                absent = self._in_flat_order(report.accounts[rank].absent[node])
+                absent = self._in_flat_order(result.messages[rank].absent[node])
                 arrived[node] = _Slice(buffer, absent)
-        put_all(sums, len(report.results), arrived)
+        put_all(sums, len(result.results), arrived)
         absent = self._write(sums.operands())
         return sorted(absent)
 
@@ -104,16 +104,10 @@ class RankSums(GradientSums):
             segment.gradients[start:stop].copy_(values)
         return total.absent
 
-    def sum_part(self, part: int) -> None:
-        """All was added when it was taken."""
-
     def share(self) -> None:
         """Give all ranks the whole gradient."""
         gradients = [(place, s.gradients) for place, s in enumerate(self._flat.segments)]
         spread(self._exchange, self.slices, gradients)
-
-    def forget(self) -> None:
-        """Nothing is held but buffers, which stay."""
 
 
 def spread(

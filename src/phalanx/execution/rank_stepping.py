@@ -45,7 +45,7 @@ class RankStepper(FlatStepper):
         first = sum(counts[: exchange.rank])
         own = range(first, first + counts[exchange.rank])
         super().__init__(optimizer, flat, sum(counts), own=own)
-        self._known_options = self._options_that_matter() if optimizer.state else None
+        self._state_options = self._options_that_matter() if optimizer.state else None
 
     def finish(self) -> None:
         """Give everybody the new parameters; see that the user's optimizer shows the state."""
@@ -56,9 +56,9 @@ class RankStepper(FlatStepper):
             [(place, each.values) for place, each in enumerate(segments)],
         )
         self._count()
-        if self._known_options != self._options_that_matter():
+        if self._state_options != self._options_that_matter():
             self._gather_state()
-            self._known_options = self._options_that_matter()
+            self._state_options = self._options_that_matter()
             self._remember()
 
     def complete(self) -> None:

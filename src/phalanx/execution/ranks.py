@@ -1,7 +1,7 @@
 """A trainer's replicas in several processes of one job, each with its own range of microbatches.
 
 Every rank runs the same script over the same batches. It computes its range, and says what came of
-it (`rank_accounts`). Then the gradients' partial sums travel: each rank owns a slice of the flat
+it (`rank_messages`). Then the gradients' partial sums travel: each rank owns a slice of the flat
 buffers, receives that slice of every partial sum, and adds them along the tree, so that nobody sees
 who computed what:
 
@@ -33,8 +33,8 @@ from phalanx.execution.contract import (
     SourceVersion,
 )
 from phalanx.execution.partial_sums import PartialSum, TreeSums
-from phalanx.execution.rank_accounts import Account, RankReport
-from phalanx.execution.rank_reduction import RankSums, put_all
+from phalanx.execution.rank_messages import RankMessage, RankRunResult
+from phalanx.execution.rank_reduction import RankReduction, put_all
 from phalanx.execution.rank_stepping import RankStepper
 from phalanx.execution.sharded_optimizer import Stepper, open_stepper
 from phalanx.execution.threads import ThreadExecutor
@@ -47,7 +47,7 @@ __all__ = ["RankExecutor", "open_ranks", "write_once"]
 
 T = TypeVar("T")
 _TRACED = 64  # elements of each microbatch that tell one batch from another
-_ANEW = "opened anew"  # what an account says in the place of a step
+_ANEW = "opened anew"  # what a message says in the place of a step
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -96,9 +96,9 @@ class RankExecutor(Executor):
         """Return the relative shares of all ranks' replicas, rank after rank."""
         return self._all_workloads
 
-    def open_reduction(self, flat: FlatParameters) -> RankSums:
+    def open_reduction(self, flat: FlatParameters) -> RankReduction:
         """Sum gradients into ``flat``, each rank its slice."""
-        return RankSums(flat, self.places_of(flat), self.counts, self.exchange)
+        return RankReduction(flat, self.places_of(flat), self.counts, self.exchange)
 
     def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
         """Share the optimizer's step among the ranks, each its slice."""
@@ -111,7 +111,7 @@ class RankExecutor(Executor):
     def run(
         self,
         microbatches: Sequence[Nested],
-        run: Callable[[MicrobatchContext], Any],
+        task: Callable[[MicrobatchContext], Any],
         *,
         weights: Sequence[float],
         seed: tuple[int, ...],
@@ -120,11 +120,11 @@ class RankExecutor(Executor):
         as_of: SourceVersion | None = None,
         gradient_hook: GradientHook | None = None,
         adds: bool = True,
-    ) -> RankReport:
+    ) -> RankRunResult:
         """Run this rank's microbatches, and learn what the others' gave.
 
         Raises:
-            Exception: What ``run`` raised here.
+            Exception: What ``task`` raised here.
             PeerError: Another rank raised something; nothing has changed anywhere then.
         """
         assert only is None
@@ -136,30 +136,30 @@ class RankExecutor(Executor):
             "weights": [each.hex() for each in weights],
             "plain": self.steps_whole,
         }
-        moment = json.dumps({**told, "rows": _trace_of(microbatches)})
+        fingerprint = json.dumps({**told, "rows": _trace_of(microbatches)})
         try:
-            report = super().run(
+            result = super().run(
                 microbatches,
-                run,
+                task,
                 weights=weights,
                 seed=seed,
                 pinned=pinned,
                 only=self._own(len(microbatches), pinned),
             )
-            account = Account.of(moment, report.results, report.sums)
-            packed = account.pack()
+            message = RankMessage.of(fingerprint, result.results, result.sums)
+            packed = message.pack()
         except BaseException as error:
-            failed = Account(moment, f"{type(error).__name__}: {error}")
+            failed = RankMessage(fingerprint, f"{type(error).__name__}: {error}")
             self.exchange.gather(failed.pack())
             raise
-        accounts = [Account.read(each) for each in self.exchange.gather(packed)]
-        _check(accounts)
-        for each in accounts:
-            for index, outcome in each.outcomes.items():
-                report.results[index] = outcome
-        report.operands = _statistics_of(accounts, len(microbatches))
-        fields = {each.name: getattr(report, each.name) for each in dataclasses.fields(report)}
-        return RankReport(**fields, accounts=accounts)
+        messages = [RankMessage.read(each) for each in self.exchange.gather(packed)]
+        _check(messages)
+        for message in messages:
+            for index, computed in message.results.items():
+                result.results[index] = computed
+        result.operands = _statistics_of(messages, len(microbatches))
+        fields = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
+        return RankRunResult(**fields, messages=messages)
 
     def _own(self, num_microbatches: int, pinned: bool) -> range:
         """Return which microbatches are this rank's."""
@@ -173,9 +173,11 @@ class RankExecutor(Executor):
         Raises:
             ConfigError: Other ranks are at a step of what was trained so far; they hear of it.
         """
-        account = Account(_ANEW, "ConfigError: what it trains was changed, and not on all ranks")
-        told = [Account.read(each) for each in self.exchange.gather(account.pack())]
-        others = [rank for rank, each in enumerate(told) if each.moment != _ANEW]
+        message = RankMessage(
+            _ANEW, "ConfigError: what it trains was changed, and not on all ranks"
+        )
+        told = [RankMessage.read(each) for each in self.exchange.gather(message.pack())]
+        others = [rank for rank, each in enumerate(told) if each.fingerprint != _ANEW]
         if others:
             raise ConfigError(
                 "All ranks must train the same parameters, but those that are frozen, the "
@@ -293,21 +295,21 @@ def write_once(write: Callable[[], None]) -> None:
         raise PeerError(f"Rank 0 must write for all ranks, but raised {told.decode()}", 0)
 
 
-def _check(accounts: Sequence[Account]) -> None:
-    for rank, account in enumerate(accounts):
-        if account.error is not None:
+def _check(messages: Sequence[RankMessage]) -> None:
+    for rank, message in enumerate(messages):
+        if message.error is not None:
             raise PeerError(
                 f"All ranks must complete their microbatches, but rank {rank} raised "
-                f"{account.error}. The step was refused everywhere and nothing has changed.",
+                f"{message.error}. The step was refused everywhere and nothing has changed.",
                 rank,
             )
-        if _steps_plainly(account) != _steps_plainly(accounts[0]):
+        if _steps_plainly(message) != _steps_plainly(messages[0]):
             raise ConfigError(
                 f"All ranks must step the optimizer in the same way, but rank {rank}'s was changed "
                 "or left alone unlike rank 0's. Replace `step`, register hooks and write to the "
                 "optimizer's state in every process."
             )
-        if account.moment != accounts[0].moment:
+        if message.fingerprint != messages[0].fingerprint:
             raise ConfigError(
                 f"All ranks must be at the same step of the same batches, but rank {rank} is not "
                 "where rank 0 is. Give every rank the whole batch, from loaders with the same "
@@ -315,8 +317,8 @@ def _check(accounts: Sequence[Account]) -> None:
             )
 
 
-def _steps_plainly(account: Account) -> bool:
-    return bool(json.loads(account.moment)["plain"])
+def _steps_plainly(message: RankMessage) -> bool:
+    return bool(json.loads(message.fingerprint)["plain"])
 
 
 def _trace_of(microbatches: Sequence[Nested]) -> int:
@@ -330,10 +332,10 @@ def _trace_of(microbatches: Sequence[Nested]) -> int:
     return trace
 
 
-def _statistics_of(accounts: Sequence[Account], num_leaves: int) -> list[PartialSum]:
+def _statistics_of(messages: Sequence[RankMessage], num_leaves: int) -> list[PartialSum]:
     """Return what all ranks' microbatches left in the buffers, added along the tree."""
     sums: TreeSums[dict[str, Statistic]] = TreeSums(num_leaves, merge_statistics)
-    put_all(sums, num_leaves, {node: s for each in accounts for node, s in each.statistics.items()})
+    put_all(sums, num_leaves, {node: s for each in messages for node, s in each.statistics.items()})
     return [PartialSum([], operand) for operand in sums.operands()]
 
 

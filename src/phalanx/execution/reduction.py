@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.execution.contract import GradientSums, RunResult
+from phalanx.execution.contract import Reduction, RunResult
 from phalanx.memory import FlatParameters
 
-__all__ = ["LocalSums"]
+__all__ = ["LocalReduction"]
 
 
-class LocalSums(GradientSums):
+class LocalReduction(Reduction):
     """All sums lie in this process; every replica's thread adds its part of the last two.
 
     Args:
@@ -27,22 +27,15 @@ class LocalSums(GradientSums):
         self._parts = flat.parts(num_parts)
         self._places = places
 
-    def take(self, report: RunResult) -> list[int]:
+    def take(self, result: RunResult) -> list[int]:
         self.operands = [
             [None if place < 0 else operand.gradients[place] for place in self._places]
-            for operand in report.operands
+            for operand in result.operands
         ]
-        return [
-            index
-            for index in range(len(self._places))
-            if all(operand[index] is None for operand in self.operands)
-        ]
+        missing = list(range(len(self._places)))
+        for operand in self.operands:
+            missing = [index for index in missing if operand[index] is None]
+        return missing
 
     def sum_part(self, part: int) -> None:
         self._parts[part].sum_gradients(self.operands, alike=self._alike)
-
-    def share(self) -> None:
-        """They are."""
-
-    def forget(self) -> None:
-        self.operands = []

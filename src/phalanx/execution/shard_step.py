@@ -1,6 +1,6 @@
-"""One worker process's slice of the optimizer's step, made whole whatever becomes of the worker.
+"""One worker process's shard of the optimizer's step, made whole whatever becomes of the worker.
 
-The slice is stepped in blocks. Before a block is touched, all that the step will change is copied
+The shard is stepped in blocks. Before a block is touched, all that the step will change is copied
 to an undo record beside it, and the progress says so; after it, the progress says that it is done:
 
     progress   saved = 3, done = 2        block 2 may be old, new or half new: the record has it old
@@ -26,11 +26,11 @@ from phalanx.execution.worker_main import Worker
 from phalanx.ipc import fail_point
 from phalanx.memory import Range, SharedMemoryPool, TensorHandle
 
-__all__ = ["BLOCK_ELEMENTS", "Slice", "SlicePlan", "SliceStep", "plan_slice", "slice_name"]
+__all__ = ["BLOCK_ELEMENTS", "OptimizerShard", "ShardPlan", "StepShard", "plan_shard", "shard_name"]
 
 BLOCK_ELEMENTS = 1 << 18  # fewer cost more memory traffic, more cost more calls: measured
 _DONE, _SAVED = 0, 1
-_PREFIX = "slice "
+_PREFIX = "shard "
 
 # Any: options and state entries of torch's optimizers.
 Options = Mapping[str, Any]
@@ -54,7 +54,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class SlicePlan:
+class ShardPlan:
     """What does not change from step to step.
 
     Attributes:
@@ -69,8 +69,8 @@ class SlicePlan:
     progress: TensorHandle
 
 
-class Slice:
-    """The blocks of one slice, in this process or in the worker's.
+class OptimizerShard:
+    """The blocks of one shard, in this process or in the worker's.
 
     Args:
         plan: Where everything lies.
@@ -79,7 +79,7 @@ class Slice:
     """
 
     def __init__(
-        self, plan: SlicePlan, pool: SharedMemoryPool, options: Mapping[Key, Options]
+        self, plan: ShardPlan, pool: SharedMemoryPool, options: Mapping[Key, Options]
     ) -> None:
         self._blocks = [_OpenBlock(plan.kind, block, pool, options) for block in plan.blocks]
         self._undo = [pool.at(place) for place in plan.undo]
@@ -149,40 +149,42 @@ class _OpenBlock:
 
 
 @dataclass(frozen=True)
-class SliceStep:
-    """A call of a worker: its slice of one step.
+class StepShard:
+    """A call of a worker: its shard of one step.
 
     Attributes:
         plan: The worker keeps it under its number; given only when it has not got it.
     """
 
     number: int
-    plan: SlicePlan | None
+    plan: ShardPlan | None
     options: Mapping[Key, Options]
     steps: tuple[float, ...]
 
     def __call__(self, worker: Worker) -> None:
         """Do it, in the worker."""
-        fail_point("slice taken")
+        fail_point("shard taken")
         if self.plan is not None:
             for name in [name for name in worker.saved if name.startswith(_PREFIX)]:
                 del worker.saved[name]  # of an earlier plan
-            worker.saved[slice_name(self.number)] = Slice(self.plan, worker.pool, self.options)
-        worker.saved[slice_name(self.number)].step(self.options, self.steps)
-        fail_point("slice done")
+            worker.saved[shard_name(self.number)] = OptimizerShard(
+                self.plan, worker.pool, self.options
+            )
+        worker.saved[shard_name(self.number)].step(self.options, self.steps)
+        fail_point("shard done")
 
 
-def slice_name(number: int) -> str:
-    """Return under which name a worker saves the slice of plan ``number``."""
+def shard_name(number: int) -> str:
+    """Return under which name a worker saves the shard of plan ``number``."""
     return f"{_PREFIX}{number}"
 
 
-def plan_slice(
+def plan_shard(
     kind: type[Optimizer],
     owned: Sequence[tuple[Range, Mapping[str, Any]]],
     pool: SharedMemoryPool,
-) -> tuple[SlicePlan, list[int]]:
-    """Plan the slice whose ranges and state are ``owned``, all of it on ``pool``.
+) -> tuple[ShardPlan, list[int]]:
+    """Plan the shard whose ranges and state are ``owned``, all of it on ``pool``.
 
     Returns:
         The plan, and for each block the place in ``owned`` of its range.
@@ -205,7 +207,7 @@ def plan_slice(
     largest = max((_nbytes(block.values) for block in blocks), default=0)
     row, counts = torch.empty(largest, dtype=torch.uint8), torch.empty(2, dtype=torch.int64)
     *record, progress = pool.allocate_like([row] * rows + [counts])
-    plan = SlicePlan(
+    plan = ShardPlan(
         kind=kind,
         blocks=tuple(blocks),
         undo=tuple(_placed(pool, row) for row in record),

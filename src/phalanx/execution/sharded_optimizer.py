@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import itertools
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from phalanx.execution.elementwise import STEP, is_elementwise, state_is_uniform
-from phalanx.memory import Allocate, FlatParameters, Part, Range, Segment, dense_strides, zeros
+from phalanx.memory import Allocate, FlatParameters, Part, Range, Segment, zeros
 
 __all__ = [
     "FlatStepper",
@@ -37,7 +38,7 @@ _FUSED_ON_CPU = (SGD, Adam, AdamW, Adagrad)
 _EachThread = Callable[[Callable[[int, int], None]], object]
 
 
-class Stepper(Protocol):
+class Stepper(ABC):
     """How the step is shared among threads.
 
     Attributes:
@@ -46,9 +47,7 @@ class Stepper(Protocol):
 
     whole: bool
 
-    def fits(self) -> bool:
-        """Tell whether the optimizer still has the state and the groups that this was made for."""
-
+    @abstractmethod
     def prepare(
         self, missing: Sequence[int], gradients: Sequence[Tensor | None] | None = None
     ) -> None:
@@ -59,19 +58,25 @@ class Stepper(Protocol):
             gradients: In memory order, for a step on the whole; default: the flat buffers'.
         """
 
+    @abstractmethod
     def step_part(self, part: int) -> None:
         """Step one part, in that part's thread."""
 
-    def finish(self) -> None:
-        """Finish in the caller's thread."""
+    def finish(self) -> None:  # noqa: B027 - nothing to be done where it is whole; so below
+        """Finish in the thread that is last."""
 
-    def complete(self) -> None:
-        """See that all of the optimizer's state is in this process."""
+    def fits(self) -> bool:
+        """Tell whether the optimizer still has the state and the groups that this was made for."""
+        return True
 
     def is_untouched(self) -> bool:
         """Tell whether nobody has changed the optimizer so that it can be cut no longer."""
+        return True
 
-    def dissolve(self) -> None:
+    def complete(self) -> None:  # noqa: B027
+        """Bring all of the optimizer's state into this process."""
+
+    def dissolve(self) -> None:  # noqa: B027
         """Leave the user's optimizer with state of its own for every parameter."""
 
 
@@ -97,38 +102,26 @@ class WholeStepper(Stepper):
 
     def __init__(self, optimizer: Optimizer, flat: FlatParameters) -> None:
         self._optimizer = optimizer
-        self._flat = flat
-
-    def fits(self) -> bool:
-        return True
+        self._parameters = flat.parameters
+        self._gradients = [flat.gradient(index) for index in range(len(flat.parameters))]
 
     def prepare(
         self, missing: Sequence[int], gradients: Sequence[Tensor | None] | None = None
     ) -> None:
-        for index, parameter in enumerate(self._flat.parameters):
+        for index, (parameter, own) in enumerate(
+            zip(self._parameters, self._gradients, strict=True)
+        ):
             gradient = None if gradients is None else gradients[index]
             if index in missing:
                 parameter.grad = None
             elif gradient is None:
-                parameter.grad = self._flat.gradient(index)
+                parameter.grad = own
             else:
-                parameter.grad = gradient.as_strided(parameter.shape, dense_strides(parameter))
+                parameter.grad = gradient.as_strided(own.shape, own.stride())
 
     def step_part(self, part: int) -> None:
         if part == 0:
             self._optimizer.step()
-
-    def finish(self) -> None:
-        pass
-
-    def complete(self) -> None:
-        pass
-
-    def is_untouched(self) -> bool:
-        return True
-
-    def dissolve(self) -> None:
-        pass
 
 
 class FlatStepper(Stepper):
@@ -159,6 +152,8 @@ class FlatStepper(Stepper):
         self._flat = flat
         self._pieces = [_PieceOptimizer(optimizer, part) for part in flat.parts(num_parts)]
         self._gradients = [flat.gradient(index) for index in range(len(flat.parameters))]
+        # Of the user's groups, as the parts have them.
+        self._known_options: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
         self._bound: tuple[Any, ...] = ()
         # By segment: every member's own count of steps, which users see, and what it should be.
         self._counters: dict[int, Tensor] = {}
@@ -174,8 +169,11 @@ class FlatStepper(Stepper):
         missing: Sequence[int],  # noqa: ARG002 - the engine sees to it
         gradients: Sequence[Tensor | None] | None = None,  # noqa: ARG002
     ) -> None:
-        for piece in self._pieces:
-            piece.copy_options(self._optimizer)
+        options = [_options(group) for group in self._optimizer.param_groups]
+        if not all(map(_are_identical, options, self._known_options)):
+            for piece in self._pieces:
+                piece.take_options(options)
+            self._known_options = options
         for parameter, gradient in zip(self._flat.parameters, self._gradients, strict=True):
             if parameter.grad is not gradient:  # after the user's `zero_grad()`
                 parameter.grad = gradient
@@ -222,11 +220,8 @@ class FlatStepper(Stepper):
                 counters.copy_(owned[0][1][STEP])
             else:  # the segment is another process's
                 counters.add_(1)
-            self._counted[place] = counters.clone()
+            self._counted[place].copy_(counters)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-
-    def complete(self) -> None:
-        """It is."""
 
     def fits(self) -> bool:
         return self._optimizer.state is self._state and self._optimizer.param_groups is self._groups
@@ -336,7 +331,7 @@ class _PieceOptimizer:
             parameter = nn.Parameter(each.values)
             parameter.grad = each.gradients
             self._ranges.append((each, parameter))
-            options = _options(optimizer, each.segment.group)
+            options = _options(optimizer.param_groups[each.segment.group])
             groups.append({**options, "params": [parameter]})
         self._optimizer = type(optimizer)(groups) if groups else None  # type: ignore[call-arg]
         if self._optimizer is not None:
@@ -357,13 +352,13 @@ class _PieceOptimizer:
             if unchosen and fusible:
                 group["fused"] = True
 
-    def copy_options(self, optimizer: Optimizer) -> None:
+    def take_options(self, options: Sequence[dict[str, Any]]) -> None:
+        """Take over the user's options, by group; but whether to fuse was decided before."""
         if self._optimizer is None:
             return
         for (each, _), group in zip(self._ranges, self._optimizer.param_groups, strict=True):
-            options = _options(optimizer, each.segment.group)
-            options.pop("fused", None)
-            group.update(options)
+            own = options[each.segment.group].items()
+            group.update({key: value for key, value in own if key != "fused"})
 
     def step(self) -> None:
         if self._optimizer is not None:
@@ -383,10 +378,13 @@ class _PieceOptimizer:
 
     def lacks_momentum(self) -> bool:
         """Tell whether some of it is still to be made, as where it was 0 in the steps before."""
-        return any(
-            options.get("momentum") and state.get("momentum_buffer") is None
-            for (_, options), (_, state) in zip(self.options(), self.everything(), strict=True)
-        )
+        if self._optimizer is None:
+            return False
+        for (_, parameter), group in zip(self._ranges, self._optimizer.param_groups, strict=True):
+            state = self._optimizer.state[parameter]
+            if group.get("momentum") and state.get("momentum_buffer") is None:
+                return True
+        return False
 
     def lacks_state(self) -> bool:
         """Tell whether the next step makes state that is not there."""
@@ -454,12 +452,15 @@ def _addresses(values: Sequence[Any]) -> list[int]:
     return [value.data_ptr() for value in values if isinstance(value, Tensor)]
 
 
-def _options(optimizer: Optimizer, group: int) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in optimizer.param_groups[group].items()
-        if key not in ("params", "param_names")
-    }
+def _are_identical(options: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    """Compare by identity: what users add to a group may have no plain equality."""
+    return options.keys() == known.keys() and all(
+        map(operator.is_, options.values(), map(known.__getitem__, options))
+    )
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def norm_of_gradients(flat: FlatParameters, each: _EachThread) -> Tensor:

@@ -1,4 +1,4 @@
-"""The optimizer's step, every worker process its slice."""
+"""The optimizer's step, every worker process its shard."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from torch.optim import Optimizer
 
 from phalanx.execution.shard_step import (
     Key,
+    OptimizerShard,
     Options,
-    Slice,
-    SlicePlan,
-    SliceStep,
-    plan_slice,
-    slice_name,
+    ShardPlan,
+    StepShard,
+    plan_shard,
+    shard_name,
 )
 from phalanx.execution.sharded_optimizer import FlatStepper
 from phalanx.execution.worker_main import Worker
 from phalanx.memory import FlatParameters, SharedMemoryPool
 
-__all__ = ["LEAST_SLICE_ELEMENTS", "SharedStepper", "is_worth_sending"]
+__all__ = ["LEAST_SHARD_ELEMENTS", "SharedStepper", "is_worth_sending"]
 
-LEAST_SLICE_ELEMENTS = 1 << 21
+LEAST_SHARD_ELEMENTS = 1 << 21
 _MakeCall = Callable[[Collection[str]], Callable[[Worker], object]]
 
 _numbers = itertools.count()  # one for each plan ever made, so that workers cannot mix them up
 
 
 def is_worth_sending(num_elements: int, num_workers: int) -> bool:
-    """Tell whether workers step their slices, or this process all of so few elements."""
-    return num_elements >= LEAST_SLICE_ELEMENTS * num_workers
+    """Tell whether workers step their shards, or this process all of so few elements."""
+    return num_elements >= LEAST_SHARD_ELEMENTS * num_workers
 
 
 class SharedStepper(FlatStepper):
     """An elementwise optimizer on shared memory, each worker process at a part of it.
 
-    The first step, which makes the optimizer's state, is done by this process, and so are slices
-    that take less time than two messages and an undo record (docs/decisions/0009). A slice whose
-    worker is lost is completed here at once (see `slices`); nothing is left for a later moment.
+    The first step, which makes the optimizer's state, is done by this process, and so are shards
+    that take less time than two messages and an undo record (docs/decisions/0009). A shard whose
+    worker is lost is completed here at once (see `shard_step.py`).
 
     Args:
         optimizer: The user's; its options and state stay the truth.
         flat: The parameters, on the executor's pool.
         num_workers: Number of workers.
-        pool: Where they find the slices.
+        pool: Where they find the shards.
         call_worker: Lets a worker step one; see `ProcessExecutor.call_worker`.
     """
 
@@ -61,7 +61,7 @@ class SharedStepper(FlatStepper):
     ) -> None:
         self._pool = pool
         self._call_worker = call_worker
-        self._slices: list[_Planned] = []
+        self._shards: list[_Planned] = []
         super().__init__(optimizer, flat, num_workers, allocate=pool.allocate)
         elements = sum(segment.values.numel() for segment in flat.segments)
         self._is_worth_sending = is_worth_sending(elements, num_workers)
@@ -77,27 +77,27 @@ class SharedStepper(FlatStepper):
             key: options for piece in self._pieces for key, options in piece.options()
         }
         if any(piece.lacks_momentum() for piece in self._pieces):
-            self._slices = []  # this process makes it: what a worker makes, nobody else sees
+            self._shards = []  # this process makes it: what a worker makes, nobody else sees
         elif self._has_state:
-            for part in range(len(self._slices), len(self._pieces)):
-                self._slices.append(self._plan(part))  # kept, should there be no room for the next
+            for part in range(len(self._shards), len(self._pieces)):
+                self._shards.append(self._plan(part))  # kept, should there be no room for the next
 
     def step_part(self, part: int) -> None:
-        if not self._slices:
+        if not self._shards:
             super().step_part(part)
             return
-        planned = self._slices[part]
+        planned = self._shards[part]
         owned = self._pieces[part].everything()
         counts = [float(state.get("step", 0.0)) for _, state in owned]
         steps = tuple(counts[place] for place in planned.ranges)
-        planned.slice.begin()
+        planned.shard.begin()
 
-        def step(saved: Collection[str]) -> SliceStep:
-            plan = None if slice_name(planned.number) in saved else planned.plan
-            return SliceStep(planned.number, plan, self._options, steps)
+        def step(saved: Collection[str]) -> StepShard:
+            plan = None if shard_name(planned.number) in saved else planned.plan
+            return StepShard(planned.number, plan, self._options, steps)
 
         if not self._call_worker(part, step):
-            planned.slice.step(self._options, steps)
+            planned.shard.step(self._options, steps)
         for _, state in owned:
             if isinstance(state.get("step"), Tensor):
                 state["step"] += 1
@@ -107,22 +107,22 @@ class SharedStepper(FlatStepper):
         self._has_state = True
 
     def _plan(self, part: int) -> _Planned:
-        plan, ranges = plan_slice(
+        plan, ranges = plan_shard(
             type(self._optimizer), self._pieces[part].everything(), self._pool
         )
-        own = Slice(plan, self._pool, self._options)
+        own = OptimizerShard(plan, self._pool, self._options)
         return _Planned(next(_numbers), plan, own, ranges)
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """A slice, as this process sees it.
+    """A shard, as this process sees it.
 
     Attributes:
         ranges: For each block, the place of its range among those of the part.
     """
 
     number: int
-    plan: SlicePlan
-    slice: Slice
+    plan: ShardPlan
+    shard: OptimizerShard
     ranges: list[int]

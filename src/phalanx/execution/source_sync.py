@@ -2,7 +2,7 @@
 
 Parameters lie in shared memory and need nothing. Buffers have a copy there, written before a run
 where they have changed. Attributes (``training``, a dropout's ``p``) and freezing travel with the
-next microbatch; whatever else changes needs new workers (see `attributes.py`).
+next microbatch; whatever else changes needs new workers (see `Attributes`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.errors import UnsupportedError
 from phalanx.memory import SharedMemoryPool, TensorHandle
 from phalanx.replicas import Attributes, Registered, TensorVersion
+from phalanx.torch_internals import has_global_module_hooks
 
-__all__ = ["Changes", "Mirrored", "place_buffers", "take_over"]
+__all__ = ["Changes", "SourceSync", "place_buffers", "take_over"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Changes:
         return self if version != self.version else Changes(self.buffers, self.version)
 
 
-class Mirrored:
+class SourceSync:
     """The user's module, as the workers' copies follow it.
 
     Args:
@@ -50,7 +52,7 @@ class Mirrored:
         pool: Where the copies of its buffers lie.
 
     Attributes:
-        places: Where the copies lie, in the order of the modules.
+        handles: Where the copies lie, in the order of the modules.
     """
 
     def __init__(self, source: nn.Module, pool: SharedMemoryPool) -> None:
@@ -61,7 +63,7 @@ class Mirrored:
         found = list(_buffers(source))
         copies = pool.allocate_like([buffer for _, _, buffer in found])
         self._copies = [(o, k, copy) for (o, k, _), copy in zip(found, copies, strict=True)]
-        self.places = [pool.handle_of(copy) for copy in copies]
+        self.handles = [pool.handle_of(copy) for copy in copies]
         self._seen = [TensorVersion()] * len(self._copies)
         self._buffers_written = 0
         self._changed: dict[int, dict[str, Any]] = {}
@@ -88,7 +90,17 @@ class Mirrored:
         return (moment.buffers, moment.version) == (self._buffers_written, self._version)
 
     def changes(self) -> Changes:
-        """Write the buffers that have changed, and return what a new worker has to take over."""
+        """Write the buffers that have changed, and return what a new worker has to take over.
+
+        Raises:
+            UnsupportedError: There are hooks on all modules, which only this process would call.
+        """
+        if has_global_module_hooks():
+            raise UnsupportedError(
+                "Hooks on all modules (`register_module_forward_hook` and its like) must not be "
+                "registered where modules run in worker processes, which have none of them, but "
+                "are. Register hooks on the module, or use executor='threads'."
+            )
         self._write_buffers()
         news = self._attributes.take_changes()
         trained = tuple(parameter.requires_grad for parameter in self._parameters)

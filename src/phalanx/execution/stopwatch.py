@@ -16,18 +16,22 @@ class Stopwatch:
 
     Args:
         device: The replica's.
-        waited_s: Seconds that the replica has waited for others so far.
+        waited_s: Seconds that the replica has waited for others so far; default: it never waits.
         settles: Let the device finish what it was given before the time is read. Only so a device
             that works behind the thread's back is measured; the next work is given to it later.
 
     Example:
-        >>> watch = Stopwatch(torch.device("cpu"), waited_s=lambda: 0.0, settles=False)
+        >>> watch = Stopwatch(torch.device("cpu"))
         >>> watch.lap() >= 0
         True
     """
 
     def __init__(
-        self, device: torch.device, *, waited_s: Callable[[], float], settles: bool
+        self,
+        device: torch.device,
+        *,
+        waited_s: Callable[[], float] | None = None,
+        settles: bool = False,
     ) -> None:
         self._device = device
         self._waited_s = waited_s
@@ -42,4 +46,4 @@ class Stopwatch:
     def _read(self) -> float:
         if self._settles:
             torch.accelerator.current_stream(self._device).synchronize()
-        return now_s() - self._waited_s()
+        return now_s() if self._waited_s is None else now_s() - self._waited_s()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import queue
 import signal
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -157,7 +159,8 @@ class ThreadPool:
                 if interrupt is not None:
                     on_interrupt()
                 for index, worker in enumerate(self._workers):
-                    worker.task = _bind(task, index)
+                    # As if the caller's own thread did it: a model may read context variables.
+                    worker.task = partial(contextvars.copy_context().run, task, index)
                     worker.wanted = ticket
                     worker.go.put(None)
                 for worker in self._workers:
@@ -272,10 +275,6 @@ class _SignalsHeld:
     def _put_back(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-
-
-def _bind(task: Callable[[int], T], index: int) -> Callable[[], T]:
-    return lambda: task(index)
 
 
 def _serve(worker: _WorkerThread) -> None:

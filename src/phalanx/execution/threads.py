@@ -15,6 +15,7 @@ from phalanx.clock import now_s
 from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import (
     Executor,
+    ParameterPlaces,
     RunState,
     SourceVersion,
     Span,
@@ -22,7 +23,7 @@ from phalanx.execution.contract import (
     default_intra_op,
 )
 from phalanx.execution.partial_sums import PartialSum
-from phalanx.execution.reduction import LocalSums
+from phalanx.execution.reduction import LocalReduction
 from phalanx.execution.sharded_optimizer import FlatStepper, Stepper, open_stepper
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
@@ -115,16 +116,10 @@ class ThreadExecutor(Executor):
         self._saved: list[dict[str, Any]] = [{} for _ in self.replicas]
         # Replicas of one module see the same changes, so one of them watches for all.
         self._watchers = self.replicas[:1] if alone else self.replicas
-        self._places = [
-            (owner, key, parameter, parameter.data_ptr())
-            for own in dict.fromkeys(sources)
-            for owner in own.modules()
-            for key, parameter in owner._parameters.items()
-            if parameter is not None
-        ]
+        self._places = ParameterPlaces(sources)
         self.compile_once = CompileOnce(sources)
         self._rendezvous = self._synchronise(sources[0], rules) if alone and rules else None
-        self.meets = self._rendezvous is not None
+        self.has_rendezvous = self._rendezvous is not None
         if inline:
             self._threads = CallerThread(intra_op=self.intra_op)
         else:
@@ -148,7 +143,7 @@ class ThreadExecutor(Executor):
         synchronise_batch_norm([replica.module for replica in self.replicas], names, rendezvous)
         return rendezvous
 
-    def open_meeting(self, members: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+    def open_rendezvous(self, members: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """Say which replicas take part in the run of the body, where they wait for each other."""
         if self._rendezvous is None:
             return contextlib.nullcontext()
@@ -172,7 +167,7 @@ class ThreadExecutor(Executor):
         rendezvous = self._rendezvous
         return Stopwatch(
             self.devices[replica],
-            waited_s=lambda: 0.0 if rendezvous is None else rendezvous.waited_s(replica),
+            waited_s=None if rendezvous is None else lambda: rendezvous.waited_s(replica),
             settles=self._timed,
         )
 
@@ -180,10 +175,9 @@ class ThreadExecutor(Executor):
         """Tell whether the replicas can follow all that was done to the module since."""
         if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
-        return all(
-            owner._parameters.get(key) is parameter and parameter.data_ptr() == pointer
-            for owner, key, parameter, pointer in self._places
-        ) and all(replica.matches_source() for replica in self._watchers)
+        return self._places.are_still() and all(
+            replica.matches_source() for replica in self._watchers
+        )
 
     def refresh(self) -> None:
         """Take over everything from the module now."""
@@ -200,9 +194,9 @@ class ThreadExecutor(Executor):
         for saved in self._saved:
             saved.pop(name, None)
 
-    def open_reduction(self, flat: FlatParameters) -> LocalSums:
+    def open_reduction(self, flat: FlatParameters) -> LocalReduction:
         """Sum gradients into ``flat``, each thread its part."""
-        return LocalSums(flat, len(self), self.places_of(flat), alike=False)
+        return LocalReduction(flat, len(self), self.places_of(flat), alike=False)
 
     def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
         """Share the optimizer's step among the threads."""
@@ -220,18 +214,18 @@ class ThreadExecutor(Executor):
         """Dismiss the threads; closing twice does nothing."""
         self._threads.close()
 
-    def _work_on(self, job: RunState) -> None:
+    def _work_on(self, state: RunState) -> None:
         modes = CallerModes.capture(self.devices)
-        job.version = _NOW
-        members = [index for index, weight in enumerate(job.weights) if weight > 0]
+        state.version = _NOW
+        members = [index for index, weight in enumerate(state.weights) if weight > 0]
 
         def serve(index: int) -> None:
             with modes.entered(self.devices[index]), self.attending(index):
                 saved, watch = self._saved[index], self.stopwatch(index)
-                _serve(self.replicas[index], job, saved, watch, self.compile_once)
+                _serve(self.replicas[index], state, saved, watch, self.compile_once)
 
-        with self.open_meeting(members):
-            if job.as_of is None:
+        with self.open_rendezvous(members):
+            if state.as_of is None:
                 self._threads.each(serve)
             else:
                 self.each(serve)
@@ -244,35 +238,35 @@ def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def _serve(
     replica: Replica,
-    job: RunState,
+    state: RunState,
     saved: dict[str, Any],
     watch: Stopwatch,
     compile_once: CompileOnce,
 ) -> None:
-    kind = type(job.run).__qualname__
-    goes_on = job.as_of is not None  # the source may be another by now, and its buffers, too
+    kind = type(state.task).__qualname__
+    goes_on = state.as_of is not None  # the source may be another by now, and its buffers, too
     if not goes_on:
         replica.refresh()
-    while (index := job.take(replica.index)) is not None:
+    while (index := state.take(replica.index)) is not None:
         start_s = now_s()
         try:
-            context = job.context(replica, index, saved)
+            context = state.context(replica, index, saved)
             running = replica.going_back() if goes_on else replica.running()
             with compile_once.running(kind, replica.device, context.batch), running:
-                job.results[index] = job.run(context)
-            written = {} if goes_on else _collect(replica, job.weights[index])
+                state.results[index] = state.task(context)
+            written = {} if goes_on else _collect(replica, state.weights[index])
             gradients = replica.take_gradients()
-            job.seconds[index] = watch.lap()
-            job.put(index, PartialSum(gradients, written))
+            state.seconds[index] = watch.lap()
+            state.put(index, PartialSum(gradients, written))
         except BaseException as error:
-            job.failed = True
+            state.failed = True
             replica.drop_gradients()
             if not goes_on:
                 _collect(replica, 0.0)
             annotate_error(error, replica, index)
             raise
-        job.replica_of[index] = replica.index
-        job.spans.append(
+        state.replica_of[index] = replica.index
+        state.spans.append(
             Span(replica=replica.index, microbatch=index, start_s=start_s, stop_s=now_s())
         )
 

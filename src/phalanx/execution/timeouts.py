@@ -7,12 +7,12 @@ import socket
 import struct
 from multiprocessing.connection import Connection
 
-__all__ = ["LONGEST_S", "limit_patience"]
+__all__ = ["LONGEST_S", "set_timeouts"]
 
 LONGEST_S = 2e6  # 23 days: `poll` counts milliseconds in 31 bits, and infinity is no number to it
 
 
-def limit_patience(connection: Connection, seconds: float) -> None:
+def set_timeouts(connection: Connection, seconds: float) -> None:
     """Make a read or a write that gets nothing done for ``seconds`` raise `BlockingIOError`.
 
     Asking whether there is something to read is not enough: a process may stop in the middle of a

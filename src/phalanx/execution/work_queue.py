@@ -1,6 +1,4 @@
-"""Where the threads of a process executor fetch microbatches, and bring back those of lost "
-"workers.
-"""
+"""Where the threads of a process executor fetch microbatches, and bring lost workers' back."""
 
 from __future__ import annotations
 
@@ -19,17 +17,17 @@ class WorkQueue:
         active: Who may take what was brought back; not those that are switched off.
     """
 
-    def __init__(self, job: RunState, active: Sequence[bool]) -> None:
-        self._job = job
+    def __init__(self, state: RunState, active: Sequence[bool]) -> None:
+        self._state = state
         self._active = active
         self._changed = threading.Condition()
         self._returned: list[int] = []
-        self._left = len(job.queue)
+        self._left = len(state.queue)
 
     @property
     def over(self) -> bool:
         """Whether everything is done, or something failed."""
-        return self._left == 0 or self._job.failed
+        return self._left == 0 or self._state.failed
 
     def take(self, replica: int, timeout_s: float) -> int | None:
         """Return the next microbatch; wait a while, as others might still bring one back."""
@@ -43,7 +41,7 @@ class WorkQueue:
     def _take(self, replica: int) -> int | None:
         if self.over:
             return None
-        microbatch = self._job.take(replica)
+        microbatch = self._state.take(replica)
         if microbatch is None and self._returned and self._active[replica]:
             microbatch = self._returned.pop(0)
         return microbatch
@@ -56,8 +54,8 @@ class WorkQueue:
 
     def leave_to_others(self, replica: int) -> None:
         """Give what only ``replica`` would take to whoever is free."""
-        if self._job.pinned:
-            while (microbatch := self._job.take(replica)) is not None:
+        if self._state.pinned:
+            while (microbatch := self._state.take(replica)) is not None:
                 self.give_back(microbatch)
 
     def count(self) -> None:
@@ -70,5 +68,5 @@ class WorkQueue:
     def fail(self) -> None:
         """End the run."""
         with self._changed:
-            self._job.failed = True
+            self._state.failed = True
             self._changed.notify_all()

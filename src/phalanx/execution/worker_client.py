@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerLost, UnsupportedError
 from phalanx.execution.mailbox import Mailbox, collect
-from phalanx.execution.timeouts import limit_patience
+from phalanx.execution.timeouts import set_timeouts
 from phalanx.execution.worker_main import (
     Failed,
     Forget,
@@ -47,17 +47,17 @@ class Lost(Exception):
         reason: What became of it, for people.
         dump: Where its threads stood, if it hung.
         at_s: When it was noticed.
-        own_doing: Whether it ended by itself, with an exit code.
+        exited: Whether it ended by itself, with an exit code.
     """
 
     reason: str
     dump: str
     at_s: float
-    own_doing: bool
+    exited: bool
 
 
 class WorkerProcess:
-    """Start a worker; to be called in a thread that lives as long as it shall.
+    """Start a worker; the calling thread must outlive it.
 
     The kernel kills a worker when the thread that started it ends (see `die_with_parent`).
 
@@ -74,7 +74,7 @@ class WorkerProcess:
         ConfigError: The script that runs has no guard.
 
     Attributes:
-        knows: The version of the module's attributes that it has (see `mirror`); -1 for none.
+        version: The version of the module's attributes that it has (see `SourceSync`); -1 for none.
         ready: Whether it has got the model and has said so.
         mailbox: Where rows for it are written.
         answers: Where it writes what is large in its answers.
@@ -89,7 +89,7 @@ class WorkerProcess:
         pool: SharedMemoryPool,
     ) -> None:
         self.index = index
-        self.knows = -1
+        self.version = -1
         self.ready = False
         self._saved: frozenset[str] = frozenset()
         self._forgotten: deque[str] = deque()
@@ -98,7 +98,7 @@ class WorkerProcess:
         self._pool = pool
         self._regions = 0
         self._started_s = now_s()
-        self._patience_s = START_S
+        self._timeout_s = START_S
         self._has_answered = False
         try:
             self._start(intra_op)
@@ -109,10 +109,10 @@ class WorkerProcess:
                 "current directory exists, or use executor='threads'.",
                 index,
             ) from error
-        self._spoken = select.poll()  # kept: `multiprocessing.connection.wait` makes one each time
-        self._ear = self._connection.fileno()
-        for source in (self._ear, self._process.sentinel):
-            self._spoken.register(source, select.POLLIN)
+        self._poll = select.poll()  # kept: `multiprocessing.connection.wait` makes one each time
+        self._answers_fd = self._connection.fileno()
+        for source in (self._answers_fd, self._process.sentinel):
+            self._poll.register(source, select.POLLIN)
         with contextlib.suppress(OSError):  # it may be dead already; `poll_ready` finds out
             self._send(pack(init))
 
@@ -124,7 +124,7 @@ class WorkerProcess:
                 "`concurrent.futures.ProcessPoolExecutor` there, or executor='threads'."
             )
         self._connection, theirs = _SPAWN.Pipe(duplex=True)
-        limit_patience(self._connection, START_S)
+        set_timeouts(self._connection, START_S)
         self._dump, their_dump = _SPAWN.Pipe(duplex=False)
         arguments = ProcessArguments(
             worker=self.index, parent_pid=self.parent_pid, intra_op=intra_op, fault=injected()
@@ -188,16 +188,16 @@ class WorkerProcess:
         if not self.ready and now_s() - self._started_s > START_S:
             raise self._hung(START_S)
 
-    def ask(self, message: bytes, timeout_s: float) -> Any:  # Any: the messages of `worker`
+    def ask(self, message: bytes, timeout_s: float) -> Any:  # Any: the messages of `worker_main`
         """Send one of them, packed, and return the answer.
 
         Raises:
             Lost: It ended, or did not answer in time and was killed.
         """
         try:
-            if timeout_s != self._patience_s:
-                limit_patience(self._connection, timeout_s)
-                self._patience_s = timeout_s
+            if timeout_s != self._timeout_s:
+                set_timeouts(self._connection, timeout_s)
+                self._timeout_s = timeout_s
             self._send(message)
         except BlockingIOError:  # it does not read
             raise self._hung(timeout_s) from None
@@ -233,8 +233,8 @@ class WorkerProcess:
 
     def _wait(self, timeout_s: float) -> bool:
         """Wait until it has spoken or ended; note which."""
-        spoken = self._spoken.poll(timeout_s * 1e3)
-        self._has_answered = any(source == self._ear for source, _ in spoken)
+        spoken = self._poll.poll(timeout_s * 1e3)
+        self._has_answered = any(source == self._answers_fd for source, _ in spoken)
         return bool(spoken)
 
     def _receive(self) -> Any:
@@ -243,7 +243,7 @@ class WorkerProcess:
                 raise EOFError
             answer = self._connection.recv_bytes()
         except BlockingIOError:  # it has stopped in the middle of its answer
-            raise self._hung(self._patience_s) from None
+            raise self._hung(self._timeout_s) from None
         except (EOFError, OSError):
             raise self._gone() from None
         found = load(answer, lambda token: collect(self._pool, *token[1:]))
@@ -255,15 +255,13 @@ class WorkerProcess:
         at_s = now_s()
         self.kill(_EXIT_S)  # its connection may end before it does, and the exit code is the reason
         code = self._process.exitcode
-        return Lost(_described(code), "", at_s, own_doing=code is not None and code >= 0)
+        return Lost(_described(code), "", at_s, exited=code is not None and code >= 0)
 
     def _hung(self, timeout_s: float) -> Lost:
         at_s = now_s()
         dump = self._ask_for_dump()
         self.kill()
-        return Lost(
-            f"gave no answer for {timeout_s:g} s and was killed", dump, at_s, own_doing=False
-        )
+        return Lost(f"gave no answer for {timeout_s:g} s and was killed", dump, at_s, exited=False)
 
     def _ask_for_dump(self) -> str:
         """Let the worker's fault handler write where its threads are, if it still can."""

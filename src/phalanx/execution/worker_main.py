@@ -1,4 +1,4 @@
-"""What a worker process does: one replica, one microbatch or one slice of the step after another.
+"""What a worker process does: one replica, one microbatch or one shard of the step after another.
 
 Whatever the worker has to keep lies in shared memory or comes with the message, so that losing it
 at any instruction loses nothing but what it was about to do.
@@ -27,7 +27,7 @@ from phalanx.execution.settings import adopt_settings
 from phalanx.execution.source_sync import Changes, place_buffers, take_over
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.ipc import die_with_parent, fail_point, inject
-from phalanx.memory import SharedMemoryPool, TensorHandle, keep_awake
+from phalanx.memory import SharedMemoryPool, TensorHandle, keep_awake, keep_freed_memory
 from phalanx.plan import BufferRules
 from phalanx.replicas import (
     CallerModes,
@@ -112,13 +112,13 @@ class RunSpec:
     """What the microbatches of a run have in common.
 
     Attributes:
-        run: What is to be called with the `MicrobatchContext`.
+        task: What is to be called with the `MicrobatchContext`.
         settings: Those of the executor's process.
         rng: How microbatches get their random numbers.
         values: Of global variables that have changed since the worker was made.
     """
 
-    run: Callable[[MicrobatchContext], Any]  # Any: the result, whatever the caller's
+    task: Callable[[MicrobatchContext], Any]  # Any: the result, whatever the caller's
     modes: CallerModes
     settings: tuple[Any, ...]  # Any: see `read_settings`
     rng: RngPlan
@@ -192,7 +192,7 @@ class Done:
     """What a microbatch gave.
 
     Attributes:
-        result: What the run returned.
+        result: What the task returned.
         written: What is in the gradient buffer.
         result_bytes: How much room those before it would take where the task said `reply`; known
             when they have been packed.
@@ -202,7 +202,7 @@ class Done:
         saved: The names of all that is saved now.
     """
 
-    result: Any  # Any: whatever the caller's `run` returns
+    result: Any  # Any: whatever the task returns
     written: WrittenGradients
     result_bytes: int | Needed
     drew: bool
@@ -229,6 +229,7 @@ def serve(arguments: ProcessArguments, connection: Connection, dump: Connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     faulthandler.register(signal.SIGUSR1, file=dump.fileno(), all_threads=True)
     inject(arguments.fault, arguments.worker)
+    keep_freed_memory()
     torch.set_num_interop_threads(1)
     set_intra_op(arguments.intra_op)
     pool = SharedMemoryPool()
@@ -312,7 +313,7 @@ class Worker:
         batch, changes = load(task.rows, self.find)
         start_s = now_s()
         self._follow(changes)
-        turn = MicrobatchContext(
+        context = MicrobatchContext(
             replica=self._replica,
             index=task.index,
             batch=batch,
@@ -321,13 +322,13 @@ class Worker:
             saved=self.saved,
             in_worker=True,
         )
-        watch = Stopwatch(_CPU, waited_s=lambda: 0.0, settles=False)
+        watch = Stopwatch(_CPU)
         replica = self._replica
         try:
             with spec.modes.entered(_CPU):
                 with replica.running():
                     fail_point("before forward")
-                    result = spec.run(turn)
+                    result = spec.task(context)
                     fail_point("after backward")
                 statistics = replica.statistics.collect(task.weight)
                 gradients = replica.take_gradients()
@@ -341,8 +342,8 @@ class Worker:
             result=result,
             written=written,
             result_bytes=Needed(outbox),
-            drew=turn.rng_use.drew.is_set(),
-            drew_hidden=turn.rng_use.hidden.is_set(),
+            drew=context.rng_use.drew,
+            drew_hidden=context.rng_use.hidden,
             start_s=start_s,
             stop_s=now_s(),
             busy_s=busy_s,

@@ -1,6 +1,7 @@
 """Where parameters and gradients lie, and what computes on them."""
 
-from phalanx.memory.awake import KEEP_AWAKE, keep_awake
+from phalanx.memory.allocator import keep_freed_memory
+from phalanx.memory.awake import keep_awake
 from phalanx.memory.blocks import (
     PAST_CACHE_BYTES,
     all_finite,
@@ -23,7 +24,6 @@ from phalanx.memory.rows import MatrixRows, all_within, clamp_rows
 from phalanx.memory.shared_memory_pool import SharedMemoryPool, TensorHandle
 
 __all__ = [
-    "KEEP_AWAKE",
     "PAST_CACHE_BYTES",
     "Allocate",
     "FlatParameters",
@@ -45,6 +45,7 @@ __all__ = [
     "in_memory_order",
     "is_compiled",
     "keep_awake",
+    "keep_freed_memory",
     "sum_to",
     "zeros",
 ]

@@ -22,10 +22,9 @@ from pathlib import Path
 
 from phalanx.memory.compiled import compiled_function
 
-__all__ = ["KEEP_AWAKE", "cores_to_watch", "keep_awake"]
+__all__ = ["cores_to_watch", "keep_awake"]
 
-KEEP_AWAKE = "PHALANX_KEEP_AWAKE"
-"""The variable that says whether cores are watched: 1, 0, or only in runs of our own."""
+_KEEP_AWAKE = "PHALANX_KEEP_AWAKE"  # 1, 0, or nothing: only in runs of our own
 
 _MOST_CORES = 16  # with more, waking the watchers takes longer than they save
 _QUOTAS = (
@@ -54,7 +53,7 @@ def keep_awake(
         >>> _ = stay_awake()
     """
     watch, stay_awake = compiled_function("watch_core"), compiled_function("keep_awake")
-    wanted = {"0": False, "1": True}.get(os.environ.get(KEEP_AWAKE, ""), ours)
+    wanted = {"0": False, "1": True}.get(os.environ.get(_KEEP_AWAKE, ""), ours)
     cores = cores_to_watch(num_threads) if wanted else []
     if watch is None or stay_awake is None or not cores:
         return bool

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.ipc import ALIGN_BYTES, Region
+from phalanx.ipc import Region, aligned
 from phalanx.memory.flat import dense_strides
 
 __all__ = ["SharedMemoryPool", "TensorHandle"]
@@ -63,7 +63,7 @@ class SharedMemoryPool:
         offsets, total = [], 0
         for tensor in tensors:
             offsets.append(total)
-            total += -(-tensor.numel() * tensor.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+            total += aligned(tensor.numel() * tensor.itemsize)
         whole = self.allocate(total, torch.uint8, torch.device("cpu"))
         with torch.inference_mode(False):  # as in `at`
             return [

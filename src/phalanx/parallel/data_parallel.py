@@ -153,7 +153,7 @@ class DataParallel(Container, Unwrapped):
         self._merging = Merging(output, self._layout.dim)
         self._rules = BufferRules(buffers)
         self._rules.check(_buffer_names(module))
-        if not self._choice.features.in_process:
+        if not self._choice.in_process:
             self._refuse_meetings(module)
             check_shareable(module)
         self._feedback = None if codec is None else Feedback(resolve_codec(codec))
@@ -339,7 +339,7 @@ class DataParallel(Container, Unwrapped):
         names = [str(device) for device in self._devices]
         kinds = ", ".join(f"{name}×{names.count(name)}" for name in dict.fromkeys(names))
         told = f"{len(names)} replicas on {kinds}, dim={self._layout.dim}"
-        return told if self._choice.features.in_process else f"{told}, worker processes"
+        return told if self._choice.in_process else f"{told}, worker processes"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -290,7 +290,7 @@ class Graph:
             for replica in range(len(executor))
         ]
         task = BackwardTask(
-            self._run, self._modes, keep_graph, seed_of_process(), meets=executor.meets
+            self._run, self._modes, keep_graph, seed_of_process(), meets=executor.has_rendezvous
         )
         changed = merge and (self._held.by_replica or self._feedback is not None)
         with torch.enable_grad():  # gradients are asked for
@@ -324,7 +324,7 @@ class Graph:
 
     def _members(self, grads: Sequence[Tensor | None]) -> list[int]:
         """Return the replicas whose outputs got a gradient; all, where they need each other."""
-        if self._executor.meets:
+        if self._executor.has_rendezvous:
             return list(self._given)
         pairs = zip(self._connected, grads, strict=True)
         return list(dict.fromkeys(replica for (replica, _), grad in pairs if grad is not None))

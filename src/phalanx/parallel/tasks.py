@@ -131,7 +131,7 @@ class BackwardTask:
             device = context.replica.device
             with torch.autocast(device.type, enabled=False), self.modes.entered(device):
                 context.saved[name] = _evaluate(self.run, context, *again)
-            context.rng_use.drew.clear()  # that pass has told of it before
+            context.rng_use.drew = False  # that pass has told of it before
         graph: _Graph = context.saved[name]
         given = dict(gradients)
         pairs = [

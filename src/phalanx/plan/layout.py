@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.plan.arguments import check_function
@@ -182,6 +183,8 @@ class Rows:
 
     # Any: a node of the user's own inputs.
     def _is_leaf(self, node: Any) -> bool:
+        if isinstance(node, PackedSequence):
+            return True
         if not _is_list(node) or id(node) in self._opened:
             return False
         if node is self._batch and _is_list_of_containers(node):
@@ -208,6 +211,12 @@ class Rows:
         for place, (leaf, dim) in enumerate(zip(self._leaves, dims, strict=True)):
             if dim is not None and _is_array(leaf):
                 self._check_array(place, leaf, dim)
+            elif dim is not None and isinstance(leaf, PackedSequence):
+                raise UnsupportedError(
+                    f"Input {named(self._paths()[place])} must be padded to be split, but is a "
+                    "`PackedSequence`, whose rows are steps in time. Give the padded tensor and "
+                    "the lengths, and pack in `forward()`."
+                )
         return dims
 
     # Any: a tensor or an array.
@@ -410,13 +419,14 @@ def _reaches(value: Nested, path: str) -> bool:
 def _is_plain(batch: Any, dim: int | None) -> bool:
     """Tell whether ``batch`` is a dense tensor, or some: most are, and can be nothing else."""
     leaves = batch if type(batch) in (tuple, list) else (batch,)
-    return dim is not None and all(
-        type(leaf) is Tensor
-        and leaf.ndim > dim >= 0
-        and leaf.layout is torch.strided
-        and not leaf.is_nested
-        for leaf in leaves
-    )
+    if dim is None or dim < 0:
+        return False
+    for leaf in leaves:
+        if type(leaf) is not Tensor or leaf.ndim <= dim:
+            return False
+        if leaf.layout is not torch.strided or leaf.is_nested:
+            return False
+    return True
 
 
 def _is_array(leaf: Any) -> bool:
@@ -427,7 +437,8 @@ def _is_list(node: Any) -> bool:
     """Tell whether a node is a list or tuple, or a sequence of the user's own that is no tuple."""
     if type(node) in (list, tuple):
         return True
-    return isinstance(node, Sequence) and not isinstance(node, (str, bytes, tuple, range))
+    no_list = (str, bytes, bytearray, tuple, range)
+    return isinstance(node, Sequence) and not isinstance(node, no_list)
 
 
 def _is_container(value: Any) -> bool:
@@ -516,7 +527,7 @@ def _num_items(leaf: Any) -> int | None:
 
 def _cut_leaf(leaf: Any, sizes: Sequence[int], dim: int) -> Sequence[Any]:
     if isinstance(leaf, Tensor):
-        return list(leaf.split(list(sizes), dim))
+        return leaf.split_with_sizes(list(sizes), dim)  # what `split` does in the end
     stops = [0, *accumulate(sizes)]
     if isinstance(leaf, np.ndarray):
         return list(np.split(leaf, stops[1:-1], dim))

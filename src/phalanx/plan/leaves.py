@@ -40,9 +40,12 @@ def flatten(
         return [value], _ONE_LEAF
     kind = type(value)
     if kind is tuple or kind is list:
-        are_leaves = all(isinstance(each, Tensor) for each in value)
-        if are_leaves and (is_leaf is None or not is_leaf(value)):
-            return list(value), _spec_of(list if kind is list else tuple, len(value))
+        for each in value:
+            if not isinstance(each, Tensor):
+                break
+        else:
+            if is_leaf is None or not is_leaf(value):
+                return list(value), _spec_of(list if kind is list else tuple, len(value))
     leaves, spec = pytree.tree_flatten(value, is_leaf)
     strange = {
         kind: None
@@ -92,8 +95,17 @@ def _teach(kind: type) -> None:
 
 # Any, here and below: an object of a dataclass of the user's, its class, and what it holds.
 def _names(value: Any) -> list[list[str]]:
-    """Return the fields that its constructor takes: those that are leaves, and those of None."""
+    """Return the fields that its constructor takes: those that are leaves, and those of None.
+
+    Raises:
+        UnsupportedError: Another field is not what an object made of these would have.
+    """
     names = [field.name for field in dataclasses.fields(value) if field.init]
+    others = [field.name for field in dataclasses.fields(value) if not field.init]
+    if others:
+        made = _remade(type(value), [getattr(value, name) for name in names], names, [])
+        if not all(_alike(getattr(made, name), getattr(value, name)) for name in others):
+            raise UnsupportedError(_not_remade(type(value)))
     leaves = [name for name in names if getattr(value, name) is not None]
     return [leaves, [name for name in names if name not in leaves]]
 
@@ -127,7 +139,7 @@ def _not_remade(kind: type) -> str:
     return (
         f"A dataclass in a batch or an output must be such that {kind.__name__}(**fields) makes "
         f"one of the same fields, as every part is made so, but {kind.__name__!r} is not. Change "
-        "fields in a function that makes it and not in `__post_init__`, or give a dict."
+        "fields in a function that makes it and not in `__post_init__` or later, or give a dict."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -54,6 +55,11 @@ def workload_sizes(total: int, workloads: Sequence[float]) -> list[int]:
     """
     _check_total(total)
     check_workloads(workloads)
+    return list(_workload_sizes(total, tuple(map(float, workloads))))
+
+
+@functools.lru_cache(maxsize=256)  # most batches are of one size
+def _workload_sizes(total: int, workloads: tuple[float, ...]) -> list[int]:
     scale = max(workloads)  # scaled first, so that huge workloads cannot overflow their sum
     scaled = [workload / scale for workload in workloads]
     whole = math.fsum(scaled)

@@ -26,7 +26,7 @@ from phalanx.replicas.memory_format import (
     wants_channels_last,
 )
 from phalanx.replicas.modes import CallerModes
-from phalanx.replicas.parcel import (
+from phalanx.replicas.packing import (
     Form,
     alignment_of,
     bytes_of,
@@ -44,6 +44,7 @@ from phalanx.replicas.replica import (
     add_gradients,
     apart,
     current_replica,
+    refuse_aliases,
     refuse_lazy,
     refuse_scripts,
 )
@@ -122,6 +123,7 @@ __all__ = [
     "placed",
     "present_devices",
     "preserve_rng",
+    "refuse_aliases",
     "refuse_compiled_in_place",
     "refuse_lazy",
     "refuse_scripts",

@@ -53,7 +53,8 @@ class _Member:
         self._children = list(source._modules.values())
         self._parameters = _present(source._parameters)
         self._buffers = _present(source._buffers)
-        self._places = {*source._parameters, *source._buffers}  # those that hold None, too
+        everything = {**source._parameters, **source._buffers}
+        self._empty = {name for name, tensor in everything.items() if tensor is None}
 
     def has_changed(self) -> bool:
         """Tell by identity: 1 and 1.0 are equal, and a model may tell them apart."""
@@ -72,9 +73,15 @@ class _Member:
         source = self._source
         if (
             list(source._modules.values()) != self._children
-            or (source._parameters and _present(source._parameters) != self._parameters)
-            or (source._buffers and _present(source._buffers) != self._buffers)
-            or not self._places <= source._parameters.keys() | source._buffers.keys()
+            or (
+                (source._parameters or self._parameters)
+                and _present(source._parameters) != self._parameters
+            )
+            or ((source._buffers or self._buffers) and _present(source._buffers) != self._buffers)
+            or (
+                self._empty
+                and not self._empty <= source._parameters.keys() | source._buffers.keys()
+            )
         ):
             return False
         return not self.has_changed() or all(_is_plain(value) for value in self._changes().values())

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from phalanx.replicas.parcel import is_plain, load, pack
+from phalanx.replicas.packing import is_plain, load, pack
 from phalanx.replicas.tensor_version import TensorVersion
 
 __all__ = ["GlobalValues", "PackedGlobals", "adopt_globals"]

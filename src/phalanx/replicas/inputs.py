@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.plan import flatten, unflatten
-from phalanx.replicas.parcel import copied
+from phalanx.replicas.packing import copied
 from phalanx.types import Nested
 
 __all__ = ["Inputs", "WatchedInputs", "placed"]
@@ -100,5 +100,7 @@ class WatchedInputs:
 
 def placed(leaf: Tensor, device: torch.device, copies: bool) -> Tensor:
     """Return a tensor of the user's on ``device``, with a version of its own."""
-    own = leaf.data.to(device, non_blocking=True)  # `data`: slices share no version counter
+    own = leaf.data  # slices share no version counter
+    if own.device != device:
+        own = own.to(device, non_blocking=True)
     return copied(own) if copies and leaf.device == own.device else own

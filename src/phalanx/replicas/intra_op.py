@@ -82,7 +82,7 @@ class caller_intra_op:  # named as `torch.no_grad` is
         self._count = count
 
     def __enter__(self) -> None:
-        self._before = num_threads()
+        self._before = torch.get_num_threads()
         if self._before != self._count:
             torch.set_num_threads(self._count)
 

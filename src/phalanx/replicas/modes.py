@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,20 +29,35 @@ class CallerModes:
     @staticmethod
     def capture(devices: Sequence[torch.device]) -> CallerModes:
         """Read the modes of the calling thread for the given devices."""
-        kinds = {device.type for device in devices}
+        kinds, streams = _kinds_of(tuple(devices))
         return CallerModes(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(
                 (kind, torch.get_autocast_dtype(kind))
-                for kind in sorted(kinds)
+                for kind in kinds
                 if torch.is_autocast_enabled(kind)
             ),
-            streams=_current_streams() if kinds - {"cpu", "meta"} else (),
+            streams=_current_streams() if streams else (),
         )
 
-    def entered(self, device: torch.device) -> AbstractContextManager[None]:
-        """Run the body under these modes, with ``device`` as the thread's current one."""
+    @contextlib.contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """Run the body under these modes, with ``device`` as the thread's current one.
+
+        Torch's cache of cast weights is one for all threads: whoever leaves autocast clears it for
+        the others, and the bits of a layer used twice depend on that. So it is off, for an autocast
+        inside of the model, too.
+        """
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with self._modes_entered(device):
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+    def _modes_entered(self, device: torch.device) -> AbstractContextManager[None]:
         if self.inference or self.autocast or self.streams:
             return self._all_entered(device)
         return torch.enable_grad() if self.grad else torch.no_grad()
@@ -57,12 +73,15 @@ class CallerModes:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocast:
-                stack.enter_context(
-                    # Torch's cache of cast weights is one for all threads: whoever leaves clears
-                    # it for the others, and the bits of a layer used twice depend on that.
-                    torch.autocast(kind, dtype=dtype, cache_enabled=False)
-                )
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
             yield
+
+
+@functools.cache
+def _kinds_of(devices: tuple[torch.device, ...]) -> tuple[list[str], bool]:
+    """Return the kinds of ``devices``, and whether one of them works on streams."""
+    kinds = {device.type for device in devices}
+    return sorted(kinds), bool(kinds - {"cpu", "meta"})
 
 
 def _current_streams() -> tuple[torch.Stream, ...]:

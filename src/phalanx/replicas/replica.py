@@ -19,6 +19,7 @@ from phalanx.plan import BufferRules
 from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.compiling import refuse_compiled_in_place, shared_compilers
 from phalanx.replicas.hooks import Hooks, kept_outside, shared_hooks, went_back_outside
+from phalanx.replicas.packing import span_bytes
 from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.statistics import StatisticsOfReplica
 from phalanx.replicas.tensor_version import TensorVersion
@@ -30,6 +31,7 @@ __all__ = [
     "add_gradients",
     "apart",
     "current_replica",
+    "refuse_aliases",
     "refuse_lazy",
     "refuse_scripts",
 ]
@@ -167,9 +169,10 @@ class Replica:
 
     def begin_backward(self) -> None:
         """Begin what :meth:`going_back` does."""
-        if any(parameter.grad is not None for parameter in self.parameters):
-            self.drop_gradients()
-            raise went_back_outside()
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self.drop_gradients()
+                raise went_back_outside()
         self._caught = self._reaching.begin()
 
     def end_backward(self) -> None:
@@ -182,12 +185,14 @@ class Replica:
         They stand in the order of the executor's parameters, with None for those of others.
         """
         gradients: list[Tensor | None] = [None] * len(self._everything)
-        for place, parameter, original in zip(
-            self._places, self.parameters, self._originals, strict=True
+        for place, parameter, original, shared in zip(
+            self._places, self.parameters, self._originals, self._shared, strict=True
         ):
-            gradient, parameter.grad = parameter.grad, None
+            gradient = parameter.grad
             if gradient is not None:
-                gradients[place] = in_memory_order(gradient, parameter).to(original.device)
+                parameter.grad = None
+                gradient = in_memory_order(gradient, parameter)
+                gradients[place] = gradient if shared else gradient.to(original.device)
         caught, self._caught = self._caught, {}
         for place, other in caught.items():
             more, own = in_memory_order(other, self._everything[place]), gradients[place]
@@ -253,6 +258,7 @@ def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
     refuse_lazy(source)
     refuse_scripts(source)
     _refuse_graphs(source)
+    refuse_aliases(source)
     refuse_compiled_in_place(source)
     memo: dict[int, object] = {id(p): _alias(p) for p in source.parameters()}
     memo.update(shared_hooks(source))
@@ -293,13 +299,49 @@ def refuse_scripts(source: nn.Module) -> None:
 
 def _refuse_graphs(source: nn.Module) -> None:
     """Refuse attributes with a gradient of their own: copies would keep it to themselves."""
+    for path, tensor in _attributes_of(source):
+        if tensor.requires_grad:
+            raise _no_attribute(path, tensor)
+
+
+def refuse_aliases(source: nn.Module) -> None:
+    """Refuse attributes in a parameter's memory: they would not follow it in a replica."""
+    spans = [
+        (parameter.device, *_span(parameter), name)
+        for name, parameter in source.named_parameters()
+        if _lies_somewhere(parameter)
+    ]
+    for path, tensor in _attributes_of(source):
+        if not _lies_somewhere(tensor):
+            continue
+        first, last = _span(tensor)
+        for device, start, stop, name in spans:
+            if first < stop and start < last and device == tensor.device:
+                raise UnsupportedError(
+                    f"Attribute `{path}` must have memory of its own to be copied to replicas, but "
+                    f"shares that of parameter `{name}`. Give it a clone, or take "
+                    f"`{name}.detach()` in `forward()`."
+                )
+
+
+def _lies_somewhere(tensor: Tensor) -> bool:
+    strided = tensor.layout is torch.strided and tensor.device.type != "meta"
+    return strided and tensor.numel() > 0 and has_memory(tensor)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + span_bytes(tensor)
+
+
+def _attributes_of(source: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that modules hold in buffers and plain attributes, with their paths."""
     known = {id(parameter) for parameter in source.parameters()}
     for name, module in source.named_modules():
         for key, value in {**vars(module), **module._buffers}.items():
             path = f"{name}.{key}" if name else key
             for tensor in _tensors_in(value) if key not in _TABLES else ():
-                if tensor.requires_grad and id(tensor) not in known:
-                    raise _no_attribute(path, tensor)
+                if id(tensor) not in known:
+                    yield path, tensor
 
 
 def _no_attribute(path: str, tensor: Tensor) -> PhalanxError:

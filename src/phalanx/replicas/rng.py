@@ -12,10 +12,9 @@ foresee, such as inside a function of TorchScript, all later runs are made under
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -83,12 +82,12 @@ class RngPlan:
     alone: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class RngUse:
-    """What was noticed: whether anything was drawn, and whether unforeseen."""
+    """What was noticed, in any thread: whether anything was drawn, and whether unforeseen."""
 
-    drew: threading.Event = field(default_factory=threading.Event)
-    hidden: threading.Event = field(default_factory=threading.Event)
+    drew: bool = False
+    hidden: bool = False
 
 
 class MicrobatchRng:
@@ -136,9 +135,9 @@ class MicrobatchRng:
         trace: TracebackType | None,
     ) -> None:
         if self._draws.used:
-            self._use.drew.set()
+            self._use.drew = True
         if self._draws.hidden and self._may_hide:
-            self._use.hidden.set()
+            self._use.hidden = True
         try:
             self._context.__exit__(kind, error, trace)
         finally:

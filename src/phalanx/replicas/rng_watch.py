@@ -142,10 +142,12 @@ class RngWatch:
         self._found = self._found or f"{told} ({place})"
 
     def _compare_numpy(self) -> None:
-        if not self._alone or self._swaps % 2 or self._swaps != _Swaps.count:
+        if not self._alone:
             return
         before = self._numpy
         after: Any = np.random.get_state()
+        if self._swaps % 2 or self._swaps != _Swaps.count:  # after the state: one may begin now
+            return
         if before[2:] != after[2:] or not np.array_equal(before[1], after[1]):
             self._found = self._found or "draws from NumPy's global generator"
 

@@ -8,20 +8,39 @@ import torch
 from torch import nn
 
 from phalanx.errors import ConfigError
-from phalanx.execution import MicrobatchContext, MicrobatchResult
 from phalanx.metrics import ReplicaMetrics
 from phalanx.plan import check_iterable
-from phalanx.train.step_engine import StepEngine, counted, loss_of
+from phalanx.train.objective import EvaluateTask
+from phalanx.train.step_engine import StepEngine, loss_of, outputs_of, run_task
 from phalanx.types import Nested
 
-__all__ = ["evaluate"]
+__all__ = ["enter_training", "evaluate", "leave_evaluation"]
+
+
+def enter_training(module: nn.Module) -> None:
+    """Put a model into training mode, but leave parts in eval mode that are so among others.
+
+    Such parts are frozen, as batch norm often is; a model that is in eval mode as a whole has been
+    evaluated. A model may freeze its parts in `train()`, too.
+    """
+    modes = [(each, each.training) for each in module.modules()]
+    module.train()
+    if any(training for _, training in modes):
+        for each, training in modes:
+            each.training = training and each.training
+
+
+def leave_evaluation(module: nn.Module) -> None:
+    """Put a model that is in eval mode as a whole into training mode."""
+    if not module.training and not any(each.training for each in module.modules()):
+        module.train()
 
 
 def evaluate(
     loader: Iterable[Nested],
     module: nn.Module,
     open_engine: Callable[[Nested], StepEngine],
-    run: Callable[[MicrobatchContext], MicrobatchResult],
+    task: EvaluateTask,
     *,
     metrics: ReplicaMetrics,
     workloads: Callable[[], Sequence[float]],
@@ -35,6 +54,7 @@ def evaluate(
         open_engine: Returns the engine, made for a first batch where there is none.
         metrics: Counted in a copy.
         workloads: Returns the shares of the replicas.
+        seed: Where random numbers start; each batch appends its place.
 
     Raises:
         ConfigError: The loader yields nothing, or no batches.
@@ -45,17 +65,17 @@ def evaluate(
     total = weight = 0.0
     engine: StepEngine | None = None
     try:
-        for batch in loader:
+        for place, batch in enumerate(loader):
             if engine is None:
                 engine = open_engine(batch)
                 metrics.reset()
                 module.eval()
-            pieces = engine.cut(batch, workloads())
+            microbatches = engine.split(batch, workloads())
             with torch.no_grad():
-                report = engine.compute(pieces, run, seed)
-            metrics.update(counted(report))
-            total += loss_of(pieces, report) * pieces.weight
-            weight += pieces.weight
+                result = run_task(engine.executor, microbatches, task, (*seed, place))
+            metrics.update(outputs_of(result))
+            total += loss_of(microbatches, result) * microbatches.weight
+            weight += microbatches.weight
     finally:
         for child, training in modes:
             child.training = training

@@ -43,6 +43,7 @@ class StepDone:
         busy_s: Seconds that each replica worked.
         spans: What each replica did when, by the monotonic clock.
         work_s: Seconds that each replica took for its rows, before any merging and without waiting.
+        grad_norm: The 2-norm of all gradients before they were clipped; None without `clip_norm`.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepDone:
     busy_s: tuple[float, ...]
     spans: tuple[Span, ...]
     work_s: tuple[float, ...] = ()
+    grad_norm: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 __all__ = ["Loss", "Position", "RunHistory"]
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(NamedTuple):
     """A batch's loss, what the batch stands for, and its rows."""
 
     value: float
@@ -17,8 +16,7 @@ class Loss:
     samples: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Position:
+class Position(NamedTuple):
     """Where a run stands.
 
     Attributes:
@@ -48,8 +46,7 @@ class Position:
 
     def next_batch(self, loss: Loss) -> Position:
         """Return the position after one more batch."""
-        return replace(
-            self,
+        return self._replace(
             steps=self.steps + 1,
             batch=self.batch + 1,
             samples=self.samples + loss.samples,
@@ -59,7 +56,7 @@ class Position:
 
     def next_step(self, _: Loss) -> Position:
         """Return the position after an update outside of any epoch."""
-        return replace(self, steps=self.steps + 1)
+        return self._replace(steps=self.steps + 1)
 
     def next_epoch(self) -> Position:
         """Return the position after the epoch's last batch."""
@@ -72,7 +69,7 @@ class Position:
 
     def to_values(self) -> dict[str, Any]:
         """Return what JSON can hold."""
-        return asdict(self)
+        return self._asdict()
 
 
 @dataclass

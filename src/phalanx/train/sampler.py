@@ -20,7 +20,7 @@ class ExactSampler(Sampler[int]):
     The order belongs to (seed, epoch) alone. Ranks take turns, so all of them together have done
     the first ``position`` samples of the order at any common moment, and any other number of ranks
     can go on from there. Nothing is padded: at the end of an epoch some ranks have one sample less
-    (see `merge_hook` for how plain DDP bears that).
+    (see `phalanx.distributed.merge_hook` for how plain DDP bears that).
 
     Args:
         data: A data set, or anything else with a length, or the length.

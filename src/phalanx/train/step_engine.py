@@ -1,4 +1,4 @@
-"""One optimizer update over an executor: cut, compute, sum, clip, step."""
+"""One optimizer update over an executor: split, compute, sum, clip, step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +18,7 @@ from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.execution import (
     Executor,
     ExecutorMaker,
+    GradientHook,
     Gradients,
     MicrobatchContext,
     MicrobatchResult,
@@ -30,49 +30,47 @@ from phalanx.execution import (
 )
 from phalanx.memory import FlatParameters
 from phalanx.replicas import (
-    Statistic,
     check_statistics,
+    refuse_aliases,
     refuse_lazy,
     refuse_scripts,
     sum_statistics,
     write_statistics,
 )
-from phalanx.train.cutting import Cut, Cutter
 from phalanx.train.events import StepDone
 from phalanx.train.formation import Formation
+from phalanx.train.microbatches import Microbatches, Splitter
 from phalanx.train.position import Loss, Position, RunHistory
 from phalanx.train.untrained import Untrained
 from phalanx.types import Nested
 
-__all__ = ["StepEngine", "Updated", "check_members", "compute", "counted", "loss_of"]
+__all__ = ["EngineSpec", "StepEngine", "check_members", "loss_of", "outputs_of", "run_task"]
+
+Task = Callable[[MicrobatchContext], MicrobatchResult]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Updated:
-    """What one update did; see `StepDone` for the fields of the same name."""
+@dataclass(kw_only=True)
+class EngineSpec:
+    """What all engines of a trainer have in common, whatever its formation.
 
-    loss: Loss
-    shares: tuple[int, ...]
-    busy_s: tuple[float, ...]
-    spans: tuple[Span, ...]
-    work_s: tuple[float, ...]
-    slice_s: tuple[float, ...]
-    """Seconds that each slice took before merging, where there is one slice per replica."""
+    Attributes:
+        workloads: The replicas' relative shares, where they are fixed.
+        clip_norm: Largest norm of the gradients.
+        feedback: Compresses gradients, and adds what was lost to the next ones.
+        open_executor: Returns what opens an executor.
+        history: What the run has met so far.
+        untrained: Which parameters never got a gradient.
+    """
 
-    def told(self, before: Position, seconds: float) -> StepDone:
-        """Return what callbacks are told of it."""
-        return StepDone(
-            step=before.steps + 1,
-            epoch=before.epochs,
-            batch=before.batch,
-            loss=self.loss.value,
-            samples=self.loss.samples,
-            seconds=seconds,
-            shares=self.shares,
-            busy_s=self.busy_s,
-            spans=self.spans,
-            work_s=self.work_s,
-        )
+    module: nn.Module
+    optimizer: Optimizer
+    splitter: Splitter
+    workloads: Sequence[float] | None
+    clip_norm: float | None
+    feedback: Feedback | None
+    open_executor: Callable[[], ExecutorMaker]
+    history: RunHistory
+    untrained: Untrained
 
 
 class StepEngine:
@@ -82,68 +80,49 @@ class StepEngine:
     of their own again.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        formation: Formation,
-        *,
-        cutter: Cutter,
-        workloads: Sequence[float] | None,
-        clip_norm: float | None,
-        feedback: Feedback | None,
-        history: RunHistory,
-        untrained: Untrained,
-        open_executor: ExecutorMaker,
-    ) -> None:
-        self._history = history
-        self._untrained = untrained
-        self._feedback = feedback
-        self._module = module
-        self._optimizer = optimizer
-        self._cutter = cutter
-        self._clip_norm = clip_norm
+    def __init__(self, spec: EngineSpec, formation: Formation) -> None:
+        self._spec = spec
         self._torn = False  # whether a step failed when the optimizer had begun
         self._num_steps = 0
-        refuse_lazy(module)
-        refuse_scripts(module)
-        check_members(module, optimizer)
-        self._groups = _trainable(optimizer)
-        self._flat = FlatParameters(self._groups, allocate=open_executor.allocate)
-        self._homes = [  # of buffers; where there are others, this is opened anew
+        refuse_lazy(spec.module)
+        refuse_aliases(spec.module)
+        refuse_scripts(spec.module)
+        check_members(spec.module, spec.optimizer)
+        open_executor = spec.open_executor()
+        groups = [[p for p in g["params"] if p.requires_grad] for g in spec.optimizer.param_groups]
+        self._trained_ids = _trained_ids(spec.optimizer)
+        self._flat = FlatParameters(groups, allocate=open_executor.allocate)
+        self._buffer_homes = [  # where there are others, an engine is opened anew
             (f"{path}.{key}" if path else key, owner, key)
-            for path, owner in module.named_modules(remove_duplicate=False)
+            for path, owner in spec.module.named_modules(remove_duplicate=False)
             for key in owner._buffers
         ]
         with ExitStack() as failed:
             failed.callback(self._flat.release)
             self.executor = open_executor(
-                formation.devices, workloads=workloads, intra_op=formation.intra_op
+                formation.devices, workloads=spec.workloads, intra_op=formation.intra_op
             )
             failed.callback(self.executor.close)
-            self._open_steps()
+            self._parts = self._flat.parts(len(self.executor))
+            self._reduction = self.executor.open_reduction(self._flat)
+            # One replica with one slice, and nothing to clip: there is nothing to add or to share.
+            self._alone = (
+                self.executor.keeps_gradients
+                and len(self.executor) == 1
+                and spec.splitter.microbatches is None
+                and spec.clip_norm is None
+            )
+            self._stepper = self._open_stepper()
             failed.pop_all()
-        self._show_gradients()
-
-    def _open_steps(self) -> None:
-        """Say how gradients are summed and the optimizer steps."""
-        self._parts = self._flat.parts(len(self.executor))
-        self._sums = self.executor.open_reduction(self._flat)
-        # One replica with one slice, and nothing to clip: there is nothing to add or to share.
-        self._alone = (
-            self.executor.keeps_gradients
-            and len(self.executor) == 1
-            and self._cutter.microbatches is None
-            and self._clip_norm is None
-        )
-        self._stepper = self._open_stepper()
+        for index, parameter in enumerate(self._flat.parameters):
+            parameter.grad = self._flat.gradient(index)
 
     def close(self) -> None:
         """Dismiss the executor, and give the parameters memory of their own."""
         self.executor.close()
         self._stepper.dissolve()
         self._flat.release()
-        self._untrained.tell()
+        self._spec.untrained.tell()
 
     def complete_state(self, *, changed: bool = False) -> None:
         """Bring the optimizer's whole state into this process, where ranks have a part each.
@@ -163,12 +142,10 @@ class StepEngine:
 
     def fits(self) -> bool:
         """Tell whether module and memory are still as they were when this was opened."""
-        now, then = _trainable(self._optimizer), self._groups
         return (
-            [[id(p) for p in group] for group in now] == [[id(p) for p in group] for group in then]
+            _trained_ids(self._spec.optimizer) == self._trained_ids
             and self._stepper.fits()
-            and self._flat.intact()
-            and self.executor.matches_source()
+            and self.executor.matches_source()  # and all parameters lie where they lay
         )
 
     def reload_state(self) -> None:
@@ -178,10 +155,11 @@ class StepEngine:
         self.executor.outdate()
 
     def _open_stepper(self) -> Stepper:
-        if self._alone or self._history.plain_steps:
-            return WholeStepper(self._optimizer, self._flat)
-        stepper = self.executor.open_optimizer(self._optimizer, self._flat)
-        self._history.plain_steps = stepper.whole
+        optimizer, history = self._spec.optimizer, self._spec.history
+        if self._alone or history.plain_steps:
+            return WholeStepper(optimizer, self._flat)
+        stepper = self.executor.open_optimizer(optimizer, self._flat)
+        history.plain_steps = stepper.whole
         return stepper
 
     def _step_plainly(self) -> None:
@@ -189,18 +167,18 @@ class StepEngine:
         if not self._stepper.whole:
             self._stepper.complete()
             self._stepper.dissolve()
-            self._stepper = WholeStepper(self._optimizer, self._flat)
-            self._history.plain_steps = True
+            self._stepper = WholeStepper(self._spec.optimizer, self._flat)
+            self._spec.history.plain_steps = True
 
-    def cut(self, batch: Nested, workloads: Sequence[float]) -> Cut:
-        """Cut ``batch`` as this formation computes it, for replicas with ``workloads``.
+    def split(self, batch: Nested, workloads: Sequence[float]) -> Microbatches:
+        """Split ``batch`` as this formation computes it, for replicas with ``workloads``.
 
         Raises:
-            ConfigError: It cannot be cut.
+            ConfigError: It cannot be split.
             StateError: As :meth:`complete_state`: nothing may be added to it.
         """
         self._check_whole()
-        return self._cutter.cut(batch, self.executor.all_workloads(workloads))
+        return self._spec.splitter.split(batch, self.executor.all_workloads(workloads))
 
     def _check_whole(self) -> None:
         if self._torn:
@@ -210,150 +188,146 @@ class StepEngine:
                 "`resume()`, or begin with another trainer."
             )
 
-    def compute(
-        self,
-        pieces: Cut,
-        run: Callable[[MicrobatchContext], MicrobatchResult],
-        seed: tuple[int, ...],
-    ) -> RunResult:
-        """Run all microbatches; nothing that the caller can see changes."""
-        return compute(self.executor, pieces, run, seed, None)
-
     def update(
         self,
-        pieces: Cut,
-        run: Callable[[MicrobatchContext], MicrobatchResult],
+        microbatches: Microbatches,
+        task: Task,
         seed: tuple[int, ...],
         *,
+        before: Position,
+        start_s: float,
         count: Callable[[RunResult], None] | None,
         commit: Callable[[Loss], None],
-    ) -> Updated:
+    ) -> StepDone:
         """Do one optimizer update.
 
         Everything that can refuse comes before the first write. From there on all is done in the
         replicas' threads, where no Ctrl-C arrives: weights, statistics and ``commit`` go together.
 
         Args:
+            before: Where the run stands.
+            start_s: When the batch was at hand.
             count: Called when all microbatches have succeeded.
             commit: Called when the weights are new, by the last thread.
         """
+        feedback = self._spec.feedback
         try:
-            return self._update(pieces, run, seed, count, commit)
-        finally:
-            if self._feedback is not None:  # what was committed is pending no longer
-                self._feedback.rollback()
+            if self._alone:  # as `zero_grad()` does: the new gradients find the old ones' memory
+                for parameter in self._flat.parameters:
+                    parameter.grad = None
+            untouched = self._stepper.is_untouched()
+            self.executor.steps_whole = self._stepper.whole or not untouched
+            result = run_task(self.executor, microbatches, task, seed, feedback)
+            statistics = sum_statistics([operand.statistics for operand in result.operands])
+            buffers = self._buffers() if statistics else {}
+            check_statistics(buffers, statistics)
+            if count is not None:
+                count(result)
+            missing = self._reduction.take(result)
+            if missing or not untouched:
+                self._step_plainly()
+            summed = self._spec.clip_norm is not None or self._stepper.whole
+            if summed and not self._alone:
+                self.executor.each(self._reduction.sum_part)
+                self._reduction.share()
+            norm = None if self._spec.clip_norm is None else self._clip(self._spec.clip_norm)
+            self._stepper.prepare(missing, self._reduction.operands[0] if self._alone else None)
+            loss = Loss(loss_of(microbatches, result), microbatches.weight, sum(microbatches.sizes))
 
-    def _update(
-        self,
-        pieces: Cut,
-        run: Callable[[MicrobatchContext], MicrobatchResult],
-        seed: tuple[int, ...],
-        count: Callable[[RunResult], None] | None,
-        commit: Callable[[Loss], None],
-    ) -> Updated:
-        if self._alone:  # as `zero_grad()` does: the new gradients find the old ones' memory
-            for parameter in self._flat.parameters:
-                parameter.grad = None
-        plain = not self._stepper.is_untouched()
-        self.executor.steps_whole = plain or self._stepper.whole
-        report = compute(self.executor, pieces, run, seed, self._feedback)
-        statistics = sum_statistics(operand.statistics for operand in report.operands)
-        buffers = self._buffers() if statistics else {}
-        check_statistics(buffers, statistics)
-        if count is not None:
-            count(report)
-        missing = self._sums.take(report)
-        if missing or plain:
-            self._step_plainly()
-        summed = self._clip_norm is not None or self._stepper.whole
-        if summed and not self._alone:
-            self.executor.each(self._sums.sum_part)
-            self._sums.share()
-        if self._clip_norm is not None:
-            self._clip(self._clip_norm)
-        self._stepper.prepare(missing, self._sums.operands[0] if self._alone else None)
+            def finish() -> None:
+                self._stepper.finish()
+                if feedback is not None:
+                    feedback.commit()
+                write_statistics(buffers, statistics)
+                self._spec.history.buffers.update(statistics)
+                self._torn = False
+                self.executor.outdate()
+                commit(loss)
+
+            spans = self._step(finish, summed=summed)
+        finally:
+            if feedback is not None:  # after a commit this finds nothing to take back
+                feedback.rollback()
+        self._reduction.forget()
+        self._spec.untrained.note([self._flat.parameters[index] for index in missing])
+        self._num_steps += 1
+        if self._num_steps.bit_count() == 1:  # 1, 2, 4, 8, …: it costs a pass over all weights
+            self.executor.check_alike()
+        rows, work_s = self._work_of_replicas(microbatches.sizes, result)
+        spans = [*result.spans, *spans]
+        return StepDone(
+            step=before.steps + 1,
+            epoch=before.epochs,
+            batch=before.batch,
+            loss=loss.value,
+            samples=loss.samples,
+            seconds=now_s() - start_s,
+            shares=tuple(rows),
+            busy_s=_busy_s(spans, len(rows)),
+            spans=tuple(spans),
+            work_s=tuple(work_s),
+            grad_norm=norm,
+        )
+
+    def _step(self, finish: Callable[[], None], *, summed: bool) -> list[Span]:
+        """Let each replica's thread step its part; the last one calls ``finish``.
+
+        Args:
+            summed: The gradients are in the flat buffers; else each thread adds its part first.
+        """
         spans: list[Span] = []
         lock = threading.Lock()
-        loss = Loss(loss_of(pieces, report), pieces.weight, sum(pieces.sizes))
 
-        def finish(part: int) -> None:
+        def step(part: int) -> None:
             start_s = now_s()
             if not summed:
-                self._sums.sum_part(part)
+                self._reduction.sum_part(part)
             self._torn = True  # here, where no Ctrl-C comes between this and the step
             self._stepper.step_part(part)
             with lock:
                 spans.append(Span(replica=part, microbatch=None, start_s=start_s, stop_s=now_s()))
                 if len(spans) < len(self.executor):
                     return
-            self._finish(buffers, statistics)
-            commit(loss)
+            finish()
 
-        self.executor.each(finish, whole=True)
-        self._sums.forget()
-        self._untrained.note([self._flat.parameters[index] for index in missing])
-        self._num_steps += 1
-        if self._num_steps.bit_count() == 1:  # 1, 2, 4, 8, …: it costs a pass over all weights
-            self.executor.check_alike()
-        return self._describe(pieces, report, spans, loss)
+        self.executor.each(step, whole=True)
+        return sorted(spans, key=lambda span: span.replica)
 
-    def _finish(self, buffers: dict[str, Tensor], statistics: dict[str, Statistic]) -> None:
-        self._stepper.finish()
-        if self._feedback is not None:
-            self._feedback.commit()
-        write_statistics(buffers, statistics)
-        self._history.buffers.update(statistics)
-        self._torn = False
-        self.executor.outdate()
-
-    def _clip(self, clip_norm: float) -> None:
-        """Scale the gradients so that their norm is at most ``clip_norm``."""
+    def _clip(self, clip_norm: float) -> float:
+        """Scale the gradients so that their norm is at most ``clip_norm``; return what it was."""
         count = len(self.executor)
         norm = norm_of_gradients(
             self._flat, lambda work: self.executor.each(lambda thread: work(thread, count))
-        )
-        if not torch.isfinite(norm):
+        ).item()
+        if not math.isfinite(norm):
             raise ConfigError(
-                f"The gradients' norm must be finite to be clipped, but is {norm.item()!r}; the "
-                "step was refused and nothing has changed. Lower the learning rate, or look at "
-                "this batch's data."
+                f"The gradients' norm must be finite to be clipped, but is {norm!r}; the step was "
+                "refused and nothing has changed. Lower the learning rate, or look at this "
+                "batch's data."
             )
-        coefficient = min(1.0, clip_norm / (norm.item() + 1e-6))
+        coefficient = min(1.0, clip_norm / (norm + 1e-6))
 
         def scale(part: int) -> None:
             for each in self._parts[part].ranges:
                 each.gradients.mul_(coefficient)
 
         self.executor.each(scale)
+        return norm
 
     def _buffers(self) -> dict[str, Tensor]:
-        found = ((name, owner._buffers[key]) for name, owner, key in self._homes)
+        found = ((name, owner._buffers[key]) for name, owner, key in self._buffer_homes)
         return {name: buffer for name, buffer in found if buffer is not None}
 
-    def _show_gradients(self) -> None:
-        for index, parameter in enumerate(self._flat.parameters):
-            parameter.grad = self._flat.gradient(index)
-
-    def _describe(
-        self, pieces: Cut, report: RunResult, spans: Sequence[Span], loss: Loss
-    ) -> Updated:
-        count = len(self.executor)
-        shares, busy_s, work_s = [0] * count, [0.0] * count, [0.0] * count
-        for place, replica in enumerate(report.replica_of):
+    def _work_of_replicas(
+        self, sizes: Sequence[int], result: RunResult
+    ) -> tuple[list[int], list[float]]:
+        """Return the rows that each replica has computed, and the seconds that it took."""
+        rows, seconds = [0] * len(self.executor), [0.0] * len(self.executor)
+        for index, replica in enumerate(result.replica_of):
             if replica >= 0:
-                shares[replica] += pieces.sizes[place]
-                work_s[replica] += report.seconds[place]
-        everything = [*report.spans, *sorted(spans, key=lambda span: span.replica)]
-        for span in everything:
-            busy_s[span.replica] += span.stop_s - span.start_s
-        return Updated(
-            loss=loss,
-            shares=tuple(shares),
-            busy_s=tuple(busy_s),
-            spans=tuple(everything),
-            slice_s=tuple(report.seconds),
-            work_s=tuple(work_s),
-        )
+                rows[replica] += sizes[index]
+                seconds[replica] += result.seconds[index]
+        return rows, seconds
 
 
 def check_members(module: nn.Module, optimizer: Optimizer) -> None:
@@ -375,49 +349,55 @@ def check_members(module: nn.Module, optimizer: Optimizer) -> None:
                 )
 
 
-def _trainable(optimizer: Optimizer) -> list[list[nn.Parameter]]:
-    """Return the optimizer's parameters that are not frozen, by group."""
-    return [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+def _busy_s(spans: Sequence[Span], num_replicas: int) -> tuple[float, ...]:
+    busy_s = [0.0] * num_replicas
+    for span in spans:
+        busy_s[span.replica] += span.stop_s - span.start_s
+    return tuple(busy_s)
 
 
-def compute(
+def _trained_ids(optimizer: Optimizer) -> list[list[int]]:
+    """Return the ids of the optimizer's parameters that are not frozen, by group."""
+    return [[id(p) for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
+
+
+def run_task(
     executor: Executor,
-    pieces: Cut,
-    run: Callable[[MicrobatchContext], MicrobatchResult],
+    microbatches: Microbatches,
+    task: Task,
     seed: tuple[int, ...],
-    feedback: Feedback | None,
+    feedback: Feedback | None = None,
 ) -> RunResult:
-    """Run all microbatches of ``pieces`` on ``executor``."""
-    shapes = [] if feedback is None else [each.shape for each in executor.parameters]
+    """Run ``task`` on all microbatches; nothing that the caller can see changes."""
+    hook: GradientHook | None = None
+    if feedback is not None:
+        shapes = [each.shape for each in executor.parameters]
 
-    def compressed(index: int, gradients: Gradients | None) -> Gradients | None:
-        if feedback is None or gradients is None:
-            return gradients
-        return feedback.compress(index, gradients, shapes)
+        def hook(index: int, gradients: Gradients | None) -> Gradients | None:
+            return None if gradients is None else feedback.compress(index, gradients, shapes)
 
     return executor.run(
-        pieces.microbatches,
-        run,
-        weights=pieces.weights,
+        microbatches.pieces,
+        task,
+        weights=microbatches.weights,
         seed=seed,
-        pinned=pieces.pinned,
-        gradient_hook=None if feedback is None else compressed,
+        pinned=microbatches.pinned,
+        gradient_hook=hook,
     )
 
 
-def loss_of(pieces: Cut, report: RunResult) -> float:
+def loss_of(microbatches: Microbatches, result: RunResult) -> float:
     """Return the loss of the whole batch: the microbatches' mean losses, weighted, in order."""
     return math.fsum(
-        scale * outcome.loss
-        for scale, outcome in zip(pieces.scales, report.results, strict=True)
-        if outcome is not None
+        [
+            scale * each.loss
+            for scale, each in zip(microbatches.scales, result.results, strict=True)
+            if each is not None
+        ]
     )
 
 
 # Any: outputs and targets are whatever the user's code makes.
-def counted(report: RunResult) -> list[tuple[Any, Any, None] | None]:
-    """Return what metrics count of each microbatch."""
-    return [
-        None if outcome is None else (outcome.outputs, outcome.targets, None)
-        for outcome in report.results
-    ]
+def outputs_of(result: RunResult) -> list[tuple[Any, Any, None] | None]:
+    """Return what metrics count of each microbatch: outputs, targets, and no weights."""
+    return [None if each is None else (each.outputs, each.targets, None) for each in result.results]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,22 +24,22 @@ from phalanx.execution import (
     Processes,
     RunResult,
     refuse_moved,
-    writer_of,
 )
 from phalanx.metrics import ReplicaMetrics
 from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_workloads
 from phalanx.replicas import caller_intra_op
-from phalanx.train.cutting import Cutter
-from phalanx.train.evaluation import evaluate
+from phalanx.train.evaluation import enter_training, evaluate, leave_evaluation
 from phalanx.train.events import Callback, EpochDone, EventDispatcher, FormationChosen, StepDone
 from phalanx.train.formation import Formation, given
-from phalanx.train.microbatch_work import Work, enter_training, leave_evaluation
+from phalanx.train.microbatches import Splitter
+from phalanx.train.objective import EvaluateTask, Objective, TrainTask
 from phalanx.train.order import Reader, is_complete
 from phalanx.train.position import Loss, Position, RunHistory
 from phalanx.train.sharding import Loaders
 from phalanx.train.state import TrainerState, capture_state, restore_state, warn_of_changes
-from phalanx.train.step_engine import StepEngine, check_members, counted
+from phalanx.train.step_engine import EngineSpec, StepEngine, check_members, outputs_of
 from phalanx.train.trainer_arguments import (
+    check_callables,
     check_fit,
     check_moment,
     check_options,
@@ -48,7 +47,6 @@ from phalanx.train.trainer_arguments import (
     check_replicas,
     check_resize,
     check_shard_loading,
-    check_told,
     make_optimizer,
     make_scheduler,
     read_folder,
@@ -97,7 +95,7 @@ class Trainer:
         forward: (module, microbatch) -> loss, (loss, outputs) or (loss, outputs, targets), for
             batches or models of another form; the latter two are for metrics.
         layout: Which dim of which leaf of (inputs, targets) is split; default dim 0 of all.
-        clip_norm: Largest 2-norm of all gradients together.
+        clip_norm: Largest 2-norm of all gradients together; `StepDone.grad_norm` tells what it was.
         scheduler: Makes a learning-rate scheduler from the optimizer; stepped after every update.
         metrics: torchmetrics or functions by name, counted in :meth:`fit` and :meth:`evaluate`.
         codec: Each microbatch's gradient passes through it before they are added, with error
@@ -150,62 +148,55 @@ class Trainer:
         refuse_moved(moved)
         choice = ExecutorChoice.read(executor, EXECUTORS)
         check_options(module, replicas, microbatches, intra_op, choice.kind, clip_norm)
-        check_told(seed, metrics, channels_last, callbacks)
+        check_callables(seed, metrics, channels_last, callbacks)
         check_ranks(choice.kind, workloads, codec)
+        check_shard_loading(shard_loading, weight, layout)
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
         self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
         self._formation = given(replicas, self._home, self._intra_op, choice.kind)
-        self._workloads = fixed_workloads(workloads)
-        if self._workloads is not None:
-            check_workloads(self._workloads, len(self.devices) or None)
+        self._next_formation: Formation | None = None  # what `resize()` asked for
+        fixed = fixed_workloads(workloads)
+        if fixed is not None:
+            check_workloads(fixed, len(self.devices) or None)
         self._balances = isinstance(workloads, str) and microbatches is None
         self._balancer: Balancer | None = None
-        self._work = Work(loss, forward, module)
-        self._cutter = Cutter(layout if layout is not None else Layout(), microbatches, weight)
+        self._objective = Objective(loss, forward, module)
         self._metrics = ReplicaMetrics(metrics or {})
         self.optimizer = make_optimizer(optimizer, parameters)
         check_members(module, self.optimizer)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
-        self._microbatches = microbatches
         self._seed = seed
-        check_shard_loading(shard_loading, weight, layout)
         self._loaders = Loaders(sharded=shard_loading, seed=seed)
-        self._feedback = None if codec is None else Feedback(codec)
+        self._reader = Reader()
         self._channels_last = channels_last
-        self._next_formation: Formation | None = None  # what `resize()` asked for
-        self._executor = choice.kind
-        self._write = writer_of(choice.kind)
-        self._failures = FailureLog(choice.options.max_failures)
-        self._events = EventDispatcher(callbacks, choice.options.on_failure, self._failures)
-        self._open_executor = partial(
-            ExecutorMaker,
-            choice,
-            module,
-            self._failures,
-            shared=[self._work],
-            timed=self._balances,
-            steps=True,
-        )
-        self._history = RunHistory()
-        self._make_engine = partial(
-            StepEngine,
-            module,
-            self.optimizer,
-            cutter=self._cutter,
-            workloads=self._workloads,
+        self._choice = choice
+        failures = FailureLog(choice.options.max_failures)
+        self._events = EventDispatcher(callbacks, choice.options.on_failure, failures)
+        self._spec = EngineSpec(
+            module=module,
+            optimizer=self.optimizer,
+            splitter=Splitter(layout if layout is not None else Layout(), microbatches, weight),
+            workloads=fixed,
             clip_norm=clip_norm,
-            feedback=self._feedback,
-            history=self._history,
+            feedback=None if codec is None else Feedback(codec),
+            open_executor=partial(
+                ExecutorMaker,
+                choice,
+                module,
+                failures,
+                shared=[self._objective],
+                timed=self._balances,
+                steps=True,
+            ),
+            history=RunHistory(),
             untrained=Untrained(module),
         )
         self._engine: StepEngine | None = None
-        self._in_step = self._closed = False
         self._position = Position()
         self._resumed = False  # and no `fit` since
-        self._reader = Reader()
-        self._stopped = False
+        self._in_step = self._closed = self._stopped = False
 
     # -- what is known -----------------------------------------------
 
@@ -237,8 +228,8 @@ class Trainer:
     @property
     def workloads(self) -> tuple[float, ...]:
         """Each replica's relative share of the next batch; empty until replicas are chosen."""
-        if self._workloads is not None:
-            return tuple(self._workloads)
+        if self._spec.workloads is not None:
+            return tuple(self._spec.workloads)
         if self._balancer is not None:
             return self._balancer.workloads
         return (1.0,) * len(self.devices)
@@ -255,8 +246,9 @@ class Trainer:
 
     def __repr__(self) -> str:
         formation = str(self._formation) if self._formation is not None else "replicas to be chosen"
-        cut = f", {self._microbatches} microbatches" if self._microbatches is not None else ""
-        return f"Trainer({type(self.module).__name__} on {formation}{cut}, step {self.steps})"
+        count = self._spec.splitter.microbatches
+        split = "" if count is None else f", {count} microbatches"
+        return f"Trainer({type(self.module).__name__} on {formation}{split}, step {self.steps})"
 
     # -- training ----------------------------------------------------
 
@@ -294,7 +286,7 @@ class Trainer:
         last_epoch = begin.target if resumed else None
         if last_epoch is None and epochs is not None:
             last_epoch = self.epochs + epochs
-        self._position = replace(self._position, target=last_epoch)
+        self._position = self._position._replace(target=last_epoch)
         last_step = None if steps is None else self.steps + steps
         self._stopped = False
         finished: list[EpochDone] = []
@@ -313,7 +305,7 @@ class Trainer:
             if self._position.batch == 0:  # as if the epoch had not been opened
                 self._reader.rewind(self.epochs)
         if not self._stopped:
-            self._position = replace(self._position, target=None)
+            self._position = self._position._replace(target=None)
         return finished
 
     def step(self, batch: Nested) -> StepDone:
@@ -324,7 +316,7 @@ class Trainer:
             Exception: What the module or the loss raised, with a note that names the replica.
         """
         check_moment(closed=self._closed)
-        self._cutter.check_rows(batch)
+        self._spec.splitter.check_rows(batch)
         with caller_intra_op(1):
             leave_evaluation(self.module)
             return self._step(batch, in_epoch=False)
@@ -343,13 +335,13 @@ class Trainer:
             ConfigError: They cannot be, or do not fit the workloads given; nothing changes then.
         """
         check_moment(closed=self._closed)
-        check_replicas(replicas, self._executor)
-        check_resize(self._executor)
-        formation = given(replicas, self._home, self._intra_op, self._executor)
+        check_replicas(replicas, self._choice.kind)
+        check_resize(self._choice.kind)
+        formation = given(replicas, self._home, self._intra_op, self._choice.kind)
         if formation is None:
             raise ConfigError("`replicas` must be a number or devices, but is 'auto'.")
-        if self._workloads is not None:
-            check_workloads(self._workloads, len(formation.devices))
+        if self._spec.workloads is not None:
+            check_workloads(self._spec.workloads, len(formation.devices))
         self._next_formation = formation
 
     def stop(self) -> None:
@@ -367,7 +359,7 @@ class Trainer:
                 self._loaders.open(loader),
                 self.module,
                 self._open_engine,
-                self._work.evaluation(keep_outputs=bool(self._metrics)),
+                EvaluateTask(self._objective, keep_outputs=bool(self._metrics)),
                 metrics=self._metrics,
                 workloads=lambda: self.workloads,
                 seed=(self._seed, self.steps),
@@ -392,7 +384,7 @@ class Trainer:
             if batch is _END:
                 break
             if self._position.batch == 0:
-                self._cutter.check_rows(batch)
+                self._spec.splitter.check_rows(batch)
                 self._metrics.reset()
             self._step(batch, in_epoch=True)
         if self._position.batch == 0:
@@ -427,7 +419,7 @@ class Trainer:
         before = self._position
         engine = self._open_engine(batch)
         start_s = now_s()
-        pieces = engine.cut(batch, self.workloads)
+        microbatches = engine.split(batch, self.workloads)
         counts = in_epoch and bool(self._metrics)
 
         def commit(loss: Loss) -> None:
@@ -437,16 +429,18 @@ class Trainer:
             if self.scheduler is not None:
                 self.scheduler.step()
 
-        def count(report: RunResult) -> None:
-            own = [max(0, each) for each in report.replica_of]  # -1: another rank's
-            self._metrics.count(counted(report), replica_of=own, each=engine.executor.each)
+        def count(result: RunResult) -> None:
+            own = [max(0, each) for each in result.replica_of]  # -1: another rank's
+            self._metrics.count(outputs_of(result), replica_of=own, each=engine.executor.each)
 
         self._in_step = True
         try:
-            update = engine.update(
-                pieces,
-                self._work.training(pieces.scales, keep_outputs=counts),
+            done = engine.update(
+                microbatches,
+                TrainTask(self._objective, microbatches.scales, keep_outputs=counts),
                 (self._seed, before.steps),
+                before=before,
+                start_s=start_s,
                 count=count if counts else None,
                 commit=commit,
             )
@@ -458,8 +452,7 @@ class Trainer:
             if self._closed:  # since it has begun
                 self._close_engine()
         if self._balancer is not None:
-            self._balancer.observe(update.shares, update.slice_s)
-        done = update.told(before, now_s() - start_s)
+            self._balancer.observe(done.shares, done.work_s)
         self._events.tell_of_step(done)
         return done
 
@@ -472,13 +465,13 @@ class Trainer:
 
         Raises:
             CheckpointError: It cannot be written there; what was there before is whole.
-            StateError: A step is on, in whose middle a signal's handler or a thread calls.
+            StateError: Called during a step, by a signal's handler or another thread.
         """
         check_moment(closed=self._closed, in_step=self._in_step)
         path = read_folder("folder", folder)
         if self._engine is not None:
             self._engine.complete_state()
-        self._write(partial(capture_state, self._state(), path))
+        self._choice.write_once(partial(capture_state, self._state(), path))
 
     def resume(self, folder: str | Path) -> None:
         """Continue from what :meth:`save` wrote: model, optimizer, scheduler, position, data order.
@@ -532,9 +525,9 @@ class Trainer:
             order=self._reader.order(self._position.batch),
             counted=self._metrics.capture() if self._position.batch > 0 else {},
             seed=self._seed,
-            microbatches=self._microbatches,
-            feedback=self._feedback,
-            history=self._history,
+            microbatches=self._spec.splitter.microbatches,
+            feedback=self._spec.feedback,
+            history=self._spec.history,
             formation=None
             if self._formation is None
             else (len(self._formation.devices), self._formation.intra_op),
@@ -554,14 +547,14 @@ class Trainer:
             self._close_engine()
             engine = None
         if engine is None:
-            trial = Trial(self.module, self._cutter, self._work, batch)
+            trial = Trial(self.module, self._spec.splitter, self._objective, batch)
             trial.settle_memory_format(self._home, self._channels_last)
             self._channels_last = False  # settled: parameters keep their layout from now on
             if self._formation is None:
                 self._formation = self._choose_formation(trial)
-            opening = self._open_executor()
-            engine = self._engine = self._make_engine(self._formation, open_executor=opening)
-        self._balancer = self._balancer or self._open_balancer(None)
+            engine = self._engine = StepEngine(self._spec, self._formation)
+        if self._balances and self._balancer is None:
+            self._balancer = self._open_balancer(None)
         return engine
 
     def _exchange(self, formation: Formation) -> None:
@@ -569,7 +562,7 @@ class Trainer:
         if self._engine is not None:
             self._close_engine()
             try:
-                self._engine = self._make_engine(formation, open_executor=self._open_executor())
+                self._engine = StepEngine(self._spec, formation)
             except Exception as error:  # whatever the system lacks: no reason to end the training
                 self._next_formation = None
                 warnings.warn(
@@ -594,7 +587,7 @@ class Trainer:
 
     def _choose_formation(self, trial: Trial) -> Formation:
         """Find out what `replicas="auto"` shall be, and tell."""
-        chosen, why = trial.choose(self._home, self._intra_op, self._workloads)
+        chosen, why = trial.choose(self._home, self._intra_op, self._spec.workloads)
         count = len(chosen.devices)
         self._events.tell(FormationChosen(replicas=count, intra_op=chosen.intra_op, reason=why))
         return chosen

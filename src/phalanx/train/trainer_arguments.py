@@ -29,6 +29,7 @@ from phalanx.replicas import refuse_scripts
 from phalanx.types import Device, WeightFn
 
 __all__ = [
+    "check_callables",
     "check_fit",
     "check_moment",
     "check_options",
@@ -36,7 +37,6 @@ __all__ = [
     "check_replicas",
     "check_resize",
     "check_shard_loading",
-    "check_told",
     "make_optimizer",
     "make_scheduler",
     "read_folder",
@@ -69,7 +69,7 @@ def check_options(
 
 
 # Any, here and below: whatever the user wrote.
-def check_told(seed: Any, metrics: Any, channels_last: Any, callbacks: Any) -> None:
+def check_callables(seed: Any, metrics: Any, channels_last: Any, callbacks: Any) -> None:
     """Refuse a seed, functions to be called and other words of the wrong kind."""
     read_whole("seed", seed)
     check_choice("channels_last", channels_last)
@@ -145,8 +145,8 @@ def check_moment(*, closed: bool, in_step: bool = False) -> None:
         raise StateError("The trainer must be open, but was closed. Make a new one and `resume()`.")
     if in_step:
         raise StateError(
-            "`save()` and `resume()` must be called between two steps, but a step is on. Let a "
-            "signal's handler or another thread call `stop()`, and save after `fit()`."
+            "`save()` and `resume()` must be called between two steps, but are called during one. "
+            "Let a signal's handler or another thread call `stop()`, and save after `fit()`."
         )
 
 

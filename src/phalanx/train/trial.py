@@ -11,10 +11,10 @@ from torch import nn
 from phalanx.execution import ThreadExecutor
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas import restore_memory_format, use_channels_last, wants_channels_last
-from phalanx.train.cutting import Cutter
 from phalanx.train.formation import Formation, candidates, try_out
-from phalanx.train.microbatch_work import Work
-from phalanx.train.step_engine import compute
+from phalanx.train.microbatches import Splitter
+from phalanx.train.objective import Objective, TrainTask
+from phalanx.train.step_engine import run_task
 from phalanx.types import Nested
 
 __all__ = ["Trial"]
@@ -25,15 +25,17 @@ class Trial:
 
     Args:
         module: What is to be trained.
-        cutter: How the batch is cut.
-        work: What is computed.
+        splitter: How the batch is split.
+        objective: What is computed.
         batch: The batch.
     """
 
-    def __init__(self, module: nn.Module, cutter: Cutter, work: Work, batch: Nested) -> None:
+    def __init__(
+        self, module: nn.Module, splitter: Splitter, objective: Objective, batch: Nested
+    ) -> None:
         self._module = module
-        self._cutter = cutter
-        self._work = work
+        self._splitter = splitter
+        self._objective = objective
         leaves, spec = flatten(batch)  # copied, because models may change their inputs
         copies = [
             leaf.clone()
@@ -90,11 +92,11 @@ class Trial:
         executor = ThreadExecutor(
             self._module, formation.devices, workloads=workloads, intra_op=formation.intra_op
         )
-        pieces = self._cutter.cut(self._batch, executor.workloads)
-        work = self._work.training(pieces.scales, keep_outputs=False)
+        microbatches = self._splitter.split(self._batch, executor.workloads)
+        task = TrainTask(self._objective, microbatches.scales, keep_outputs=False)
 
         def run() -> None:
             with torch.enable_grad():
-                compute(executor, pieces, work, seed=(0,), feedback=None)
+                run_task(executor, microbatches, task, seed=(0,))
 
         return run, executor.close

@@ -9,7 +9,7 @@ from torch import nn
 
 __all__ = ["Untrained"]
 
-_PATIENCE_STEPS = 100  # a model may use some of its parts now and then only
+_WARN_AFTER_STEPS = 100  # a model may use some of its parts now and then only
 _NAMED = 5
 
 
@@ -43,7 +43,7 @@ class Untrained:
             now = {id(each) for each in missing}
             self._left = {key: name for key, name in self._left.items() if key in now}
         self._num_steps += 1
-        if self._num_steps == _PATIENCE_STEPS:
+        if self._num_steps == _WARN_AFTER_STEPS:
             self.tell()
 
     def tell(self) -> None:

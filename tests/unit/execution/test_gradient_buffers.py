@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from phalanx.execution.gradient_buffers import GradientBuffers
 from phalanx.execution.gradient_writer import GradientWriter
 from phalanx.memory.shared_memory_pool import SharedMemoryPool
-from phalanx.replicas.parcel import load, pack
+from phalanx.replicas.packing import load, pack
 from phalanx.replicas.statistics import Statistic, Statistics, StatisticSpec
 
 WEIGHT = 3.0

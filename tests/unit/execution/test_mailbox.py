@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.execution.mailbox import Mailbox, Outbox, collect
 from phalanx.memory.shared_memory_pool import SharedMemoryPool
-from phalanx.replicas.parcel import load, pack
+from phalanx.replicas.packing import load, pack
 
 ROWS = 33  # of 64 floats: more than the 4096 bytes below which tensors travel with the message
 

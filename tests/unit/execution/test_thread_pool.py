@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import signal
 import threading
@@ -28,6 +29,16 @@ def test_each_runs_at_once_in_named_threads() -> None:
 
     pool = ThreadPool(3, intra_op=1)
     assert pool.each(meet) == [(i, f"phalanx-replica-{i}") for i in range(3)]
+    pool.close()
+
+
+def test_context_variables_are_the_callers() -> None:
+    scale = contextvars.ContextVar("scale", default=1.0)
+    pool = ThreadPool(2, intra_op=1)
+    token = scale.set(3.0)
+    assert pool.each(lambda _: scale.get()) == [3.0, 3.0]
+    scale.reset(token)
+    assert pool.each(lambda _: scale.get()) == [1.0, 1.0]
     pool.close()
 
 

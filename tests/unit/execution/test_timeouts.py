@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from phalanx.execution.timeouts import limit_patience
+from phalanx.execution.timeouts import set_timeouts
 
 PATIENCE_S = 0.05
 
@@ -18,7 +18,7 @@ PATIENCE_S = 0.05
 @pytest.fixture
 def ends() -> Iterator[tuple[Connection, Connection]]:
     ours, theirs = multiprocessing.Pipe(duplex=True)
-    limit_patience(ours, PATIENCE_S)
+    set_timeouts(ours, PATIENCE_S)
     with ours, theirs:
         yield ours, theirs
 
@@ -49,7 +49,7 @@ def test_a_default_time_limit_of_sockets_leaves_the_connection_as_it_is(
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(1.0)
     try:
-        limit_patience(ours, PATIENCE_S)
+        set_timeouts(ours, PATIENCE_S)
     finally:
         socket.setdefaulttimeout(before)
     assert os.get_blocking(ours.fileno())

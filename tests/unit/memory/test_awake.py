@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from phalanx import Trainer
 from phalanx.clock import now_s, pause
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.ipc import Waiting
-from phalanx.memory import KEEP_AWAKE, awake, compiled, keep_awake
+from phalanx.memory import awake, compiled, keep_awake
 from tests.multiprocess.children import Children, Parent
 
 DEADLINE_S = 30.0
+KEEP_AWAKE = "PHALANX_KEEP_AWAKE"
 NUM_CORES = len(os.sched_getaffinity(0))
 can_watch = pytest.mark.skipif(
     not awake.cores_to_watch(NUM_CORES) or not compiled.is_compiled(),
@@ -25,8 +27,12 @@ can_watch = pytest.mark.skipif(
 
 def watchers(pid: int | str = "self") -> list[int]:
     """Return the threads of a process that are of the lowest class."""
-    threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
-    return [thread for thread in threads if os.sched_getscheduler(thread) == os.SCHED_IDLE]
+    found = []
+    for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+        with contextlib.suppress(ProcessLookupError):  # it has ended since it was listed
+            if os.sched_getscheduler(thread) == os.SCHED_IDLE:
+                found.append(thread)
+    return found
 
 
 def sleeps(thread: int) -> bool:
@@ -54,25 +60,26 @@ def watch(parent: Parent) -> None:
     if NUM_CORES > 1:
         ThreadPool(NUM_CORES - 1, intra_op=1).close()
     assert watchers() == []  # operators' own threads fill the cores, or there are cores left
-    teams = [ThreadPool(NUM_CORES, intra_op=1), ThreadPool(NUM_CORES + 1, intra_op=1)]
+    pools = [ThreadPool(NUM_CORES, intra_op=1), ThreadPool(NUM_CORES + 1, intra_op=1)]
     until(lambda: len(watchers()) == NUM_CORES)
     found = watchers()
     on = sorted(core for thread in found for core in os.sched_getaffinity(thread))
     assert on == sorted(os.sched_getaffinity(0))  # one each
     until(lambda: all(map(sleeps, found)))  # when nobody has come for a while
-    for pool in (*teams, with_few):
+    for pool in (*pools, with_few):
         pool.close()
     before = sum(map(ticks, found))
     for _ in range(3):
-        teams = [ThreadPool(NUM_CORES, intra_op=1)]
-        teams[0].each(lambda index: index)
-        teams[0].close()
+        pools = [ThreadPool(NUM_CORES, intra_op=1)]
+        pools[0].each(lambda index: index)
+        pools[0].close()
         until(lambda: all(map(sleeps, found)))
     assert watchers() == found
     assert sum(map(ticks, found)) - before < 50  # of 10 ms
     parent.tell("well")
 
 
+@pytest.mark.alone  # watchers run when no other process wants their cores
 @can_watch
 def test_where_threads_have_all_cores_each_is_watched_and_watchers_sleep():
     with Children() as children:
@@ -102,6 +109,7 @@ def watch_beside_others(parent: Parent) -> None:
     parent.tell("well")
 
 
+@pytest.mark.alone
 @can_watch
 def test_what_others_do_keeps_no_watcher_from_its_sleep():
     with Children() as children:

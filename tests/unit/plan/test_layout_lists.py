@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict, UserList, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.plan import Layout, cut, join, num_rows
@@ -291,6 +292,34 @@ def test_a_dataclass_makes_what_it_derives_from_its_fields_anew() -> None:
     first, second = cut(Counted(rows(5, 2), WORDS), [2, 3], Layout())
     assert (first.count, second.count, second.words) == (2, 3, WORDS[2:])
     assert cut(Shifted(rows(4), 3), [3, 1], Layout())[1].x.tolist() == [6]
+
+
+@dataclasses.dataclass
+class Late:
+    x: Tensor
+    mask: Tensor | None = dataclasses.field(init=False, default=None)
+
+
+def test_a_field_that_was_set_after_the_dataclass_was_made_is_refused() -> None:
+    batch = Late(rows(4))
+    assert cut(batch, [2, 2], Layout())[1].mask is None
+    batch.mask = rows(4)  # no part would have it
+    with pytest.raises(UnsupportedError, match=r"Late\(\*\*fields\) makes .* or later"):
+        cut(batch, [2, 2], Layout())
+
+
+def test_packed_sequences_are_not_cut_along_time() -> None:
+    packed = pack_padded_sequence(torch.ones(1, 5, 3), torch.tensor([5]), batch_first=True)
+    with pytest.raises(UnsupportedError, match="`p` must be padded to be split"):
+        cut({"p": packed}, [3, 2], Layout())
+    parts = cut({"p": packed, "x": rows(4)}, [3, 1], Layout(dims={"p": None}))
+    assert [part["p"] is packed for part in parts] == [True, True]
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_bytes_of_any_kind_are_one_value(kind: Callable[[bytes], Any]) -> None:
+    value = kind(b"abcd")
+    assert cut({"x": rows(4), "id": value}, [3, 1], Layout())[1]["id"] is value
 
 
 def test_the_users_own_functions_take_a_batch_apart_and_put_it_together() -> None:

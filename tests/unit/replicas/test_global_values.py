@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from phalanx.replicas.global_values import GlobalValues, adopt_globals
-from phalanx.replicas.parcel import load
+from phalanx.replicas.packing import load
 
 OPTIONS = """
 ALPHA = 0.5

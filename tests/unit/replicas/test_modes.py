@@ -78,8 +78,17 @@ def test_another_thread_enters_the_callers_modes_and_leaves_them(enter: Any) -> 
 
     before, inside, after = in_another_thread(work)
     assert inside[:4] == expected[:4]
-    assert inside[4] is (not expected[2])  # the cache is one for all threads: see `entered`
+    assert inside[4] is False  # the cache is one for all threads: see `entered`
     assert after == before
+
+
+@EACH
+def test_an_autocast_of_the_model_has_no_cache_either(enter: Any) -> None:
+    with enter():
+        captured = CallerModes.capture([CPU])
+    with captured.entered(CPU), torch.autocast("cpu"):
+        assert not torch.is_autocast_cache_enabled()
+    assert torch.is_autocast_cache_enabled()
 
 
 @EACH

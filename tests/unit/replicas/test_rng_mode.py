@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from phalanx.replicas import (
     RngPlan,
     RngUse,
     derive_seed,
+    numpy_swap,
     preserve_rng,
     run_backward,
 )
@@ -80,8 +83,8 @@ def test_the_numbers_are_the_same_however_draws_are_found(way: str, plan: RngPla
         found = WAYS[way]()
     assert torch.equal(found, expected)
     assert torch.equal(torch.get_rng_state(), before)
-    assert use.drew.is_set()
-    assert not use.hidden.is_set()  # a call from Python shows each of them
+    assert use.drew
+    assert not use.hidden  # a call from Python shows each of them
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")
@@ -90,7 +93,7 @@ def test_a_draw_that_no_call_from_python_shows_is_told() -> None:
     use = RngUse()
     with MicrobatchRng(7, RngPlan(watched=True), use):
         found = scripted(X)
-    assert use.hidden.is_set()
+    assert use.hidden
     with RngMode(7):
         assert torch.equal(found, scripted(X))
 
@@ -201,3 +204,30 @@ def test_seeds_differ_for_every_step_and_microbatch() -> None:
     assert len(seeds) == 5 * 20 * 20
     assert derive_seed(1, 11) != derive_seed(11, 1)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def watched_microbatch(draw: Callable[[], object]) -> None:
+    with MicrobatchRng(0, RngPlan(watched=True, throughout=False, alone=True), RngUse()):
+        draw()
+
+
+def test_a_draw_from_numpy_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="draws from NumPy's global generator"):
+        watched_microbatch(np.random.rand)
+
+
+def test_numpys_generator_that_another_thread_puts_aside_just_then_is_no_draw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, kept = np.random.get_state, np.random.get_state()
+    with contextlib.ExitStack() as other:
+
+        def read_after_the_other() -> Any:
+            other.enter_context(numpy_swap())
+            np.random.seed(7)
+            return read()
+
+        watched_microbatch(
+            lambda: monkeypatch.setattr(np.random, "get_state", read_after_the_other)
+        )
+        np.random.set_state(kept)

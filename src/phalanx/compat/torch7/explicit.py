@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.compat.torch7.explicit_pass import ExplicitPass, same_leaves
 from phalanx.compat.torch7.module import Torch7Module
-from phalanx.compat.torch7.passes import Pass, same_leaves
 from phalanx.errors import ConfigError, StateError
 from phalanx.parallel import DataParallel, Unwrapped
 from phalanx.types import Nested
@@ -97,7 +97,7 @@ class Criterion:
 
     def __init__(self, loss_fn: Callable[[Nested, Nested], Tensor]) -> None:
         self._loss_fn = loss_fn
-        self._pass = Pass()
+        self._pass = ExplicitPass()
         self._target: Nested = None
 
     @property

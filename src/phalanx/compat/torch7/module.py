@@ -11,8 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from phalanx.compat.torch7.flat import Flat
-from phalanx.compat.torch7.passes import Pass
+from phalanx.compat.torch7.explicit_pass import ExplicitPass
+from phalanx.compat.torch7.flat_views import Flat
 from phalanx.compat.torch7.tensor_types import parse_tensor_type, tensor_type_of
 from phalanx.errors import ConfigError
 from phalanx.parallel import (
@@ -60,7 +60,7 @@ class Torch7Module(nn.Module):
     # Any: whatever the container behind takes.
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._pass = Pass()
+        self._pass = ExplicitPass()
         self._flat_memory = Flat()
 
     # Any: the module's own signature.

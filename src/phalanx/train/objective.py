@@ -1,12 +1,12 @@
-"""What a replica does with one microbatch: forward, loss, backward."""
+"""What is computed of a microbatch: forward, loss, backward."""
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -20,30 +20,11 @@ from phalanx.train.loss_buffers import LossBuffers
 from phalanx.train.sharding import Shard
 from phalanx.types import ForwardFn, LossFn, Nested
 
-__all__ = ["Work", "enter_training", "leave_evaluation"]
+__all__ = ["EvaluateTask", "Objective", "TrainTask"]
 
 
-def enter_training(module: nn.Module) -> None:
-    """Put a model into training mode, but leave parts in eval mode that are so among others.
-
-    Such parts are frozen, as batch norm often is; a model that is in eval mode as a whole has been
-    evaluated. A model may freeze its parts in `train()`, too.
-    """
-    modes = [(each, each.training) for each in module.modules()]
-    module.train()
-    if any(training for _, training in modes):
-        for each, training in modes:
-            each.training = training and each.training
-
-
-def leave_evaluation(module: nn.Module) -> None:
-    """Put a model that is in eval mode as a whole into training mode."""
-    if not any(each.training for each in module.modules()):
-        module.train()
-
-
-class Work:
-    """Compute losses and gradients of microbatches.
+class Objective:
+    """The loss of a module on microbatches.
 
     Args:
         loss: (outputs, targets) -> mean loss; needed without ``forward``.
@@ -64,38 +45,23 @@ class Work:
         self._loss_buffers = LossBuffers(
             "forward" if loss is None else "loss", forward if loss is None else loss, trained
         )
-        self._leaves_checked = False
+        self.leaves_checked = False
         self._inputs = Inputs()
 
-    def training(
-        self, scales: tuple[float, ...], keep_outputs: bool
-    ) -> Callable[[MicrobatchContext], MicrobatchResult]:
-        """Return what runs a microbatch forward and backward.
-
-        Args:
-            scales: Each microbatch's share in the whole batch's loss.
-            keep_outputs: Whether metrics will want them.
-        """
-        return _Training(self, scales, keep_outputs)
-
-    def evaluation(self, keep_outputs: bool) -> Callable[[MicrobatchContext], MicrobatchResult]:
-        """Return what runs a microbatch forward only."""
-        return _Evaluation(self, keep_outputs)
-
-    def evaluate(
+    def compute(
         self,
-        turn: MicrobatchContext,
+        context: MicrobatchContext,
         rng: MicrobatchRng,
         keep_outputs: bool,
         *,
-        trains: bool = False,
+        trains: bool,
     ) -> tuple[Tensor, MicrobatchResult]:
         """Run one microbatch forward; one that ``trains`` must bring no graph."""
-        rows = turn.batch.read() if isinstance(turn.batch, Shard) else turn.batch
-        batch, lent = self._inputs.lend(rows, turn.replica.device, trains=trains)
+        batch = context.batch.read() if isinstance(context.batch, Shard) else context.batch
+        batch, lent = self._inputs.lend(batch, context.replica.device, trains=trains)
         before = self._loss_buffers.note()
         with rng:
-            loss, outputs, targets = self._call(turn.replica.module, batch)
+            loss, outputs, targets = self._call(context.replica.module, batch)
         self._loss_buffers.check(before)
         self._inputs.note(lent)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -104,20 +70,15 @@ class Work:
                 f"`loss` must return a tensor of one element, but returned {shown!r}. Take its "
                 "mean."
             )
-        kept = _detached(outputs) if keep_outputs else None
-        own = _detached(targets) if keep_outputs else None
-        return loss, MicrobatchResult(loss.item(), kept, own)
+        if not keep_outputs:
+            return loss, MicrobatchResult(loss.item(), None, None)
+        return loss, MicrobatchResult(loss.item(), _detached(outputs), _detached(targets))
 
-    def foreign_leaves(self, turn: MicrobatchContext, loss: Tensor) -> list[weakref.ref[Tensor]]:
+    def foreign_leaves(self, context: MicrobatchContext, loss: Tensor) -> list[ref[Tensor]]:
         """Return what else a loss may train in a worker process; the first one tells."""
-        if not turn.in_worker or self._leaves_checked:
+        if not context.in_worker or self.leaves_checked:
             return []
-        return find_foreign_leaves(loss, turn.replica.leaves() | self._loss_buffers.leaves())
-
-    def check_leaves(self, found: Sequence[weakref.ref[Tensor]]) -> None:
-        """Refuse those that are still there when the microbatch is done."""
-        refuse_foreign_leaves(found)
-        self._leaves_checked = True
+        return find_foreign_leaves(loss, context.replica.leaves() | self._loss_buffers.leaves())
 
     def _call(
         self, module: nn.Module, batch: Nested
@@ -146,24 +107,31 @@ class Work:
 
 
 @dataclass(frozen=True)
-class _Training:
-    """Forward and backward; an object, so that it can be sent to other processes."""
+class TrainTask:
+    """Run a microbatch forward and backward; picklable, for worker processes.
 
-    work: Work
+    Args:
+        scales: Each microbatch's share in the whole batch's loss.
+        keep_outputs: Whether metrics will want them.
+    """
+
+    objective: Objective
     scales: tuple[float, ...]
     keep_outputs: bool
 
-    def __call__(self, turn: MicrobatchContext) -> MicrobatchResult:
-        outcome, foreign = self._train(turn)
-        self.work.check_leaves(foreign)
-        return outcome
+    def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
+        result, foreign = self._train(context)
+        if foreign:
+            refuse_foreign_leaves(foreign)  # when the graph is gone
+        self.objective.leaves_checked = True
+        return result
 
-    def _train(self, turn: MicrobatchContext) -> tuple[MicrobatchResult, list[weakref.ref[Tensor]]]:
-        rng = turn.drawing()
-        loss, outcome = self.work.evaluate(turn, rng, self.keep_outputs, trains=True)
-        if not math.isfinite(outcome.loss):
+    def _train(self, context: MicrobatchContext) -> tuple[MicrobatchResult, list[ref[Tensor]]]:
+        rng = context.drawing()
+        loss, result = self.objective.compute(context, rng, self.keep_outputs, trains=True)
+        if not math.isfinite(result.loss):
             raise ConfigError(
-                f"`loss` must be finite, but is {outcome.loss!r} in microbatch {turn.index}; "
+                f"`loss` must be finite, but is {result.loss!r} in microbatch {context.index}; "
                 "the step was refused and nothing has changed. Lower the learning rate, clip "
                 "gradients by `clip_norm`, or look at this microbatch's data."
             )
@@ -172,23 +140,25 @@ class _Training:
                 "`loss` must depend on a parameter that requires a gradient, but does not. "
                 "Unfreeze parameters, and compute the loss from the module's outputs."
             )
-        foreign = self.work.foreign_leaves(turn, loss)
-        scale = torch.as_tensor(self.scales[turn.index], dtype=loss.dtype, device=loss.device)
-        loss = loss.reshape(())
+        foreign = self.objective.foreign_leaves(context, loss)
+        scale = torch.as_tensor(self.scales[context.index], dtype=loss.dtype, device=loss.device)
+        if loss.dim():
+            loss = loss.reshape(())
         with rng:
             run_backward([loss], [scale])
-        return outcome, foreign
+        return result, foreign
 
 
 @dataclass(frozen=True)
-class _Evaluation:
-    """Forward only."""
+class EvaluateTask:
+    """Run a microbatch forward only; otherwise as `TrainTask`."""
 
-    work: Work
+    objective: Objective
     keep_outputs: bool
 
-    def __call__(self, turn: MicrobatchContext) -> MicrobatchResult:
-        return self.work.evaluate(turn, turn.drawing(), self.keep_outputs)[1]
+    def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
+        rng = context.drawing()
+        return self.objective.compute(context, rng, self.keep_outputs, trains=False)[1]
 
 
 def _is_pair(batch: Nested) -> bool:

@@ -18,10 +18,10 @@ from phalanx.plan import flatten, leaf_paths, unflatten
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
-__all__ = ["Pass", "same_leaves"]
+__all__ = ["ExplicitPass", "same_leaves"]
 
 
-class Pass:
+class ExplicitPass:
     """What is kept of a module's last forward pass.
 
     It belongs to one module in this process: a copy of it, deep or pickled, is empty.
@@ -118,7 +118,7 @@ class Pass:
                 leaf.grad = None
         return self._keep(found)
 
-    def __reduce__(self) -> tuple[type[Pass], tuple[bool]]:
+    def __reduce__(self) -> tuple[type[ExplicitPass], tuple[bool]]:
         return type(self), (self.wants_grad_input,)
 
     def _wanted(self) -> list[Tensor]:

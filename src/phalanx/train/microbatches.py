@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import ConfigError
@@ -12,38 +12,33 @@ from phalanx.plan import Layout, Rows, Samples, equal_sizes, open_rows, workload
 from phalanx.train.sharding import Shard
 from phalanx.types import Nested, WeightFn
 
-__all__ = ["Cut", "Cutter"]
+__all__ = ["Microbatches", "Splitter"]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A batch in microbatches.
+@dataclass
+class Microbatches:
+    """A batch in pieces, whose gradients are summed.
 
     Attributes:
-        microbatches: In order; some may be without rows.
+        pieces: In order; some may be without rows.
         sizes: Rows of each.
         weights: What each stands for.
-        pinned: One slice for every replica, rather than microbatches for whoever is free.
+        scales: Each one's share in the loss of the whole batch.
         weight: What the whole batch stands for.
-        scales: Each microbatch's share in the loss of the whole batch.
+        pinned: One slice for every replica, rather than microbatches for whoever is free.
     """
 
-    microbatches: list[Nested]
+    pieces: list[Nested]
     sizes: list[int]
     weights: list[float]
+    scales: tuple[float, ...]
+    weight: float
     pinned: bool
-    weight: float = field(init=False)
-    scales: tuple[float, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        weight = math.fsum(self.weights)
-        object.__setattr__(self, "weight", weight)
-        object.__setattr__(self, "scales", tuple(each / weight for each in self.weights))
 
 
 @dataclass(frozen=True)
-class Cutter:
-    """Cut batches the way a trainer was told.
+class Splitter:
+    """Split batches into microbatches the way a trainer was told.
 
     Args:
         layout: Which dim of which leaf is split.
@@ -55,8 +50,8 @@ class Cutter:
     microbatches: int | None
     weight: WeightFn | None
 
-    def cut(self, batch: Nested, workloads: Sequence[float]) -> Cut:
-        """Cut ``batch`` for replicas with ``workloads``.
+    def split(self, batch: Nested, workloads: Sequence[float]) -> Microbatches:
+        """Split ``batch`` for replicas with ``workloads``.
 
         Raises:
             ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
@@ -71,8 +66,13 @@ class Cutter:
             sizes = workload_sizes(count, workloads)
         else:
             sizes = equal_sizes(count, self.microbatches)
-        parts = rows.cut(sizes)
-        return Cut(parts, sizes, self._weights(parts, sizes), pinned=self.microbatches is None)
+        pieces = rows.cut(sizes)
+        weights = self._weights(pieces, sizes)
+        weight = math.fsum(weights)
+        scales = tuple([each / weight for each in weights])
+        return Microbatches(
+            pieces, sizes, weights, scales, weight, pinned=self.microbatches is None
+        )
 
     def check_rows(self, batch: Nested) -> None:
         """Refuse a batch that has fewer rows than there shall be microbatches, but some.

@@ -22,56 +22,56 @@ from phalanx.replicas import Statistic
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
-__all__ = ["Account", "RankReport"]
+__all__ = ["RankMessage", "RankRunResult"]
 
 _TEXT = "text"
 
 
 @dataclass
-class Account:
+class RankMessage:
     """One rank's part in a step.
 
     Attributes:
-        moment: What all ranks must agree on: which step, of which batch.
+        fingerprint: What all ranks must agree on: which step, of which batch.
         error: What it raised instead of computing; None if all went well.
-        outcomes: By microbatch.
+        results: By microbatch.
         absent: By node of the tree, the parameters that got no gradient; no entry for a node
             without rows.
         statistics: By node, what its microbatches left in the buffers.
     """
 
-    moment: str
+    fingerprint: str
     error: str | None = None
-    outcomes: dict[int, MicrobatchResult] = field(default_factory=dict)
+    results: dict[int, MicrobatchResult] = field(default_factory=dict)
     absent: dict[Node, frozenset[int]] = field(default_factory=dict)
     statistics: dict[Node, dict[str, Statistic]] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        moment: str,
+        fingerprint: str,
         results: Sequence[MicrobatchResult | None],
         sums: Mapping[Node, PartialSum | None],
-    ) -> Account:
-        """Return the account of what was computed here."""
-        account = cls(moment, outcomes={i: r for i, r in enumerate(results) if r is not None})
+    ) -> RankMessage:
+        """Return the message of what was computed here."""
+        message = cls(fingerprint, results={i: r for i, r in enumerate(results) if r is not None})
         for node, partial in sums.items():
             if partial is not None:
-                account.absent[node] = frozenset(
+                message.absent[node] = frozenset(
                     place for place, each in enumerate(partial.gradients) if each is None
                 )
-                account.statistics[node] = partial.statistics
-        return account
+                message.statistics[node] = partial.statistics
+        return message
 
     def pack(self) -> bytes:
         """Write it down."""
         tensors: dict[str, Tensor] = {}
         text = {
-            "moment": self.moment,
+            "fingerprint": self.fingerprint,
             "error": self.error,
-            "outcomes": [
+            "results": [
                 [index, each.loss.hex(), _put(tensors, each.outputs), _put(tensors, each.targets)]
-                for index, each in self.outcomes.items()
+                for index, each in self.results.items()
             ],
             "absent": [[n.level, n.index, sorted(each)] for n, each in self.absent.items()],
             "statistics": [
@@ -84,35 +84,35 @@ class Account:
         return safetensors.torch.save(tensors)
 
     @classmethod
-    def read(cls, packed: bytes) -> Account:
+    def read(cls, packed: bytes) -> RankMessage:
         """Undo :meth:`pack`."""
         tensors = safetensors.torch.load(packed)  # bytes of a rank: numbers, and no code to run
         text = json.loads(tensors[_TEXT].numpy().tobytes())
-        account = cls(text["moment"], text["error"])
-        for index, loss, outputs, targets in text["outcomes"]:
-            account.outcomes[index] = MicrobatchResult(
+        message = cls(text["fingerprint"], text["error"])
+        for index, loss, outputs, targets in text["results"]:
+            message.results[index] = MicrobatchResult(
                 float.fromhex(loss), _take(tensors, outputs), _take(tensors, targets)
             )
         for level, index, absent in text["absent"]:
-            account.absent[Node(level, index)] = frozenset(absent)
-            account.statistics[Node(level, index)] = {}
+            message.absent[Node(level, index)] = frozenset(absent)
+            message.statistics[Node(level, index)] = {}
         for level, index, name, weight, rule, value in text["statistics"]:
-            account.statistics[Node(level, index)][name] = Statistic(
+            message.statistics[Node(level, index)][name] = Statistic(
                 _take(tensors, value), float.fromhex(weight), rule
             )
-        return account
+        return message
 
 
 @dataclass(kw_only=True)
-class RankReport(RunResult):
+class RankRunResult(RunResult):
     """What a run over all ranks gave.
 
     Attributes:
-        accounts: Every rank's, by rank. The operands hold the statistics alone; gradients are still
+        messages: Every rank's, by rank. The operands hold the statistics alone; gradients are still
             where they were computed, in `sums`.
     """
 
-    accounts: list[Account] = field(default_factory=list)
+    messages: list[RankMessage] = field(default_factory=list)
 
 
 def _put(tensors: dict[str, Tensor], value: Nested) -> Any:  # Any: what JSON can hold

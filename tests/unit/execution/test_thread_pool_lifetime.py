@@ -1,4 +1,4 @@
-"""Teams that are closed, forked or called again at a bad moment."""
+"""Thread pools that are closed, forked or called again at a bad moment."""
 
 from __future__ import annotations
 
