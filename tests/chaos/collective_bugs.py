@@ -12,7 +12,8 @@ from typing import Any
 
 from phalanx.clock import pause
 from phalanx.distributed import peer_errors
-from phalanx.distributed.collective_buffers import CollectiveBuffers, Steps
+from phalanx.distributed.collective_buffers import CollectiveBuffers, Need, Steps
+from phalanx.distributed.engine import Engine
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.status_pages import LEFT, StatusPages
 from phalanx.distributed.wake_up_pipes import WakeUpPipes
@@ -108,6 +109,23 @@ def said_too_late(patch: Patch) -> None:
     patch(WakeUpPipes, "sleep", too_late)
 
 
+def looked_no_more(patch: Patch) -> None:
+    """A rank does not look again where all that it waits for has come before it fell asleep."""
+    rest, advance = Engine.rest, Engine.advance
+
+    def without_a_look(self: Engine, need: Need | None, times: int) -> bool:
+        ranks, progress = need or ((), 0)
+        if progress > 0 and self._pages.reached(ranks, progress):
+            looks = iter([False])
+            self.advance = lambda: next(looks, None) is None and advance(self)  # type: ignore[method-assign]
+        try:
+            return rest(self, need, times)
+        finally:
+            self.__dict__.pop("advance", None)
+
+    patch(Engine, "rest", without_a_look)
+
+
 def contention_not_agreed(patch: Patch) -> None:
     """Each rank goes by what it has said itself, and cuts its tensors in pieces of its own."""
 
@@ -143,6 +161,7 @@ BUGS: dict[str, Callable[[Patch], None]] = {
         leavers_missed,
         wake_ups_lost,
         said_too_late,
+        looked_no_more,
         contention_not_agreed,
         pipes_kept,
     )

@@ -164,6 +164,24 @@ def progress_comes_before_sleep(parent: Parent, rank: int) -> None:
     assert not slept_in_vain, "somebody slept in vain"
 
 
+def progress_comes_before_rest(parent: Parent, rank: int) -> None:
+    """A rank that lost its core before it fell asleep finds that nothing is left to wait for."""
+    engine._FIRST_SLEEP_S = engine._LONGEST_SLEEP_S = SLEEP_S
+    pages = dist.group.WORLD._buffers.pages
+
+    def spin_in_vain(self: engine.Engine, need: engine.Need) -> bool:
+        waiting = Waiting(DEADLINE_S)
+        while not pages.reached(*need):
+            assert not waiting.over()
+            waiting.rest()
+        return False
+
+    engine.Engine._spin = spin_in_vain  # type: ignore[method-assign]
+    began_s = now_s()
+    dist.barrier()
+    assert now_s() - began_s < 0.9 * SLEEP_S, "somebody slept though all had come"
+
+
 def one_rank_is_contended(parent: Parent, rank: int) -> None:
     """All others do as it does, and sums have the same bits as before."""
     ContentionVerdict.holds = lambda self, now_s: False
@@ -262,6 +280,7 @@ SCENES: dict[str, tuple[Scene, str]] = {
     ),
     "wake_ups_lost": (sleepers_are_woken, "nobody was woken"),
     "said_too_late": (progress_comes_before_sleep, "somebody slept in vain"),
+    "looked_no_more": (progress_comes_before_rest, "somebody slept though all had come"),
     "contention_not_agreed": (one_rank_is_contended, "a wrong result of"),
     "pipes_kept": (nothing_is_left, "something is left open"),
     "native_progress_unread": (sums_are_right, "a wrong result of"),

@@ -209,9 +209,10 @@ class Engine:
         awaited = next((rank for rank in ranks if is_missing(self._pages, rank, progress)), None)
         if awaited is not None:
             self._pipes.fall_asleep(awaited, progress)
-            if self.advance():
-                self._pages.wait_for(None)
-                return True
+        # Once more: nobody wakes this rank for what came before it said that it sleeps.
+        if ranks and self.advance():
+            self._pages.wait_for(None)
+            return True
         self._pipes.sleep(min(times * _FIRST_SLEEP_S, _LONGEST_SLEEP_S))
         if self.advance():
             return True
