@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -562,6 +563,58 @@ def test_a_step_tells_the_gradients_norm_before_clipping(
         assert trainer.step(batch).grad_norm == pytest.approx(norm.item(), rel=1e-12)
     with phalanx.Trainer(net, MLP.loss, plain_sgd, **formation) as trainer:
         assert trainer.step(batch).grad_norm is None
+
+
+def rate_in_a_tensor(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return OPTIM.SGD(params, lr=torch.tensor(0.125))
+
+
+class Unrated(torch.optim.SGD):
+    """An optimizer of the user's own that settles its rate itself, as some do with lr=None."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = 0.1
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = None
+
+
+@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
+@pytest.mark.parametrize(
+    "factory", [grouped, FACTORIES["nadam"], rate_in_a_tensor], ids=["groups", "as-is", "tensor"]
+)
+def test_a_step_tells_the_learning_rates_it_was_made_with(executor: str, factory: Factory) -> None:
+    batches = batches_of(MLP, 9, F64, STEPS)
+    reference = factory(mlp(F64).parameters())
+    schedule = SCHEDULERS["step"](reference)
+    expected = []
+    for _ in batches:
+        expected.append(tuple(float(group["lr"]) for group in reference.param_groups))
+        reference.step()
+        schedule.step()
+    assert len({*expected}) > 2
+    replicas = 1 if executor == "inline" else 2
+    with phalanx.Trainer(
+        mlp(F64),
+        MLP.loss,
+        factory,
+        replicas=replicas,
+        executor=executor,
+        scheduler=SCHEDULERS["step"],
+    ) as trainer:
+        assert [trainer.step(batch).learning_rates for batch in batches] == expected
+
+
+def test_a_learning_rate_that_is_no_number_is_told_as_nan() -> None:
+    def unrated(params: Iterable[Any]) -> torch.optim.Optimizer:
+        optimizer = Unrated(params, lr=0.1)
+        optimizer.param_groups[0]["lr"] = None
+        return optimizer
+
+    with phalanx.Trainer(mlp(F64), MLP.loss, unrated, replicas=2) as trainer:
+        (rate,) = trainer.step(vector_batch(9, F64)).learning_rates
+    assert math.isnan(rate)
 
 
 @EVERY_FACTORY

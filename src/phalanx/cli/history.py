@@ -130,6 +130,7 @@ def _step_record(event: StepDone) -> Record:
         "seconds": event.seconds,
         "shares": event.shares,
         "busy_s": event.busy_s,
+        "learning_rates": event.learning_rates,
     }
 
 

@@ -44,6 +44,8 @@ class StepDone:
         spans: What each replica did when, by the monotonic clock.
         work_s: Seconds that each replica took for its rows, before any merging and without waiting.
         grad_norm: The 2-norm of all gradients before they were clipped; None without `clip_norm`.
+        learning_rates: Of each of the optimizer's parameter groups, as the step was made with it;
+            nan where the group has none that is a number.
     """
 
     step: int
@@ -57,6 +59,7 @@ class StepDone:
     spans: tuple[Span, ...]
     work_s: tuple[float, ...] = ()
     grad_norm: float | None = None
+    learning_rates: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

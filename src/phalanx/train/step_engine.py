@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -232,6 +233,7 @@ class StepEngine:
                 self._reduction.share()
             norm = None if self._spec.clip_norm is None else self._clip(self._spec.clip_norm)
             self._stepper.prepare(missing, self._reduction.operands[0] if self._alone else None)
+            rates = _learning_rates(self._spec.optimizer)  # now: the commit steps the scheduler
             loss = Loss(loss_of(microbatches, result), microbatches.weight, sum(microbatches.sizes))
 
             def finish() -> None:
@@ -267,6 +269,7 @@ class StepEngine:
             spans=tuple(spans),
             work_s=tuple(work_s),
             grad_norm=norm,
+            learning_rates=rates,
         )
 
     def _step(self, finish: Callable[[], None], *, summed: bool) -> list[Span]:
@@ -354,6 +357,17 @@ def _busy_s(spans: Sequence[Span], num_replicas: int) -> tuple[float, ...]:
     for span in spans:
         busy_s[span.replica] += span.stop_s - span.start_s
     return tuple(busy_s)
+
+
+def _learning_rates(optimizer: Optimizer) -> tuple[float, ...]:
+    """Return each group's; nan where an optimizer of the user's own has none, or no number."""
+    return tuple([_number(group.get("lr")) for group in optimizer.param_groups])
+
+
+def _number(rate: object) -> float:
+    if isinstance(rate, Tensor):
+        return rate.item() if rate.numel() == 1 and not rate.is_complex() else math.nan
+    return float(rate) if isinstance(rate, Real) else math.nan
 
 
 def _trained_ids(optimizer: Optimizer) -> list[list[int]]:

@@ -152,6 +152,8 @@ def test_a_training_leaves_everything_in_its_folder(phalanx):
     records = metrics_of(folder)
     assert [record["step"] for record in records if record["kind"] == "step"] == [*range(1, 13)]
     assert [record["last_step"] for record in records if record["kind"] == "epoch"] == [6, 12]
+    rates = [record["learning_rates"] for record in records if record["kind"] == "step"]
+    assert rates == [[pytest.approx(rates[0][0] * (1 - step / 12))] for step in range(12)]
     assert {*records[-1]["train"]} == {*records[-1]["validation"]} == {"loss", "accuracy"}
     config = json.loads((folder / "config.json").read_text())
     assert config["options"]["microbatches"] == 2
