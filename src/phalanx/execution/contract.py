@@ -77,7 +77,7 @@ class CachedPayload(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """What one replica did when; ``microbatch`` None stands for merging and the optimizer."""
+    """What one replica did when; ``microbatch`` None: its part of the last sum and of the step."""
 
     replica: int
     microbatch: int | None
@@ -139,10 +139,12 @@ class RunResult:
 
     Attributes:
         results: What the task returned, by microbatch; None for microbatches of weight 0.
-        operands: The last one or two partial sums of gradients and statistics, left one first.
-        sums: What waits to be added, by node of the tree: the rest of it is elsewhere, or the
-            caller's.
-        replica_of: Who computed each microbatch; -1 for those left out.
+        operands: What `sums` holds, without its places: the last one or two partial sums, left one
+            first, where all of the tree was added here.
+        sums: Partial sums that nobody has added yet, by node of the tree; more than two where other
+            ranks have what they wait for, or where the run did not add.
+        replica_of: Which replica here computed each microbatch; -1 for those left out, or run
+            elsewhere.
         drew: Whether the model drew random numbers from the microbatches' own generators.
         seconds: What each pinned microbatch took until its gradients were there: without waiting
             for other replicas, and before any merging; 0 for those left out.
@@ -197,7 +199,8 @@ class Executor(ABC):
         worker_pids: The worker processes' numbers; empty without any.
         has_rendezvous: Whether replicas wait for each other inside the model, as those with
             synchronised batch norm do.
-        steps_whole: Whether the optimizer is stepped as it is, and not in parts; the caller says.
+        steps_whole: Whether the optimizer is stepped as it is, and not in parts; set before each
+            run by whoever steps it, so that ranks can see that they do the same.
     """
 
     workloads: list[float]
@@ -255,7 +258,7 @@ class Executor(ABC):
             as_of: Go on with what an earlier run left in `saved`, as that one saw the source;
                 default: take over what has changed. A closed executor of threads can do so, too.
             gradient_hook: Called with each microbatch's index and gradients, or None for one that
-                is left out; returns what is added.
+                is left out; returns what is added in their place, or None to add them as they are.
             adds: Add gradients along the tree. Otherwise `RunResult.sums` has each microbatch's.
 
         Returns:

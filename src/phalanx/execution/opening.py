@@ -160,8 +160,9 @@ class ExecutorMaker:
 
     Args:
         choice: Of which kind.
-        module: The module to run. Give the same ``pools`` to executors that share parameters.
+        module: The module to run.
         failures: Takes note of worker processes that were lost.
+        pools: The same for executors that share parameters; default: of its own.
         shared: What the runs refer to; worker processes get it with the module.
         timed: Measure replicas on devices that work behind their thread's back.
         steps: Whether it will step an optimizer.

@@ -196,7 +196,7 @@ class ProcessExecutor(Executor):
         self._sync.outdate()
 
     def refresh(self) -> None:
-        """Take over everything from the module with the next run."""
+        """Let the next run take over everything: workers compute nothing before."""
         self.outdate()
 
     def forget(self, name: str) -> None:

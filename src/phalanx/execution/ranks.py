@@ -322,7 +322,7 @@ def _steps_plainly(message: RankMessage) -> bool:
 
 
 def _trace_of(microbatches: Sequence[Nested]) -> int:
-    """Return a checksum of the beginnings of a batch's rows; 0 where they are not here."""
+    """Return a checksum of the beginnings of a batch's rows; 0 for a `Shard`, not yet read."""
     trace = 0
     for microbatch in microbatches:
         for leaf in flatten(microbatch)[0]:

@@ -39,7 +39,7 @@ _EachThread = Callable[[Callable[[int, int], None]], object]
 
 
 class Stepper(ABC):
-    """How the step is shared among threads.
+    """What steps the user's optimizer: in parts, one for each replica, or as it is.
 
     Attributes:
         whole: Whether the optimizer is stepped as it is, on the module's own parameters.
@@ -166,7 +166,7 @@ class FlatStepper(Stepper):
 
     def prepare(
         self,
-        missing: Sequence[int],  # noqa: ARG002 - the engine sees to it
+        missing: Sequence[int],  # noqa: ARG002 - with some, the engine steps it as it is
         gradients: Sequence[Tensor | None] | None = None,  # noqa: ARG002
     ) -> None:
         options = [_options(group) for group in self._optimizer.param_groups]

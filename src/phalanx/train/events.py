@@ -39,10 +39,11 @@ class StepDone:
         loss: Loss of the whole batch.
         samples: Rows of the batch.
         seconds: From the batch at hand to the updated weights.
-        shares: Rows that each replica computed.
-        busy_s: Seconds that each replica worked.
+        shares: Rows that each replica computed; with executor="ranks", here and below, this rank's.
+        busy_s: Seconds of each replica's spans: its microbatches, and its part of sum and step.
         spans: What each replica did when, by the monotonic clock.
-        work_s: Seconds that each replica took for its rows, before any merging and without waiting.
+        work_s: Seconds that each replica took for its microbatches alone, until their gradients
+            were there, without what it waited for others.
         grad_norm: The 2-norm of all gradients before they were clipped; None without `clip_norm`.
         learning_rates: Of each of the optimizer's parameter groups, as the step was made with it;
             nan where the group has none that is a number.

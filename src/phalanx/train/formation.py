@@ -15,7 +15,7 @@ from phalanx.execution import default_intra_op
 from phalanx.replicas import num_cores, resolve_devices
 from phalanx.types import Device
 
-__all__ = ["Formation", "candidates", "try_out"]
+__all__ = ["Formation", "candidates", "given", "try_out"]
 
 _TRIAL_S = 2.0
 _LEAST_ROUNDS = 3
