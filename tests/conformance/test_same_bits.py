@@ -67,7 +67,7 @@ EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 
 
 @dataclass(frozen=True)
-class MicrobatchResult:
+class Outcome:
     """All that a run leaves behind."""
 
     weights: dict[str, Tensor]  # with buffers
@@ -88,7 +88,7 @@ def train(
     microbatches: int = MICROBATCHES,
     process_seed: int = 1234,
     **options: Any,
-) -> MicrobatchResult:
+) -> Outcome:
     """Train until step ``stop`` is done, from the start or from the checkpoint in ``resume``."""
     # Nothing of a run that is resumed may come from anywhere but the checkpoint.
     net = recipe.case.build(seed=0 if resume is None else 99)
@@ -123,7 +123,7 @@ def train(
         assert trainer.steps == stop
         if save is not None:
             trainer.save(save)
-        return MicrobatchResult(
+        return Outcome(
             state_of(trainer.module),
             _copied(trainer.optimizer.state_dict()),
             tuple(event.loss for event in done),
@@ -136,12 +136,12 @@ def _copied(value: Any) -> Any:
 
 
 @functools.cache
-def reference(recipe_name: str) -> MicrobatchResult:
+def reference(recipe_name: str) -> Outcome:
     """Return what one replica leaves behind after all steps."""
     return train(next(recipe for recipe in RECIPES if str(recipe) == recipe_name), 1)
 
 
-def assert_same(outcome: MicrobatchResult, expected: MicrobatchResult) -> None:
+def assert_same(outcome: Outcome, expected: Outcome) -> None:
     assert_same_bits(outcome.weights, expected.weights, "weights")
     assert_same_bits(outcome.optimizer, expected.optimizer, "optimizer")
     assert outcome.losses == expected.losses[-len(outcome.losses) :]
@@ -307,7 +307,7 @@ def test_single_steps_equal_a_fit() -> None:
 # --- controls: what must show does, or the tests above compare nothing with nothing ---------------
 
 
-def differs(first: MicrobatchResult, second: MicrobatchResult) -> bool:
+def differs(first: Outcome, second: Outcome) -> bool:
     return any(not torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
 
 
