@@ -219,16 +219,17 @@ class Executor(ABC):
     _fused: bool | None = None  # see `has_fused_evaluation`; None: not known yet
     _compiled = False  # see `has_compiled`
 
-    def each(self, task: Callable[[int], T], *, whole: bool = False) -> list[T]:
+    def each(self, task: Callable[[int], T], *, uninterrupted: bool = False) -> list[T]:
         """Run ``task(replica index)`` in every replica's thread at once.
 
         After :meth:`close`, for a backward pass that is still to come, on threads of its own.
 
         Args:
-            whole: A Ctrl-C arrives after it, also where the one replica is the caller's thread.
+            uninterrupted: A Ctrl-C arrives after it, also where the one replica is the caller's
+                thread.
         """
-        if whole and isinstance(self._threads, CallerThread):
-            return self._threads.each_whole(task)
+        if uninterrupted and isinstance(self._threads, CallerThread):
+            return self._threads.each_uninterrupted(task)
         if not self._threads.closed:
             return self._threads.each(task)
         with contextlib.closing(ThreadPool(len(self), intra_op=self.intra_op)) as pool:

@@ -412,7 +412,7 @@ class ProcessExecutor(Executor):
         if done.drew_hidden:
             state.rng_use.hidden = True
         state.results[microbatch] = done.result
-        state.seconds[microbatch] = done.busy_s
+        state.seconds[microbatch] = done.seconds
         state.replica_of[microbatch] = index
         state.spans.append(
             Span(

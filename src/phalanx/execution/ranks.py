@@ -218,9 +218,9 @@ class RankExecutor(Executor):
 
     # -- what the replicas here do -----------------------------------
 
-    def each(self, task: Callable[[int], T], *, whole: bool = False) -> list[T]:
+    def each(self, task: Callable[[int], T], *, uninterrupted: bool = False) -> list[T]:
         """Run ``task(replica index)`` in every local replica's thread at once."""
-        return self.local.each(task, whole=whole)
+        return self.local.each(task, uninterrupted=uninterrupted)
 
     @property
     def intra_op(self) -> int:
@@ -254,8 +254,8 @@ class RankExecutor(Executor):
         """Dismiss the threads; closing twice does nothing."""
         self.local.close()
 
-    def _work_on(self, job: RunState) -> None:
-        self.local._work_on(job)
+    def _work_on(self, state: RunState) -> None:
+        self.local._work_on(state)
 
 
 def open_ranks(local: ThreadExecutor, module: nn.Module) -> RankExecutor:

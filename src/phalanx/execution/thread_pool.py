@@ -228,7 +228,7 @@ class CallerThread:
         self._intra_op = intra_op
         self.closed = False
 
-    def each_whole(self, task: Callable[[int], T]) -> list[T]:
+    def each_uninterrupted(self, task: Callable[[int], T]) -> list[T]:
         """As :meth:`each`, but a Ctrl-C arrives after it, as it does where threads do the work."""
         if threading.current_thread() is not threading.main_thread():  # handlers run nowhere else
             return self.each(task)

@@ -89,10 +89,10 @@ class ThreadExecutor(Executor):
     ) -> None:
         self.workloads = list(workloads) if workloads is not None else [1.0] * len(devices)
         check_workloads(self.workloads, len(devices))
-        alone = isinstance(source, nn.Module)
+        one_source = isinstance(source, nn.Module)
         sources = [source] * len(devices) if isinstance(source, nn.Module) else list(source)
         self.sources = tuple(sources)
-        self.one_source = alone
+        self.one_source = one_source
         self.parameters = _all_parameters(sources)
         self.devices = tuple(devices)
         self._intra_op = read_intra_op(intra_op) or default_intra_op(devices)
@@ -106,19 +106,19 @@ class ThreadExecutor(Executor):
                 device,
                 index,
                 all_parameters=self.parameters,
-                prefix="" if alone else f"{index}.",
+                prefix="" if one_source else f"{index}.",
                 rules=rules,
                 reaching=reaching,
-                only_one=not alone and sources.count(own) == 1,
+                only_one=not one_source and sources.count(own) == 1,
             )
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
         self._saved: list[dict[str, Any]] = [{} for _ in self.replicas]
         # Replicas of one module see the same changes, so one of them watches for all.
-        self._watchers = self.replicas[:1] if alone else self.replicas
+        self._watchers = self.replicas[:1] if one_source else self.replicas
         self._places = ParameterPlaces(sources)
         self.compile_once = CompileOnce(sources)
-        self._rendezvous = self._synchronise(sources[0], rules) if alone and rules else None
+        self._rendezvous = self._synchronise(sources[0], rules) if one_source and rules else None
         self.has_rendezvous = self._rendezvous is not None
         if inline:
             self._threads = CallerThread(intra_op=self.intra_op)
@@ -222,7 +222,7 @@ class ThreadExecutor(Executor):
         def serve(index: int) -> None:
             with modes.entered(self.devices[index]), self.attending(index):
                 saved, watch = self._saved[index], self.stopwatch(index)
-                _serve(self.replicas[index], state, saved, watch, self.compile_once)
+                _run_microbatches(self.replicas[index], state, saved, watch, self.compile_once)
 
         with self.open_rendezvous(members):
             if state.as_of is None:
@@ -236,7 +236,7 @@ def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def _serve(
+def _run_microbatches(
     replica: Replica,
     state: RunState,
     saved: dict[str, Any],
@@ -254,7 +254,7 @@ def _serve(
             running = replica.going_back() if goes_on else replica.running()
             with compile_once.running(kind, replica.device, context.batch), running:
                 state.results[index] = state.task(context)
-            written = {} if goes_on else _collect(replica, state.weights[index])
+            written = {} if goes_on else _take_written(replica, state.weights[index])
             gradients = replica.take_gradients()
             state.seconds[index] = watch.lap()
             state.put(index, PartialSum(gradients, written))
@@ -262,7 +262,7 @@ def _serve(
             state.failed = True
             replica.drop_gradients()
             if not goes_on:
-                _collect(replica, 0.0)
+                _take_written(replica, 0.0)
             annotate_error(error, replica, index)
             raise
         state.replica_of[index] = replica.index
@@ -271,7 +271,7 @@ def _serve(
         )
 
 
-def _collect(replica: Replica, weight: float) -> Statistics:
+def _take_written(replica: Replica, weight: float) -> Statistics:
     """Return what a microbatch left in buffers, which begin anew."""
     written = replica.statistics.collect(weight)
     replica.statistics.refresh()

@@ -198,7 +198,7 @@ class Done:
             when they have been packed.
         drew: Whether the model drew random numbers.
         drew_hidden: Whether it drew any where calls from Python do not show it.
-        busy_s: Seconds of work.
+        seconds: As in `RunResult`.
         saved: The names of all that is saved now.
     """
 
@@ -209,7 +209,7 @@ class Done:
     drew_hidden: bool
     start_s: float
     stop_s: float
-    busy_s: float
+    seconds: float
     saved: tuple[str, ...]
 
 
@@ -337,7 +337,7 @@ class Worker:
             replica.drop_gradients()
             replica.statistics.collect(0.0)
             raise
-        busy_s = watch.lap()
+        seconds = watch.lap()
         return Done(
             result=result,
             written=written,
@@ -346,7 +346,7 @@ class Worker:
             drew_hidden=context.rng_use.hidden,
             start_s=start_s,
             stop_s=now_s(),
-            busy_s=busy_s,
+            seconds=seconds,
             saved=tuple(self.saved),
         )
 

@@ -137,7 +137,7 @@ class StepEngine:
         """
         if changed:
             self.executor.agree_to_open_anew()
-        self._check_whole()
+        self._check_not_torn()
         self._stepper.complete()
         self.executor.check_alike()
 
@@ -178,10 +178,10 @@ class StepEngine:
             ConfigError: It cannot be split.
             StateError: As :meth:`complete_state`: nothing may be added to it.
         """
-        self._check_whole()
+        self._check_not_torn()
         return self._spec.splitter.split(batch, self.executor.all_workloads(workloads))
 
-    def _check_whole(self) -> None:
+    def _check_not_torn(self) -> None:
         if self._torn:
             raise StateError(
                 "The model must be whole to be trained or saved, but the last step failed when its "
@@ -293,7 +293,7 @@ class StepEngine:
                     return
             finish()
 
-        self.executor.each(step, whole=True)
+        self.executor.each(step, uninterrupted=True)
         return sorted(spans, key=lambda span: span.replica)
 
     def _clip(self, clip_norm: float) -> float:
