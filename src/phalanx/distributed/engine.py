@@ -157,8 +157,8 @@ class Engine:
 
     def drive(self, task: PendingOperation, timeout_s: float | None = None) -> None:
         """Look until ``task`` has ended."""
-        if timeout_s is not None:
-            task.deadline_s = min(task.deadline_s, now_s() + timeout_s)
+        if timeout_s is not None and now_s() + timeout_s < task.deadline_s:
+            task.timeout_s, task.deadline_s = timeout_s, now_s() + timeout_s
         progress_thread.hand_over()
         waiting, rests = Waiting(task.timeout_s), 0
         try:
@@ -304,18 +304,22 @@ class Engine:
             now, look_closely = now_s(), self._liveness.due()
             for tasks in list(self._lanes.values()):
                 if tasks and tasks[0].need is not None:
-                    self._examine(tasks[0], look_closely, now)
+                    late = next((task for task in tasks if now >= task.deadline_s), None)
+                    self._examine(tasks[0], look_closely, late)
         finally:
             self._lock.release()
             self._settle()
 
-    def _examine(self, task: PendingOperation, look_closely: bool, now: float) -> None:
+    def _examine(
+        self, task: PendingOperation, look_closely: bool, late: PendingOperation | None
+    ) -> None:
+        """Fail a lane's first operation, because of itself or of a late one behind it."""
         if task.need is None or task.done:
             return
         ranks, progress = task.need
         error = peer_error(self._pages, ranks, progress, task.title, closely=look_closely)
-        if error is None and now >= task.deadline_s:
-            error = timeout_error(self._pages, ranks, progress, task.title, task.timeout_s)
+        if error is None and late is not None:
+            error = timeout_error(self._pages, ranks, progress, late.title, late.timeout_s)
         if error is None:
             return
         before = task.need

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
 __all__ = ["ErrorStore"]
 
 _STORE_S = 1.0
+_TIMED_OUT = re.compile("time(d )?out", re.IGNORECASE)  # gloo and stores say it in both ways
 _KINDS: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (PeerLost, PeerTimeout)}
 
 
@@ -70,7 +72,7 @@ class ErrorStore:
             if said is not None:
                 raise said from exc
             who = "some rank" if rank is None else f"rank {rank}"
-            if "imed out" in str(exc):
+            if _TIMED_OUT.search(str(exc)):
                 raise PeerTimeout(
                     f"{who.capitalize()} of {self.group_size} did not answer over the network "
                     f"within {timeout_s:g} s.",

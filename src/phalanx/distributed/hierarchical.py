@@ -31,7 +31,7 @@ from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.hosts import Hosts
 from phalanx.distributed.ops import ReduceOperation
 from phalanx.distributed.status_pages import Fingerprint
-from phalanx.distributed.transport import Gloo, Transport, gloo_between
+from phalanx.distributed.transport import Gloo, Limit, Transport, gloo_between
 from phalanx.plan import equal_sizes
 
 __all__ = ["Hierarchical"]
@@ -88,21 +88,30 @@ class Hierarchical:
         self, name: str, member: int, names: Sequence[int], timeout_s: float, *, lazy: bool
     ) -> Transport:
         connect = partial(self.connect, name, member, len(names), timeout_s, lazy=lazy)
-        transport = Transport(
-            connect, member, names, self.error_store, self._buffers.pipes.wake_this_rank
+        return Transport(
+            connect,
+            member,
+            names,
+            self.error_store,
+            self._buffers.pipes.wake_this_rank,
+            PrefixStore(f"open/{name}/", self._store) if lazy else None,
         )
-        transport.timeout_s = timeout_s + _GRACE_S
-        return transport
 
     def connect(self, name: str, member: int, size: int, timeout_s: float, *, lazy: bool) -> Gloo:
         """Return a connection of ``size`` members; each of them asks once, by the same name."""
         store = PrefixStore(f"gloo/{name}/", self._store)
         return gloo_between(store, member, size, timeout_s, self._interfaces, lazy=lazy)
 
-    def allow(self, timeout_s: float) -> None:
-        """Let exchanges take so long from now on."""
-        for transport in (self._leaders, self._all):
-            transport.timeout_s = timeout_s + _GRACE_S
+    def limited(self, steps: Steps, timeout_s: float) -> Steps:
+        """Let the exchanges of ``steps`` end so soon from now on, however long others may take."""
+        limit = Limit(timeout_s + _GRACE_S)
+
+        def begin() -> Steps:  # when the earlier operations have ended: they share the transports
+            for transport in (self._leaders, self._all):
+                transport.limit = limit
+            yield from steps
+
+        return begin()
 
     def report(self, error: BaseException) -> None:
         """Let the other hosts know of an error that breaks the group."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.distributed import Store
 
 from phalanx.distributed.call_forms import check_rank, only
-from phalanx.distributed.collective_buffers import CollectiveBuffers
+from phalanx.distributed.collective_buffers import CollectiveBuffers, Need, Steps
+from phalanx.distributed.engine import COLLECTIVES
 from phalanx.distributed.hierarchical import Hierarchical
 from phalanx.distributed.process_group import GroupMaker, SharedGroup
 from phalanx.distributed.tensors import FlatTensor, flat_of, output_of
 from phalanx.distributed.transport import Gloo
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
+from phalanx.distributed.work import SharedWork
 
 __all__ = ["HierarchicalGroup"]
 
@@ -51,10 +53,17 @@ class HierarchicalGroup(SharedGroup):
         self._hierarchical = collectives
         self._gloo: Gloo | None = None
 
-    def _seconds(self, opts: Any) -> float:
-        timeout_s = super()._seconds(opts)
-        self._hierarchical.allow(timeout_s)
-        return timeout_s
+    def _run(
+        self,
+        kind: str,
+        steps: Steps,
+        result: Any,
+        opts: Any = None,
+        lane: Hashable = COLLECTIVES,
+        needs: Need | None = None,
+    ) -> SharedWork:
+        limited = self._hierarchical.limited(steps, self._seconds(opts))
+        return super()._run(kind, limited, result, opts, lane, needs)
 
     def _opened_gloo(self) -> Gloo:
         if self._gloo is None:

@@ -388,8 +388,10 @@ class SharedGroup(DescribedGroup):
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         opts: Any = None,
+        timeout: Any = None,
     ) -> SharedWork:
         """Give each rank a range of rows of every other."""
+        opts = options(dist.AllToAllOptions, opts, timeout)
         taken, given = output_of(output, "output"), flat_of(input, "input")
         into = cut_rows(
             self._collectives.size, output, taken.data, output_split_sizes, "output_split_sizes"

@@ -29,10 +29,10 @@ from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.fingerprint import Desync
 from phalanx.distributed.status_pages import Fingerprint
 from phalanx.errors import PeerTimeout, StateError
-from phalanx.ipc import fail_point
+from phalanx.ipc import fail_point, wait_until
 from phalanx.torch_internals import gloo_options
 
-__all__ = ["Gloo", "Transport", "gloo_between"]
+__all__ = ["Gloo", "Limit", "Transport", "gloo_between"]
 
 _TAG = 1
 _HEAD_WORDS = 4
@@ -43,6 +43,18 @@ Gloo = Any
 """A `ProcessGroupGloo`; torch's stubs do not know what can be called on one."""
 
 _Job = tuple[Callable[[], None], Future[None]]
+
+
+class Limit:
+    """How long an operation may take, from when it was called."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._deadline_s = now_s() + timeout_s
+
+    def left_s(self) -> float:
+        """Return what is left of it; a millisecond where nothing is, for what is there already."""
+        return max(0.001, self._deadline_s - now_s())
 
 
 def gloo_between(
@@ -90,13 +102,15 @@ class Transport:
         names: What each member is called in the group.
         error_store: Where the first error of the group stands.
         wake: Called, from the thread, when something is done.
+        opened: Where members tell that they are connected, if each pair connects when first used.
+            gloo would wait for a member that is not there for as long as a connection may take.
 
     Attributes:
         others: The other members.
-        timeout_s: How long an exchange may take.
+        limit: How long the operation under way may take.
     """
 
-    timeout_s: float
+    limit: Limit
 
     def __init__(
         self,
@@ -105,8 +119,11 @@ class Transport:
         names: Sequence[int],
         error_store: ErrorStore,
         wake: Callable[[], None],
+        opened: Store | None,
     ) -> None:
         self._connect = connect
+        self._opened = opened
+        self._met: set[int] = set()  # members that are known to be connected
         self._gloo: Gloo | None = None
         self._is_cut = False
         self._names = names
@@ -157,26 +174,26 @@ class Transport:
             StateError: It sends more or less than is taken here.
         """
         fail_point("exchange begun")
-        deadline_s = now_s() + self.timeout_s
         works: list[tuple[int, Work]] = []
         kept: list[Tensor] = []  # what is under way must live as long
 
         def send(member: int, data: Tensor) -> None:
             with self._naming(member):
                 if len(data):
+                    self._meet(member)
                     kept.append(data)
                     works.append((member, self.open().send([data], member, _TAG)))
 
         def receive(member: int, data: Tensor) -> None:
             with self._naming(member):
                 if len(data):
+                    self._meet(member)
                     works.append((member, self.open().recv([data], member, _TAG)))
 
         def wait() -> None:
             for member, work in works:
                 with self._naming(member):
-                    left_s = max(0.001, deadline_s - now_s())
-                    work.wait(datetime.timedelta(seconds=left_s))
+                    work.wait(datetime.timedelta(seconds=self.limit.left_s()))
             works.clear()
 
         heads = {member: torch.empty(_HEAD_WORDS, dtype=torch.int64) for member in received}
@@ -200,7 +217,22 @@ class Transport:
             raise RuntimeError("the connection was cut")  # the caller says what that means
         if self._gloo is None:
             self._gloo = self._connect()
+            if self._opened is not None:
+                self._opened.set(str(self._member), "")
         return self._gloo
+
+    def _meet(self, member: int) -> None:
+        store = self._opened
+        if store is None or member in self._met:
+            return
+        self.open()  # the other one may wait for us
+
+        def is_open() -> bool:
+            return self._is_cut or store.check([str(member)])
+
+        if not wait_until(is_open, self.limit.left_s()):
+            raise RuntimeError("timed out")  # the caller says what that means
+        self._met.add(member)
 
     def _check(self, ours: Fingerprint, member: int, head: list[int], length: int) -> None:
         *words, sent = head
@@ -215,7 +247,7 @@ class Transport:
             )
 
     def _naming(self, member: int) -> AbstractContextManager[None]:
-        return self._error_store.naming(self._names[member], self.timeout_s)
+        return self._error_store.naming(self._names[member], self.limit.timeout_s)
 
     def cut(self) -> None:
         """End the connection: members that wait for this one learn so at once."""

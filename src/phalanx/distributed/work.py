@@ -28,6 +28,8 @@ class PendingOperation:
         result: Tensors that it fills.
         need: The ranks that it waits for, where it does.
         error: Why it has failed.
+        timeout_s: How long it may take, from the call.
+        deadline_s: When that has passed.
         done: Whether it has ended, well or not.
         futures: Those that have not been told of the end yet.
     """
@@ -98,7 +100,8 @@ class SharedWork(dist.Work):
         """Block until the operation has ended, and raise if it has failed.
 
         Args:
-            timeout: At most so long, beyond which the group fails; zero for the group's own limit.
+            timeout: At most so long from now on, beyond which the group fails; zero for the
+                call's own limit. Across hosts only that counts.
         """
         task = self._task
         if not task.done:
