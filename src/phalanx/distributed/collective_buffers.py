@@ -35,7 +35,11 @@ POINTS = ("operation begun", *PIECE_POINTS)
 """Fail points of a collective; the last but one is passed by `all_reduce` alone."""
 
 Need = tuple[Sequence[int], int]
-"""Ranks that are awaited, and the progress that they must reach; not positive in a message."""
+"""Ranks of this host that are awaited, and the progress that they must reach.
+
+A wait for a message asks for no progress, only that the ranks be there. It gives minus the bytes
+moved so far, so that it is another after each move; 0 where none is under way.
+"""
 
 Steps = Generator[Need | None, None, None]
 """An operation under way: it stops wherever it would wait, and is resumed to look again.
@@ -59,7 +63,11 @@ def slot_bytes(size: int) -> int:
 
 
 class CollectiveBuffers:
-    """The slots of a group as rank ``rank`` sees them."""
+    """The slots of a group's ranks on this host, as one of them sees them.
+
+    Attributes:
+        rank: This one, counted among those of this host, as in `StatusPages`; so is ``size``.
+    """
 
     def __init__(self, region: Region, pages: StatusPages, pipes: WakeUpPipes) -> None:
         self.pipes = pipes

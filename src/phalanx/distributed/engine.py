@@ -156,7 +156,7 @@ class Engine:
             self._mover.release()
 
     def drive(self, task: PendingOperation, timeout_s: float | None = None) -> None:
-        """Look until ``task`` has ended."""
+        """Look until ``task`` has ended, or fails after ``timeout_s`` more seconds."""
         if timeout_s is not None and now_s() + timeout_s < task.deadline_s:
             task.timeout_s, task.deadline_s = timeout_s, now_s() + timeout_s
         progress_thread.hand_over()

@@ -58,7 +58,9 @@ _MOST_KEPT, _LARGEST_KEPT_BYTES = 1024, 1024
 # Any, below: options are torch's own classes, which have no common base and no types.
 @uncompiled_methods
 class SharedGroup(DescribedGroup):
-    """Ranks of one host that talk through memory; made by ``init_process_group("phalanx")``.
+    """Ranks that talk through memory; made by ``init_process_group("phalanx")``.
+
+    All on one host here; `HierarchicalGroup` is the same for several.
 
     Args:
         buffers: The memory of the ranks of this host.

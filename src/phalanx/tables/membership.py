@@ -192,7 +192,7 @@ class Membership:
     # --- clocks -----------------------------------------------------------------------------------
 
     def clock(self, worker: int) -> int:
-        """Return how many rounds ``worker`` has finished."""
+        """Return how often ``worker`` has ticked; no table's rounds (rounds.py) count here."""
         return self._words[self._start_of(worker) + _CLOCK]
 
     def clocks(self) -> dict[int, int]:
@@ -200,7 +200,7 @@ class Membership:
         return {worker: self.clock(worker) for worker in self.awaited()}
 
     def advance(self, worker: int) -> int:
-        """Finish a round, and return how many that makes."""
+        """Count a tick of ``worker``, and return how many that makes."""
         at = self._start_of(worker) + _CLOCK
         self._words[at] += 1  # its own word: nobody else writes it
         return self._words[at]

@@ -8,6 +8,9 @@
     page     | READY | APPLIED | TAKEN |              words of the table's own line
     line w   | CLOCK | ROUND | COUNT | ROUND | COUNT | INCARNATION |    worker w's; its own to write
 
+CLOCK is the last round at which the worker has arrived, in this table; the clocks of membership.py
+count ticks. READY is for sharded.py, and key_storage.py has the words that follow INCARNATION.
+
 A worker's adds stay in its own log until their round is applied. A dead worker loses no logged add:
 the next round applies its log. Each worker has two logs, because it may have arrived at a round
 that is not applied yet and log adds of the next one. A worker may die while it applies a round:
@@ -33,7 +36,7 @@ from phalanx.tables.membership import Membership
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["APPLIED", "READY", "RoundLog", "Rounds"]
+__all__ = ["READY", "OpenRegion", "RoundLog", "Rounds"]
 
 READY, APPLIED, _TAKEN = range(3)
 _CLOCK, _INCARNATION = 0, 5
@@ -193,7 +196,7 @@ class Rounds:
 
     Args:
         spec: The table.
-        page: The table's own line.
+        page: The first line of the table's page.
         lines: The lines of all workers.
         lock: Held to take a round in.
         membership: The workers that must arrive.

@@ -1,6 +1,6 @@
 """What a table is, and where its parts lie in its region.
 
-    region   | page | staging lines | A: values, states | B: values, states | ids | backups |
+    region   | page | workers' lines | A: values, states | B: values, states | ids | backups |
 
 A and B are each the whole table; which of them is current stands in each shard's header. The other
 one takes the undo record of an add of rows, or the result of an add of everything.

@@ -1,4 +1,4 @@
-"""A table's memory, as one process sees it; its workers' handles share it."""
+"""The memory of a table of numbered rows, as one process sees it; its workers' handles share it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def agree_on(
 
 
 class Storage(Sharded[TableShard]):
-    """The region of one table, cut into shards.
+    """The memory of a table of numbered rows: one region, cut into shards.
 
     Args:
         spec: What all workers agree on.
