@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from typing import Any, TypeVar
@@ -10,12 +11,15 @@ from phalanx.errors import StateError
 from phalanx.ipc import Region, RunDirectory
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Barrier, Membership
+from phalanx.tables.rounds import OpenRegion
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.storage import Storage, agree_on
+from phalanx.tables.storage import Storage
 
 __all__ = ["RunContext"]
 
 S = TypeVar("S", Storage, KeyStorage)
+
+_SPEC_BYTES = 8192
 
 
 class RunContext:
@@ -56,7 +60,7 @@ class RunContext:
 
     def storage(self, kind: type[S], spec: TableSpec, timeout_s: float) -> S:
         """Return the memory of a table, made if this process has none of it."""
-        agree_on(spec, kind.regions(spec), self.open_region, self.membership, timeout_s)
+        _agree_on(spec, kind.regions(spec), self.open_region, self.membership, timeout_s)
         with self._mutex:
             if spec.name not in self._storages:
                 self._storages[spec.name] = kind(spec, self, self.membership)
@@ -100,3 +104,30 @@ class RunContext:
         if self._directory is not None:
             self._directory.close()
         self._storages, self._regions = {}, {}
+
+
+def _agree_on(
+    spec: TableSpec,
+    regions: dict[str, int],
+    open_region: OpenRegion,
+    membership: Membership,
+    timeout_s: float,
+) -> None:
+    """Write the spec down as the table's first worker, or compare it with what that one gave.
+
+    The table's memory is taken first: where there is not enough, the name stays free.
+
+    Raises:
+        ConfigError: Another worker made a table of this name and of another kind.
+    """
+    words = open_region(f"spec-{spec.name}", _SPEC_BYTES).buffer
+    length = words[:8].cast("q")
+    with membership.lock.exclusive(timeout_s):
+        if length[0]:
+            spec.refuse_other(json.loads(bytes(words[8 : 8 + length[0]])))
+            return
+        for name, nbytes in regions.items():
+            open_region(name, nbytes)
+        text = spec.to_json().encode()
+        words[8 : 8 + len(text)] = text
+        length[0] = len(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,41 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.tables.membership import Membership
-from phalanx.tables.rounds import OpenRegion
 from phalanx.tables.shard import TableShard
 from phalanx.tables.sharded import RegionStore, Sharded
 from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
 
-__all__ = ["Storage", "agree_on"]
-
-_SPEC_BYTES = 8192
-
-
-def agree_on(
-    spec: TableSpec,
-    regions: dict[str, int],
-    open_region: OpenRegion,
-    membership: Membership,
-    timeout_s: float,
-) -> None:
-    """Write the spec down as the table's first worker, or compare it with what that one gave.
-
-    The table's memory is taken first: where there is not enough, the name stays free.
-
-    Raises:
-        ConfigError: Another worker made a table of this name and of another kind.
-    """
-    words = open_region(f"spec-{spec.name}", _SPEC_BYTES).buffer
-    length = words[:8].cast("q")
-    with membership.lock.exclusive(timeout_s):
-        if length[0]:
-            spec.refuse_other(json.loads(bytes(words[8 : 8 + length[0]])))
-            return
-        for name, nbytes in regions.items():
-            open_region(name, nbytes)
-        text = spec.to_json().encode()
-        words[8 : 8 + len(text)] = text
-        length[0] = len(text)
+__all__ = ["Storage"]
 
 
 class Storage(Sharded[TableShard]):
