@@ -18,33 +18,49 @@ RUN_ON_TWO_DEVICES = {
     "test_torch7",
 }
 RUN_ON_TWO_DEVICES_BY_NIGHT = {
+    "test_all_gradients_arrive",
+    "test_batches",
+    "test_containers_arguments",
     "test_containers_attack",
     "test_containers_methods",
+    "test_containers_refusals",
     "test_containers_seeds",
     "test_executor_group_attack",
     "test_executor_group_input",
     "test_executor_group_metrics",
     "test_executor_group_uses",
+    "test_mxnet_metrics",
     "test_shared_module",
+    "test_state_that_forward_changes",
     "test_torch7_bugs",
     "test_torch7_flat",
+    "test_torch7_subclasses",
+}
+# Out of those files: the tests that tell most for their time.
+BY_DAY_ALL_THE_SAME = {
+    "test_a_column_of_its_own_may_write_its_parameters",
+    "test_a_container_merges_what_its_replicas_bring_to_the_module",
+    "test_a_group_merges_what_its_replicas_bring_to_the_module",
+    "test_a_parameter_met_in_both_places_gets_both_gradients",
+    "test_a_trainer_splits_every_form_of_inputs",
 }
 
 
 @pytest.fixture(autouse=True)
-def second_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Emulate a second device where the test asks for it."""
+def second_device(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Emulate a second device where the test asks for it, and tell whether it did."""
     if not getattr(request, "param", False):
-        yield
+        yield False
         return
     with emulate_second_device():
-        yield
+        yield True
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = metafunc.module.__name__.rpartition(".")[2]
     if name in RUN_ON_TWO_DEVICES | RUN_ON_TWO_DEVICES_BY_NIGHT:
-        marks = [pytest.mark.night] if name in RUN_ON_TWO_DEVICES_BY_NIGHT else []
+        by_day = name in RUN_ON_TWO_DEVICES or metafunc.function.__name__ in BY_DAY_ALL_THE_SAME
+        marks = [] if by_day else [pytest.mark.night]
         metafunc.parametrize(
             "second_device",
             [

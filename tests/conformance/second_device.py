@@ -22,8 +22,7 @@ __all__ = ["emulate_second_device"]
 
 @contextmanager
 def emulate_second_device() -> Iterator[None]:
-    """Let every replica made in the body, but the first of its executor, be as on another "
-    "device."""
+    """Let every replica made in the body, but the first of its executor, be as elsewhere."""
     elsewhere = threading.local()
     alias, open_replica = replica._alias, replica.Replica.__init__
 
@@ -44,6 +43,9 @@ def emulate_second_device() -> Iterator[None]:
             open_replica(self, source, device, index, **options)
             if elsewhere.on:
                 self._shared = [False] * len(self._shared)
+                self._same = replica.SameParameters(
+                    source, self.parameters, self._shared, only_one=options.get("only_one", False)
+                )
         finally:
             elsewhere.on = before
 

@@ -150,14 +150,20 @@ def test_containers_and_groups_refuse_it_too() -> None:
                 assert_refused(net, r"Parameter `k.weight` must stay", run)
 
 
-def test_a_column_of_its_own_may_write_its_parameters() -> None:
-    """There is one replica of it, in the module's own memory: it is written once, as it should."""
+def test_a_column_of_its_own_may_write_its_parameters(second_device: bool) -> None:
+    """There is one replica of it, in the module's own memory: it is written once, as it should.
+
+    A copy of a column that was moved elsewhere would be written in its place.
+    """
     columns = [Follower(), Follower()]
     plain = copy.deepcopy(columns)
     x = batch()[0]
     with phalanx.ModelParallel(1) as model:
         for column in columns:
             model.add(column, "cpu")
+        if second_device:
+            assert_refused(columns[1], r"Parameter `k.weight` must stay", lambda: model(x))
+            return
         found = model(x)
     torch.testing.assert_close(found, torch.cat([column(x) for column in plain], 1))
     for own, other in zip(columns, plain, strict=True):
