@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import ConfigError, UnsupportedError
 from tests.conformance.groups import desc, group_of
+from tests.conformance.second_device import emulate_device_threads
 
 MICROBATCHES = 4
 FORMATIONS = [("inline", 1), ("threads", 2), ("threads", 3)]
@@ -293,6 +294,50 @@ def test_a_container_inside_of_another_refuses_gradients_of_the_module_itself() 
     ):
         mse(outer(x), y).backward()
     assert all(parameter.grad is None for parameter in inner.parameters())
+
+
+def step_of_trainer(net: nn.Module, loss: Callable[..., Tensor]) -> None:
+    with phalanx.Trainer(net, loss, sgd, replicas=2, microbatches=MICROBATCHES) as trainer:
+        trainer.step(batches(1)[0])
+
+
+def pass_of_container(net: nn.Module, _: Callable[..., Tensor]) -> None:
+    x, y = batches(1)[0]
+    with phalanx.DataParallel(net, devices=2) as model:
+        mse(model(x), y).backward()
+
+
+def pass_of_group(net: nn.Module, _: Callable[..., Tensor]) -> None:
+    x, y = batches(1)[0]
+    shape = desc("x", 12, 9, dtype=torch.float32)
+    with group_of(net, shape, devices=["cpu"] * 2, workloads=[1, 1]) as group:
+        group.forward({"x": x}, is_train=True)
+        group.backward([y])
+
+
+@pytest.mark.parametrize(
+    ("make", "of", "run"),
+    [
+        (HoldsLambda, plain_loss, step_of_trainer),
+        (Net, Penalised, step_of_trainer),
+        (Net, own_loss, step_of_trainer),
+        (HoldsLambda, plain_loss, pass_of_container),
+        (HoldsLambda, plain_loss, pass_of_group),
+    ],
+)
+def test_another_device_refuses_gradients_of_the_module_itself(
+    make: Callable[[], nn.Module], of: Callable[..., Any], run: Callable[..., None]
+) -> None:
+    """Its one thread serves all replicas, and nobody knows for whose microbatch it works."""
+    net = make()
+    before = copy.deepcopy(net.state_dict())
+    refusal = pytest.raises(UnsupportedError, match="must reach the replica's parameters, not the")
+    with emulate_device_threads():
+        with refusal:
+            run(net, of(net))
+        assert all(parameter.grad is None for parameter in net.parameters())
+        torch.testing.assert_close(net.state_dict(), before, rtol=0.0, atol=0.0)
+        run(Net(), plain_loss(net))  # what stays in its replica is served
 
 
 def test_a_container_asked_for_some_gradients_adds_to_none() -> None:

@@ -26,6 +26,8 @@ from phalanx.errors import UnsupportedError
 
 __all__ = ["SourceGradients"]
 
+_IN_CALLING_THREAD = ("cpu", "meta")  # where torch's engine has no thread for the device alone
+
 
 class _Catches(threading.local):
     """Where this thread's gradients go: of the replica that it runs, the innermost last."""
@@ -60,7 +62,8 @@ class SourceGradients:
             if index in self._nodes or not parameter.requires_grad or parameter.is_inference():
                 return
             node = torch.autograd.graph.get_gradient_edge(parameter).node
-            node.register_prehook(partial(_arrived, weakref.ref(self), index, parameter.is_cuda))
+            elsewhere = has_own_thread(parameter.device)
+            node.register_prehook(partial(_arrived, weakref.ref(self), index, elsewhere))
             self._nodes[index] = node
 
     def begin(self) -> dict[int, Tensor]:
@@ -77,23 +80,31 @@ class SourceGradients:
         with self._lock:
             self._num_running -= 1
 
-    def arrived(self, index: int, gradient: Tensor | None, on_cuda: bool) -> bool:
-        """Catch a gradient; return False for one that no replica's backward pass has brought."""
+    def arrived(self, index: int, gradient: Tensor | None, elsewhere: bool) -> bool:
+        """Catch a gradient; return False for one that no replica's backward pass has brought.
+
+        Args:
+            elsewhere: It may be brought by another thread than the one that goes back.
+        """
         for own, caught in reversed(_here.catches):
             if own is self:
                 if gradient is not None:
                     _add(caught, index, gradient.detach())
                 return True
-        # Torch runs what lies on a GPU in a thread of its own, which may serve several replicas; a
-        # container in a replica runs on threads of its own, too.
-        if self._num_running and (on_cuda or _here.catches):
+        # A device's thread may serve several replicas; a container in a replica has threads, too.
+        if self._num_running and (elsewhere or _here.catches):
             raise UnsupportedError(
                 "A loss or a module must reach the replica's parameters, not the module's own, "
-                "where it runs on a GPU or in a container inside of another, but does. Take them "
-                "from the module that `forward=` is given, and keep no lambda or wrapped method "
-                "that holds `self` in the module."
+                "where it runs on an accelerator or in a container inside of another, but does. "
+                "Take them from the module that `forward=` is given, and keep no lambda or wrapped "
+                "method that holds `self` in the module."
             )
         return False
+
+
+def has_own_thread(device: torch.device) -> bool:
+    """Tell whether torch's engine goes back through what lies on ``device`` in a thread for it."""
+    return device.type not in _IN_CALLING_THREAD
 
 
 def _add(caught: dict[int, Tensor], index: int, gradient: Tensor) -> None:
@@ -106,10 +117,10 @@ def _add(caught: dict[int, Tensor], index: int, gradient: Tensor) -> None:
 def _arrived(
     owner: weakref.ref[SourceGradients],
     index: int,
-    on_cuda: bool,
+    elsewhere: bool,
     gradients: tuple[Tensor | None, ...],
 ) -> tuple[None, ...] | None:
     found = owner()
-    if found is None or not found.arrived(index, gradients[0], on_cuda):
+    if found is None or not found.arrived(index, gradients[0], elsewhere):
         return None
     return (None,) * len(gradients)  # nothing is left to be added to `grad`
