@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import phalanx
-from phalanx import UnsupportedError
+from phalanx import DataBatch, UnsupportedError
 
 FORMATIONS = [
     *(("threads", count) for count in (1, 2, 3)),
@@ -373,6 +373,25 @@ def test_containers_refuse_the_same(kind: type[Net], told: str) -> None:
         model(batches()[1][0]).sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("kind", "told", "executor"),
+    [*((*each, "threads") for each in REFUSED), (*REFUSED[0], "processes")],
+)
+def test_groups_refuse_the_same(kind: type[Net], told: str, executor: str) -> None:
+    net = kind()
+
+    def go_there_and_back(group: phalanx.DataParallelExecutorGroup) -> None:
+        group.forward(batches()[1][0][:7], is_train=True)
+        group.backward([torch.ones(7, 3)])
+
+    replicas = 1 if executor == "processes" else 2
+    with group_on(net, replicas, [7], executor) as group:
+        refusal = pytest.raises(UnsupportedError, match=told)
+        with refusal:
+            go_there_and_back(group)
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
 def test_checkpointing_what_draws_nothing_is_no_seeding() -> None:
     class Quiet(Net):
         def hidden(self, x: Tensor) -> Tensor:
@@ -445,6 +464,57 @@ def test_noise_in_a_containers_backward_pass_goes_by_the_processes_seed() -> Non
     first, again = gradients(2), gradients(2)
     assert all(map(torch.equal, first, again))
     assert not torch.equal(*first)
+
+
+def group_on(
+    net: nn.Module, replicas: int, sizes: list[int], executor: str = "threads"
+) -> phalanx.DataParallelExecutorGroup:
+    shape = phalanx.DataDesc("x", (sum(sizes), 9), torch.float32)
+    return phalanx.DataParallelExecutorGroup(
+        net, replicas, data=[shape], inputs_need_grad=True, executor=executor
+    )
+
+
+def passes_of_group(
+    kind: type[Net], replicas: int, sizes: list[int], **how: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return of two passes what has a row per sample, and the parameters' gradients.
+
+    Replicas beyond the sizes rest.
+    """
+    torch.manual_seed(0)
+    net = kind()
+    torch.manual_seed(11)
+    slices = batches()[1][0].split([*sizes, 13 - sum(sizes)])[: len(sizes)]
+    by_row, gradients = [], []
+    with group_on(net, replicas, sizes, **how) as group:
+        for _ in range(2):
+            group.forward([*map(DataBatch, slices), *[None] * (replicas - len(sizes))])
+            group.backward([torch.ones(sum(sizes), 3)])
+            by_row += [each.clone() for each in [*group.outputs(), *group.input_grads()]]
+            gradients += [parameter.grad.clone() for parameter in net.parameters()]
+    return by_row, gradients
+
+
+@pytest.mark.parametrize("kind", [DrawsInBackward, DrawsInBoth])
+def test_a_slice_of_a_group_draws_the_same_bits_whatever_is_beside_it(kind: type[Net]) -> None:
+    sizes = [4, 3, 5]
+    alone, _ = passes_of_group(kind, 1, sizes[:1])
+    assert not torch.equal(alone[1], alone[3])  # each pass has numbers of its own
+    for used in (1, 2, 3):
+        expected = passes_of_group(kind, used, sizes[:used])
+        assert all(torch.equal(rows[:4], own) for rows, own in zip(expected[0], alone, strict=True))
+        for replicas in range(used, 4):
+            found = passes_of_group(kind, replicas, sizes[:used])
+            assert all(map(torch.equal, found[0] + found[1], expected[0] + expected[1]))
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.night)])
+def test_a_group_draws_the_same_bits_in_worker_processes(replicas: int) -> None:
+    sizes = [4, 3][:replicas]
+    found = passes_of_group(DrawsInBoth, replicas, sizes, executor="processes")
+    expected = passes_of_group(DrawsInBoth, replicas, sizes)
+    assert all(map(torch.equal, found[0] + found[1], expected[0] + expected[1]))
 
 
 def evaluated(module: nn.Module, batch: Any) -> Tensor:
