@@ -28,7 +28,9 @@ FORMATIONS: tuple[dict[str, Any], ...] = (
     {"replicas": 2},
 )
 PROCESSES: dict[str, Any] = {"replicas": 1, "executor": "processes"}
+TWO_PROCESSES = pytest.param({**PROCESSES, "replicas": 2}, marks=pytest.mark.night)
 formations = pytest.mark.parametrize("how", FORMATIONS, ids=str)
+all_formations = pytest.mark.parametrize("how", [*FORMATIONS, PROCESSES, TWO_PROCESSES], ids=str)
 
 
 def batches(num: int = 6) -> list[tuple[Tensor, Tensor]]:
@@ -153,7 +155,7 @@ def hooked(request: pytest.FixtureRequest) -> Iterator[list[Optimizer]]:
     handle.remove()
 
 
-@formations
+@all_formations
 def test_a_hook_on_all_optimizers_runs_once_a_step_with_the_users(
     how: dict[str, Any], hooked: list[Optimizer]
 ) -> None:
@@ -196,6 +198,27 @@ CHANGES = (replaced, zeroed, cleared, counted_anew, replaced_count, moved)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("first", [True, False], ids=["one parameter", "all"])
 def test_what_is_written_to_the_optimizers_state_counts(
+    change: Callable[[dict[str, Any]], None], first: bool, how: dict[str, Any]
+) -> None:
+    check_change(change, first, how)
+
+
+@pytest.mark.parametrize("how", [PROCESSES, TWO_PROCESSES], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        zeroed,
+        counted_anew,
+        *(pytest.param(each, marks=pytest.mark.night) for each in (replaced, cleared, moved)),
+    ],
+)
+def test_what_is_written_to_it_counts_in_worker_processes(
+    change: Callable[[dict[str, Any]], None], how: dict[str, Any]
+) -> None:
+    check_change(change, True, how)
+
+
+def check_change(
     change: Callable[[dict[str, Any]], None], first: bool, how: dict[str, Any]
 ) -> None:
     def between(optimizer: Optimizer, index: int) -> None:
@@ -255,7 +278,7 @@ def test_torchs_own_state_is_no_reason_to_step_plainly(
 # -- gradients ----------------------------------------------------------
 
 
-@formations
+@all_formations
 def test_after_a_step_every_gradient_is_there(how: dict[str, Any]) -> None:
     net, twin = model(), model()
     with phalanx.Trainer(net, F.mse_loss, lambda ps: SGD(ps, lr=0.0), **how) as trainer:
