@@ -134,6 +134,24 @@ def test_pipes_and_devices_in_a_snapshot_are_not_waited_for(tmp_path):
                 table.restore(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../outside.safetensors", "{parent}/outside.safetensors"])
+def test_a_name_that_leads_out_of_the_folder_is_not_followed(name, tmp_path):
+    folder = tmp_path / "snapshot"
+    with tables.join() as world:
+        table = matrix(world)
+        table.snapshot(folder)
+        (data,) = folder.glob("*.safetensors")
+        data.rename(tmp_path / "outside.safetensors")  # whole, and with the digest that is stated
+        content = json.loads((folder / "t.json").read_text())
+        content["file"] = name.format(parent=tmp_path)
+        (folder / "t.json").write_text(json.dumps(content))
+        table.add(torch.ones(2, 3), rows=torch.tensor([0, 3]))
+        before = all_of(table)
+        with pytest.raises(CheckpointError, match=r"snapshot/outside.safetensors' must hold"):
+            table.restore(folder)
+        assert all(map(torch.equal, before, all_of(table)))
+
+
 def test_a_snapshot_with_a_key_twice_is_refused(tmp_path):
     with tables.join() as world:
         table = by_key(world)
