@@ -164,6 +164,18 @@ def test_a_training_leaves_everything_in_its_folder(phalanx):
     assert str(folder) in out
 
 
+@pytest.mark.parametrize("umask", [0o027, 0o002], ids=oct)
+def test_every_file_has_the_mode_that_the_user_wants(phalanx, umask):
+    before = os.umask(umask)
+    try:
+        assert phalanx("train", *FAST, "--epochs", 1)[0] == 0
+    finally:
+        os.umask(before)
+    files = [path for path in Path("runs").rglob("*") if path.is_file()]
+    assert {"metrics.jsonl", "training.png"} <= {path.name for path in files}
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(0o666 & ~umask)}
+
+
 def test_the_weights_fit_the_plain_model_and_classify_as_it_was_said(phalanx):
     code, _, _ = phalanx("train", *FAST, "--epochs", 4, "--out", "run")
     assert code == 0
