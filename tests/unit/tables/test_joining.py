@@ -1,4 +1,4 @@
-"""Which run is meant, as a table; and torchrun's variables in real processes."""
+"""Which run is meant, as a table; and the starters' variables in real processes."""
 
 from __future__ import annotations
 
@@ -124,8 +124,31 @@ def test_workers_of_one_mpiexec_are_told_by_the_process_that_started_them():
     assert ticket.run.startswith(f"mpich-{os.getppid()}-")
 
 
-def started_by_torchrun(parent: Parent, rank: int, run: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="3", TORCHELASTIC_RUN_ID=run)
+def variables_of(starter: str, rank: int, job: str) -> dict[str, str]:
+    """Return what ``starter`` would set for one of three processes on this host."""
+    here, all_here = str(rank), "3"
+    if starter == "torchrun":
+        return {"RANK": here, "WORLD_SIZE": all_here, "TORCHELASTIC_RUN_ID": job}
+    if starter == "openmpi":
+        return {
+            "OMPI_COMM_WORLD_RANK": here,
+            "OMPI_COMM_WORLD_SIZE": all_here,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": all_here,
+            "OMPI_MCA_ess_base_jobid": job,
+        }
+    if starter == "mpich":
+        return {"PMI_RANK": here, "PMI_SIZE": all_here, "MPI_LOCALNRANKS": all_here}
+    return {
+        "SLURM_PROCID": here,
+        "SLURM_STEP_NUM_TASKS": all_here,
+        "SLURM_STEP_TASKS_PER_NODE": all_here,
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "3",
+    }
+
+
+def started(parent: Parent, starter: str, rank: int, job: str) -> None:
+    os.environ.update(variables_of(starter, rank, job))
     with tables.join(timeout_s=60.0) as world:
         table = world.array(3)
         table.add([1.0], rows=[rank])
@@ -134,15 +157,16 @@ def started_by_torchrun(parent: Parent, rank: int, run: str) -> None:
         parent.tell((world.worker_id, is_master, table.get().tolist()))
 
 
-def test_the_workers_of_torchrun_find_each_other_by_rank():
+@pytest.mark.parametrize("starter", ["torchrun", "openmpi", "mpich", "slurm"])
+def test_the_workers_of_a_starter_find_each_other_by_rank(starter):
     with Children() as children:
-        run = f"torchrun-test-{os.getpid()}"
-        started = [children.start(started_by_torchrun, rank, run) for rank in (2, 0, 1)]
-        assert [child.get() for child in started] == [
+        job = f"test-{os.getpid()}"
+        ranks = [children.start(started, starter, rank, job) for rank in (2, 0, 1)]
+        assert [child.get() for child in ranks] == [
             (2, False, [1.0] * 3),
             (0, True, [1.0] * 3),
             (1, False, [1.0] * 3),
         ]
-        for child in started:
+        for child in ranks:
             child.process.join(60)
-        assert not [entry for entry in os.listdir("/dev/shm") if run in entry]
+        assert not [entry for entry in os.listdir("/dev/shm") if job in entry]
