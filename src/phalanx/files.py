@@ -2,7 +2,8 @@
 Write files whole or not at all, and files of tensors as other files are written.
 
 A pipe where a file is expected would be waited for without end, a device may have none, and opening
-some devices does something. What is no regular file is refused before it is opened.
+some devices does something. What is no regular file is refused before it is opened. A link in the
+place of a new file would lead the write elsewhere: what lies there is removed, never written to.
 """
 
 from __future__ import annotations
@@ -11,13 +12,20 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["open_regular", "read_text", "save_tensors", "sync_to_disk", "written_whole"]
+__all__ = [
+    "open_new",
+    "open_regular",
+    "read_text",
+    "save_tensors",
+    "sync_to_disk",
+    "written_whole",
+]
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -60,6 +68,17 @@ def read_text(path: Path, *, max_bytes: int) -> str:
     return content.decode("utf-8")
 
 
+def open_new(path: Path) -> BufferedWriter:
+    """Make a new file, in the place of a file, link or pipe that lies there, and open it to write.
+
+    Raises:
+        OSError: It cannot be made, or a folder lies there.
+    """
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
 def save_tensors(
     tensors: Mapping[str, Tensor], path: Path, *, metadata: Mapping[str, str] | None = None
 ) -> None:
@@ -70,8 +89,8 @@ def save_tensors(
         SafetensorError: The same, as safetensors says it.
         ValueError: A tensor cannot be stored.
     """
-    path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)
+    with open_new(path) as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
     path.chmod(mode)  # safetensors makes files that only their owner may read
 
@@ -80,9 +99,11 @@ def save_tensors(
 def written_whole(path: Path) -> Iterator[Path]:
     """Yield where to write; at the end that file takes the place of ``path``, whole or not at all.
 
-    One process writes to ``path`` at a time. What one that was killed has left is written over.
+    One process writes to ``path`` at a time. What one that was killed has left, or whatever else
+    lies there, is removed first.
     """
     draft = path.with_name(path.name + ".new")
+    open_new(draft).close()  # so that what the caller opens is a file of ours
     try:
         yield draft
         draft.replace(path)

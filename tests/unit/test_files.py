@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from phalanx import Trainer
 from phalanx.cli.run_folder import RunFolder
-from phalanx.files import open_regular, read_text, save_tensors, written_whole
+from phalanx.files import open_new, open_regular, read_text, save_tensors, written_whole
 
 
 def test_a_file_and_a_link_to_it_are_read(tmp_path):
@@ -108,3 +109,50 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         draft.write_text("half of the sec\ud800", encoding="utf-8")
     assert path.read_text() == "first"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_crash_left_at_the_draft_is_replaced(tmp_path):
+    (tmp_path / "config.json.new").write_text("half of an older one")
+    with written_whole(tmp_path / "config.json") as draft:
+        draft.write_text("mine")
+    assert (tmp_path / "config.json").read_text() == "mine"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("target", ["victim", "absent", "pipe"])
+def test_a_link_or_pipe_in_the_place_of_a_new_file_is_replaced_and_never_written_to(
+    tmp_path, target
+):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    victim.chmod(0o640)
+
+    def obstruct(name):
+        path = tmp_path / name
+        if target == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(tmp_path / target)
+        return path
+
+    obstruct("text.new")
+    with written_whole(tmp_path / "text") as draft:
+        draft.write_text("mine")
+    save_tensors({"a": torch.arange(3)}, obstruct("tensors"))
+    with open_new(obstruct("bytes")) as file:
+        file.write(b"mine")
+    written = {"text", "tensors", "bytes"}
+    assert {path.name for path in tmp_path.iterdir()} == written | {"victim"}
+    assert victim.read_text() == "precious"
+    (tmp_path / "other").touch()
+    for name in written:
+        found = (tmp_path / name).lstat()
+        assert stat.S_ISREG(found.st_mode)
+        assert found.st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_folder_in_the_place_of_a_draft_is_told_and_stays(tmp_path):
+    (tmp_path / "text.new").mkdir()
+    with pytest.raises(OSError, match=r"directory|permitted"), written_whole(tmp_path / "text"):
+        pass
+    assert (tmp_path / "text.new").is_dir()

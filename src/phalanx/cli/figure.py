@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from phalanx.cli.history import EpochMeans, History
 from phalanx.execution import Span
+from phalanx.files import written_whole
 from phalanx.train import StepDone
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def draw_training(path: Path, history: History, *, title: str) -> None:
     """Draw a run into a PNG file, whose folder must exist.
 
     Args:
-        path: Overwritten if it is there.
+        path: Replaced if it is there.
         history: Of the run; its last steps' spans make the timeline.
         title: The line above all.
     """
@@ -137,7 +138,8 @@ def draw_training(path: Path, history: History, *, title: str) -> None:
         FigureCanvasAgg(figure)
         figure.suptitle(title, x=0.008, ha="left", fontsize=13, fontweight="bold")
         _draw_panels(figure, history, timeline)
-        figure.savefig(path, dpi=_DPI, format="png")
+        with written_whole(path) as draft:
+            figure.savefig(draft, dpi=_DPI, format="png")
 
 
 def smooth(values: Sequence[float]) -> Floats:

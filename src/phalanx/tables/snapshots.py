@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
-from phalanx.files import open_regular, read_text, sync_to_disk, written_whole
+from phalanx.files import open_new, open_regular, read_text, sync_to_disk, written_whole
 from phalanx.plan import check_argument
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.updaters import state_dtype
@@ -66,7 +66,11 @@ def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         whole = directory / f".{spec.name}.{os.getpid()}.{threading.get_ident()}.tmp"
-        digest = _write(whole, dict(zip(_part_names(spec), parts, strict=True)))
+        try:
+            digest = _write(whole, dict(zip(_part_names(spec), parts, strict=True)))
+        except BaseException:
+            whole.unlink(missing_ok=True)
+            raise
         data = directory / f"{spec.name}-{digest[:16]}.safetensors"
         manifest = directory / f"{spec.name}.json"
         text = {"version": _VERSION, "table": spec.as_mapping(), "file": data.name}
@@ -108,7 +112,7 @@ def _write(path: Path, parts: dict[str, Tensor]) -> str:
     ``save_file`` would copy everything first, and the digest would read it back.
     """
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with open_new(path) as file:
         for piece in _pieces(parts):
             for start in range(0, len(piece), _BLOCK_BYTES):
                 block = piece[start : start + _BLOCK_BYTES].data

@@ -40,6 +40,15 @@ def test_a_figure_is_drawn(tmp_path, history):
     assert len(png) > 10_000
 
 
+def test_a_link_in_the_place_of_a_figure_is_replaced_and_not_followed(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "training.png").symlink_to(tmp_path / "victim")
+    draw_training(tmp_path / "training.png", played(1), title="t")
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_figure_leaves_matplotlib_as_it_was(tmp_path):
     import matplotlib as mpl  # slow, and only this test asks
 

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import threading
 
 import pytest
 import torch
@@ -69,5 +70,24 @@ def test_a_full_disk_is_an_error_and_leaves_the_older_snapshot(tmp_path, monkeyp
             with pytest.raises(CheckpointError, match="No space left on device"):
                 table.snapshot(tmp_path)
         check(tmp_path, values(4000, 3))
+        assert len(list(tmp_path.iterdir())) == 2  # and nothing of the new one
         table.snapshot(tmp_path)
         check(tmp_path, values(4000, 3) + 1)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_link_or_pipe_with_the_name_of_a_draft_is_never_written_to(tmp_path, kind):
+    victim, folder = tmp_path / "victim", tmp_path / "folder"
+    victim.write_text("precious")
+    folder.mkdir()
+    for name in (f".t.{os.getpid()}.{threading.get_ident()}.tmp", "t.json.new"):
+        if kind == "link":
+            (folder / name).symlink_to(victim)
+        else:
+            os.mkfifo(folder / name)
+    with tables.join() as world:
+        world.matrix(7, 3, name="t", init=values(7, 3)).snapshot(folder)
+    check(folder, values(7, 3))
+    assert victim.read_text() == "precious"
+    assert len(list(folder.iterdir())) == 2
