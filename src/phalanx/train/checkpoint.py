@@ -12,7 +12,8 @@ safetensors has no complex128: such tensors are stored as pairs of float64, and 
 
 A checkpoint is written into a folder beside DIR, synced, and renamed; DIR is the old one or the new
 one, never half of each. A crash between the two renames leaves the old one as DIR.previous, which
-is read then.
+is read then. Removed are files that we write, and no others: not from DIR, nor from DIR.writing and
+DIR.previous beside it, where a link is not followed either.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import safetensors.torch
 import torch
@@ -52,6 +53,9 @@ _DTYPES = {
         *(torch.bool, torch.uint8, torch.int32, torch.int64),
     )
 }
+_DRAFT_NAME = re.compile(
+    r"\.tmp[A-Za-z0-9]{6}"
+)  # safetensors writes to such a file, and renames it
 _FILE_NAME = re.compile(r"[a-z_]{1,100}\.safetensors")
 _DAMAGES = (
     OSError,
@@ -81,7 +85,8 @@ def save_stored(stored: Stored, folder: Path) -> None:
     """Write ``stored`` to ``folder``, replacing what is there as a whole.
 
     Raises:
-        ConfigError: ``folder`` holds something else, or is where this process stands.
+        ConfigError: ``folder`` holds something else, or is where this process stands; or what
+            saving needs beside it, ``folder.writing`` and ``folder.previous``, does.
         CheckpointError: It cannot be written: no room, no permission, or another trainer writes it.
         UnsupportedError: safetensors has no such dtype.
     """
@@ -89,7 +94,8 @@ def save_stored(stored: Stored, folder: Path) -> None:
         folder = Path(os.path.realpath(folder))  # a link to a folder stays a link
         names = {_DOCUMENT, *(f"{name}.safetensors" for name in stored.tensors)}
         _check_place(folder, names)
-        with _draft(folder) as fresh:
+        with _draft(folder, names) as fresh:
+            _check_previous(_previous(folder), names)
             _write(stored, fresh)
             _put_in_place(fresh, folder)
 
@@ -98,17 +104,50 @@ def _check_place(folder: Path, names: Collection[str]) -> None:
     """Refuse a folder that may not be replaced by one with files of these ``names``."""
     if not os.path.lexists(folder):
         return
-    others = sorted({path.name for path in folder.iterdir()} - set(names))
+    others = _others_in(folder, names)
     if others:
         raise ConfigError(
             f"`folder` must be new, empty or a checkpoint, but `{folder}` holds other files, such "
             f"as {others[0]!r}. Give a folder of the checkpoint's own."
+        )
+    if any(folder.iterdir()) and not os.path.lexists(folder / _DOCUMENT):
+        raise ConfigError(
+            f"`folder` must be new, empty or a checkpoint, but `{folder}` holds files and no "
+            f"{_DOCUMENT}. Give a folder of the checkpoint's own."
         )
     if os.path.samefile(folder, os.curdir):
         raise ConfigError(
             f"`folder` must be one that can be replaced as a whole, but `{folder}` is the current "
             "directory. Give a folder below it."
         )
+
+
+def _check_previous(previous: Path, names: Collection[str]) -> None:
+    if previous.is_symlink():
+        _refuse_beside(previous, "is a link")
+    if previous.exists() and (others := _others_in(previous, names)):
+        _refuse_beside(previous, f"holds other files, such as {others[0]!r}")
+
+
+def _refuse_beside(path: Path, found: str) -> NoReturn:
+    raise ConfigError(
+        f"`folder` must leave room beside it for a draft and for the checkpoint before, but "
+        f"`{path}` {found}. Move that away, or give another folder."
+    )
+
+
+def _others_in(folder: Path | int, names: Collection[str]) -> list[str]:
+    """Name what lies in a folder and is no file, or link, of one of these ``names``."""
+    with os.scandir(folder) as entries:
+        return sorted(
+            entry.name
+            for entry in entries
+            if entry.name not in names or entry.is_dir(follow_symlinks=False)
+        )
+
+
+def _previous(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".previous")
 
 
 def _write(stored: Stored, fresh: Path) -> None:
@@ -138,7 +177,7 @@ def _write(stored: Stored, fresh: Path) -> None:
 
 
 def _put_in_place(fresh: Path, folder: Path) -> None:
-    previous = folder.with_name(folder.name + ".previous")
+    previous = _previous(folder)
     if folder.exists():
         if previous.exists():
             shutil.rmtree(previous)
@@ -150,15 +189,20 @@ def _put_in_place(fresh: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _draft(folder: Path) -> Iterator[Path]:
+def _draft(folder: Path, names: Collection[str]) -> Iterator[Path]:
     """Make an empty folder beside ``folder``, for us alone; it is gone if the body fails."""
     fresh = folder.with_name(folder.name + ".writing")
     fresh.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY)
+    if fresh.is_symlink():
+        _refuse_beside(fresh, "is a link")
+    descriptor = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _lock(descriptor, fresh, folder)
-        for left in fresh.iterdir():  # by one that was killed
-            left.unlink()
+        others = [x for x in _others_in(descriptor, names) if not _DRAFT_NAME.fullmatch(x)]
+        if others:
+            _refuse_beside(fresh, f"holds other files, such as {others[0]!r}")
+        for left in os.listdir(descriptor):  # by one that was killed
+            os.unlink(left, dir_fd=descriptor)
         try:
             yield fresh
         except BaseException:
@@ -205,7 +249,7 @@ def load_stored(folder: Path) -> Stored:
     """
     with _damage_named(folder):
         folder = Path(os.path.realpath(folder))
-        previous = folder.with_name(folder.name + ".previous")
+        previous = _previous(folder)
         if not (folder / _DOCUMENT).exists() and (previous / _DOCUMENT).exists():
             folder = previous
     with _damage_named(folder / _DOCUMENT):

@@ -170,6 +170,61 @@ def test_files_of_others_in_a_checkpoint_are_never_removed(tmp_path: Path) -> No
     assert load_stored(folder).values["n"] == 1
 
 
+def test_files_with_names_of_ours_that_are_no_checkpoint_are_never_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds files and no checkpoint\.json"):
+        save_stored(stored(1), folder)
+    assert (folder / "model.safetensors").read_text() == "mine"
+    assert names_in(tmp_path) == ["weights"]
+
+
+@pytest.mark.parametrize("suffix", ["writing", "previous"])
+@pytest.mark.parametrize("name", ["thesis.txt", "model.safetensors/thesis.txt"])
+def test_files_of_others_beside_a_checkpoint_are_never_removed(
+    name: str, suffix: str, tmp_path: Path
+) -> None:
+    folder, beside = tmp_path / "mine", tmp_path / f"mine.{suffix}"
+    save_stored(stored(1), folder)
+    (beside / name).parent.mkdir(parents=True)
+    (beside / name).write_text("precious")
+    with pytest.raises(ConfigError, match=rf"`{beside}` holds .* Move that away, or give another"):
+        save_stored(stored(2), folder)
+    assert (beside / name).read_text() == "precious"
+    assert load_stored(folder).values["n"] == 1
+    assert names_in(tmp_path) == ["mine", f"mine.{suffix}"]
+
+
+@pytest.mark.parametrize("suffix", ["writing", "previous"])
+@pytest.mark.parametrize("target", ["victim", "absent"])
+def test_a_link_beside_a_checkpoint_is_not_followed(
+    target: str, suffix: str, tmp_path: Path
+) -> None:
+    folder, beside = tmp_path / "mine", tmp_path / f"mine.{suffix}"
+    save_stored(stored(1), folder)
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "model.safetensors").write_text("precious")
+    beside.symlink_to(tmp_path / target)
+    with pytest.raises((ConfigError, CheckpointError), match=f"`folder` must .*{beside}"):
+        save_stored(stored(2), folder)
+    assert (tmp_path / "victim" / "model.safetensors").read_text() == "precious"
+    assert load_stored(folder).values["n"] == 1
+    assert not folder.is_symlink()
+    assert names_in(tmp_path) == ["mine", f"mine.{suffix}", "victim"]
+
+
+def test_what_one_that_was_killed_has_left_is_written_over(tmp_path: Path) -> None:
+    folder, left = tmp_path / "mine", tmp_path / "mine.writing"
+    left.mkdir()
+    for name in ("model.safetensors", ".tmpPrrcqP"):  # the latter safetensors has left
+        (left / name).write_text("half")
+    save_stored(stored(1), folder)
+    assert load_stored(folder).values["n"] == 1
+    assert names_in(folder) == ["checkpoint.json", "model.safetensors"]
+    assert names_in(tmp_path) == ["mine"]
+
+
 def test_the_current_directory_is_not_pulled_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
