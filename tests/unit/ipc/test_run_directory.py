@@ -175,6 +175,17 @@ def test_sweep_removes_what_nobody_lives_in(tmp_path):
     assert RunDirectory.sweep(base=tmp_path / "absent") == []
 
 
+def test_a_base_that_hands_its_group_down_is_as_good_as_another(tmp_path):
+    tmp_path.chmod(0o2755)
+    left = planted(tmp_path, "crashed")
+    assert left.stat().st_mode & stat.S_ISGID
+    with RunDirectory.join("a", base=tmp_path) as run:
+        assert stat.S_IMODE(run.path.stat().st_mode) == 0o2700
+        assert not left.exists()
+        run.open_region("w", 64).close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_of_a_dead_run_is_found_by_the_next_of_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(RunDirectory, "sweep", lambda **_: [])  # so that `join` alone has to see it
     path = planted(tmp_path, "a")
