@@ -94,7 +94,7 @@ class RunDirectory:
 
         Raises:
             ConfigError: The name is none, or the directory cannot be trusted: it is a link,
-                another user's, or open to others.
+                another user's, open to others, or holds files that are not ours.
             OutOfSpace: ``base`` is full, or there is no descriptor left.
         """
         path = Path(base) / f"{_prefix()}{_checked(name, 'name')}"
@@ -364,10 +364,15 @@ def _open_and_lock(path: Path) -> tuple[int, int] | None:
 
 
 def _lock_members(path: Path, directory_fd: int) -> int | None:
+    # Looked at twice, as others may come and go during the first look.
+    if _is_anothers(directory_fd) and _is_anothers(directory_fd):
+        raise _untrusted(path, f"it holds files, but no `{_MEMBERS}`")
     fd = _open_members(path, directory_fd)
     if fd is None:
         return None
     try:
+        if not _is_members(fd):
+            raise _untrusted(path, f"its `{_MEMBERS}` is no empty file")
         # A lock cannot be turned from exclusive to shared in one step, hence the look afterwards.
         if _try_lock(fd, fcntl.LOCK_EX) and _is_current(path, directory_fd, fd):
             _remove_contents(directory_fd)
@@ -392,6 +397,12 @@ def _open_members(path: Path, directory_fd: int) -> int | None:
         raise _untrusted(path, f"its `{_MEMBERS}`: {exc.strerror}") from exc
 
 
+def _is_members(fd: int) -> bool:
+    """Tell whether a file called `members` is one of ours, which are only locked."""
+    found = os.fstat(fd)
+    return stat.S_ISREG(found.st_mode) and found.st_size == 0
+
+
 def _try_lock(fd: int, kind: int) -> bool:
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
@@ -412,16 +423,20 @@ def _is_current(path: Path, directory_fd: int, members_fd: int) -> bool:
     return _leads_to(path, directory_fd) and _leads_to(_MEMBERS, members_fd, directory_fd)
 
 
-def _remove_if_abandoned(path: Path, directory_fd: int) -> bool:
+def _is_anothers(directory_fd: int) -> bool:
+    """Tell whether there are files but no `members`, which ours have until last."""
     found = os.listdir(directory_fd)
-    if found and _MEMBERS not in found:  # somebody else's, of such a name: ours have it until last
+    return bool(found) and _MEMBERS not in found
+
+
+def _remove_if_abandoned(path: Path, directory_fd: int) -> bool:
+    if _is_anothers(directory_fd):
         return False
     fd = _open_members(path, directory_fd)
     if fd is None:
         return False
     try:
-        members = os.fstat(fd)
-        if not stat.S_ISREG(members.st_mode) or members.st_size:  # ours is only locked
+        if not _is_members(fd):
             return False
         alone = _try_lock(fd, fcntl.LOCK_EX) and _is_current(path, directory_fd, fd)
         return alone and _remove(path, directory_fd)

@@ -483,6 +483,17 @@ def test_a_folder_of_the_users_with_such_a_name_is_not_swept(tmp_path):
     assert os.listdir(theirs) == ["weights"]
 
 
+def test_a_folder_of_the_users_with_the_name_of_a_run_is_refused_and_kept(tmp_path):
+    theirs = tmp_path / (PREFIX + "a")
+    theirs.mkdir(mode=0o700)
+    (theirs / "weights").write_text("mine")
+    join_is_refused(tmp_path, "it holds files, but no `members`")
+    assert os.listdir(theirs) == ["weights"]
+    (theirs / "members").write_text("alice\nbob\n")
+    join_is_refused(tmp_path, "its `members` is no empty file")
+    assert sorted(os.listdir(theirs)) == ["members", "weights"]
+
+
 def test_a_folder_of_the_users_that_lists_its_members_is_not_swept(tmp_path):
     theirs = tmp_path / f"phalanx-{os.geteuid()}-study"
     theirs.mkdir(mode=0o700)
