@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Literal, get_type_hints
@@ -24,6 +25,7 @@ Given = Mapping[str, Any]  # what was said on the command line, by name. Any: of
 # These may change when a run goes on; all others decide its numbers and must stay.
 _OF_WORKERS = ("timeout_s", "max_failures", "memory_dir")
 _CHANGEABLE = ("replicas", "workloads", "epochs", "lr", "executor", *_OF_WORKERS)
+_OF_CODE = ("data", "model", "loss", "forward")  # they may be module:attribute
 _EXECUTORS = ("threads", "processes", "inline")  # the command is no rank of a job
 _LARGEST_SEED = 2**63 - 1  # what torch's generators take
 
@@ -333,24 +335,61 @@ def continue_with(stored: TrainOptions, given: Given, *, run: str) -> TrainOptio
     """Take over the options of a run that goes on.
 
     ``replicas``, ``workloads``, ``epochs`` and ``lr`` may be given anew; new replicas without new
-    workloads have equal ones.
+    workloads have equal ones. What :func:`untrusted` names must be given again.
 
     Args:
         run: The run folder, for the message.
 
     Raises:
-        ConfigError: Another option was given and differs.
+        ConfigError: Another option was given and differs, or one was not given again.
     """
     for name, value in given.items():
         before = getattr(stored, name)
         if name not in _CHANGEABLE and value != before:
+            way_out = "Give it so" if name in untrusted(stored) else "Leave it out"
             raise ConfigError(
                 f"`{_flag(name)}` must be what the run in {run} began with "
                 f"({'not given' if before is None else before}), but is {value}. "
-                "Leave it out, or start a run of its own with `--out`."
+                f"{way_out}, or start a run of its own with `--out`."
             )
     anew = {"workloads": None} if "replicas" in given else {}
-    return _served(TrainOptions(**{**asdict(stored), **anew, **given}), given)
+    options = TrainOptions(**{**asdict(stored), **anew, **given})
+    left_out = {name: value for name, value in untrusted(options).items() if name not in given}
+    if left_out:
+        flags = " and ".join(f"`{_flag(name)}`" for name in left_out)
+        raise ConfigError(
+            f"{flags} must be given again with `--resume`, because a run folder is not trusted to "
+            f"name code or a place to write, but {'is' if len(left_out) == 1 else 'are'} left out. "
+            f"If you trust what {run} names, add {shlex.join(as_words(left_out))}"
+        )
+    return _served(options, given)
+
+
+def untrusted(options: TrainOptions) -> dict[str, str]:
+    """Return, by name, the options that nobody may take from a run folder, which may be another's.
+
+    They are the code that would be run, and the folder that worker processes would write to.
+    """
+    found = {name: getattr(options, name) for name in _OF_CODE}
+    found = {name: value for name, value in found.items() if value and _names_code(name, value)}
+    if options.executor == "processes" and options.memory_dir is not None:
+        found["memory_dir"] = options.memory_dir
+    return found
+
+
+def _names_code(name: str, value: str) -> bool:
+    reader, separator, _ = value.partition(":")
+    return bool(separator) and not (name == "data" and reader in ("idx", "text"))
+
+
+def as_words(options: Mapping[str, str]) -> list[str]:
+    """Return options as the command line has them.
+
+    Example:
+        >>> as_words({"memory_dir": "/tmp"})
+        ['--memory-dir', '/tmp']
+    """
+    return [word for name, value in options.items() for word in (_flag(name), value)]
 
 
 def _served(options: TrainOptions, given: Given) -> TrainOptions:

@@ -29,11 +29,13 @@ from phalanx.cli.options import (
     Given,
     Replicas,
     TrainOptions,
+    as_words,
     complete,
     continue_with,
     parse_replicas,
     parse_workloads,
     read_options,
+    untrusted,
 )
 from phalanx.cli.progress import Plan, choose_progress, draw_summary
 from phalanx.cli.recipes import begin_anew, decay_linearly
@@ -95,7 +97,8 @@ def plan_resumed(given: Given, path: Path, out: Path | None) -> TrainPlan:
     and with it other bits.
 
     Raises:
-        ConfigError: There is no such run, an option was given that differs, or ``out`` was.
+        ConfigError: There is no such run, an option was given that differs, one that names code
+            was not given again, or ``out`` was given.
         CheckpointError: Its config.json is damaged.
     """
     if out is not None:
@@ -403,7 +406,8 @@ class Session:
         )
 
     def _resuming_command(self) -> str:
-        return shlex.join(["phalanx", "train", "--resume", str(self.folder.path)])
+        again = as_words(untrusted(self.options))
+        return shlex.join(["phalanx", "train", "--resume", str(self.folder.path), *again])
 
     def _draw_summary(self, seconds: float) -> Any:
         return draw_summary(

@@ -199,8 +199,9 @@ def test_a_run_trains_with_the_loss_that_was_named(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_new(*options, "--epochs", "2") == 0
-    assert run("train", "--resume", "run", "--epochs", "3") == 0
-    assert run("train", "--resume", "run", "--epochs", "4", "--loss", "l1") != 0
+    again = ("train", "--resume", "run", "--model", "own_losses:net", *options)
+    assert run(*again, "--epochs", "3") == 0
+    assert run(*again, "--epochs", "4", "--loss", "l1") != 0
     told = " ".join(capsys.readouterr().err.split())
     assert "`--loss` must be" in told
 

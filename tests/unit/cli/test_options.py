@@ -189,6 +189,56 @@ def test_what_decides_the_numbers_cannot_change_in_a_run(said, message):
         continue_with(STORED, said, run="r")
 
 
+OWN = replace(
+    STORED, data="own:rows", model="own:Net", loss="own:loss", executor="processes", memory_dir="d"
+)
+SAID = {"data": "own:rows", "model": "own:Net", "loss": "own:loss", "memory_dir": "d"}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_names_code_or_a_place_to_write_is_not_taken_from_a_run(name):
+    said = {other: value for other, value in SAID.items() if other != name}
+    flag = "--" + name.replace("_", "-")
+    wanted = f"`{flag}` must be given again .*but is left out.* r names, add {flag} {SAID[name]}$"
+    with pytest.raises(ConfigError, match=wanted):
+        continue_with(OWN, said, run="r")
+
+
+def test_what_names_code_is_given_again():
+    assert continue_with(OWN, SAID, run="r") == OWN
+    assert continue_with(OWN, {**SAID, "memory_dir": "e"}, run="r") == replace(OWN, memory_dir="e")
+    own = replace(STORED, forward="own:step")
+    assert continue_with(own, {"forward": "own:step"}, run="r") == own
+    with pytest.raises(ConfigError, match=r"add --forward own:step$"):
+        continue_with(own, {}, run="r")
+
+
+def test_all_that_must_be_given_again_is_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        continue_with(OWN, {}, run="r")
+    assert str(caught.value).endswith(
+        "add --data own:rows --model own:Net --loss own:loss --memory-dir d"
+    )
+
+
+def test_other_code_than_the_runs_is_refused():
+    with pytest.raises(ConfigError, match=r"`--model` .*\(own:Net\), but is mlp. Give it so"):
+        continue_with(OWN, {**SAID, "model": "mlp"}, run="r")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": "idx:/a", "model": "mlp", "loss": "mse"},
+        {"data": "text:a:b", "model": "gpt"},
+        {"executor": "threads", "memory_dir": "d"},  # where it is not used
+    ],
+)
+def test_what_names_no_code_is_taken_from_a_run(changes):
+    stored = replace(STORED, **changes)
+    assert continue_with(stored, {}, run="r") == stored
+
+
 def test_options_come_back_from_a_file():
     assert read_options(asdict(STORED), source="config.json") == STORED
 

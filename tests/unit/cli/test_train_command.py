@@ -220,7 +220,8 @@ def test_balanced_workloads_follow_the_replicas_and_are_kept_when_a_run_goes_on(
     assert all(abs(first - 48) <= 1 for first, _ in shares[10:-1])
     assert json.loads(Path("run/config.json").read_text())["options"]["workloads"] == "auto"
 
-    code, out, _ = phalanx("train", "--resume", "run", "--epochs", 2)
+    own = ("--model", "own_code:Unequal")
+    code, out, _ = phalanx("train", "--resume", "run", *own, "--epochs", 2)
     assert code == 0
     assert "not bit for bit, as with --workloads auto the bits depend on timing" in " ".join(
         out.split()
@@ -275,12 +276,12 @@ def test_a_stopped_training_goes_on_to_the_same_bits_on_other_replicas(phalanx, 
     said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, said
     assert "Stopped after step 34, in epoch 1 of 2" in said
-    assert "phalanx train --resume stopped" in said
+    assert "phalanx train --resume stopped --model own_code:Interrupted\n" in said
     assert "Traceback" not in said
     assert files_in("stopped") == {"checkpoint", "config.json", "metrics.jsonl", "training.png"}
     Path("signal").unlink()
 
-    code, _, err = phalanx("train", "--resume", "stopped", "--replicas", 3)
+    code, _, err = phalanx("train", "--resume", "stopped", *words[:2], "--replicas", 3)
     assert (code, err) == (0, "")
     phalanx("train", *words, "--replicas", 2, "--out", "twin")
     stopped, twin = load_file("stopped/model.safetensors"), load_file("twin/model.safetensors")
@@ -304,12 +305,12 @@ def test_what_was_done_before_a_step_that_failed_is_saved(phalanx, fault, return
     said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == returned, said
     assert "Saved after step 33. Go on with:" in said
-    assert "phalanx train --resume failed" in said
+    assert "phalanx train --resume failed --model own_code:Failing\n" in said
     assert ("KeyError: 'another'" in said) == (returned == 1)
     assert "In step 34: batch 34 of epoch 1." in said
     Path("fault").unlink()
 
-    code, _, err = phalanx("train", "--resume", "failed", "--replicas", 2)
+    code, _, err = phalanx("train", "--resume", "failed", *words[:2], "--replicas", 2)
     assert (code, err) == (0, "")
     phalanx("train", *words, "--replicas", 2, "--out", "twin")
     failed, twin = load_file("failed/model.safetensors"), load_file("twin/model.safetensors")
@@ -468,6 +469,22 @@ def test_what_a_run_began_with_cannot_be_changed(phalanx, words, flag):
     assert code == 2
     assert f"`{flag}` must be what the run in run began with" in err
     assert Path("run/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["data", "model", "loss", "forward"])
+def test_code_that_a_run_folder_names_is_not_run(phalanx, monkeypatch, name):
+    phalanx("train", *FAST, "--epochs", 1, "--out", "run")
+    config = json.loads(Path("run/config.json").read_text())
+    config["options"][name] = "evil:Net"
+    Path("run/config.json").write_text(json.dumps(config))
+    Path("run/evil.py").write_text("from pathlib import Path\nPath('evil was here').touch()")
+    before = files_in("run")
+    monkeypatch.chdir("run")
+    code, out, err = phalanx("train", "--resume", ".", "--epochs", 2)
+    assert (code, out) == (2, "")
+    assert f"`--{name}` must be given again with `--resume`" in err
+    assert f"add --{name} evil:Net" in err
+    assert files_in(".") == before
 
 
 def test_a_damaged_config_is_refused(phalanx):
