@@ -103,6 +103,12 @@ class RunFolder:
                 f"`--resume` must name a run with a checkpoint, but {path} has none: it ended "
                 "before the first was saved. Start the run again."
             )
+        if folder.checkpoint_path.is_symlink():  # the trainer would follow it
+            raise ConfigError(
+                f"`--resume` must name a run with its checkpoint in its own folder, but "
+                f"{folder.checkpoint_path} is a link, and what it leads to would be replaced. "
+                "Put the checkpoint there."
+            )
         return folder
 
     @contextlib.contextmanager

@@ -97,6 +97,14 @@ def test_a_run_with_a_checkpoint_can_go_on(folder, name):
     assert RunFolder.open(folder.path).read_config() == {"seed": 1}
 
 
+def test_a_run_whose_checkpoint_is_anothers_cannot_go_on(folder, tmp_path):
+    folder.write_config({})
+    (tmp_path / "another").mkdir()
+    folder.checkpoint_path.symlink_to(tmp_path / "another")
+    with pytest.raises(ConfigError, match="checkpoint is a link, and what it leads to would be"):
+        RunFolder.open(folder.path)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
 def test_a_damaged_config_is_named(folder, text):
     folder.config_path.write_text(text)
