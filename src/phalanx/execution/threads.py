@@ -251,7 +251,7 @@ def _run_microbatches(
         start_s = now_s()
         try:
             context = state.context(replica, index, saved)
-            running = replica.going_back() if goes_on else replica.running()
+            running = replica.running(forward=not goes_on)
             with compile_once.running(kind, replica.device, context.batch), running:
                 state.results[index] = state.task(context)
             written = {} if goes_on else _take_written(replica, state.weights[index])

@@ -43,7 +43,6 @@ from phalanx.replicas.replica import (
     Replica,
     add_gradients,
     apart,
-    current_replica,
     refuse_aliases,
     refuse_lazy,
     refuse_scripts,
@@ -58,7 +57,7 @@ from phalanx.replicas.rng import (
 )
 from phalanx.replicas.rng_mode import RngMode, derive_seed, preserve_rng, seed_of_process
 from phalanx.replicas.rng_watch import numpy_swap
-from phalanx.replicas.source_gradients import SourceGradients
+from phalanx.replicas.source_gradients import SourceGradients, current_replica
 from phalanx.replicas.statistics import (
     Statistic,
     Statistics,

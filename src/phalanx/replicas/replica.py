@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,7 +28,6 @@ __all__ = [
     "Replica",
     "add_gradients",
     "apart",
-    "current_replica",
     "refuse_aliases",
     "refuse_lazy",
     "refuse_scripts",
@@ -38,23 +35,6 @@ __all__ = [
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-class _Current(threading.local):
-    index: int | None = None
-
-
-_current = _Current()
-
-
-def current_replica() -> int | None:
-    """Return the number of the replica that the calling thread runs; None where it runs none.
-
-    Example:
-        >>> current_replica() is None
-        True
-    """
-    return _current.index
 
 
 class Replica:
@@ -151,33 +131,37 @@ class Replica:
         """Make the next :meth:`refresh` copy all buffers, whatever their versions say."""
         self.statistics.outdate()
 
-    def running(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def running(self, *, forward: bool = True) -> Iterator[None]:
         """Run the model in the body, and its backward pass where that comes at once.
 
-        Raises:
-            UnsupportedError: The body has changed parameters, or buffers of the source itself.
-        """
-        return _ForwardAndBack(self, self._same)
+        What backward passes of the body bring to the source itself is this replica's.
 
-    def going_back(self) -> AbstractContextManager[None]:
-        """Take for this replica's what backward passes of the body bring to the source itself.
+        Args:
+            forward: False for a backward pass on its own: the source may be another by now.
 
         Raises:
-            UnsupportedError: A graph of the replica was gone back through from outside.
+            UnsupportedError: The body has changed parameters, or buffers of the source itself; or
+                a graph of the replica was gone back through from outside.
         """
-        return _GoingBack(self)
-
-    def begin_backward(self) -> None:
-        """Begin what :meth:`going_back` does."""
+        before = self._same.note() if forward else None
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self.drop_gradients()
                 raise went_back_outside()
-        self._caught = self._reaching.begin()
-
-    def end_backward(self) -> None:
-        """End it."""
-        self._reaching.end()
+        self._caught = self._reaching.begin(self.index)
+        try:
+            yield
+        except Exception as error:
+            explained = kept_outside(error, self.module)
+            if explained is not None:
+                raise explained from error
+            raise
+        finally:
+            self._reaching.end()
+        if before is not None:
+            self._same.check(before)
+            self.statistics.check_source()
 
     def take_gradients(self) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
@@ -204,53 +188,6 @@ class Replica:
         self._caught = {}
         for parameter in self.parameters:
             parameter.grad = None
-
-
-class _GoingBack:
-    """See :meth:`Replica.going_back`."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-
-    def __enter__(self) -> None:
-        self._replica.begin_backward()
-        self._outer, _current.index = _current.index, self._replica.index
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _current.index = self._outer  # one may run inside of another
-        self._replica.end_backward()
-        if isinstance(error, Exception):
-            explained = kept_outside(error, self._replica.module)
-            if explained is not None:
-                raise explained from error
-
-
-class _ForwardAndBack(_GoingBack):
-    """See :meth:`Replica.running`."""
-
-    def __init__(self, replica: Replica, same: SameParameters) -> None:
-        super().__init__(replica)
-        self._same = same
-
-    def __enter__(self) -> None:
-        self._before = self._same.note()
-        super().__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        if kind is None:
-            self._same.check(self._before)
-            self._replica.statistics.check_source()
 
 
 def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:

@@ -24,19 +24,29 @@ from torch import Tensor, nn
 
 from phalanx.errors import UnsupportedError
 
-__all__ = ["SourceGradients"]
+__all__ = ["SourceGradients", "current_replica"]
 
 _IN_CALLING_THREAD = ("cpu", "meta")  # where torch's engine has no thread for the device alone
 
 
-class _Catches(threading.local):
-    """Where this thread's gradients go: of the replica that it runs, the innermost last."""
+class _Running(threading.local):
+    """The replicas that this thread runs, the innermost last, and where their gradients go."""
 
     def __init__(self) -> None:
-        self.catches: list[tuple[SourceGradients, dict[int, Tensor]]] = []
+        self.replicas: list[tuple[int, SourceGradients, dict[int, Tensor]]] = []
 
 
-_here = _Catches()
+_here = _Running()
+
+
+def current_replica() -> int | None:
+    """Return the number of the replica that the calling thread runs; None where it runs none.
+
+    Example:
+        >>> current_replica() is None
+        True
+    """
+    return _here.replicas[-1][0] if _here.replicas else None
 
 
 class SourceGradients:
@@ -66,17 +76,20 @@ class SourceGradients:
             node.register_prehook(partial(_arrived, weakref.ref(self), index, elsewhere))
             self._nodes[index] = node
 
-    def begin(self) -> dict[int, Tensor]:
-        """Catch, by index, what backward passes in this thread bring until :meth:`end`."""
+    def begin(self, replica: int) -> dict[int, Tensor]:
+        """Catch, by index, what backward passes in this thread bring until :meth:`end`.
+
+        Until then, ``replica`` is the one that this thread runs.
+        """
         caught: dict[int, Tensor] = {}
         with self._lock:
             self._num_running += 1
-        _here.catches.append((self, caught))
+        _here.replicas.append((replica, self, caught))
         return caught
 
     def end(self) -> None:
         """Catch no more for who has begun last in this thread."""
-        _here.catches.pop()
+        _here.replicas.pop()
         with self._lock:
             self._num_running -= 1
 
@@ -86,13 +99,13 @@ class SourceGradients:
         Args:
             elsewhere: It may be brought by another thread than the one that goes back.
         """
-        for own, caught in reversed(_here.catches):
+        for _, own, caught in reversed(_here.replicas):
             if own is self:
                 if gradient is not None:
                     _add(caught, index, gradient.detach())
                 return True
         # A device's thread may serve several replicas; a container in a replica has threads, too.
-        if self._num_running and (elsewhere or _here.catches):
+        if self._num_running and (elsewhere or _here.replicas):
             raise UnsupportedError(
                 "A loss or a module must reach the replica's parameters, not the module's own, "
                 "where it runs on an accelerator or in a container inside of another, but does. "
