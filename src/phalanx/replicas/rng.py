@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from phalanx.replicas.rng_mode import RngMode, pop_rng, push_rng
+from phalanx.replicas.rng_mode import RngMode, in_use
 from phalanx.replicas.rng_watch import RngWatch
 from phalanx.torch_internals import run_engine
 
@@ -121,11 +121,11 @@ class MicrobatchRng:
         self._context = contexts[0] if len(contexts) == 1 else _Nested(contexts)
 
     def __enter__(self) -> None:
-        push_rng(self._draws)
+        in_use.rngs.append(self._draws)
         try:
             self._context.__enter__()
         except BaseException:
-            pop_rng()
+            in_use.rngs.pop()
             raise
 
     def __exit__(
@@ -141,7 +141,7 @@ class MicrobatchRng:
         try:
             self._context.__exit__(kind, error, trace)
         finally:
-            pop_rng()
+            in_use.rngs.pop()
 
 
 class _Nested:
@@ -186,7 +186,10 @@ class CallRng(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not _may_draw(func):
+        may_draw = _known.get(func)
+        if may_draw is None:
+            may_draw = _known[func] = _may_draw(func)
+        if not may_draw:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if self._watch is None:
@@ -235,17 +238,10 @@ def has_fused_evaluation(module: nn.Module) -> bool:
     return any(isinstance(each, kinds) for each in module.modules())
 
 
-_known: dict[Any, bool] = {}
+_known: dict[Any, bool] = {}  # Any, here and below: whatever torch lets modes override
 
 
-def _may_draw(func: Any) -> bool:  # Any: whatever torch lets modes override
-    known = _known.get(func)
-    if known is None:
-        known = _known[func] = _look_up(func)
-    return known
-
-
-def _look_up(func: Any) -> bool:
+def _may_draw(func: Any) -> bool:
     """Tell whether a torch function may draw; what is unknown may.
 
     A function written in C goes by the tags of the operator of its name. One written in Python is

@@ -27,9 +27,8 @@ from phalanx.torch_internals import MADE_OF_OTHERS, TorchDispatchMode, is_made_o
 __all__ = [
     "RngMode",
     "derive_seed",
-    "pop_rng",
+    "in_use",
     "preserve_rng",
-    "push_rng",
     "seed_of_process",
 ]
 
@@ -48,29 +47,22 @@ def seed_of_process() -> int:
 
     Inside `RngMode` (a container in a replica of another), of the microbatch's own.
     """
-    state = _stack.draws[-1].state() if _stack.draws else torch.get_rng_state()
+    state = in_use.rngs[-1].state() if in_use.rngs else torch.get_rng_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-class _Stack(threading.local):
-    """The microbatches' generators that are in use in this thread, the innermost last."""
+class _InUse(threading.local):
+    """The microbatches' generators of this thread, the innermost last.
+
+    That one is drawn from by containers inside the model, and by `preserve_rng`.
+    """
 
     def __init__(self) -> None:
-        self.draws: list[RngMode] = []
+        self.rngs: list[RngMode] = []
 
 
-_stack = _Stack()
-
-
-def push_rng(draws: RngMode) -> None:
-    """Let ``draws`` be this thread's, for containers inside the model and `preserve_rng`."""
-    _stack.draws.append(draws)
-
-
-def pop_rng() -> None:
-    """Take back the last :func:`push_rng` of this thread."""
-    _stack.draws.pop()
+in_use = _InUse()
 
 
 def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -85,7 +77,7 @@ def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager
         >>> x = torch.ones(2, 3)
         >>> y = checkpoint(block, x, use_reentrant=False, context_fn=preserve_rng)
     """
-    draws = _stack.draws[-1] if _stack.draws else None
+    draws = in_use.rngs[-1] if in_use.rngs else None
     if draws is None:
         return contextlib.nullcontext(), contextlib.nullcontext()
     kept: list[_State] = []
@@ -107,7 +99,7 @@ def _keep(draws: RngMode, kept: list[_State]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _repeat(kept: list[_State]) -> Iterator[None]:
-    draws = _stack.draws[-1]
+    draws = in_use.rngs[-1]
     before = draws.states()
     draws.set_states(kept[0])
     draws.num_preserved += 1
