@@ -12,6 +12,7 @@ import pytest
 from phalanx.execution import ProcessExecutor, shard_step
 from phalanx.execution.work_queue import WorkQueue
 from phalanx.execution.worker_main import WorkerInit
+from phalanx.plan import Node
 from phalanx.train import events
 from phalanx.train.position import Loss
 from tests.chaos.course import DEADLINE_S, Course, differing
@@ -40,13 +41,22 @@ def returned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return microbatches
 
 
-def test_a_lost_microbatch_is_caught(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
-    def give_back(queue: Any, microbatch: int) -> None:
-        queue._state.sums.put(microbatch, None)
-        queue.count()
+def test_a_lost_microbatch_is_caught(
+    course: Course, monkeypatch: pytest.MonkeyPatch, returned: set[int]
+) -> None:
+    """A worker died with it, and nobody's gradients are added in their place."""
+    real = ProcessExecutor._count
 
-    monkeypatch.setattr(WorkQueue, "give_back", give_back)
+    def count(executor: Any, index: int, message: Any, done: Any, run: Any) -> None:
+        if message.microbatch not in returned:
+            real(executor, index, message, done, run)
+            return
+        run.state.sums.put(Node(0, message.microbatch), None)
+        run.state.queue.count()
+
+    monkeypatch.setattr(ProcessExecutor, "_count", count)
     course.suffer({1: Order("gradients written")}, compared=False)
+    assert returned
     assert_caught(course, "model.first.weight")
 
 

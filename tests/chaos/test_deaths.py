@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.execution import partial_sums
+from phalanx.execution import PartialSum, contract
 from phalanx.execution.points import POINTS
 from phalanx.train import checkpoint
 from tests.chaos.course import DEADLINE_S, MICROBATCHES, Course, batches
@@ -155,19 +155,17 @@ def test_a_death_while_partial_sums_are_added_changes_nothing(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At both levels of the tree that threads add: additions 1 and 4 of 5."""
-    real = partial_sums._add
+    real = contract.add_sums
     done = itertools.count(1)
     kill_at: dict[int, int] = {}
 
-    def add(
-        left: partial_sums.PartialSum | None, right: partial_sums.PartialSum | None
-    ) -> partial_sums.PartialSum | None:
+    def add(left: PartialSum, right: PartialSum) -> PartialSum:
         victim = kill_at.pop(next(done), None)
         if victim is not None:
             course.kill(victim)
         return real(left, right)
 
-    monkeypatch.setattr(partial_sums, "_add", add)
+    monkeypatch.setattr(contract, "add_sums", add)
     course.await_workers()
     course.disturbed.lost.clear()
     assert MICROBATCHES == 7

@@ -24,7 +24,7 @@ from phalanx.execution.opening import (
     Processes,
     refuse_moved,
 )
-from phalanx.execution.partial_sums import Gradients, PartialSum, PartialSums, TreeSums
+from phalanx.execution.partial_sums import Gradients, PartialSum
 from phalanx.execution.processes import ProcessExecutor, check_shareable
 from phalanx.execution.sent_once import SentOnce
 from phalanx.execution.sharded_optimizer import (
@@ -51,7 +51,6 @@ __all__ = [
     "MicrobatchContext",
     "MicrobatchResult",
     "PartialSum",
-    "PartialSums",
     "PoolGroup",
     "ProcessExecutor",
     "Processes",
@@ -64,7 +63,6 @@ __all__ = [
     "Stepper",
     "ThreadExecutor",
     "ThreadPool",
-    "TreeSums",
     "WholeStepper",
     "WorkerFailure",
     "WorkerLost",

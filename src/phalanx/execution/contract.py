@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from phalanx.execution.partial_sums import (
     Gradients,
     PartialSum,
-    PartialSums,
-    SeparateSums,
+    TreeSums,
     add_last,
+    add_sums,
 )
 from phalanx.execution.sharded_optimizer import Stepper
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
+from phalanx.execution.work_queue import WorkQueue
 from phalanx.memory import FlatParameters
 from phalanx.plan import Node, Shares, workload_sizes
 from phalanx.replicas import (
@@ -350,11 +351,13 @@ class Executor(ABC):
         return self._compiled or (self._fused and not trains)
 
     def _start(self, state: RunState) -> None:
+        left = [index for index in state.leaves if state.weights[index] > 0]
         if state.pinned:
             own = [int(state.weights[index] > 0) for index in state.leaves]
-            state.shares = Shares(own, stealing=False)
+            shares = Shares(own, stealing=False)
         else:
-            state.shares = Shares(workload_sizes(len(state.queue), self.workloads))
+            shares = Shares(workload_sizes(len(left), self.workloads))
+        state.queue = WorkQueue(left, shares, [workload > 0 for workload in self.workloads])
         trains = self.sources[0].training
         if trains in self._compared or not self.one_source or state.as_of is not None:
             self._work_on(state)
@@ -447,26 +450,18 @@ class RunState:
         self.as_of = as_of
         self.version: SourceVersion | None = as_of
         self.gradient_hook = gradient_hook
-        self.sums = (PartialSums if adds else SeparateSums)(len(microbatches))
+        self.queue: WorkQueue  # set when it starts
+        self.sums = TreeSums(len(microbatches), add_sums if adds else None)
         self.leaves = range(len(microbatches)) if only is None else only
-        self.queue = [index for index in self.leaves if weights[index] > 0]
         for index in self.leaves:
             if not weights[index] > 0:
                 instead = None if gradient_hook is None else gradient_hook(index, None)
-                self.sums.put(index, None if instead is None else PartialSum(instead, {}))
-        self.shares: Shares  # set when it starts
-        self.failed = False
-        self.lock = threading.Lock()
+                empty = None if instead is None else PartialSum(instead, {})
+                self.sums.put(Node(0, index), empty)
         self.results: list[Any] = [None] * len(microbatches)
         self.replica_of = [-1] * len(microbatches)
         self.spans: list[Span] = []
         self.seconds = [0.0] * len(microbatches)
-
-    def take(self, replica: int) -> int | None:
-        """Return the next microbatch for ``replica``; None when none is left or one failed."""
-        with self.lock:
-            place = None if self.failed else self.shares.take(replica)
-        return None if place is None else self.queue[place]
 
     def context(self, replica: Replica, index: int, saved: dict[str, Any]) -> MicrobatchContext:
         """Put microbatch ``index`` into the hands of ``replica``, which keeps ``saved``."""
@@ -490,7 +485,7 @@ class RunState:
         passed = None if self.gradient_hook is None else self.gradient_hook(index, own.gradients)
         if passed is not None:
             own.gradients = passed
-        self.sums.put(index, own)
+        self.sums.put(Node(0, index), own)
 
     def result(self) -> RunResult:
         """Return what the run gave, when it is over."""
@@ -500,7 +495,7 @@ class RunState:
             operands=[value for value in sums.values() if value is not None],
             sums=sums,
             replica_of=self.replica_of,
-            spans=sorted(self.spans, key=lambda span: span.start_s),
+            spans=sorted(self.spans, key=attrgetter("start_s")),
             seconds=self.seconds,
             drew=self.rng_use.drew,
             version=self.version,

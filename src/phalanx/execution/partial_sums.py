@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.plan import Node, SummationTree, overlaps, part_bounds
 from phalanx.replicas import Statistic, add_gradients, apart, merge_statistics
 
-__all__ = ["Gradients", "PartialSum", "PartialSums", "SeparateSums", "TreeSums", "add_last"]
+__all__ = ["Gradients", "PartialSum", "TreeSums", "add_last", "add_sums"]
 
 T = TypeVar("T")
 _BLOCK = 64  # elements; threads share no cache line
@@ -41,20 +41,18 @@ class TreeSums(Generic[T]):
 
     Args:
         add: Returns the sum of a left and a right operand; it may be one of them, changed in place.
+            None: nothing is added.
     """
 
-    def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
+    def __init__(self, num_leaves: int, add: Callable[[T, T], T] | None) -> None:
         self._tree = SummationTree(num_leaves)
-        self._last_level = self._tree.root.level - 1  # whose sums the caller adds
+        # Whose sums the caller adds.
+        self._last_level = 0 if add is None else self._tree.root.level - 1
         self._add = add
         self._lock = threading.Lock()
         self._waiting: dict[Node, T | None] = {}
 
-    def put(self, leaf: int, value: T | None) -> None:
-        """Bring the sum of ``leaf``, and add it to what waits for it."""
-        self.put_node(Node(0, leaf), value)
-
-    def put_node(self, node: Node, value: T | None) -> None:
+    def put(self, node: Node, value: T | None) -> None:
         """Bring the sum of all leaves below ``node``, and add it to what waits for it."""
         while True:
             is_last = node.level >= self._last_level
@@ -70,6 +68,7 @@ class TreeSums(Generic[T]):
     def _sum(self, left: T | None, right: T | None) -> T | None:
         if left is None or right is None:
             return right if left is None else left
+        assert self._add is not None
         return self._add(left, right)
 
     def waiting(self) -> dict[Node, T | None]:
@@ -81,21 +80,8 @@ class TreeSums(Generic[T]):
         return [value for value in self.waiting().values() if value is not None]
 
 
-class PartialSums(TreeSums[PartialSum]):
-    """Sums of gradients and statistics."""
-
-    def __init__(self, num_leaves: int) -> None:
-        super().__init__(num_leaves, _add)
-
-
-class SeparateSums(PartialSums):
-    """Each microbatch's own, which nobody adds."""
-
-    def put_node(self, node: Node, value: PartialSum | None) -> None:
-        self._waiting[node] = value
-
-
-def _add(left: PartialSum, right: PartialSum) -> PartialSum:
+def add_sums(left: PartialSum, right: PartialSum) -> PartialSum:
+    """Return the sum of both, in the memory of the left one."""
     # Some of the right one's memory stays in use where the left one lacks something.
     taken_over = (
         any(a is None for a in left.gradients)

@@ -46,7 +46,6 @@ from phalanx.execution.shared_stepping import SharedStepper
 from phalanx.execution.source_sync import Changes, SourceSync
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.timeouts import LONGEST_S
-from phalanx.execution.work_queue import WorkQueue
 from phalanx.execution.worker_client import START_S, Lost, WorkerProcess, rebuilt
 from phalanx.execution.worker_group import WorkerGroup
 from phalanx.execution.worker_main import (
@@ -260,10 +259,11 @@ class ProcessExecutor(Executor):
             spec=self._packed_spec(state, modes),
             wants_gradients=modes.grad,
             version=version,
-            queue=WorkQueue(state, [workload > 0 for workload in self.workloads]),
         )
         self._prepare_first(run)
-        self._threads.each(lambda index: self._look_after(index, run), on_interrupt=run.queue.fail)
+        self._threads.each(
+            lambda index: self._look_after(index, run), on_interrupt=state.queue.fail
+        )
 
     def _version_for(self, state: RunState) -> _Version:
         """Return the source as ``state`` shall see it."""
@@ -300,30 +300,31 @@ class ProcessExecutor(Executor):
         if any(isinstance(batch, CachedPayload) for batch in run.state.microbatches):
             return  # what is sent depends on whether the worker is alive still
         for index, worker in enumerate(self._workers):
-            microbatch = run.state.take(index) if worker.ready else None
+            microbatch = run.state.queue.take(index) if worker.ready else None
             if microbatch is not None:
                 run.first[index] = self._prepare(index, microbatch, run)
 
     def _look_after(self, index: int, run: _ProcessRun) -> None:
         """Keep worker ``index`` busy until the run is over."""
+        queue = run.state.queue
         try:
             message = run.first.pop(index, None)
-            while not run.queue.over:
+            while not queue.over:
                 if message is None:
                     if not self._is_ready(index, run):
                         continue
-                    microbatch = run.queue.take(index, _LOOK_S)
+                    microbatch = queue.take(index, _LOOK_S)
                     if microbatch is None:
                         continue
                     message = self._prepare(index, microbatch, run)
                 try:
                     self._compute(index, message, run)
                 except Lost as lost:
-                    run.queue.give_back(message.microbatch)
+                    queue.give_back(message.microbatch)
                     self._workers.replace(index, lost, message.microbatch)
                 message = None
         except BaseException:
-            run.queue.fail()
+            queue.fail()
             raise
 
     def _is_ready(self, index: int, run: _ProcessRun) -> bool:
@@ -332,7 +333,8 @@ class ProcessExecutor(Executor):
             if worker.poll_ready(0.0):
                 worker.check_alive()
                 return True
-            run.queue.leave_to_others(index)
+            if run.state.pinned:
+                run.state.queue.leave_to_others(index)
             if worker.poll_ready(_LOOK_S):
                 return True
             worker.check_start()
@@ -423,7 +425,7 @@ class ProcessExecutor(Executor):
             )
         )
         state.put(microbatch, PartialSum(gradients, statistics, owners=(buffer,)))
-        run.queue.count()
+        state.queue.count()
 
 
 @dataclass(frozen=True)
@@ -446,7 +448,6 @@ class _ProcessRun:
     spec: bytes  # what all tasks of the run have in common
     wants_gradients: bool
     version: _Version
-    queue: WorkQueue
     first: dict[int, _SentMicrobatch] = field(default_factory=dict)  # by worker
 
 

@@ -211,6 +211,6 @@ def put_all(sums: TreeSums[T], num_leaves: int, arrived: Mapping[Node, T]) -> No
     covered: set[int] = set()
     for node, value in arrived.items():
         covered |= set(range(node.index << node.level, (node.index + 1) << node.level))
-        sums.put_node(node, value)
+        sums.put(node, value)
     for leaf in set(range(num_leaves)) - covered:
-        sums.put(leaf, None)
+        sums.put(Node(0, leaf), None)

@@ -36,6 +36,7 @@ class Stopwatch:
         self._device = device
         self._waited_s = waited_s
         self._settles = settles and device.type not in ("cpu", "meta")
+        self._read = now_s if waited_s is None and not self._settles else self._read_own
         self._begin_s = self._read()
 
     def lap(self) -> float:
@@ -43,7 +44,7 @@ class Stopwatch:
         begin_s, self._begin_s = self._begin_s, self._read()
         return self._begin_s - begin_s
 
-    def _read(self) -> float:
+    def _read_own(self) -> float:
         if self._settles:
             torch.accelerator.current_stream(self._device).synchronize()
         return now_s() if self._waited_s is None else now_s() - self._waited_s()

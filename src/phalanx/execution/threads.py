@@ -37,12 +37,14 @@ from phalanx.replicas import (
     SourceGradients,
     Statistics,
     batch_norm_names,
+    has_compiled,
     refuse_lazy,
     synchronise_batch_norm,
 )
 
 __all__ = ["ThreadExecutor"]
 
+_NOTHING = contextlib.nullcontext()
 _NOW = SourceVersion()  # replicas share the source's parameters, whatever their version
 
 
@@ -117,7 +119,8 @@ class ThreadExecutor(Executor):
         # Replicas of one module see the same changes, so one of them watches for all.
         self._watchers = self.replicas[:1] if one_source else self.replicas
         self._places = ParameterPlaces(sources)
-        self.compile_once = CompileOnce(sources)
+        compiled = any(map(has_compiled, dict.fromkeys(sources)))
+        self._compile_once = CompileOnce(sources) if compiled else None
         self._rendezvous = self._synchronise(sources[0], rules) if one_source and rules else None
         self.has_rendezvous = self._rendezvous is not None
         if inline:
@@ -134,7 +137,7 @@ class ThreadExecutor(Executor):
         ]
         if not names or len(self.replicas) == 1:
             return None
-        if self.compile_once:
+        if self._compile_once is not None:
             raise UnsupportedError(
                 "`module` must not be compiled where batch norms wait for each other "
                 "(buffers='sync'), but is. Do not compile it, or give its buffers another rule."
@@ -142,34 +145,6 @@ class ThreadExecutor(Executor):
         rendezvous = ReplicaRendezvous()
         synchronise_batch_norm([replica.module for replica in self.replicas], names, rendezvous)
         return rendezvous
-
-    def open_rendezvous(self, members: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """Say which replicas take part in the run of the body, where they wait for each other."""
-        if self._rendezvous is None:
-            return contextlib.nullcontext()
-        return self._rendezvous.open(members)
-
-    def attending(self, replica: int) -> contextlib.AbstractContextManager[None]:
-        """Take part in the rendezvous until the body ends, so that nobody waits any longer then."""
-        if self._rendezvous is None:
-            return contextlib.nullcontext()
-        return self._attending(self._rendezvous, replica)
-
-    @contextlib.contextmanager
-    def _attending(self, rendezvous: ReplicaRendezvous, replica: int) -> Iterator[None]:
-        # Torch runs all backward passes of one GPU on one thread of its own, where the first
-        # replica would wait for those behind it.
-        with rendezvous.attending(replica), torch.autograd.set_multithreading_enabled(False):
-            yield
-
-    def stopwatch(self, replica: int) -> Stopwatch:
-        """Measure what ``replica`` does from now on; to be called in its thread."""
-        rendezvous = self._rendezvous
-        return Stopwatch(
-            self.devices[replica],
-            waited_s=None if rendezvous is None else lambda: rendezvous.waited_s(replica),
-            settles=self._timed,
-        )
 
     def matches_source(self) -> bool:
         """Tell whether the replicas can follow all that was done to the module since."""
@@ -217,62 +192,66 @@ class ThreadExecutor(Executor):
     def _work_on(self, state: RunState) -> None:
         modes = CallerModes.capture(self.devices)
         state.version = _NOW
+        each = self._threads.each if state.as_of is None else self.each
+        rendezvous = self._rendezvous
         members = [index for index, weight in enumerate(state.weights) if weight > 0]
 
         def serve(index: int) -> None:
-            with modes.entered(self.devices[index]), self.attending(index):
-                saved, watch = self._saved[index], self.stopwatch(index)
-                _run_microbatches(self.replicas[index], state, saved, watch, self.compile_once)
+            attending = _NOTHING if rendezvous is None else _attending(rendezvous, index)
+            with modes.entered(self.devices[index]), attending:
+                self._run_microbatches(index, state)
 
-        with self.open_rendezvous(members):
-            if state.as_of is None:
-                self._threads.each(serve)
-            else:
-                self.each(serve)
+        with _NOTHING if rendezvous is None else rendezvous.open(members):
+            each(serve)
+
+    def _run_microbatches(self, replica_index: int, state: RunState) -> None:
+        """Run what is left of ``state`` on one replica, in its thread."""
+        replica, saved = self.replicas[replica_index], self._saved[replica_index]
+        compile_once, kind = self._compile_once, type(state.task).__qualname__
+        rendezvous = self._rendezvous
+        waited_s = None if rendezvous is None else partial(rendezvous.waited_s, replica_index)
+        watch = Stopwatch(replica.device, waited_s=waited_s, settles=self._timed)
+        goes_on = state.as_of is not None  # the source may be another by now, and its buffers, too
+        if not goes_on:
+            replica.refresh()
+        while (index := state.queue.take(replica_index)) is not None:
+            start_s = now_s()
+            written: Statistics = {}
+            try:
+                context = state.context(replica, index, saved)
+                alone = compile_once and compile_once.running(kind, replica.device, context.batch)
+                with alone or _NOTHING, replica.running(forward=not goes_on):
+                    state.results[index] = state.task(context)
+                if not goes_on:
+                    written = replica.statistics.collect(state.weights[index])
+                gradients = replica.take_gradients()
+                state.seconds[index] = watch.lap()
+                state.put(index, PartialSum(gradients, written))
+            except BaseException as error:
+                state.queue.fail()
+                replica.drop_gradients()
+                if not goes_on:
+                    replica.statistics.collect(0.0)
+                annotate_error(error, replica, index)
+                raise
+            finally:
+                if not goes_on:
+                    replica.statistics.refresh()  # each microbatch begins with the source's buffers
+            state.replica_of[index] = replica_index
+            state.spans.append(
+                Span(replica=replica_index, microbatch=index, start_s=start_s, stop_s=now_s())
+            )
+
+
+@contextlib.contextmanager
+def _attending(rendezvous: ReplicaRendezvous, replica: int) -> Iterator[None]:
+    """Take part in the rendezvous until the body ends, so that nobody waits any longer then."""
+    # Torch runs all backward passes of one GPU on one thread of its own, where the first
+    # replica would wait for those behind it.
+    with rendezvous.attending(replica), torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
     found = {id(p): p for source in dict.fromkeys(sources) for p in source.parameters()}
     return list(found.values())
-
-
-def _run_microbatches(
-    replica: Replica,
-    state: RunState,
-    saved: dict[str, Any],
-    watch: Stopwatch,
-    compile_once: CompileOnce,
-) -> None:
-    kind = type(state.task).__qualname__
-    goes_on = state.as_of is not None  # the source may be another by now, and its buffers, too
-    if not goes_on:
-        replica.refresh()
-    while (index := state.take(replica.index)) is not None:
-        start_s = now_s()
-        try:
-            context = state.context(replica, index, saved)
-            running = replica.running(forward=not goes_on)
-            with compile_once.running(kind, replica.device, context.batch), running:
-                state.results[index] = state.task(context)
-            written = {} if goes_on else _take_written(replica, state.weights[index])
-            gradients = replica.take_gradients()
-            state.seconds[index] = watch.lap()
-            state.put(index, PartialSum(gradients, written))
-        except BaseException as error:
-            state.failed = True
-            replica.drop_gradients()
-            if not goes_on:
-                _take_written(replica, 0.0)
-            annotate_error(error, replica, index)
-            raise
-        state.replica_of[index] = replica.index
-        state.spans.append(
-            Span(replica=replica.index, microbatch=index, start_s=start_s, stop_s=now_s())
-        )
-
-
-def _take_written(replica: Replica, weight: float) -> Statistics:
-    """Return what a microbatch left in buffers, which begin anew."""
-    written = replica.statistics.collect(weight)
-    replica.statistics.refresh()
-    return written

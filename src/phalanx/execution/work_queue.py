@@ -1,50 +1,52 @@
-"""Where the threads of a process executor fetch microbatches, and bring lost workers' back."""
+"""Where replicas fetch the microbatches of a run, and bring back those of lost workers."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 
-from phalanx.execution.contract import RunState
+from phalanx.plan import Shares
 
 __all__ = ["WorkQueue"]
 
 
 class WorkQueue:
-    """Where threads fetch microbatches, and bring back those of workers that were lost.
+    """The microbatches of a run that nobody has done yet; for any thread.
 
     Args:
-        active: Who may take what was brought back; not those that are switched off.
+        microbatches: Which there are.
+        shares: Whose they are, by place.
+        active: Which replicas may take what was brought back; not those that are switched off.
     """
 
-    def __init__(self, state: RunState, active: Sequence[bool]) -> None:
-        self._state = state
+    def __init__(self, microbatches: Sequence[int], shares: Shares, active: Sequence[bool]) -> None:
+        self._microbatches = microbatches
+        self._shares = shares
         self._active = active
         self._changed = threading.Condition()
         self._returned: list[int] = []
-        self._left = len(state.queue)
+        self._left = len(microbatches)
+        self._failed = False
 
     @property
     def over(self) -> bool:
-        """Whether everything is done, or something failed."""
-        return self._left == 0 or self._state.failed
+        """Whether all were counted as done, or something failed."""
+        return self._left == 0 or self._failed
 
-    def take(self, replica: int, timeout_s: float) -> int | None:
-        """Return the next microbatch; wait a while, as others might still bring one back."""
+    def take(self, replica: int, wait_s: float = 0.0) -> int | None:
+        """Return the next microbatch for ``replica``; None when none is left, or one failed.
+
+        Args:
+            wait_s: How long to wait for one that is brought back.
+        """
         with self._changed:
-            microbatch = self._take(replica)
-            if microbatch is None and not self.over:
-                self._changed.wait(timeout_s)
-                microbatch = self._take(replica)
-        return microbatch
-
-    def _take(self, replica: int) -> int | None:
-        if self.over:
-            return None
-        microbatch = self._state.take(replica)
-        if microbatch is None and self._returned and self._active[replica]:
-            microbatch = self._returned.pop(0)
-        return microbatch
+            place = None if self._failed else self._shares.take(replica)
+            if place is not None:
+                return self._microbatches[place]
+            returned = self._returned if self._active[replica] else []
+            if wait_s and not returned and not self.over:
+                self._changed.wait(wait_s)
+            return returned.pop(0) if returned and not self._failed else None
 
     def give_back(self, microbatch: int) -> None:
         """Let another one compute it."""
@@ -53,10 +55,11 @@ class WorkQueue:
             self._changed.notify_all()
 
     def leave_to_others(self, replica: int) -> None:
-        """Give what only ``replica`` would take to whoever is free."""
-        if self._state.pinned:
-            while (microbatch := self._state.take(replica)) is not None:
-                self.give_back(microbatch)
+        """Give what is the share of ``replica`` to whoever is free."""
+        with self._changed:
+            while (place := self._shares.take(replica)) is not None:
+                self._returned.append(self._microbatches[place])
+                self._changed.notify_all()
 
     def count(self) -> None:
         """One more is done."""
@@ -68,5 +71,5 @@ class WorkQueue:
     def fail(self) -> None:
         """End the run."""
         with self._changed:
-            self._state.failed = True
+            self._failed = True
             self._changed.notify_all()

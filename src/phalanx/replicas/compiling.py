@@ -11,7 +11,6 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -77,30 +76,21 @@ class CompileOnce:
     """Let replicas in threads compile one after the other, and run what is compiled together.
 
     Args:
-        sources: What they are replicas of.
+        sources: What they are replicas of, one of them compiled; see :func:`has_compiled`.
     """
 
     def __init__(self, sources: Sequence[nn.Module]) -> None:
         self._sources = list(dict.fromkeys(sources))
-        self._on = any(map(has_compiled, self._sources))
         self._lock = threading.Lock()
         self._known: set[object] = set()
 
-    def __bool__(self) -> bool:
-        return self._on
-
-    def running(
-        self, phase: str, device: torch.device, values: Nested
-    ) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def running(self, phase: str, device: torch.device, values: Nested) -> Iterator[None]:
         """Run the body alone if it is the first on such values, and so may compile.
 
         Args:
             phase: What is done with them.
         """
-        return self._first_alone(phase, device, values) if self._on else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _first_alone(self, phase: str, device: torch.device, values: Nested) -> Iterator[None]:
         kind = (phase, device, torch.is_grad_enabled(), self._modes(), _shapes(values))
         with contextlib.ExitStack() as stack:
             if kind not in self._known:
