@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,6 +154,7 @@ class FlatStepper(Stepper):
         self._gradients = [flat.gradient(index) for index in range(len(flat.parameters))]
         # Of the user's groups, as the parts have them.
         self._known_options: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
+        self._is_settled = False  # whether steps under these options make no more state
         self._bound: tuple[Any, ...] = ()
         # By segment: every member's own count of steps, which users see, and what it should be.
         self._counters: dict[int, Tensor] = {}
@@ -174,10 +175,12 @@ class FlatStepper(Stepper):
             for piece in self._pieces:
                 piece.take_options(options)
             self._known_options = options
+            self._is_settled = False
         for parameter, gradient in zip(self._flat.parameters, self._gradients, strict=True):
             if parameter.grad is not gradient:  # after the user's `zero_grad()`
                 parameter.grad = gradient
-        self._reserve_state()
+        if not self._is_settled:
+            self._reserve_state()
 
     def _reserve_state(self) -> None:
         """Take the memory for state that the coming step makes: after it nothing is refused."""
@@ -203,10 +206,11 @@ class FlatStepper(Stepper):
 
     def finish(self) -> None:
         """Make the state that a first step created visible in the user's optimizer."""
-        if self._signature() != self._bound:
+        if not self._is_settled and self._signature() != self._bound:
             self._gather_state()
             self._bound = self._signature()
             self._remember()
+        self._is_settled = True
         self._count()
 
     def _signature(self) -> tuple[Any, ...]:
@@ -224,37 +228,31 @@ class FlatStepper(Stepper):
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
 
     def fits(self) -> bool:
-        return self._optimizer.state is self._state and self._optimizer.param_groups is self._groups
+        state, groups, *_ = self._held
+        return self._optimizer.state is state and self._optimizer.param_groups is groups
 
     def is_untouched(self) -> bool:
         """Tell whether nobody has replaced `step` or what the state holds, or added hooks.
 
         Moments that are written in place are the parts' own, and need no telling.
         """
-        entries = _filled(self._optimizer.state)
-        values = list(_values(entries))
-        if len(entries) != len(self._entries) or len(values) != len(self._values):
-            return False
-        if not all(map(operator.is_, entries, self._entries)):
-            return False
-        if not all(map(operator.is_, values, self._values)):
-            return False
-        if _addresses(values) != self._addresses:  # after `exp_avg.data = ...`
-            return False
-        if not all(torch.equal(self._counters[at], each) for at, each in self._counted.items()):
-            return False
-        return is_elementwise(self._optimizer)
+        held = _held_by(self._optimizer)
+        return (
+            len(held) == len(self._held)
+            and all(map(operator.is_, held, self._held))
+            and _addresses(held) == self._addresses  # else `exp_avg.data = ...`
+            and all(torch.equal(self._counters[at], each) for at, each in self._counted.items())
+            and is_elementwise(self._optimizer)
+        )
 
     def _remember(self) -> None:
         """Note what the user's optimizer holds now, to see later whether it was changed."""
-        self._state, self._groups = self._optimizer.state, self._optimizer.param_groups
-        self._entries = _filled(self._state)
-        self._values = list(_values(self._entries))
-        self._addresses = _addresses(self._values)
+        self._held = _held_by(self._optimizer)
+        self._addresses = _addresses(self._held)
 
     def dissolve(self) -> None:
         """Leave the user's optimizer with state of its own for every parameter."""
-        ours = {_memory_of(value) for value in self._values if isinstance(value, Tensor)}
+        ours = {_memory_of(value) for value in self._held if isinstance(value, Tensor)}
         for entry in _filled(self._optimizer.state):
             for key, value in entry.items():
                 if isinstance(value, Tensor) and _memory_of(value) in ours:
@@ -435,13 +433,16 @@ class _PieceOptimizer:
         ]
 
 
+def _held_by(optimizer: Optimizer) -> list[Any]:
+    """Return what an optimizer keeps: its state, its groups, the entries, and what is in them."""
+    entries = _filled(optimizer.state)
+    values = itertools.chain.from_iterable(map(dict.values, entries))
+    return [optimizer.state, optimizer.param_groups, *entries, *values]
+
+
 def _filled(state: Mapping[Any, Any]) -> list[dict[str, Any]]:
     """Return the entries of parameters that have some; to ask for one's makes an empty one."""
     return [entry for entry in state.values() if isinstance(entry, dict) and entry]
-
-
-def _values(entries: Sequence[dict[str, Any]]) -> Iterator[Any]:
-    return itertools.chain.from_iterable(map(dict.values, entries))
 
 
 def _memory_of(tensor: Tensor) -> int:
