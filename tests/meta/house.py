@@ -163,7 +163,8 @@ def executor_kinds(house: list[Module]) -> set[str]:
         node.name
         for module in house
         for node in ast.walk(module.tree)
-        if isinstance(node, ast.ClassDef) and "Executor" in map(ast.unparse, node.bases)
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).endswith("Executor") for base in node.bases)
     }
 
 

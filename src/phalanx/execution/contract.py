@@ -144,6 +144,8 @@ class RunResult:
             first, where all of the tree was added here.
         sums: Partial sums that nobody has added yet, by node of the tree; more than two where other
             ranks have what they wait for, or where the run did not add.
+        absent: By rank, which sums it has, and the parameters without a gradient in each; empty
+            where all microbatches ran here.
         replica_of: Which replica here computed each microbatch; -1 for those left out, or run
             elsewhere.
         drew: Whether the model drew random numbers from the microbatches' own generators.
@@ -155,6 +157,7 @@ class RunResult:
     results: list[Any]  # Any: whatever the task returns
     operands: list[PartialSum] = field(default_factory=list)
     sums: dict[Node, PartialSum | None] = field(default_factory=dict)
+    absent: list[dict[Node, frozenset[int]]] = field(default_factory=list)
     replica_of: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -200,8 +203,6 @@ class Executor(ABC):
         worker_pids: The worker processes' numbers; empty without any.
         has_rendezvous: Whether replicas wait for each other inside the model, as those with
             synchronised batch norm do.
-        steps_whole: Whether the optimizer is stepped as it is, and not in parts; set before each
-            run by whoever steps it, so that ranks can see that they do the same.
     """
 
     workloads: list[float]
@@ -213,7 +214,6 @@ class Executor(ABC):
     keeps_gradients: bool = False
     worker_pids: Sequence[int] = ()
     has_rendezvous: bool = False
-    steps_whole: bool = False
     _compared: frozenset[bool] = frozenset()  # modes, training or not, whose first run is done
     _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
     _rng_hidden = False  # whether anything was drawn unforeseen; see `RngUse`
@@ -248,6 +248,7 @@ class Executor(ABC):
         as_of: SourceVersion | None = None,
         gradient_hook: GradientHook | None = None,
         adds: bool = True,
+        steps_whole: bool = False,  # noqa: ARG002 - ranks compare it
     ) -> RunResult:
         """Run every microbatch of weight above 0 on some replica.
 
@@ -262,6 +263,8 @@ class Executor(ABC):
             gradient_hook: Called with each microbatch's index and gradients, or None for one that
                 is left out; returns what is added in their place, or None to add them as they are.
             adds: Add gradients along the tree. Otherwise `RunResult.sums` has each microbatch's.
+            steps_whole: Whether the optimizer will be stepped as it is, and not in parts; ranks
+                see that they do the same.
 
         Returns:
             The results by microbatch, and the sums along the tree of the gradients that ``task``

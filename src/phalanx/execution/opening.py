@@ -16,7 +16,7 @@ from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.execution.contract import Executor
 from phalanx.execution.failures import FailureLog, WorkerLost, check_limits
 from phalanx.execution.processes import ProcessExecutor
-from phalanx.execution.ranks import open_ranks, write_once
+from phalanx.execution.ranks import RankExecutor, write_once
 from phalanx.execution.shared_stepping import is_worth_sending
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.memory import Allocate, SharedMemoryPool, zeros
@@ -205,7 +205,8 @@ class ExecutorMaker:
     ) -> Executor:
         """Open the executor."""
         if self._pool is None:
-            local = ThreadExecutor(
+            kind = RankExecutor if self._choice.kind == "ranks" else ThreadExecutor
+            executor = kind(
                 self._module,
                 devices,
                 workloads=workloads,
@@ -214,7 +215,13 @@ class ExecutorMaker:
                 timed=self._timed,
                 inline=self._choice.kind == "inline",
             )
-            return local if self._choice.kind != "ranks" else open_ranks(local, self._module)
+            if isinstance(executor, RankExecutor):
+                try:
+                    executor.join()
+                except BaseException:
+                    executor.close()
+                    raise
+            return executor
         num_elements = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
         return ProcessExecutor(
             self._module,

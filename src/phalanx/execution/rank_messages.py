@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import UnsupportedError
-from phalanx.execution.contract import MicrobatchResult, RunResult
+from phalanx.execution.contract import MicrobatchResult
 from phalanx.execution.partial_sums import PartialSum
 from phalanx.plan import Node
 from phalanx.replicas import Statistic
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
-__all__ = ["RankMessage", "RankRunResult"]
+__all__ = ["RankMessage"]
 
 _TEXT = "text"
 
@@ -101,18 +101,6 @@ class RankMessage:
                 _take(tensors, value), float.fromhex(weight), rule
             )
         return message
-
-
-@dataclass(kw_only=True)
-class RankRunResult(RunResult):
-    """What a run over all ranks gave.
-
-    Attributes:
-        messages: Every rank's, by rank. The operands hold the statistics alone; gradients are still
-            where they were computed, in `sums`.
-    """
-
-    messages: list[RankMessage] = field(default_factory=list)
 
 
 def _put(tensors: dict[str, Tensor], value: Nested) -> Any:  # Any: what JSON can hold

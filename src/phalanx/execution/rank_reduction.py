@@ -14,7 +14,6 @@ from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError
 from phalanx.execution.contract import Reduction, RunResult
 from phalanx.execution.partial_sums import TreeSums
-from phalanx.execution.rank_messages import RankRunResult
 from phalanx.memory import FlatParameters
 from phalanx.plan import Node
 from phalanx.torch_internals import foreach_add
@@ -52,8 +51,7 @@ class RankReduction(Reduction):
 
     def take(self, result: RunResult) -> list[int]:
         """Add up this rank's slice, and return which parameters got no gradient from anybody."""
-        assert isinstance(result, RankRunResult)
-        nodes = [sorted(message.absent) for message in result.messages]
+        nodes = [sorted(each) for each in result.absent]
         own = self._exchange.rank
         sums: TreeSums[_Slice] = TreeSums(len(result.results), _add)
         arrived: dict[Node, _Slice] = {}
@@ -66,7 +64,7 @@ class RankReduction(Reduction):
             buffers = self._swap(senders)
             for rank, buffer in buffers.items():
                 node = nodes[rank][place]
-                absent = self._in_flat_order(result.messages[rank].absent[node])
+                absent = self._in_flat_order(result.absent[rank][node])
                 arrived[node] = _Slice(buffer, absent)
         put_all(sums, len(result.results), arrived)
         absent = self._write(sums.operands())

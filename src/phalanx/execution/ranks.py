@@ -11,13 +11,12 @@ who computed what:
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +25,13 @@ from torch.optim import Optimizer
 from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError, PeerError
 from phalanx.execution.contract import (
-    Executor,
     GradientHook,
     MicrobatchContext,
-    RunState,
+    RunResult,
     SourceVersion,
 )
 from phalanx.execution.partial_sums import PartialSum, TreeSums
-from phalanx.execution.rank_messages import RankMessage, RankRunResult
+from phalanx.execution.rank_messages import RankMessage
 from phalanx.execution.rank_reduction import RankReduction, put_all
 from phalanx.execution.rank_stepping import RankStepper
 from phalanx.execution.sharded_optimizer import Stepper, open_stepper
@@ -43,37 +41,36 @@ from phalanx.plan import flatten, workload_sizes
 from phalanx.replicas import Statistic, merge_statistics
 from phalanx.types import Nested
 
-__all__ = ["RankExecutor", "open_ranks", "write_once"]
+__all__ = ["RankExecutor", "write_once"]
 
-T = TypeVar("T")
 _TRACED = 64  # elements of each microbatch that tell one batch from another
 _ANEW = "opened anew"  # what a message says in the place of a step
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-class RankExecutor(Executor):
-    """This rank's replicas, as a part of the job's.
+class RankExecutor(ThreadExecutor):
+    """This rank's replicas, as a part of the job's; :meth:`join` comes first.
 
-    Args:
-        local: The replicas here.
-        exchange: The job's ranks.
+    Its replicas' gradients go into messages: nothing is stepped where they lie.
 
     Attributes:
+        exchange: The job's ranks.
         counts: Replicas by rank.
-
-    Raises:
-        ConfigError: Ranks differ in their model; it says which.
     """
 
-    def __init__(self, local: ThreadExecutor, module: nn.Module, exchange: Exchange) -> None:
-        self.local = local
-        self.exchange = exchange
-        self.workloads = local.workloads
-        self.sources = local.sources
-        self.parameters = local.parameters
-        self._module = module
+    keeps_gradients = False
+
+    def join(self) -> None:
+        """Compare what all ranks train, and begin with rank 0's parameters and buffers.
+
+        Raises:
+            StateError: This process is in no group.
+            ConfigError: Ranks differ in their model; it says which.
+        """
+        self._module = module = self.sources[0]
+        self.exchange = exchange = Exchange()
         frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
-        own = {"workloads": local.workloads, "model": _digest_of(module), "frozen": frozen}
+        own = {"workloads": self.workloads, "model": _digest_of(module), "frozen": frozen}
         told = [json.loads(each) for each in exchange.gather(json.dumps(own).encode())]
         for rank, each in enumerate(told):
             if each["model"] != told[0]["model"]:
@@ -91,6 +88,7 @@ class RankExecutor(Executor):
         self.counts = [len(each["workloads"]) for each in told]
         self._all_workloads = [share for each in told for share in each["workloads"]]
         self._powers = [sum(each["workloads"]) for each in told]
+        self.align(module)
 
     def all_workloads(self, own: Sequence[float]) -> Sequence[float]:  # noqa: ARG002 - fixed
         """Return the relative shares of all ranks' replicas, rank after rank."""
@@ -120,7 +118,8 @@ class RankExecutor(Executor):
         as_of: SourceVersion | None = None,
         gradient_hook: GradientHook | None = None,
         adds: bool = True,
-    ) -> RankRunResult:
+        steps_whole: bool = False,
+    ) -> RunResult:
         """Run this rank's microbatches, and learn what the others' gave.
 
         Raises:
@@ -134,7 +133,7 @@ class RankExecutor(Executor):
         told = {
             "seed": seed,
             "weights": [each.hex() for each in weights],
-            "plain": self.steps_whole,
+            "plain": steps_whole,
         }
         fingerprint = json.dumps({**told, "rows": _trace_of(microbatches)})
         try:
@@ -158,8 +157,8 @@ class RankExecutor(Executor):
             for index, computed in message.results.items():
                 result.results[index] = computed
         result.operands = _statistics_of(messages, len(microbatches))
-        fields = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
-        return RankRunResult(**fields, messages=messages)
+        result.absent = [message.absent for message in messages]
+        return result
 
     def _own(self, num_microbatches: int, pinned: bool) -> range:
         """Return which microbatches are this rank's."""
@@ -215,63 +214,6 @@ class RankExecutor(Executor):
                 self.exchange.spread([(whole, 0)])
                 if whole.data_ptr() != tensor.data_ptr():
                     tensor.copy_(whole)
-
-    # -- what the replicas here do -----------------------------------
-
-    def each(self, task: Callable[[int], T], *, uninterrupted: bool = False) -> list[T]:
-        """Run ``task(replica index)`` in every local replica's thread at once."""
-        return self.local.each(task, uninterrupted=uninterrupted)
-
-    @property
-    def intra_op(self) -> int:
-        """Threads inside operators, per replica."""
-        return self.local.intra_op
-
-    def is_alone(self) -> bool:
-        """Tell whether the program has no threads of Python's but these and the calling one."""
-        return self.local.is_alone()
-
-    def __len__(self) -> int:
-        return len(self.local)
-
-    def matches_source(self) -> bool:
-        """Tell whether the replicas can follow all that was done to the module since."""
-        return self.local.matches_source()
-
-    def refresh(self) -> None:
-        """Take over everything from the module now."""
-        self.local.refresh()
-
-    def outdate(self) -> None:
-        """Make the next run copy everything from the module, whatever its versions say."""
-        self.local.outdate()
-
-    def forget(self, name: str) -> None:
-        """Drop what replicas keep under ``name``."""
-        self.local.forget(name)
-
-    def close(self) -> None:
-        """Dismiss the threads; closing twice does nothing."""
-        self.local.close()
-
-    def _work_on(self, state: RunState) -> None:
-        self.local._work_on(state)
-
-
-def open_ranks(local: ThreadExecutor, module: nn.Module) -> RankExecutor:
-    """Join the replicas of all ranks, and begin with rank 0's parameters and buffers.
-
-    Raises:
-        StateError: This process is in no group.
-        ConfigError: Ranks differ in their model.
-    """
-    try:
-        executor = RankExecutor(local, module, Exchange())
-        executor.align(module)
-    except BaseException:
-        local.close()
-        raise
-    return executor
 
 
 def write_once(write: Callable[[], None]) -> None:

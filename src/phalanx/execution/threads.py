@@ -16,6 +16,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import (
     Executor,
     ParameterPlaces,
+    Reduction,
     RunState,
     SourceVersion,
     Span,
@@ -169,7 +170,7 @@ class ThreadExecutor(Executor):
         for saved in self._saved:
             saved.pop(name, None)
 
-    def open_reduction(self, flat: FlatParameters) -> LocalReduction:
+    def open_reduction(self, flat: FlatParameters) -> Reduction:
         """Sum gradients into ``flat``, each thread its part."""
         return LocalReduction(flat, len(self), self.places_of(flat), alike=False)
 

@@ -217,8 +217,8 @@ class StepEngine:
                 for parameter in self._flat.parameters:
                     parameter.grad = None
             untouched = self._stepper.is_untouched()
-            self.executor.steps_whole = self._stepper.whole or not untouched
-            result = run_task(self.executor, microbatches, task, seed, feedback)
+            whole = self._stepper.whole or not untouched
+            result = run_task(self.executor, microbatches, task, seed, feedback, steps_whole=whole)
             statistics = sum_statistics([operand.statistics for operand in result.operands])
             buffers = self._buffers() if statistics else {}
             check_statistics(buffers, statistics)
@@ -381,6 +381,8 @@ def run_task(
     task: Task,
     seed: tuple[int, ...],
     feedback: Feedback | None = None,
+    *,
+    steps_whole: bool = False,
 ) -> RunResult:
     """Run ``task`` on all microbatches; nothing that the caller can see changes."""
     hook: GradientHook | None = None
@@ -397,6 +399,7 @@ def run_task(
         seed=seed,
         pinned=microbatches.pinned,
         gradient_hook=hook,
+        steps_whole=steps_whole,
     )
 
 
