@@ -6,16 +6,13 @@ from phalanx.execution.contract import (
     GradientHook,
     MicrobatchContext,
     MicrobatchResult,
-    Reduction,
     RunResult,
-    RunState,
     SourceVersion,
     Span,
-    annotate_error,
     default_intra_op,
 )
 from phalanx.execution.elementwise import ELEMENTWISE, MOMENTS, STEP
-from phalanx.execution.failures import FailureLog, WorkerFailure, WorkerLost, check_limits
+from phalanx.execution.failures import FailureLog, WorkerFailure, WorkerLost
 from phalanx.execution.opening import (
     EXECUTORS,
     ExecutorChoice,
@@ -32,7 +29,6 @@ from phalanx.execution.sharded_optimizer import (
     WholeStepper,
     norm_of_gradients,
 )
-from phalanx.execution.shared_stepping import is_worth_sending
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.threads import ThreadExecutor
 
@@ -54,9 +50,7 @@ __all__ = [
     "PoolGroup",
     "ProcessExecutor",
     "Processes",
-    "Reduction",
     "RunResult",
-    "RunState",
     "SentOnce",
     "SourceVersion",
     "Span",
@@ -66,11 +60,8 @@ __all__ = [
     "WholeStepper",
     "WorkerFailure",
     "WorkerLost",
-    "annotate_error",
-    "check_limits",
     "check_shareable",
     "default_intra_op",
-    "is_worth_sending",
     "norm_of_gradients",
     "refuse_moved",
 ]
