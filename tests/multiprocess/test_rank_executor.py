@@ -254,6 +254,89 @@ def test_ranks_that_differ_are_refused_everywhere(two: Ranks, kind: str, sentenc
         assert same
 
 
+def options_apart(rank: int, whole: bool, option: str) -> tuple[str, str, int]:
+    """Set one option of group 1 on rank 1 only, after two steps; then in the other rank, too."""
+    torch.manual_seed(0)
+    net = Partly()
+
+    def make(_: object) -> torch.optim.Optimizer:
+        groups = [{"params": net.body.parameters()}, {"params": net.side.parameters()}]
+        if option == "number of groups" and rank == 1:
+            groups = [{"params": net.parameters()}]
+        if option == "params" and rank == 1:
+            groups = [{"params": net.body.weight}, {"params": [net.body.bias, net.side.weight]}]
+        return (torch.optim.Adamax if whole else torch.optim.AdamW)(groups, lr=0.01)
+
+    def put(value: object) -> None:
+        if option in ("lr", "betas", "weight_decay"):
+            trained.optimizer.param_groups[1][option] = value
+
+    with phalanx.Trainer(
+        net, nn.functional.cross_entropy, make, executor="ranks", microbatches=4
+    ) as trained:
+        try:
+            values = {"lr": torch.tensor(0.02), "betas": (0.8, 0.9), "weight_decay": 0.5}
+            for batch in rows([8, 8]) if option in values else ():
+                trained.step(batch)
+            if rank == 1:
+                put(values.get(option))
+            trained.step(rows([8])[0])
+        except ConfigError as error:
+            kept = trained.steps
+            if option in values:
+                put(values[option])
+                trained.step(rows([8])[0])
+            return type(error).__name__, str(error), kept
+    return "", "", trained.steps
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("option", "steps", "sentence"),
+    [
+        ("lr", 2, "`lr` of group 1 is 0.0199"),
+        ("betas", 2, "`betas` of group 1 is [0.8, 0.9] on rank 1 and [0.9, 0.999] on rank 0"),
+        ("weight_decay", 2, "`weight_decay` of group 1 is 0.5 on rank 1 and 0"),
+        ("params", 0, "`params` of group 0 is 1 on rank 1 and 2 on rank 0"),
+        ("number of groups", 0, "rank 1 has 1 of them and rank 0 has 2"),
+    ],
+)
+def test_ranks_with_other_options_of_the_optimizer_are_refused_everywhere(
+    two: Ranks, whole: bool, option: str, steps: int, sentence: str
+) -> None:
+    for name, told, done in two.run(options_apart, whole, option):
+        assert name == ConfigError.__name__
+        assert sentence in told
+        assert done == steps
+
+
+def ordered_apart(rank: int, same: bool) -> str:
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 5), torch.randint(0, 4, (16,)))
+    order = torch.Generator().manual_seed(0 if same else rank)
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, generator=order)
+    with phalanx.Trainer(
+        nn.Linear(5, 4),
+        nn.functional.cross_entropy,
+        OPTIMIZERS["sgd"],
+        executor="ranks",
+        microbatches=4,
+        shard_loading=True,
+    ) as trained:
+        try:
+            trained.fit(loader)
+        except ConfigError as error:
+            return f"{error} After {trained.steps} steps."
+    return ""
+
+
+def test_sharded_loaders_of_different_orders_are_refused_everywhere(two: Ranks) -> None:
+    assert two.run(ordered_apart, True) == ["", ""]
+    for told in two.run(ordered_apart, False):
+        assert "All ranks must be at the same step of the same batches" in told
+        assert told.endswith("After 0 steps.")
+
+
 # -- ranks that drift apart ---------------------------------------------------
 
 

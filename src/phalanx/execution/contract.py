@@ -203,6 +203,7 @@ class Executor(ABC):
         worker_pids: The worker processes' numbers; empty without any.
         has_rendezvous: Whether replicas wait for each other inside the model, as those with
             synchronised batch norm do.
+        optimizer: The one that is stepped, whose options ranks compare before each step.
     """
 
     workloads: list[float]
@@ -214,6 +215,7 @@ class Executor(ABC):
     keeps_gradients: bool = False
     worker_pids: Sequence[int] = ()
     has_rendezvous: bool = False
+    optimizer: Optimizer | None = None
     _compared: frozenset[bool] = frozenset()  # modes, training or not, whose first run is done
     _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
     _rng_hidden = False  # whether anything was drawn unforeseen; see `RngUse`

@@ -34,6 +34,7 @@ from phalanx.execution.partial_sums import PartialSum, TreeSums
 from phalanx.execution.rank_messages import RankMessage
 from phalanx.execution.rank_reduction import RankReduction, put_all
 from phalanx.execution.rank_stepping import RankStepper
+from phalanx.execution.sent_once import SentOnce
 from phalanx.execution.sharded_optimizer import Stepper, open_stepper
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.memory import FlatParameters
@@ -130,12 +131,12 @@ class RankExecutor(ThreadExecutor):
         assert as_of is None
         assert gradient_hook is None  # `check_ranks` refuses codecs
         assert adds
-        told = {
-            "seed": seed,
-            "weights": [each.hex() for each in weights],
-            "plain": steps_whole,
+        own = {
+            "step": [seed, [each.hex() for each in weights], _trace_of(microbatches)],
+            "whole": steps_whole,
+            "groups": [] if self.optimizer is None else _options_of(self.optimizer),
         }
-        fingerprint = json.dumps({**told, "rows": _trace_of(microbatches)})
+        fingerprint = json.dumps(own)
         try:
             result = super().run(
                 microbatches,
@@ -245,28 +246,69 @@ def _check(messages: Sequence[RankMessage]) -> None:
                 f"{message.error}. The step was refused everywhere and nothing has changed.",
                 rank,
             )
-        if _steps_plainly(message) != _steps_plainly(messages[0]):
-            raise ConfigError(
-                f"All ranks must step the optimizer in the same way, but rank {rank}'s was changed "
-                "or left alone unlike rank 0's. Replace `step`, register hooks and write to the "
-                "optimizer's state in every process."
-            )
-        if message.fingerprint != messages[0].fingerprint:
+    first, *others = [json.loads(each.fingerprint) for each in messages]
+    for rank, each in enumerate(others, 1):
+        if each["step"] != first["step"]:
             raise ConfigError(
                 f"All ranks must be at the same step of the same batches, but rank {rank} is not "
                 "where rank 0 is. Give every rank the whole batch, from loaders with the same "
                 "seed (no `DistributedSampler`), and the same `seed` and `microbatches`."
             )
+        _check_options(rank, each["groups"], first["groups"])
+        if each["whole"] != first["whole"]:
+            raise ConfigError(
+                f"All ranks must step the optimizer in the same way, but rank {rank}'s was changed "
+                "or left alone unlike rank 0's. Replace `step`, register hooks and write to the "
+                "optimizer's state in every process."
+            )
 
 
-def _steps_plainly(message: RankMessage) -> bool:
-    return bool(json.loads(message.fingerprint)["plain"])
+# Any: what the user's groups hold, as JSON has it.
+def _check_options(rank: int, theirs: list[dict[str, Any]], first: list[dict[str, Any]]) -> None:
+    """Refuse a rank whose optimizer has other groups, or other options, than rank 0's."""
+    if len(theirs) != len(first):
+        raise ConfigError(
+            f"All ranks must have the same parameter groups, but rank {rank} has {len(theirs)} of "
+            f"them and rank 0 has {len(first)}. Make the optimizer alike in every process."
+        )
+    for place, (group, ours) in enumerate(zip(theirs, first, strict=True)):
+        for name in sorted({*group, *ours}):
+            here, there = group.get(name), ours.get(name)
+            if here != there and repr(here) != repr(there):  # nan is nan
+                raise ConfigError(
+                    "All ranks must step with the same options of the optimizer, but "
+                    f"`{name}` of group {place} is {here!r} on rank {rank} and {there!r} on rank "
+                    "0. Set it in every process, before the same step."
+                )
+
+
+def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return each group's options that are numbers or text, and how many parameters it has."""
+    return [
+        {
+            **{name: found for name, each in group.items() if (found := _plain(each)) is not None},
+            "params": len(group["params"]),
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as JSON can hold it; None for one that ranks do not compare."""
+    if isinstance(value, Tensor):
+        return None if value.is_complex() else value.tolist()
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def _trace_of(microbatches: Sequence[Nested]) -> int:
-    """Return a checksum of the beginnings of a batch's rows; 0 for a `Shard`, not yet read."""
+    """Return a checksum of the beginnings of a batch's rows, or of a `Shard`'s places."""
     trace = 0
     for microbatch in microbatches:
+        if isinstance(getattr(microbatch, "source", None), SentOnce):  # a `Shard`, not yet read
+            trace = zlib.crc32(repr(microbatch.places).encode(), trace)
+            continue
         for leaf in flatten(microbatch)[0]:
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
                 row = leaf.detach().reshape(-1)[:_TRACED].cpu().contiguous()

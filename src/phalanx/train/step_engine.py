@@ -104,6 +104,7 @@ class StepEngine:
                 formation.devices, workloads=spec.workloads, intra_op=formation.intra_op
             )
             failed.callback(self.executor.close)
+            self.executor.optimizer = spec.optimizer
             self._parts = self._flat.parts(len(self.executor))
             self._reduction = self.executor.open_reduction(self._flat)
             # One replica with one slice, and nothing to clip: there is nothing to add or to share.
