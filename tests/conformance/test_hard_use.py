@@ -408,6 +408,18 @@ def test_a_loss_of_one_element_is_a_loss() -> None:
         assert t.step(batch()).step == 1
 
 
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_a_complex_loss_is_refused(call: str) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.complex(mse(outputs, targets), outputs.mean())
+
+    with phalanx.Trainer(net(), loss, sgd, replicas=2) as t:
+        before = weights(t)
+        with pytest.raises(ConfigError, match="`loss` must return a real number, but returned one"):
+            t.step(batch()) if call == "step" else t.evaluate([batch()])
+        assert same(weights(t), before)
+
+
 def test_inputs_with_a_graph_are_refused() -> None:
     x, y = batch()
     encoder = nn.Linear(4, 4)

@@ -70,6 +70,11 @@ class Objective:
                 f"`loss` must return a tensor of one element, but returned {shown!r}. Take its "
                 "mean."
             )
+        if loss.is_complex():
+            raise ConfigError(
+                f"`loss` must return a real number, but returned one of {loss.dtype}. Take its "
+                "`abs()` or its `real`."
+            )
         if not keep_outputs:
             return loss, MicrobatchResult(loss.item(), None, None)
         return loss, MicrobatchResult(loss.item(), _detached(outputs), _detached(targets))
