@@ -8,8 +8,9 @@ and the batches that were done already are passed over.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,126 +20,150 @@ from phalanx.errors import CheckpointError
 from phalanx.train.sampler import ExactSampler
 from phalanx.types import Nested
 
-__all__ = ["Order", "Reader", "begin_epoch"]
+__all__ = ["EpochOrder", "Reader", "begin_epoch"]
 
 _NUMPY_WORDS = 624  # of the Mersenne twister
 
 
-class Order:
-    """The state of all generators that may decide a loader's order.
+# Any, here and below: Python's and NumPy's own states, and JSON.
+class ProcessStates(NamedTuple):
+    """The states of the process's generators, from which users' data sets may draw, too."""
 
-    Attributes:
-        tensors: States of torch's and NumPy's generators, by name.
-        values: The rest, as JSON can hold it.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        self.tensors = tensors
-        self.values = values
+    torch: Tensor
+    numpy: Any
+    python: Any
 
     @staticmethod
-    def capture(loader: object) -> Order:
+    def capture() -> ProcessStates:
         """Read the generators; nothing is drawn."""
-        tensors, values = _as_stored(_process_states())
-        for place, generator in enumerate(_generators_of(loader)):
-            tensors[f"loader.{place}"] = generator.get_state()
-        return Order(tensors, values)
+        return ProcessStates(torch.get_rng_state(), np.random.get_state(), random.getstate())
 
-    def check(self) -> None:
-        """Check that every state is one, by putting it into generators of our own.
+    def restore(self) -> None:
+        """Put the generators back."""
+        torch.set_rng_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
 
-        Raises:
-            ValueError: One is not.
-        """
-        try:
-            torch.Generator().set_state(self.tensors["torch"])
-            name, position, has_gauss, cached = self.values["numpy"]
-            keys = self.tensors["numpy"]
-            # NumPy itself takes a position beyond its state, and then reads there.
-            if not 0 <= position <= _NUMPY_WORDS or keys.shape != (_NUMPY_WORDS,):
-                raise ValueError(f"numpy's position {position!r} of {tuple(keys.shape)} words")
-            if keys.dtype != torch.int64 or not bool(((keys >= 0) & (keys < 1 << 32)).all()):
-                raise ValueError("numpy's words are no numbers of 32 bits")
-            legacy = (name, keys.numpy().astype(np.uint32), position, has_gauss, cached)
-            np.random.RandomState().set_state(legacy)
-            version, words, gauss = self.values["python"]
-            random.Random().setstate((version, tuple(words), gauss))
-            if gauss is not None and not isinstance(gauss, float):
-                raise ValueError(f"python's next number {gauss!r:.80}")
-            for name, state in self.tensors.items():
-                if name in ("numpy", "now.numpy"):
-                    continue
-                if state.dtype != torch.uint8 or state.dim() != 1:
-                    raise ValueError(f"`{name}` holds {state.dtype} of {state.dim()} dims")
-                if state.shape == self.tensors["torch"].shape:
-                    torch.Generator().set_state(state)  # others are of another device's
-            if (now := self.now) is not None:
-                now.check()
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            ValueError,
-            OverflowError,
-            RuntimeError,
-        ) as error:
-            raise ValueError(f"`order` holds no states of generators: {error!r}") from error
+    def pack(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors by name, and the rest as JSON can hold it."""
+        name, keys, position, has_gauss, cached = self.numpy
+        version, words, gauss = self.python
+        values = {
+            "python": [version, list(words), gauss],
+            "numpy": [str(name), int(position), int(has_gauss), float(cached)],
+        }
+        return {"torch": self.torch, "numpy": torch.from_numpy(keys.astype(np.int64))}, values
+
+    @staticmethod
+    def unpack(own: Tensor, keys: Tensor, values: Mapping[str, Any]) -> ProcessStates:
+        """Undo :meth:`pack`, and check every state by putting it into a generator of our own."""
+        torch.Generator().set_state(own)
+        name, position, has_gauss, cached = values["numpy"]
+        # NumPy itself takes a position beyond its state, and then reads there.
+        if not 0 <= position <= _NUMPY_WORDS or keys.shape != (_NUMPY_WORDS,):
+            raise ValueError(f"numpy's position {position!r} of {tuple(keys.shape)} words")
+        if keys.dtype != torch.int64 or not bool(((keys >= 0) & (keys < 1 << 32)).all()):
+            raise ValueError("numpy's words are no numbers of 32 bits")
+        numpy = (name, keys.numpy().astype(np.uint32), position, has_gauss, cached)
+        np.random.RandomState().set_state(numpy)
+        version, words, gauss = values["python"]
+        if gauss is not None and not isinstance(gauss, float):
+            raise ValueError(f"python's next number {gauss!r:.80}")
+        python = (version, tuple(words), gauss)
+        random.Random().setstate(python)
+        return ProcessStates(own, numpy, python)
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """The states of all generators that may decide an epoch's order.
+
+    Attributes:
+        start: The process's, as the epoch began.
+        loader: The loader's own, then.
+        now: Where the process's have come to since; None at the beginning of an epoch, and in
+            checkpoints of older versions.
+    """
+
+    start: ProcessStates
+    loader: Mapping[str, Tensor]
+    now: ProcessStates | None = None
+
+    @staticmethod
+    def capture(loader: object) -> EpochOrder:
+        """Read the generators; nothing is drawn."""
+        own = {name: each.get_state() for name, each in _generators_of(loader).items()}
+        return EpochOrder(ProcessStates.capture(), own)
 
     def restore(self, loader: object) -> None:
-        """Put the generators back.
+        """Put the generators back to where the epoch began.
 
         Raises:
             CheckpointError: The loader's generators are of another kind; nothing has changed then.
         """
-        generators = {f"loader.{place}": each for place, each in enumerate(_generators_of(loader))}
-        for name, generator in generators.items():
-            if name in self.tensors:
-                _check_fits(name, self.tensors[name], generator)
-        torch.set_rng_state(self.tensors["torch"])
-        name, position, has_gauss, cached = self.values["numpy"]
-        keys = self.tensors["numpy"].numpy().astype(np.uint32)
-        np.random.set_state((name, keys, position, has_gauss, cached))
-        version, state, gauss = self.values["python"]
-        random.setstate((version, tuple(state), gauss))
-        for name, generator in generators.items():
-            if name in self.tensors:
-                generator.set_state(self.tensors[name])
+        own = {k: v for k, v in _generators_of(loader).items() if k in self.loader}
+        for name, generator in own.items():
+            _check_fits(name, self.loader[name], generator)
+        self.start.restore()
+        for name, generator in own.items():
+            generator.set_state(self.loader[name])
 
-    def at(self, now: ProcessStates) -> Order:
-        """Return this order with where the process's generators have come to since."""
-        tensors, values = _as_stored(now)
-        return Order(
-            {**self.tensors, **{f"now.{name}": value for name, value in tensors.items()}},
-            {**self.values, "now": values},
-        )
+    def pack(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors by name, and the rest as JSON can hold it."""
+        tensors, values = self.start.pack()
+        tensors |= self.loader
+        if self.now is not None:
+            now, values["now"] = self.now.pack()
+            tensors |= {f"now.{name}": each for name, each in now.items()}
+        return tensors, values
 
-    @property
-    def now(self) -> Order | None:
-        """Where the process's generators had come to; None in checkpoints of older versions."""
-        if "now" not in self.values:
-            return None
-        found = {name: self.tensors[f"now.{name}"] for name in ("torch", "numpy")}
-        return Order(found, self.values["now"])
+    @staticmethod
+    def unpack(tensors: Mapping[str, Tensor], values: Any) -> EpochOrder:
+        """Undo :meth:`pack`.
+
+        Raises:
+            ValueError: These are no states of generators.
+        """
+        try:
+            start = ProcessStates.unpack(tensors["torch"], tensors["numpy"], values)
+            now = None
+            if "now" in values:
+                own, keys = tensors["now.torch"], tensors["now.numpy"]
+                now = ProcessStates.unpack(own, keys, values["now"])
+            states = {k: v for k, v in tensors.items() if not k.endswith("numpy")}
+            for name, state in states.items():
+                if state.dtype != torch.uint8 or state.dim() != 1:
+                    raise ValueError(f"`{name}` holds {state.dtype} of {state.dim()} dims")
+                if state.shape == start.torch.shape:  # others are of another device's
+                    torch.Generator().set_state(state)
+        except Exception as error:  # generators raise many kinds
+            raise ValueError(f"`order` holds no states of generators: {error!r}") from error
+        return EpochOrder(start, {k: v for k, v in states.items() if "loader" in k}, now)
 
 
-# Any: Python's and NumPy's own states.
-ProcessStates = tuple[Tensor, Any, Any]
+@dataclass
+class _Opened:
+    """A loader that is being iterated.
 
+    Attributes:
+        begun: The epoch, if it was opened from its first batch on, and may be rewound.
+        batches: What iterates, to know a generator again.
+        taken: How many batches were done when the last one was read, and the generators then.
+    """
 
-def _process_states() -> ProcessStates:
-    """Return the states of the process's generators: torch's, NumPy's and Python's."""
-    # What `np.random.shuffle` and its like in users' datasets draw from.
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+    order: EpochOrder
+    begun: int | None
+    batches: Iterator[Nested] | None = None
+    taken: tuple[int, ProcessStates] | None = None
 
+    def states_after(self, done: int) -> ProcessStates:
+        """Return where the process's generators were when ``done`` batches had been trained on.
 
-def _as_stored(states: ProcessStates) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    own, (name, keys, position, has_gauss, cached), (version, state, gauss) = states
-    tensors = {"torch": own, "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64))}
-    values = {
-        "python": [version, list(state), gauss],
-        "numpy": [str(name), int(position), int(has_gauss), float(cached)],
-    }
-    return tensors, values
+        A batch that was read, and whose step then failed, is read again.
+        """
+        if self.taken is not None and self.taken[0] == done:
+            return self.taken[1]
+        return ProcessStates.capture()
 
 
 class Reader:
@@ -148,72 +173,65 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self._order: Order | None = None
-        self._is_stored = False  # the order came from a checkpoint and is to be put back
         self._loader: object = None
-        self._iterator: object = None  # the last one, to know a generator again
-        self._begun: int | None = None  # the epoch that was last opened from its first batch on
-        self._taken: tuple[int, ProcessStates] | None = None  # before the last batch was read
+        self._opened: _Opened | None = None
+        self._stored: EpochOrder | None = None  # from a checkpoint, to be put back
 
     def batches(self, loader: Iterable[Nested], first: int, epoch: int) -> Iterator[Nested]:
         """Iterate over what is left of ``epoch`` after ``first`` batches."""
-        self._loader = loader
-        self._begun = epoch if first == 0 else None
-        if loader is self._iterator and first > 0:
-            return iter(loader)  # a generator that was left in the middle goes on by itself
-        now: Order | None = None
-        if self._order is not None and (self._is_stored or first > 0):
-            if self._is_stored or _may_draw(loader):
-                now = self._order.now
-                if not self._is_stored:
-                    now = Order(*_as_stored(self._states_after(first)))
-                self._order.restore(loader)
+        opened, self._loader = self._opened, loader
+        now: ProcessStates | None = None
+        if self._stored is not None:
+            order, now = self._stored, self._stored.now
+            order.restore(loader)
+        elif opened is not None and first > 0:
+            if loader is opened.batches:
+                return iter(loader)  # a generator that was left in the middle goes on by itself
+            order = opened.order
+            if _may_draw(loader):
+                now = opened.states_after(first)
+                order.restore(loader)
         else:
-            self._order = Order.capture(loader)
-        self._is_stored, self._taken = False, None
-        batches = _batches_from(loader, first, epoch)
+            order = EpochOrder.capture(loader)
+        self._opened = opened = _Opened(order, epoch if first == 0 else None)
+        opened.batches = batches = _batches_from(loader, first, epoch)
+        self._stored = None
         if first > 0 and now is not None:
-            now.restore(None)  # an optimizer or a callback may have drawn since the epoch began
-        self._iterator = batches
+            now.restore()  # an optimizer or a callback may have drawn since the epoch began
         return batches
 
     # Any: whatever stands for the end.
     def take(self, batches: Iterator[Nested], done: int, end: Any) -> Any:
         """Return the next of ``batches`` after ``done`` of the epoch, or ``end``."""
-        self._taken = done, _process_states()
+        assert self._opened is not None
+        self._opened.taken = done, ProcessStates.capture()
         return next(batches, end)
-
-    def _states_after(self, done: int) -> ProcessStates:
-        """Return where the process's generators were when ``done`` batches had been trained on.
-
-        A batch that was read, and whose step then failed, is read again.
-        """
-        if self._taken is not None and self._taken[0] == done:
-            return self._taken[1]
-        return _process_states()
 
     def rewind(self, epoch: int) -> None:
         """Put back what the opening of ``epoch`` has drawn; to be called if no batch was done."""
-        if self._begun == epoch and self._order is not None and _may_draw(self._loader):
-            self._order.restore(self._loader)
-        self._begun = None
+        if self._opened is None:
+            return
+        if self._opened.begun == epoch and _may_draw(self._loader):
+            self._opened.order.restore(self._loader)
+        self._opened.begun = None
 
     def reads(self, batches: Iterator[Nested]) -> bool:
         """Tell whether ``batches`` were opened last, and nothing was put back since."""
-        return batches is self._iterator
+        return self._opened is not None and batches is self._opened.batches
 
-    def order(self, done: int) -> Order | None:
+    def order(self, done: int) -> EpochOrder | None:
         """Return what a checkpoint needs after ``done`` batches of the epoch; None for nothing."""
-        if done == 0 and self._loader is not None and not self._is_stored:
-            self._order = Order.capture(self._loader)  # what the next epoch will start from
-        if done == 0 or self._is_stored or self._order is None:
-            return self._order
-        return self._order.at(self._states_after(done))
+        if self._stored is not None:
+            return self._stored
+        if done == 0:  # what the next epoch will start from
+            return None if self._loader is None else EpochOrder.capture(self._loader)
+        if self._opened is None:
+            return None
+        return replace(self._opened.order, now=self._opened.states_after(done))
 
-    def put_back(self, order: Order | None) -> None:
+    def put_back(self, order: EpochOrder | None) -> None:
         """Go on from what a checkpoint holds."""
-        self._order, self._is_stored, self._iterator = order, order is not None, None
-        self._begun = self._taken = None
+        self._opened, self._stored = None, order
 
 
 def _may_draw(loader: object) -> bool:
@@ -258,9 +276,8 @@ def _check_fits(name: str, state: Tensor, generator: torch.Generator) -> None:
         ) from error
 
 
-def _generators_of(loader: object) -> list[torch.Generator]:
-    """Return the generators of a loader and of its samplers, each once."""
-    found: list[torch.Generator] = []
+def _generators_of(loader: object) -> dict[str, torch.Generator]:
+    """Return the generators of a loader and of its samplers, each once, by a name for each."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (
         loader,
@@ -268,8 +285,6 @@ def _generators_of(loader: object) -> list[torch.Generator]:
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
     )
-    for owner in owners:
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not g for g in found):
-            found.append(generator)
-    return found
+    each = [getattr(owner, "generator", None) for owner in owners]
+    found = dict.fromkeys(one for one in each if isinstance(one, torch.Generator))
+    return {f"loader.{place}": generator for place, generator in enumerate(found)}

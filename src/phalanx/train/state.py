@@ -26,7 +26,7 @@ from phalanx.train.checkpoint import (
     save_stored,
     unpack_like,
 )
-from phalanx.train.order import Order
+from phalanx.train.order import EpochOrder
 from phalanx.train.position import Position, RunHistory
 from phalanx.train.stored_state import (
     check_errors,
@@ -58,7 +58,7 @@ class TrainerState:
     optimizer: Optimizer
     scheduler: LRScheduler | None
     position: Position
-    order: Order | None
+    order: EpochOrder | None
     counted: Mapping[str, Tensor]
     seed: int
     microbatches: int | None
@@ -73,7 +73,7 @@ class Restored:
     """What a checkpoint says beside what it put into module, optimizer and scheduler."""
 
     position: Position
-    order: Order | None
+    order: EpochOrder | None
     counted: Mapping[str, Tensor]
     seed: int
     microbatches: int | None
@@ -89,21 +89,21 @@ def capture_state(state: TrainerState, folder: Path) -> None:
         CheckpointError: The optimizer's or scheduler's state is not plain.
     """
     tensors, scalars = _optimizer_state(state.optimizer)
-    order = state.order
+    order, order_values = ({}, None) if state.order is None else state.order.pack()
     save_stored(
         Stored(
             tensors={
                 "model": _module_state(state.module),
                 "buffers": _buffers_aside(state.module, state.history.buffers),
                 "optimizer": tensors,
-                "order": order.tensors if order is not None else {},
+                "order": order,
                 "metrics": dict(state.counted),
                 "codec": {} if state.feedback is None else state.feedback.state_dict(),
             },
             values={
                 "position": state.position.to_values(),
                 "plain_steps": state.history.plain_steps,
-                "order": order.values if order is not None else None,
+                "order": order_values,
                 "seed": state.seed,
                 "microbatches": state.microbatches,
                 "codec": _codec_of(state.feedback),
@@ -181,9 +181,7 @@ def _read(stored: Stored) -> Restored:
         KeyError, TypeError, ValueError: Something is missing, or not of its kind.
     """
     values = stored.values
-    order = None if values["order"] is None else Order(stored.tensors["order"], values["order"])
-    if order is not None:
-        order.check()
+    order = values["order"]
     for name in ("model", "optimizer", "metrics"):
         if name not in stored.tensors:
             raise ValueError(f"`{name}.safetensors` is none of its files")
@@ -194,7 +192,7 @@ def _read(stored: Stored) -> Restored:
         raise ValueError(f"`plain_steps` is {values['plain_steps']!r:.80}, neither true nor false")
     return Restored(
         position=read_position(values["position"]),
-        order=order,
+        order=None if order is None else EpochOrder.unpack(stored.tensors["order"], order),
         counted=stored.tensors["metrics"],
         seed=read_whole("seed", values["seed"], -(2**63), 2**64),
         microbatches=read_optional_whole("microbatches", values["microbatches"], 1),
