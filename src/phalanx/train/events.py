@@ -109,19 +109,16 @@ class EventDispatcher:
         self._failures = failures
 
     def tell(self, event: Event) -> None:
-        """Tell of ``event``."""
-        for callback in self._callbacks:
-            callback(event)
+        """Tell of ``event``, and before a step of the workers that were lost in it.
 
-    def tell_of_step(self, done: StepDone) -> None:
-        """Tell of a step, and before it of the workers that were lost in it.
-
-        Who listens hears of every step that is done, whatever telling of a loss raises.
+        Callbacks hear of every step that is done, whatever telling of a loss raises.
         """
         try:
-            self.tell_of_failures(done.step)
+            if isinstance(event, StepDone):
+                self.tell_of_failures(event.step)
         finally:
-            self.tell(done)
+            for callback in self._callbacks:
+                callback(event)
 
     def tell_of_failures(self, step: int) -> None:
         """Tell of the workers that were lost since the last time, in update ``step``."""

@@ -15,7 +15,7 @@ from phalanx.execution import default_intra_op
 from phalanx.replicas import num_cores, resolve_devices
 from phalanx.types import Device
 
-__all__ = ["Formation", "candidates", "given", "try_out"]
+__all__ = ["Formation", "candidates", "read_replicas", "try_out"]
 
 _TRIAL_S = 2.0
 _LEAST_ROUNDS = 3
@@ -59,10 +59,10 @@ def candidates(
     return [Formation((home,) * count, intra_op or max(1, cores // count)) for count in counts]
 
 
-def given(
+def read_replicas(
     replicas: int | str | Sequence[Device], home: torch.device, intra_op: int | None, executor: str
 ) -> Formation | None:
-    """Return the formation that the user asked for; None for one that is to be found out.
+    """Read the argument `replicas`; None for a formation that is to be found out.
 
     A rank has one replica unless told otherwise: there are as many ranks as the job was told. The
     caller's own thread is one replica.

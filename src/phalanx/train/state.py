@@ -102,7 +102,7 @@ def capture_state(state: TrainerState, folder: Path) -> None:
             },
             values={
                 "position": state.position.to_values(),
-                "plain_steps": state.history.plain_steps,
+                "plain_steps": state.history.steps_whole,
                 "order": order_values,
                 "seed": state.seed,
                 "microbatches": state.microbatches,
@@ -170,7 +170,7 @@ def restore_state(
         if state.feedback is not None:  # last: it changes as a whole or not at all
             state.feedback.load_state_dict(stored.tensors["codec"], num_slots=slots)
     state.history.buffers = set(buffers)
-    state.history.plain_steps = values.get("plain_steps", False)  # none in older ones
+    state.history.steps_whole = values.get("plain_steps", False)  # none in older ones
     return restored
 
 

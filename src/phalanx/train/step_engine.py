@@ -58,7 +58,7 @@ class EngineSpec:
         workloads: The replicas' relative shares, where they are fixed.
         clip_norm: Largest norm of the gradients.
         feedback: Compresses gradients, and adds what was lost to the next ones.
-        open_executor: Returns what opens an executor.
+        new_maker: Returns what one executor is opened by.
         history: What the run has met so far.
         untrained: Which parameters never got a gradient.
     """
@@ -69,7 +69,7 @@ class EngineSpec:
     workloads: Sequence[float] | None
     clip_norm: float | None
     feedback: Feedback | None
-    open_executor: Callable[[], ExecutorMaker]
+    new_maker: Callable[[], ExecutorMaker]
     history: RunHistory
     untrained: Untrained
 
@@ -89,10 +89,10 @@ class StepEngine:
         refuse_aliases(spec.module)
         refuse_scripts(spec.module)
         check_members(spec.module, spec.optimizer)
-        open_executor = spec.open_executor()
+        maker = spec.new_maker()
         groups = [[p for p in g["params"] if p.requires_grad] for g in spec.optimizer.param_groups]
         self._trained_ids = _trained_ids(spec.optimizer)
-        self._flat = FlatParameters(groups, allocate=open_executor.allocate)
+        self._flat = FlatParameters(groups, allocate=maker.allocate)
         self._buffer_homes = [  # where there are others, an engine is opened anew
             (f"{path}.{key}" if path else key, owner, key)
             for path, owner in spec.module.named_modules(remove_duplicate=False)
@@ -100,7 +100,7 @@ class StepEngine:
         ]
         with ExitStack() as failed:
             failed.callback(self._flat.release)
-            self.executor = open_executor(
+            self.executor = maker(
                 formation.devices, workloads=spec.workloads, intra_op=formation.intra_op
             )
             failed.callback(self.executor.close)
@@ -142,8 +142,8 @@ class StepEngine:
         self._stepper.complete()
         self.executor.check_alike()
 
-    def fits(self) -> bool:
-        """Tell whether module and memory are still as they were when this was opened."""
+    def matches_spec(self) -> bool:
+        """Tell whether module and optimizer still are what this was opened for."""
         return (
             _trained_ids(self._spec.optimizer) == self._trained_ids
             and self._stepper.fits()
@@ -158,19 +158,19 @@ class StepEngine:
 
     def _open_stepper(self) -> Stepper:
         optimizer, history = self._spec.optimizer, self._spec.history
-        if self._alone or history.plain_steps:
+        if self._alone or history.steps_whole:
             return WholeStepper(optimizer, self._flat)
         stepper = self.executor.open_optimizer(optimizer, self._flat)
-        history.plain_steps = stepper.whole
+        history.steps_whole = stepper.whole
         return stepper
 
-    def _step_plainly(self) -> None:
+    def _step_whole_from_now_on(self) -> None:
         """Leave all further steps to the user's optimizer as it is."""
         if not self._stepper.whole:
             self._stepper.complete()
             self._stepper.dissolve()
             self._stepper = WholeStepper(self._spec.optimizer, self._flat)
-            self._spec.history.plain_steps = True
+            self._spec.history.steps_whole = True
 
     def split(self, batch: Nested, workloads: Sequence[float]) -> Microbatches:
         """Split ``batch`` as this formation computes it, for replicas with ``workloads``.
@@ -227,7 +227,7 @@ class StepEngine:
                 count(result)
             missing = self._reduction.take(result)
             if missing or not untouched:
-                self._step_plainly()
+                self._step_whole_from_now_on()
             summed = self._spec.clip_norm is not None or self._stepper.whole
             if summed and not self._alone:
                 self.executor.each(self._reduction.sum_part)

@@ -30,7 +30,7 @@ from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_work
 from phalanx.replicas import caller_intra_op
 from phalanx.train.evaluation import enter_training, evaluate, leave_evaluation
 from phalanx.train.events import Callback, EpochDone, EventDispatcher, FormationChosen, StepDone
-from phalanx.train.formation import Formation, given
+from phalanx.train.formation import Formation, read_replicas
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import EvaluateTask, Objective, TrainTask
 from phalanx.train.order import Reader, is_complete
@@ -155,7 +155,7 @@ class Trainer:
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
         self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
-        self._formation = given(replicas, self._home, self._intra_op, choice.kind)
+        self._formation = read_replicas(replicas, self._home, self._intra_op, choice.kind)
         self._next_formation: Formation | None = None  # what `resize()` asked for
         fixed = fixed_workloads(workloads)
         if fixed is not None:
@@ -181,7 +181,7 @@ class Trainer:
             workloads=fixed,
             clip_norm=clip_norm,
             feedback=None if codec is None else Feedback(codec),
-            open_executor=partial(
+            new_maker=partial(
                 ExecutorMaker,
                 choice,
                 module,
@@ -337,7 +337,7 @@ class Trainer:
         check_moment(closed=self._closed)
         check_replicas(replicas, self._choice.kind)
         check_resize(self._choice.kind)
-        formation = given(replicas, self._home, self._intra_op, self._choice.kind)
+        formation = read_replicas(replicas, self._home, self._intra_op, self._choice.kind)
         if formation is None:
             raise ConfigError("`replicas` must be a number or devices, but is 'auto'.")
         if self._spec.workloads is not None:
@@ -453,7 +453,7 @@ class Trainer:
                 self._close_engine()
         if self._balancer is not None:
             self._balancer.observe(done.shares, done.work_s)
-        self._events.tell_of_step(done)
+        self._events.tell(done)
         return done
 
     # -- state -------------------------------------------------------
@@ -542,7 +542,7 @@ class Trainer:
         if resized is not None and resized != self._formation:
             self._exchange(resized)
         engine = self._engine
-        if engine is not None and not engine.fits():
+        if engine is not None and not engine.matches_spec():
             engine.complete_state(changed=True)
             self._close_engine()
             engine = None
