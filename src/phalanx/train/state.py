@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -31,46 +31,28 @@ from phalanx.train.position import Position, RunHistory
 from phalanx.train.stored_state import (
     check_errors,
     check_groups,
+    check_name,
     check_optimizer_entries,
     check_scheduler_state,
     read_formation,
-    read_name,
     read_optional_whole,
     read_position,
     read_whole,
     read_workloads,
 )
 
-__all__ = ["TrainerState", "capture_state", "restore_state", "warn_of_changes"]
+__all__ = ["Progress", "TrainerState", "capture_state", "restore_state", "warn_of_changes"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerState:
-    """Everything that decides how a run goes on.
+class Progress:
+    """How far a run has come, and with what.
 
     Attributes:
         counted: What the metrics of the running epoch have counted.
         formation: Number of replicas and threads inside each, or None when not chosen yet.
         workloads: The shares that balancing has come to, or None without it.
     """
-
-    module: nn.Module
-    optimizer: Optimizer
-    scheduler: LRScheduler | None
-    position: Position
-    order: EpochOrder | None
-    counted: Mapping[str, Tensor]
-    seed: int
-    microbatches: int | None
-    formation: tuple[int, int] | None
-    workloads: Sequence[float] | None
-    feedback: Feedback | None
-    history: RunHistory
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restored:
-    """What a checkpoint says beside what it put into module, optimizer and scheduler."""
 
     position: Position
     order: EpochOrder | None
@@ -81,6 +63,18 @@ class Restored:
     workloads: tuple[float, ...] | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """Everything that decides how a run goes on."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    feedback: Feedback | None
+    history: RunHistory
+    progress: Progress
+
+
 def capture_state(state: TrainerState, folder: Path) -> None:
     """Write ``state`` to ``folder``.
 
@@ -89,7 +83,9 @@ def capture_state(state: TrainerState, folder: Path) -> None:
         CheckpointError: The optimizer's or scheduler's state is not plain.
     """
     tensors, scalars = _optimizer_state(state.optimizer)
-    order, order_values = ({}, None) if state.order is None else state.order.pack()
+    groups = state.optimizer.state_dict()["param_groups"]
+    progress, scheduler = state.progress, state.scheduler
+    order, order_values = ({}, None) if progress.order is None else progress.order.pack()
     save_stored(
         Stored(
             tensors={
@@ -97,27 +93,23 @@ def capture_state(state: TrainerState, folder: Path) -> None:
                 "buffers": _buffers_aside(state.module, state.history.buffers),
                 "optimizer": tensors,
                 "order": order,
-                "metrics": dict(state.counted),
+                "metrics": dict(progress.counted),
                 "codec": {} if state.feedback is None else state.feedback.state_dict(),
             },
             values={
-                "position": state.position.to_values(),
+                "position": progress.position.to_values(),
                 "plain_steps": state.history.steps_whole,
                 "order": order_values,
-                "seed": state.seed,
-                "microbatches": state.microbatches,
+                "seed": progress.seed,
+                "microbatches": progress.microbatches,
                 "codec": _codec_of(state.feedback),
-                "formation": state.formation,
-                "workloads": None if state.workloads is None else list(state.workloads),
+                "formation": progress.formation,
+                "workloads": progress.workloads,
                 "optimizer": type(state.optimizer).__name__,
                 "optimizer_scalars": scalars,
-                "groups": [
-                    pack_state(group) for group in state.optimizer.state_dict()["param_groups"]
-                ],
-                "scheduler_type": _type_of(state.scheduler),
-                "scheduler": None
-                if state.scheduler is None
-                else pack_state(state.scheduler.state_dict()),
+                "groups": [pack_state(group) for group in groups],
+                "scheduler_type": _type_of(scheduler),
+                "scheduler": None if scheduler is None else pack_state(scheduler.state_dict()),
             },
         ),
         folder,
@@ -125,8 +117,8 @@ def capture_state(state: TrainerState, folder: Path) -> None:
 
 
 def restore_state(
-    state: TrainerState, folder: Path, accept: Callable[[Restored], None]
-) -> Restored:
+    state: TrainerState, folder: Path, accept: Callable[[Progress], None]
+) -> Progress:
     """Put what ``folder`` holds into module, optimizer and scheduler, and return the rest.
 
     Args:
@@ -136,28 +128,26 @@ def restore_state(
         CheckpointError: It is missing, damaged, or of another model; nothing has changed then.
     """
     stored = load_stored(folder)
-    values = stored.values
     try:
-        restored = _read(stored)
+        _upgrade(stored)
+        progress = _read_progress(stored)
         _check_model(state.module, stored.tensors["model"], folder)  # first: it says most
-        optimizer = _loadable_optimizer_state(stored, state.optimizer)
-        scheduler = _loadable_scheduler_state(values["scheduler"], state.scheduler)
-        check_errors(stored.tensors.get("codec", {}), list(state.module.parameters()))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise _not_ours(folder, error) from error
-    buffers = stored.tensors.get("buffers", {})  # none in older ones
-    _check_buffers(state.module, buffers, folder)
-    _check_optimizer(state.optimizer, stored, folder)
-    _check_scheduler(state.scheduler, values.get("scheduler_type"), folder)
-    _check_codec(state.feedback, values.get("codec"), folder)
-    try:
+        optimizer = _read_optimizer(stored, state.optimizer)
+        scheduler = _read_scheduler(stored.values["scheduler"], state.scheduler)
+        check_errors(stored.tensors["codec"], list(state.module.parameters()))
+        _check_buffers(state.module, stored.tensors["buffers"], folder)
+        _check_optimizer(state.optimizer, optimizer, stored, folder)
+        _check_types(state, stored.values, folder)
         check_groups(optimizer["param_groups"], state.optimizer)
         if state.scheduler is not None:
             check_scheduler_state(scheduler, state.scheduler)
-    except (KeyError, ValueError) as error:
-        raise _not_ours(folder, error) from error
-    accept(restored)
-    slots = state.microbatches or (state.formation or restored.formation or (1,))[0]
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"Checkpoint `{folder}` must hold what `save()` writes, but does not: {error!r}. Give "
+            "a folder that `save()` has written."
+        ) from error
+    accept(progress)
+    own = state.progress
     with _all_or_nothing(state, folder):
         if state.scheduler is not None:
             state.scheduler.load_state_dict(scheduler)
@@ -165,39 +155,48 @@ def restore_state(
         _keep_dtypes(state.optimizer, stored.tensors["optimizer"])
         state.module.load_state_dict(stored.tensors["model"])
         with torch.no_grad():
-            for name, value in buffers.items():
+            for name, value in stored.tensors["buffers"].items():
                 state.module.get_buffer(name).copy_(value)
         if state.feedback is not None:  # last: it changes as a whole or not at all
+            slots = own.microbatches or (own.formation or progress.formation or (1,))[0]
             state.feedback.load_state_dict(stored.tensors["codec"], num_slots=slots)
-    state.history.buffers = set(buffers)
-    state.history.steps_whole = values.get("plain_steps", False)  # none in older ones
-    return restored
+    state.history.buffers = set(stored.tensors["buffers"])
+    state.history.steps_whole = stored.values["plain_steps"]
+    return progress
 
 
-def _read(stored: Stored) -> Restored:
+def _upgrade(stored: Stored) -> None:
+    """Fill in what checkpoints of older versions have not."""
+    for name in ("buffers", "codec"):
+        stored.tensors.setdefault(name, {})
+    for name in ("codec", "scheduler_type", "workloads"):
+        stored.values.setdefault(name, None)
+    stored.values.setdefault("plain_steps", False)
+
+
+def _read_progress(stored: Stored) -> Progress:
     """Read what a checkpoint says beside module, optimizer and scheduler.
 
     Raises:
         KeyError, TypeError, ValueError: Something is missing, or not of its kind.
     """
     values = stored.values
-    order = values["order"]
     for name in ("model", "optimizer", "metrics"):
         if name not in stored.tensors:
             raise ValueError(f"`{name}.safetensors` is none of its files")
-    read_name("optimizer", values["optimizer"])
-    for name in ("scheduler_type", "codec"):
-        read_name(name, values.get(name))
-    if not isinstance(values.get("plain_steps", False), bool):
+    for name in ("optimizer", "scheduler_type", "codec"):
+        check_name(name, values[name])
+    if not isinstance(values["plain_steps"], bool):
         raise ValueError(f"`plain_steps` is {values['plain_steps']!r:.80}, neither true nor false")
-    return Restored(
+    order = values["order"]
+    return Progress(
         position=read_position(values["position"]),
         order=None if order is None else EpochOrder.unpack(stored.tensors["order"], order),
         counted=stored.tensors["metrics"],
         seed=read_whole("seed", values["seed"], -(2**63), 2**64),
         microbatches=read_optional_whole("microbatches", values["microbatches"], 1),
         formation=read_formation(values["formation"]),
-        workloads=read_workloads(values.get("workloads")),  # none in older ones
+        workloads=read_workloads(values["workloads"]),
     )
 
 
@@ -224,7 +223,7 @@ def _all_or_nothing(state: TrainerState, folder: Path) -> Iterator[None]:
         raise
 
 
-def warn_of_changes(restored: Restored, now: TrainerState) -> None:
+def warn_of_changes(restored: Progress, now: Progress) -> None:
     """Warn, at the line of our caller's caller, of what keeps a run from going on bit for bit."""
     for name in ("microbatches", "seed"):
         was, given = getattr(restored, name), getattr(now, name)
@@ -271,43 +270,30 @@ def _optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str,
     return tensors, scalars
 
 
-def _not_ours(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"Checkpoint `{folder}` must hold what `save()` writes, but does not: {error!r}. Give a "
-        "folder that `save()` has written."
-    )
-
-
 # Any: JSON, and what is made of it.
-def _loadable_scheduler_state(packed: Any, scheduler: LRScheduler | None) -> Any:
+def _read_scheduler(packed: Any, scheduler: LRScheduler | None) -> Any:
     check_packed(packed)
     return unpack_like(packed, None if scheduler is None else scheduler.state_dict())
 
 
-def _loadable_optimizer_state(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
-    state: dict[int, dict[str, Any]] = {}
-    for each in (*stored.values["optimizer_scalars"].values(), *stored.values["groups"]):
+def _read_optimizer(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
+    """Return a state dict for ``optimizer``."""
+    packed_groups, scalars = stored.values["groups"], stored.values["optimizer_scalars"]
+    for each in (*scalars.values(), *packed_groups):
         check_packed(each)
-    for group in stored.values["groups"]:
-        if not isinstance(dict(unpack_like(group, None))["params"], list):
-            raise ValueError("`groups` holds one without a list of parameters")
-    packed = {
-        name: unpack_like(value, None) for name, value in stored.values["optimizer_scalars"].items()
-    }
-    check_optimizer_entries(stored.tensors["optimizer"], packed, optimizer)
-    everything: Mapping[str, Any] = {**stored.tensors["optimizer"], **packed}
-    for name, value in everything.items():
+    likes = optimizer.state_dict()["param_groups"]
+    likes += [{}] * (len(packed_groups) - len(likes))
+    groups = [unpack_like(each, like) for each, like in zip(packed_groups, likes, strict=False)]
+    if not all(isinstance(group["params"], list) for group in groups):
+        raise ValueError("`groups` holds one without a list of parameters")
+    entries = dict(stored.tensors["optimizer"])
+    entries |= {name: unpack_like(value, None) for name, value in scalars.items()}
+    check_optimizer_entries(entries, optimizer)
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in entries.items():
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = value
-    likes = optimizer.state_dict()["param_groups"]
-    groups = stored.values["groups"]
-    likes += [{}] * (len(groups) - len(likes))
-    return {
-        "state": state,
-        "param_groups": [
-            unpack_like(group, like) for group, like in zip(groups, likes, strict=False)
-        ],
-    }
+    return {"state": state, "param_groups": groups}
 
 
 def _check_model(module: nn.Module, stored: Mapping[str, Tensor], folder: Path) -> None:
@@ -349,16 +335,19 @@ def _keep_dtypes(optimizer: Optimizer, stored: Mapping[str, Tensor]) -> None:
             entry[key] = tensor.to(entry[key].device)
 
 
-def _check_optimizer(optimizer: Optimizer, stored: Stored, folder: Path) -> None:
+def _check_optimizer(
+    optimizer: Optimizer, read: Mapping[str, Any], stored: Stored, folder: Path
+) -> None:
     ours, theirs = type(optimizer).__name__, stored.values["optimizer"]
     if ours != theirs:
         raise CheckpointError(
             f"Checkpoint `{folder}` must be of optimizer {ours!r}, but is of {theirs!r}. Make the "
             "optimizer that was saved."
         )
-    sizes = [len(group["params"]) for group in optimizer.state_dict()["param_groups"]]
-    stored_groups = [unpack_like(group, None) for group in stored.values["groups"]]
-    stored_sizes = [len(group["params"]) for group in stored_groups]
+    sizes, stored_sizes = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, read["param_groups"])
+    )
     if sizes != stored_sizes:
         raise CheckpointError(
             f"Checkpoint `{folder}` must hold parameter groups of {sizes} parameters, but holds "
@@ -383,20 +372,17 @@ def _check_moments(optimizer: Optimizer, stored: Mapping[str, Tensor], folder: P
             )
 
 
-def _check_scheduler(scheduler: LRScheduler | None, stored: str | None, folder: Path) -> None:
-    if _type_of(scheduler) != stored:
-        raise CheckpointError(
-            f"Checkpoint `{folder}` must be of a run with scheduler {_type_of(scheduler)!r} like "
-            f"this trainer's, but is of one with {stored!r}. Give `scheduler=` as it was."
-        )
-
-
-def _check_codec(feedback: Feedback | None, stored: str | None, folder: Path) -> None:
-    if _codec_of(feedback) != stored:
-        raise CheckpointError(
-            f"Checkpoint `{folder}` must be of a run with codec {_codec_of(feedback)} like this "
-            f"trainer's, but is of one with {stored}. Give `codec=` as it was."
-        )
+def _check_types(state: TrainerState, values: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a scheduler or a codec where the checkpoint is of another, or of none."""
+    for name, ours, theirs in (
+        ("scheduler", _type_of(state.scheduler), values["scheduler_type"]),
+        ("codec", _codec_of(state.feedback), values["codec"]),
+    ):
+        if ours != theirs:
+            raise CheckpointError(
+                f"Checkpoint `{folder}` must be of a run with {name} {ours} like this trainer's, "
+                f"but is of one with {theirs}. Give `{name}=` as it was."
+            )
 
 
 def _codec_of(feedback: Feedback | None) -> str | None:

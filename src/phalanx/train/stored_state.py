@@ -23,11 +23,10 @@ from phalanx.train.position import Position
 __all__ = [
     "check_errors",
     "check_groups",
-    "check_like",
+    "check_name",
     "check_optimizer_entries",
     "check_scheduler_state",
     "read_formation",
-    "read_name",
     "read_optional_whole",
     "read_position",
     "read_whole",
@@ -51,11 +50,10 @@ def read_optional_whole(name: str, value: Any, least: int = 0) -> int | None:
     return None if value is None else read_whole(name, value, least)
 
 
-def read_name(name: str, value: Any) -> str | None:
-    """Read the name of a class, or None."""
+def check_name(name: str, value: Any) -> None:
+    """Check that it is the name of a class, or None."""
     if value is not None and not isinstance(value, str):
         raise ValueError(f"`{name}` is {value!r:.80}, no text")
-    return value
 
 
 def read_position(values: Any) -> Position:
@@ -109,12 +107,10 @@ def check_groups(groups: Any, optimizer: Optimizer) -> None:
         if lacking:
             raise ValueError(f"`{name}` lacks {lacking}")
         for key in group.keys() & like.keys() - {"params"}:
-            check_like(f"{name}.{key}", group[key], like[key])
+            _check_like(f"{name}.{key}", group[key], like[key])
 
 
-def check_optimizer_entries(
-    tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], optimizer: Optimizer
-) -> None:
+def check_optimizer_entries(entries: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Check whose the entries of an optimizer's state are, and of an elementwise one their kind.
 
     Entries beside torch's own are the user's, of any kind. Shapes are compared elsewhere, with a
@@ -123,7 +119,7 @@ def check_optimizer_entries(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     keys_by_index: dict[int, set[str]] = {}
     dtype_by_index: dict[int, torch.dtype] = {}
-    for name, value in [*tensors.items(), *scalars.items()]:
+    for name, value in entries.items():
         text, dot, key = name.partition(".")
         if not (dot and key and text.isascii() and text.isdecimal() and text == str(int(text))):
             raise ValueError(f"{name!r} is no entry of an optimizer's state")
@@ -197,7 +193,7 @@ def check_scheduler_state(values: Any, scheduler: LRScheduler) -> None:
         if not isinstance(key, str) or (key not in like and hasattr(scheduler, key)):
             raise ValueError(f"`scheduler` holds {key!r}, which is no part of its state")
         if key in like:
-            check_like(f"scheduler.{key}", value, like[key])
+            _check_like(f"scheduler.{key}", value, like[key])
         if is_torchs and isinstance(like.get(key), list) and len(value or ()) != len(like[key]):
             raise ValueError(f"`scheduler.{key}` has not {len(like[key])} members")
     # Of a scheduler that is made of others; the name is also that of its state's entry.
@@ -206,7 +202,7 @@ def check_scheduler_state(values: Any, scheduler: LRScheduler) -> None:
         check_scheduler_state(each, own)
 
 
-def check_like(name: str, value: Any, like: Any) -> None:
+def _check_like(name: str, value: Any, like: Any) -> None:
     """Check that ``value`` is of the kind of ``like``, which has its place now.
 
     What is None now may become anything, as what some optimizers and schedulers have not yet
@@ -220,10 +216,10 @@ def check_like(name: str, value: Any, like: Any) -> None:
         if len(value) != len(like):
             raise ValueError(f"`{name}` has {len(value)} members and not {len(like)}")
         for place, pair in enumerate(zip(value, like, strict=True)):
-            check_like(f"{name}[{place}]", *pair)
+            _check_like(f"{name}[{place}]", *pair)
     elif isinstance(like, list) and isinstance(value, (list, tuple)):
         for place, each in enumerate(value if like else ()):
-            check_like(f"{name}[{place}]", each, like[min(place, len(like) - 1)])
+            _check_like(f"{name}[{place}]", each, like[min(place, len(like) - 1)])
     else:
         _check_plain_like(name, value, like)
 
@@ -235,7 +231,7 @@ def _check_mapping_like(name: str, value: Mapping[Any, Any], like: Mapping[Any, 
             read_whole(name, count)
         return
     for key in value.keys() & like.keys():
-        check_like(f"{name}.{key}", value[key], like[key])
+        _check_like(f"{name}.{key}", value[key], like[key])
 
 
 def _check_plain_like(name: str, value: Any, like: Any) -> None:

@@ -36,7 +36,13 @@ from phalanx.train.objective import EvaluateTask, Objective, TrainTask
 from phalanx.train.order import Reader, is_complete
 from phalanx.train.position import Loss, Position, RunHistory
 from phalanx.train.sharding import Loaders
-from phalanx.train.state import TrainerState, capture_state, restore_state, warn_of_changes
+from phalanx.train.state import (
+    Progress,
+    TrainerState,
+    capture_state,
+    restore_state,
+    warn_of_changes,
+)
 from phalanx.train.step_engine import EngineSpec, StepEngine, check_members, outputs_of
 from phalanx.train.trainer_arguments import (
     check_callables,
@@ -499,7 +505,9 @@ class Trainer:
         self._balancer = self._open_balancer(restored.workloads)
         if self._engine is not None:
             self._engine.reload_state()
-        warn_of_changes(restored, state)  # last: where warnings are errors, all is in place
+        warn_of_changes(
+            restored, state.progress
+        )  # last: where warnings are errors, all is in place
 
     def close(self) -> None:
         """Dismiss the replicas and give the parameters memory of their own; idempotent.
@@ -517,21 +525,24 @@ class Trainer:
         self.close()
 
     def _state(self) -> TrainerState:
+        formation = self._formation
         return TrainerState(
             module=self.module,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            position=self._position,
-            order=self._reader.order(self._position.batch),
-            counted=self._metrics.capture() if self._position.batch > 0 else {},
-            seed=self._seed,
-            microbatches=self._spec.splitter.microbatches,
             feedback=self._spec.feedback,
             history=self._spec.history,
-            formation=None
-            if self._formation is None
-            else (len(self._formation.devices), self._formation.intra_op),
-            workloads=None if self._balancer is None else self._balancer.settled,
+            progress=Progress(
+                position=self._position,
+                order=self._reader.order(self._position.batch),
+                counted=self._metrics.capture() if self._position.batch > 0 else {},
+                seed=self._seed,
+                microbatches=self._spec.splitter.microbatches,
+                formation=None
+                if formation is None
+                else (len(formation.devices), formation.intra_op),
+                workloads=None if self._balancer is None else self._balancer.settled,
+            ),
         )
 
     # -- the engine --------------------------------------------------
