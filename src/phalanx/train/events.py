@@ -90,7 +90,7 @@ Callback = Callable[[Event], None]
 
 
 class EventDispatcher:
-    """Tell whoever wants to know.
+    """Calls callbacks with what has happened.
 
     Args:
         callbacks: Called with every event.

@@ -24,7 +24,7 @@ _MOST_ROUNDS = 12
 
 @dataclass(frozen=True)
 class Formation:
-    """Who computes.
+    """A number of replicas, with a number of threads inside each.
 
     Attributes:
         devices: One per replica.

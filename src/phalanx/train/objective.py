@@ -39,12 +39,11 @@ class Objective:
             raise ConfigError(
                 f"`loss` must be given unless `forward` is, but {given}. Give one of them."
             )
-        check_function("loss" if forward is None else "forward", forward if loss is None else loss)
+        name, function = ("loss", loss) if forward is None else ("forward", forward)
+        check_function(name, function)
         self._loss = loss
         self._forward = forward
-        self._loss_buffers = LossBuffers(
-            "forward" if loss is None else "loss", forward if loss is None else loss, trained
-        )
+        self._loss_buffers = LossBuffers(name, function, trained)
         self.leaves_checked = False
         self._inputs = Inputs()
 

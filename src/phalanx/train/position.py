@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 __all__ = ["Loss", "Position", "RunHistory"]
 
@@ -54,7 +54,7 @@ class Position(NamedTuple):
             weighted_loss=self.weighted_loss + loss.value * loss.weight,
         )
 
-    def next_step(self, _: Loss) -> Position:
+    def next_step(self) -> Position:
         """Return the position after an update outside of any epoch."""
         return self._replace(steps=self.steps + 1)
 
@@ -66,10 +66,6 @@ class Position(NamedTuple):
     def mean_loss(self) -> float:
         """The epoch's loss so far."""
         return self.weighted_loss / self.weight
-
-    def to_values(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
-        return self._asdict()
 
 
 @dataclass

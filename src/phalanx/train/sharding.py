@@ -118,7 +118,7 @@ class ShardedLoader:
 
     @property
     def sampler(self) -> ShardedLoader:
-        """Whose epoch is set before each pass, as the loader's own would be."""
+        """What `begin_epoch` tells the epoch: this object, by :meth:`set_epoch`."""
         return self
 
     @property

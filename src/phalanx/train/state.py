@@ -97,7 +97,7 @@ def capture_state(state: TrainerState, folder: Path) -> None:
                 "codec": {} if state.feedback is None else state.feedback.state_dict(),
             },
             values={
-                "position": progress.position.to_values(),
+                "position": progress.position._asdict(),
                 "plain_steps": state.history.steps_whole,
                 "order": order_values,
                 "seed": progress.seed,

@@ -429,7 +429,7 @@ class Trainer:
         counts = in_epoch and bool(self._metrics)
 
         def commit(loss: Loss) -> None:
-            self._position = (before.next_batch if in_epoch else before.next_step)(loss)
+            self._position = before.next_batch(loss) if in_epoch else before.next_step()
             if counts:
                 self._metrics.commit()
             if self.scheduler is not None:
@@ -474,7 +474,7 @@ class Trainer:
             StateError: Called during a step, by a signal's handler or another thread.
         """
         check_moment(closed=self._closed, in_step=self._in_step)
-        path = read_folder("folder", folder)
+        path = read_folder(folder)
         if self._engine is not None:
             self._engine.complete_state()
         self._choice.write_once(partial(capture_state, self._state(), path))
@@ -493,7 +493,7 @@ class Trainer:
         check_moment(closed=self._closed, in_step=self._in_step)
         state = self._state()
         metrics = self._metrics.copy()
-        path = read_folder("folder", folder)
+        path = read_folder(folder)
         restored = restore_state(state, path, lambda rest: metrics.restore(rest.counted))
         self._position = restored.position
         self._resumed = True

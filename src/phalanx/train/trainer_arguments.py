@@ -83,10 +83,10 @@ def check_callables(seed: Any, metrics: Any, channels_last: Any, callbacks: Any)
         check_function(f"callbacks[{place}]", callback)
 
 
-def read_folder(name: str, given: Any) -> Path:
+def read_folder(folder: Any) -> Path:
     """Read a path."""
-    check_argument(isinstance(given, (str, os.PathLike)), name, "be a path", given)
-    return Path(given)
+    check_argument(isinstance(folder, (str, os.PathLike)), "folder", "be a path", folder)
+    return Path(folder)
 
 
 def check_replicas(replicas: int | str | Sequence[Device], executor: str) -> None:
@@ -133,9 +133,8 @@ def check_resize(executor: str) -> None:
     """Refuse another number of replicas where others would have to know of it."""
     if executor == "ranks":
         raise UnsupportedError(
-            "`resize()` must be told to one process that owns all replicas, but executor='ranks' "
-            "has "
-            "several. Call `save()`, and `resume()` in a job of another size."
+            "`resize()` must be called in one process that owns all replicas, but executor='ranks' "
+            "has several. Call `save()`, and `resume()` in a job of another size."
         )
 
 
@@ -152,7 +151,7 @@ def check_moment(*, closed: bool, in_step: bool = False) -> None:
 
 def check_shard_loading(
     shard_loading: bool, weight: WeightFn | None, layout: Layout | None
-) -> bool:
+) -> None:
     """Refuse options of the wrong kind, or that need the rows before they are read."""
     fits = isinstance(shard_loading, bool)
     check_argument(fits, "shard_loading", "be True or False", shard_loading)
@@ -164,10 +163,9 @@ def check_shard_loading(
     for name, value in (("weight", weight), ("layout", layout)):
         if shard_loading and value is not None:
             raise ConfigError(
-                f"`{name}` must be None for shard_loading=True, where rows are read only by those "
-                "who compute with them, but is given. Use shard_loading=False."
+                f"`{name}` must be None for shard_loading=True, where each replica reads its own "
+                "rows, but is given. Use shard_loading=False."
             )
-    return shard_loading
 
 
 def check_fit(loader: Any, validate: Any, epochs: int | None, steps: int | None) -> None:
