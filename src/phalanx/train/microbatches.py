@@ -97,13 +97,7 @@ class Splitter:
             return [float(size) for size in sizes]
         weights = []
         for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-            value = _read_weight(self.weight(part), index) if size else 0.0
-            if not math.isfinite(value) or value < 0:
-                raise ConfigError(
-                    f"`weight` must return a finite number of at least 0, but returned {value!r} "
-                    f"for microbatch {index}."
-                )
-            weights.append(value)
+            weights.append(_read_weight(self.weight(part), index) if size else 0.0)
         if not any(weights):
             raise ConfigError(
                 "`weight` must be above 0 for at least one microbatch, but is 0 for all. Leave "
@@ -115,9 +109,12 @@ class Splitter:
 # Any: whatever the user's function returns.
 def _read_weight(given: Any, index: int) -> float:
     try:
-        return float(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        value = float(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
         raise ConfigError(
             f"`weight` must return a finite number of at least 0, but returned {given!r:.80} for "
             f"microbatch {index}."
-        ) from error
+        )
+    return value

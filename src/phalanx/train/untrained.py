@@ -26,31 +26,29 @@ class Untrained:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._name_of = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._left: dict[int, str] | None = None
-        self._num_steps = 0
+        self._left = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._num_steps = 0  # with some left
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of those parameters, as far as is known."""
-        return tuple((self._left or {}).values())
+        """The names of those parameters; none before the first update."""
+        return tuple(self._left.values()) if self._num_steps else ()
 
     def note(self, missing: Sequence[nn.Parameter]) -> None:
         """Note an update in which these parameters got no gradient."""
-        if self._left is None:
-            self._left = {id(each): self._name_of.get(id(each), "?") for each in missing}
-        elif self._left:
-            now = {id(each) for each in missing}
-            self._left = {key: name for key, name in self._left.items() if key in now}
+        if not self._left:
+            return
+        now = {id(each) for each in missing}
+        self._left = {key: name for key, name in self._left.items() if key in now}
         self._num_steps += 1
         if self._num_steps == _WARN_AFTER_STEPS:
             self.tell()
 
     def tell(self) -> None:
         """Warn of those that are left, the first time that there are any."""
-        if not self._left:
+        names = self.names
+        if not names:
             return
-        names = list(self._left.values())
         self._left = {}
         shown = ", ".join(f"`{name}`" for name in names[:_NAMED])
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
