@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -275,7 +276,11 @@ def options_apart(rank: int, whole: bool, option: str) -> tuple[str, str, int]:
         net, nn.functional.cross_entropy, make, executor="ranks", microbatches=4
     ) as trained:
         try:
-            values = {"lr": torch.tensor(0.02), "betas": (0.8, 0.9), "weight_decay": 0.5}
+            values = {
+                "lr": torch.tensor(0.02),
+                "betas": (0.8, 0.9),
+                "weight_decay": np.float32(0.5),
+            }
             for batch in rows([8, 8]) if option in values else ():
                 trained.step(batch)
             if rank == 1:

@@ -16,6 +16,7 @@ import json
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from numbers import Real
 from typing import Any
 
 import torch
@@ -296,10 +297,12 @@ def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _plain(value: Any) -> Any:
     """Return an option as JSON can hold it; None for one that ranks do not compare."""
     if isinstance(value, Tensor):
-        return None if value.is_complex() else value.tolist()
+        return value.tolist() if value.numel() == 1 and not value.is_complex() else None
     if isinstance(value, (tuple, list)):
         return [_plain(each) for each in value]
-    return value if isinstance(value, (bool, int, float, str)) else None
+    if isinstance(value, (int, float, str)):
+        return value
+    return float(value) if isinstance(value, Real) else None  # NumPy's, say
 
 
 def _trace_of(microbatches: Sequence[Nested]) -> int:
