@@ -21,8 +21,7 @@ holder of the lock finds FOR == WORD, makes NEXT = BASE and drops the entries.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -35,7 +34,6 @@ from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
 from phalanx.tables.row_initializer import RowInitializer
 from phalanx.tables.shard import _WORD, Entry, KeySlots, TableShard
 from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
-from phalanx.tables.updaters import Change, Updater
 
 __all__ = ["POINTS", "HashSegment", "SegmentFull", "StaleSegment", "segment_bytes"]
 
@@ -58,14 +56,6 @@ class SegmentFull(Exception):
 
 class StaleSegment(Exception):
     """The shard has grown into another segment."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Assign(Updater):
-    """The delta is the new value."""
-
-    def apply(self, change: Change) -> None:
-        change.rows_KD.copy_(change.delta_KD)
 
 
 def _sized(spec: TableSpec, capacity: int) -> TableSpec:
@@ -118,19 +108,16 @@ class HashSegment(TableShard):
         layout = TableLayout.of(sized)
         page = region.buffer[: layout.PAGE].cast("q")
         values, *states = view_parts(region, sized, layout)
-        ids = region.tensor(torch.int64, layout.undo_rows[0], layout.ids[0])
-
-        rows: dict[str, Any] = {  # Any: as a TableShard takes them
-            "lock": lock,
-            "header": page[8:16],
-            "values": values,
-            "states": states,
-            "ids": ids,
-            "first_row": 0,
-        }
-        backups = view_backups(region, sized, layout)
-        super().__init__(**rows, updater=spec.updater, backups=backups)
-        self._assigner = TableShard(**rows, updater=_Assign(), backups=[])
+        super().__init__(
+            lock=lock,
+            header=page[8:16],
+            values=values,
+            states=states,
+            ids=region.tensor(torch.int64, layout.undo_rows[0], layout.ids[0]),
+            backups=view_backups(region, sized, layout),
+            updater=spec.updater,
+            first_row=0,
+        )
         self.serial = serial
         self.capacity = capacity
         self.nbytes = region.nbytes
@@ -306,11 +293,7 @@ class HashSegment(TableShard):
     def _change(self, entry: Entry, word: int, after: int) -> None:
         assert entry.rows is not None
         slots = torch.from_numpy(self._slots_for(entry.rows.numpy(), entry.slots, word))
-        placed = entry._replace(rows=slots, assigns=False)
-        if entry.assigns:
-            self._assigner._change(placed, word, after)
-        else:
-            super()._change(placed, word, after)
+        super()._change(entry._replace(rows=slots), word, after)
 
     def _slots_for(self, keys: Int64s, known: KeySlots | None, word: int) -> Int64s:
         """Return the slots of keys; those that are not there get one, for the add at ``word``."""

@@ -14,7 +14,7 @@ or after, never within.
 
 ARMED == WORD therefore means that an add was begun and not finished. The next holder of the lock
 restores the recorded rows, the last block first (a row may be in two blocks), and ends with
-WORD = next. An add whose delta turns out not to be finite in a later block is undone the same way.
+WORD = next.
 
 # Note [Reading without the lock]
 A reader notes WORD, copies, and looks at WORD and ARMED again: if WORD is the same and ARMED is not
@@ -37,9 +37,9 @@ from torch import Tensor
 
 from phalanx.ipc import KEEPS_ORDER, RangeLock, fail_point
 from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_finite, clamp_rows, copy_to, sum_to
-from phalanx.tables.updaters import Change, Updater
+from phalanx.tables.updaters import Assign, Change, Updater
 
-__all__ = ["POINTS", "Entry", "KeySlots", "NotFinite", "TableShard", "refuse_nonfinite"]
+__all__ = ["POINTS", "Entry", "KeySlots", "NotFinite", "TableShard"]
 
 POINTS = (
     "before lock",
@@ -57,6 +57,7 @@ _MAX_PROGRESS = _VERSION // _PROGRESS - 1
 BLOCK_ROWS = 2048  # changed at once, so that what was saved is still in the cache
 _BLOCK_ELEMENTS = 1 << 18  # the same for an add of everything
 _ATTEMPTS = 3
+_ASSIGN = Assign()
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ class Entry(NamedTuple):
         delta: What is added to them.
         worker: The one that adds.
         assigns: Whether the delta is the new value.
-        unchecked: Whether the delta must be finite and nobody has looked yet.
+        unchecked: Whether the delta, of all rows, must be finite and has not been looked at yet.
         delta_rows: Which of the delta's rows, in the order of ``rows``; None for all of them.
         slots: Where keys were found, if looked up.
     """
@@ -211,7 +212,7 @@ class TableShard:
         """Take one add, whole or not at all.
 
         Raises:
-            NotFinite: Nobody had looked, and it is not. The values are as they were.
+            NotFinite: The entry was unchecked, and is not. The values are as they were.
         """
         fail_point("before lock")
         with self.lock.exclusive(timeout_s):
@@ -219,10 +220,6 @@ class TableShard:
             word = self._settle()
             try:
                 self._change(entry, word, word + _VERSION)
-            except NotFinite:
-                if self._header[_ARMED] == word:  # blocks before the one that was refused
-                    self._undo(word)
-                raise
             except BaseException:
                 self._settle()
                 raise
@@ -292,23 +289,19 @@ class TableShard:
 
     def _change(self, entry: Entry, word: int, after: int) -> None:
         rows, delta, worker, assigns, unchecked, delta_rows, _ = entry
-        if assigns:
-            self._replace(word, delta)
-        elif rows is None:
-            self._change_all(word, delta, worker, unchecked)
+        updater, scale = (_ASSIGN, None) if assigns else (self._updater, self._scale)
+        if rows is None:
+            self._change_all(word, delta, worker, updater, scale, unchecked)
         else:
-            if unchecked and (self._scale is None or rows.numel() > self._undo_rows):
-                refuse_nonfinite(delta)  # sums of what is finite may be infinite
-                unchecked = False
-            if self._scale is None or rows.numel() > self._undo_rows:
+            if scale is None or rows.numel() > self._undo_rows:
                 if delta_rows is not None:
                     delta, delta_rows = torch.index_select(delta, 0, delta_rows), None
                 rows, delta = _add_up_repeats(rows, delta)
             if rows.numel() <= self._undo_rows:
-                self._change_rows(word, rows, delta, worker, unchecked, delta_rows)
+                self._change_rows(word, rows, delta, delta_rows, worker, updater, scale)
                 self._header[_WORD] = after
                 return
-            self._change_many(word, rows, delta, worker)
+            self._change_many(word, rows, delta, worker, updater)
         self._header[_WORD] = after ^ _CURRENT
 
     # --- an add of rows: in place, with a record --------------------------------------------------
@@ -318,9 +311,10 @@ class TableShard:
         word: int,
         rows: Tensor,
         delta: Tensor,
-        worker: int,
-        unchecked: bool,
         delta_rows: Tensor | None,
+        worker: int,
+        updater: Updater,
+        scale: float | None,
     ) -> None:
         header = self._header
         num_rows = rows.numel()
@@ -333,14 +327,14 @@ class TableShard:
         # A copy, clamped to the shard: an undo can rely on it, whatever the caller does to `rows`.
         clamp_rows(rows, self.num_rows, ids)
         if num_rows <= BLOCK_ROWS:
-            self._change_block(word, 0, ids, delta, delta_rows, worker, unchecked)
+            self._change_block(word, 0, ids, delta, delta_rows, worker, updater, scale)
             return
         for start in range(0, num_rows, BLOCK_ROWS):
             block = slice(start, min(start + BLOCK_ROWS, num_rows))
-            if delta_rows is None:
-                self._change_block(word, start, ids[block], delta[block], None, worker, unchecked)
-            else:
-                self._change_block(word, start, ids[block], delta, delta_rows[block], worker, False)
+            piece, picked = (
+                (delta[block], None) if delta_rows is None else (delta, delta_rows[block])
+            )
+            self._change_block(word, start, ids[block], piece, picked, worker, updater, scale)
             fail_point("half the rows written")
 
     def _change_block(
@@ -351,11 +345,10 @@ class TableShard:
         delta: Tensor,
         delta_rows: Tensor | None,
         worker: int,
-        unchecked: bool,
+        updater: Updater,
+        scale: float | None,
     ) -> None:
-        if unchecked:
-            refuse_nonfinite(delta)
-        header, scale, side = self._header, self._scale, word & _CURRENT
+        header, side = self._header, word & _CURRENT
         stop = start + ids.numel()
         unread = scale is not None and self._last_ids.numel() > BLOCK_ROWS  # and it is long
         for part, record in zip(self._rows[side], self._rows[1 - side], strict=True):
@@ -368,40 +361,51 @@ class TableShard:
             return
         news = [record[start:stop].clone() for record in self._sides[1 - side]]
         backup = self._backups[worker][ids] if self._backups else None
-        self._updater.apply(Change(news[0], delta, news[1:], backup))
+        updater.apply(Change(news[0], delta, news[1:], backup))
         for target, new in zip(self._sides[side], news, strict=True):
             target.index_copy_(0, ids, new)
 
     # --- an add of everything: on the other side --------------------------------------------------
 
-    def _change_all(self, word: int, delta: Tensor, worker: int, unchecked: bool) -> None:
+    def _change_all(
+        self,
+        word: int,
+        delta: Tensor,
+        worker: int,
+        updater: Updater,
+        scale: float | None,
+        unchecked: bool,
+    ) -> None:
         block = max(1, _BLOCK_ELEMENTS // delta.shape[1])
         old, new = self._both(word)
         fail_point("undo written")
-        if self._scale is not None:
+        if scale is not None:
+            looks_itself = scale == 1 and delta.nbytes >= PAST_CACHE_BYTES
             parts = (delta.split(block), old[0].split(block), new[0].split(block))
             for piece, source, target in zip(*parts, strict=True):
-                if self._scale == 1 and delta.nbytes >= PAST_CACHE_BYTES:
-                    if not sum_to(source, piece, target) and unchecked:
-                        raise NotFinite
+                if looks_itself:
+                    finite = sum_to(source, piece, target)
                 else:
-                    if unchecked:
-                        refuse_nonfinite(piece)
-                    torch.add(source, piece, alpha=self._scale, out=target)
+                    finite = not unchecked or all_finite(piece)
+                    torch.add(source, piece, alpha=scale, out=target)
+                if unchecked and not finite:
+                    raise NotFinite
                 fail_point("half the rows written")
             return
         for start in range(0, self.num_rows, block):
             rows = slice(start, start + block)
-            if unchecked:
-                refuse_nonfinite(delta[rows])
+            if unchecked and not all_finite(delta[rows]):
+                raise NotFinite
             for source, target in zip(old, new, strict=True):
                 target[rows].copy_(source[rows])
             backup = self._backups[worker][rows] if self._backups else None
             states = [state[rows] for state in new[1:]]
-            self._updater.apply(Change(new[0][rows], delta[rows], states, backup))
+            updater.apply(Change(new[0][rows], delta[rows], states, backup))
             fail_point("half the rows written")
 
-    def _change_many(self, word: int, rows: Tensor, delta: Tensor, worker: int) -> None:
+    def _change_many(
+        self, word: int, rows: Tensor, delta: Tensor, worker: int, updater: Updater
+    ) -> None:
         """Change more rows than the record holds, each of them once."""
         old, new = self._both(word)
         for source, target in zip(old, new, strict=True):
@@ -409,26 +413,10 @@ class TableShard:
         fail_point("undo written")
         picked = [target[rows] for target in new]
         backup = self._backups[worker][rows] if self._backups else None
-        self._updater.apply(Change(picked[0], delta, picked[1:], backup))
+        updater.apply(Change(picked[0], delta, picked[1:], backup))
         for target, part in zip(new, picked, strict=True):
             target.index_copy_(0, rows, part)
         fail_point("half the rows written")
-
-    def _replace(self, word: int, value: Tensor) -> None:
-        old, new = self._both(word)
-        new[0].copy_(value)
-        for source, target in zip(old[1:], new[1:], strict=True):
-            target.copy_(source)
-
-
-def refuse_nonfinite(delta: Tensor) -> None:
-    """Look at a delta that has to be finite.
-
-    Raises:
-        NotFinite: It is not.
-    """
-    if not all_finite(delta):
-        raise NotFinite
 
 
 def _copy_rows(values: Tensor, rows: Tensor | None, out: Tensor) -> None:

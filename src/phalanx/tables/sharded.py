@@ -15,7 +15,7 @@ from phalanx.ipc import LockFile, RangeLock, Region, Waiting, fail_point, wait_u
 from phalanx.memory import MatrixRows
 from phalanx.tables.membership import Membership
 from phalanx.tables.rounds import READY, OpenRegion, Rounds
-from phalanx.tables.shard import Entry, refuse_nonfinite
+from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableLayout, TableSpec
 
 __all__ = ["READ_POINTS", "RegionStore", "Sharded"]
@@ -235,9 +235,7 @@ class Sharded(Generic[P]):
     def _parts_of(self, entry: Entry) -> list[tuple[P, Entry]]:
         if len(self.shards) == 1:
             return [(self.shards[0], entry)]
-        rows, delta, worker, assigns, unchecked, *_ = entry
-        if unchecked:
-            refuse_nonfinite(delta)
+        rows, delta, worker, assigns, *_ = entry
         if rows is None:
             spans = [(s, s.first_row, s.first_row + s.num_rows) for s in self.shards]
             return [

@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]  # of any shape and dtype: both are checked when th
 Numbers = Tensor | Array | Sequence[Any]  # nested sequences have no type of their own
 Rows = Tensor | Array | Sequence[int]
 
-_LARGE = 1 << 18  # elements; the shard checks a larger delta block by block
+_LARGE = 1 << 18  # elements; more, for all rows, are checked while they are added
 
 
 class TableWorker(Protocol):
@@ -97,8 +97,8 @@ class Table:
         self._is_bulk = spec.staleness.is_bulk_synchronous
         self._is_bounded = spec.staleness.is_bounded
         self._is_guarded = spec.nonfinite != "allow"
-        # The storage still can refuse the add: no other worker has seen it.
-        self._storage_may_check = self._is_guarded and not self._is_bulk
+        # One shard can still refuse an add of everything, which it writes beside the rows.
+        self._shard_may_check = self._is_guarded and not self._is_bulk and spec.num_shards == 1
         self._seen_clock = -1  # lowest clock at the last staleness check
 
     @property
@@ -146,11 +146,10 @@ class Table:
         spec = self._spec
         index = None if rows is None else read_rows(rows, spec)
         value = read_delta(delta, spec, None if index is None else index.numel())
-        unchecked = self._storage_may_check and value.numel() > _LARGE
-        if self._is_guarded and not unchecked and not all_finite(value):
-            self._refuse_nonfinite()
-            return
+        unchecked = self._shard_may_check and index is None and value.numel() > _LARGE
         try:
+            if self._is_guarded and not unchecked and not all_finite(value):
+                raise NotFinite
             self._take(Entry(index, value, self._world.worker_id, False, unchecked))
         except NotFinite:
             self._refuse_nonfinite()

@@ -24,6 +24,7 @@ from phalanx.errors import ConfigError
 __all__ = [
     "AdaGrad",
     "Adam",
+    "Assign",
     "Change",
     "DcAsgd",
     "Momentum",
@@ -141,6 +142,15 @@ class Sum(Updater):
     def apply(self, change: Change) -> None:
         """Add."""
         change.rows_KD.add_(change.delta_KD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assign(Updater):
+    """w = delta, whatever the table's updater; states stay. Of ``assign``, which rows see once."""
+
+    def apply(self, change: Change) -> None:
+        """Replace."""
+        change.rows_KD.copy_(change.delta_KD)
 
 
 @dataclass(frozen=True, kw_only=True)
