@@ -88,7 +88,9 @@ def test_an_add_of_new_keys_that_a_death_interrupts_is_there_whole_or_not_at_all
             add(table, again)
         for part, want in zip(everything(table), expected(updater, *adds, SOME, MANY), strict=True):
             assert torch.equal(part, want)
-        regions = [name for name in os.listdir(world._context._directory.path) if "keys-" in name]
+        regions = [
+            name for name in os.listdir(world._context.regions.directory.path) if "keys-" in name
+        ]
         assert len(regions) == 1  # only the newest segment, also where the dead one left some
 
 

@@ -19,8 +19,8 @@ from phalanx.errors import OutOfSpace, StateError
 from phalanx.ipc import RangeLock, Waiting, fail_point
 from phalanx.tables.hash_segment import HashSegment, SegmentFull, StaleSegment, segment_bytes
 from phalanx.tables.row_initializer import RowInitializer
+from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import Entry, KeySlots
-from phalanx.tables.sharded import RegionStore
 from phalanx.tables.spec import TableSpec
 
 __all__ = ["MAX_CAPACITY", "POINTS", "KeyShard", "first_region"]
@@ -75,7 +75,7 @@ class KeyShard:
         line: memoryview,
         lock: RangeLock,
         row_initializer: RowInitializer,
-        regions: RegionStore,
+        regions: RunRegions,
         seed: Callable[[], int],
     ) -> None:
         self._spec = spec

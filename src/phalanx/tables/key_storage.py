@@ -35,8 +35,9 @@ from phalanx.tables.hash_index import mix
 from phalanx.tables.key_shard import KeyShard, first_region
 from phalanx.tables.membership import Membership
 from phalanx.tables.row_initializer import RowInit, RowInitializer
+from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import Entry
-from phalanx.tables.sharded import RegionStore, Sharded
+from phalanx.tables.sharded import Sharded
 from phalanx.tables.spec import TableLayout, TableSpec
 
 __all__ = ["CapacityClaims", "KeyStorage"]
@@ -89,18 +90,16 @@ class KeyStorage(Sharded[KeyShard]):
 
     Args:
         spec: What all workers agree on.
-        regions: Where the regions come from.
+        regions: Where its regions come from.
         membership: The workers of the run.
     """
 
     shards: list[KeyShard]
 
-    def __init__(self, spec: TableSpec, regions: RegionStore, membership: Membership) -> None:
-        name = f"table-{spec.name}"
-        region = regions.open_region(name, self.regions(spec)[name])
-        super().__init__(spec, region, regions.open_region, membership)
+    def __init__(self, spec: TableSpec, regions: RunRegions, membership: Membership) -> None:
+        super().__init__(spec, regions, membership)
         self._claims = CapacityClaims(self._lines, membership)
-        self._row_initializer = RowInitializer(spec, region, _FIRST_ROWS)
+        self._row_initializer = RowInitializer(spec, self.region, _FIRST_ROWS)
         self.shards = [
             KeyShard(
                 spec, i, self._line(i), self._lock_of(i), self._row_initializer, regions, self._seed
@@ -109,8 +108,8 @@ class KeyStorage(Sharded[KeyShard]):
         ]
 
     @staticmethod
-    def regions(spec: TableSpec) -> dict[str, int]:
-        """Return names and sizes of what a new table takes."""
+    def region_sizes(spec: TableSpec) -> dict[str, int]:
+        """Return names and sizes of the regions of a new table."""
         return {
             f"table-{spec.name}": _FIRST_ROWS + RowInitializer.needed_bytes(spec),
             **dict(first_region(spec, index) for index in range(spec.num_shards)),

@@ -255,8 +255,8 @@ class Barrier:
             self._finish(number, hashed)
 
         def look() -> None:
+            self._membership.mark_dead(timeout_s)
             with lock.exclusive(timeout_s):
-                self._membership._mark_dead()
                 self._finish(number, hashed)
 
         if not wait_until(lambda: words[0] >= number, timeout_s, look):

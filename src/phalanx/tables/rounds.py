@@ -33,10 +33,11 @@ from torch import Tensor
 from phalanx.errors import StateError
 from phalanx.ipc import RangeLock, Region, aligned, late_peers, wait_until
 from phalanx.tables.membership import Membership
+from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["READY", "OpenRegion", "RoundLog", "Rounds"]
+__all__ = ["READY", "RoundLog", "Rounds"]
 
 READY, APPLIED, _TAKEN = range(3)
 _CLOCK, _INCARNATION = 0, 5
@@ -46,9 +47,6 @@ _ALL, _ROWS, _VALUE, _NEXT_CHUNK, _ROW_VALUES = range(5)
 _HEAD_BYTES = 64
 _SMALLEST_CHUNK = 1 << 16
 _MAX_ENTRIES = 1 << 20
-
-OpenRegion = Callable[[str, int], Region]
-"""Opens a region of the run by name and size."""
 
 
 class RoundLog:
@@ -61,7 +59,7 @@ class RoundLog:
         worker: Whose log.
         index: Which of its logs.
         line: The log's two words of the worker's line.
-        open_region: Where the regions come from.
+        regions: Where its regions come from.
     """
 
     def __init__(
@@ -70,13 +68,13 @@ class RoundLog:
         worker: int,
         index: int,
         line: memoryview,
-        open_region: OpenRegion,
+        regions: RunRegions,
     ) -> None:
         self._spec = spec
         self._worker = worker
         self._name = f"log-{worker}-{index}"
         self._line = line
-        self._open_region = open_region
+        self._regions = regions
         whole = spec.rows * spec.cols * spec.dtype.itemsize
         self._first_chunk = aligned(max(_SMALLEST_CHUNK, whole + 4 * _HEAD_BYTES))
         self._chunks: list[Region] = []
@@ -148,7 +146,7 @@ class RoundLog:
         while len(self._chunks) <= index:
             k = len(self._chunks)
             name = f"{self._name}-{k}-{self._spec.name}"
-            self._chunks.append(self._open_region(name, self._first_chunk << k))
+            self._chunks.append(self._regions.open_region(name, self._first_chunk << k))
         return self._chunks[index]
 
     def _head(self, chunk: int, at: int) -> memoryview:
@@ -200,7 +198,7 @@ class Rounds:
         lines: The lines of all workers.
         lock: Held to take a round in.
         membership: The workers that must arrive.
-        open_region: Where logs lie.
+        regions: Where logs lie.
         take_in: Takes the entries of a round, in order; called with the lock held.
     """
 
@@ -212,7 +210,7 @@ class Rounds:
         lines: memoryview,
         lock: RangeLock,
         membership: Membership,
-        open_region: OpenRegion,
+        regions: RunRegions,
         take_in: Callable[[int, list[Entry], float], None],
     ) -> None:
         self._spec = spec
@@ -220,7 +218,7 @@ class Rounds:
         self._lines = lines
         self._lock = lock
         self._membership = membership
-        self._open_region = open_region
+        self._regions = regions
         self._take_in = take_in
         self._logs: dict[tuple[int, int], RoundLog] = {}
         self._mutex = threading.Lock()  # threads may share a worker, and so its log
@@ -233,7 +231,7 @@ class Rounds:
         if log is None:
             start = 1 + 2 * index
             words = self._line(worker)[start : start + 2]
-            log = RoundLog(self._spec, worker, index, words, self._open_region)
+            log = RoundLog(self._spec, worker, index, words, self._regions)
             self._logs[worker, index] = log
         return log
 
@@ -261,9 +259,8 @@ class Rounds:
                     self._logs.pop((worker, index), None)
             line = self._line(worker)
             line[_CLOCK] = self._page[APPLIED]
-            line[_INCARNATION] = self._membership.incarnation(
-                worker
-            )  # last: from now on the clock counts
+            # last: from now on the clock counts
+            line[_INCARNATION] = self._membership.incarnation(worker)
 
     def put(self, entry: Entry) -> None:
         """Put an add down for the round that its worker is in."""

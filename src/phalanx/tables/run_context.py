@@ -1,17 +1,15 @@
-"""The regions, locks and tables of a run, which the workers of one process share."""
+"""The regions, members and tables of a run, which the workers of one process share."""
 
 from __future__ import annotations
 
 import json
 import threading
-import weakref
 from typing import Any, TypeVar
 
 from phalanx.errors import StateError
-from phalanx.ipc import Region, RunDirectory
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Barrier, Membership
-from phalanx.tables.rounds import OpenRegion
+from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.storage import Storage
 
@@ -23,55 +21,75 @@ _SPEC_BYTES = 8192
 
 
 class RunContext:
-    """What the workers of one process share: the run's regions, locks and tables."""
+    """What the workers of one process share: the run's regions, members and tables.
 
-    def __init__(self, run: str | None) -> None:
+    Args:
+        run: The run's name, or None for this process alone.
+        create: Whether to begin the run if nobody has.
+
+    Raises:
+        StateError: There is no such run, and ``create`` is False.
+    """
+
+    def __init__(self, run: str | None, *, create: bool) -> None:
         self.run = run
-        self._directory = None if run is None else RunDirectory.join(f"tables-{run}")
-        self._regions: dict[str, Region] = {}  # of a run that is this process alone
-        self._mutex = threading.RLock()
+        self.regions = RunRegions(run)
+        self._mutex = threading.Lock()
         self._storages: dict[str, Any] = {}  # each of the kind that its spec says
         self._barrier: Barrier | None = None
         self._num_workers = 0
-        if self._directory is not None:  # at the latest when the interpreter ends
-            weakref.finalize(self, self._directory.close)
+        try:
+            self.membership = self._open_membership(create or run is None)
+        except BaseException:
+            self.regions.close()
+            raise
 
-    def enter(self, *, create: bool) -> None:
-        """Open the page; not in ``__init__``, so that a failure can leave the run again."""
-        region = self.open_region("members", Membership.needed_bytes(), create=create)
-        self.membership = Membership(region, "this process" if self.run is None else self.run)
-
-    def open_region(self, name: str, nbytes: int, *, create: bool = True) -> Region:
-        if self._directory is not None:
-            return self._directory.open_region(name, nbytes, create=create)
-        with self._mutex:
-            if name not in self._regions:
-                if not create:
-                    raise StateError(f"Region {name!r} must be made first, but is not there.")
-                self._regions[name] = Region.create(nbytes, label=name)
-            return self._regions[name]
-
-    def remove_region(self, name: str) -> None:
-        if self._directory is not None:
-            self._directory.remove_region(name)
-            return
-        with self._mutex:
-            self._regions.pop(name, None)
+    def _open_membership(self, create: bool) -> Membership:
+        try:
+            page = self.regions.open_region("members", Membership.needed_bytes(), create=create)
+        except StateError as exc:
+            raise StateError(
+                f"Run {self.run!r} must have been begun by another worker, but is not there. Start "
+                "that one first, or join with `create=True`."
+            ) from exc
+        return Membership(page, "this process" if self.run is None else self.run)
 
     def storage(self, kind: type[S], spec: TableSpec, timeout_s: float) -> S:
-        """Return the memory of a table, made if this process has none of it."""
-        _agree_on(spec, kind.regions(spec), self.open_region, self.membership, timeout_s)
+        """Return the memory of a table, made if this process has none of it.
+
+        Raises:
+            ConfigError: Another worker made a table of this name and of another kind.
+        """
+        self._agree_on(spec, kind.region_sizes(spec), timeout_s)
         with self._mutex:
             if spec.name not in self._storages:
-                self._storages[spec.name] = kind(spec, self, self.membership)
+                self._storages[spec.name] = kind(spec, self.regions, self.membership)
             found: S = self._storages[spec.name]
             return found
 
+    def _agree_on(self, spec: TableSpec, region_sizes: dict[str, int], timeout_s: float) -> None:
+        """Write the spec down as the table's first worker, or compare it with what that one gave.
+
+        The table's memory is taken first: where there is not enough, the name stays free.
+        """
+        words = self.regions.open_region(f"spec-{spec.name}", _SPEC_BYTES).buffer
+        length = words[:8].cast("q")
+        with self.membership.lock.exclusive(timeout_s):
+            if length[0]:
+                spec.refuse_other(json.loads(bytes(words[8 : 8 + length[0]])))
+                return
+            for name, nbytes in region_sizes.items():
+                self.regions.open_region(name, nbytes)
+            text = spec.to_json().encode()
+            words[8 : 8 + len(text)] = text
+            length[0] = len(text)
+
     def barrier(self) -> Barrier:
+        """Return the run's barriers."""
         with self._mutex:
             if self._barrier is None:
-                region = self.open_region("barriers", Barrier.needed_bytes())
-                self._barrier = Barrier(region, self.membership)
+                page = self.regions.open_region("barriers", Barrier.needed_bytes())
+                self._barrier = Barrier(page, self.membership)
             return self._barrier
 
     def count_in(self) -> None:
@@ -97,37 +115,9 @@ class RunContext:
             raise
 
     def close(self, timeout_s: float) -> None:
+        """Close all tables, and leave the run."""
         for storage in list(self._storages.values()):
             storage.close(timeout_s)
-        if hasattr(self, "membership"):
-            self.membership.close(timeout_s)
-        if self._directory is not None:
-            self._directory.close()
-        self._storages, self._regions = {}, {}
-
-
-def _agree_on(
-    spec: TableSpec,
-    regions: dict[str, int],
-    open_region: OpenRegion,
-    membership: Membership,
-    timeout_s: float,
-) -> None:
-    """Write the spec down as the table's first worker, or compare it with what that one gave.
-
-    The table's memory is taken first: where there is not enough, the name stays free.
-
-    Raises:
-        ConfigError: Another worker made a table of this name and of another kind.
-    """
-    words = open_region(f"spec-{spec.name}", _SPEC_BYTES).buffer
-    length = words[:8].cast("q")
-    with membership.lock.exclusive(timeout_s):
-        if length[0]:
-            spec.refuse_other(json.loads(bytes(words[8 : 8 + length[0]])))
-            return
-        for name, nbytes in regions.items():
-            open_region(name, nbytes)
-        text = spec.to_json().encode()
-        words[8 : 8 + len(text)] = text
-        length[0] = len(text)
+        self.membership.close(timeout_s)
+        self.regions.close()
+        self._storages.clear()

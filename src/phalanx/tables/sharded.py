@@ -11,30 +11,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from phalanx.ipc import LockFile, RangeLock, Region, Waiting, fail_point, wait_until
+from phalanx.ipc import LockFile, RangeLock, Waiting, fail_point, wait_until
 from phalanx.memory import MatrixRows
 from phalanx.tables.membership import Membership
-from phalanx.tables.rounds import READY, OpenRegion, Rounds
+from phalanx.tables.rounds import READY, Rounds
+from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableLayout, TableSpec
 
-__all__ = ["READ_POINTS", "RegionStore", "Sharded"]
+__all__ = ["READ_POINTS", "Sharded"]
 
 _KEPT = {"spec", "_closed", "_last_undone"}
 """What a table still has when it is closed."""
 
 READ_POINTS = ("before read", "reader's lock held", "rows read")
 """Fail points of a get, in order; it takes a lock only where adds overtake it."""
-
-
-class RegionStore(Protocol):
-    """Where regions come from and go to."""
-
-    def open_region(self, name: str, nbytes: int, *, create: bool = True) -> Region:
-        """Return the region of that name and size."""
-
-    def remove_region(self, name: str) -> None:
-        """Let nobody find it any more, if it is there."""
 
 
 class ShardLike(Protocol):
@@ -79,20 +70,18 @@ class Sharded(Generic[P]):
 
     Args:
         spec: What all workers agree on.
-        region: The one that all workers open, with the page at its begin.
-        open_region: Where others come from.
+        regions: Where its regions come from.
         membership: The workers of the run.
     """
 
     shards: Sequence[P]
 
-    def __init__(
-        self, spec: TableSpec, region: Region, open_region: OpenRegion, membership: Membership
-    ) -> None:
+    def __init__(self, spec: TableSpec, regions: RunRegions, membership: Membership) -> None:
+        name = f"table-{spec.name}"
         self._closed = False
         self._last_undone = 0
         self.spec = spec
-        self.region = region
+        self.region = region = regions.open_region(name, self.region_sizes(spec)[name])
         self._membership = membership
         self._file = LockFile(region, rank_of=membership.worker_of)
         self._page = region.buffer[: TableLayout.PAGE].cast("q")
@@ -106,9 +95,14 @@ class Sharded(Generic[P]):
             lines=self._lines,
             lock=self._lock,
             membership=membership,
-            open_region=open_region,
+            regions=regions,
             take_in=self._take_in,
         )
+
+    @staticmethod
+    def region_sizes(spec: TableSpec) -> dict[str, int]:
+        """Return names and sizes of the regions of a new table; one has the page."""
+        raise NotImplementedError
 
     def _line(self, index: int) -> memoryview:
         return self._page[8 * (1 + index) : 8 * (2 + index)]

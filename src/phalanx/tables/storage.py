@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.tables.membership import Membership
+from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import TableShard
-from phalanx.tables.sharded import RegionStore, Sharded
+from phalanx.tables.sharded import Sharded
 from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
 
 __all__ = ["Storage"]
@@ -22,24 +23,23 @@ class Storage(Sharded[TableShard]):
 
     Args:
         spec: What all workers agree on.
-        regions: Where the region comes from.
+        regions: Where its regions come from.
         membership: The workers of the run.
     """
 
     shards: list[TableShard]
 
-    def __init__(self, spec: TableSpec, regions: RegionStore, membership: Membership) -> None:
+    def __init__(self, spec: TableSpec, regions: RunRegions, membership: Membership) -> None:
+        super().__init__(spec, regions, membership)
         self._layout = layout = TableLayout.of(spec)
-        region = regions.open_region(f"table-{spec.name}", layout.nbytes)
-        super().__init__(spec, region, regions.open_region, membership)
-        self._parts = view_parts(region, spec, layout)
-        backups = view_backups(region, spec, layout)
+        self._parts = view_parts(self.region, spec, layout)
+        backups = view_backups(self.region, spec, layout)
         self.shards = [self._shard(index, backups) for index in range(spec.num_shards)]
         self._bounds = np.array(layout.shard_starts[1:-1], dtype=np.int64)
 
     @staticmethod
-    def regions(spec: TableSpec) -> dict[str, int]:
-        """Return names and sizes of what a new table takes."""
+    def region_sizes(spec: TableSpec) -> dict[str, int]:
+        """Return name and size of the region of a new table."""
         return {f"table-{spec.name}": TableLayout.of(spec).nbytes}
 
     @property

@@ -428,9 +428,8 @@ def join(
     timeout_s = _seconds(timeout_s)
     mode = read_mode(sync, staleness, Staleness(None))
     request = read_join_request(run, num_workers)
-    context = RunContext(request.run)
+    context = RunContext(request.run, create=create)
     try:
-        _enter(context, create)
         worker = context.membership.enter(
             worker=request.worker, num_expected=request.num_workers, timeout_s=timeout_s
         )
@@ -438,16 +437,6 @@ def join(
         context.close(timeout_s)
         raise
     return TableGroup(context, worker, mode, timeout_s)
-
-
-def _enter(context: RunContext, create: bool) -> None:
-    try:
-        context.enter(create=create or context.run is None)
-    except StateError as exc:
-        raise StateError(
-            f"Run {context.run!r} must have been begun by another worker, but is not there. Start "
-            "that one first, or join with `create=True`."
-        ) from exc
 
 
 def _seconds(timeout_s: object) -> float:

@@ -20,7 +20,7 @@ def test_a_name_for_every_epoch_leaves_no_descriptor_and_no_file(request, shared
     """Each name once had a region of its own, and a process may have a thousand descriptors."""
     with tables.join(name_of_run(request) if shared else None) as world:
         world.barrier("first")
-        folder = world._context._directory.path if shared else os.devnull
+        folder = world._context.regions.directory.path if shared else os.devnull
         before = len(os.listdir("/proc/self/fd")), os.path.isdir(folder) and os.listdir(folder)
         assert [world.barrier(f"epoch {epoch}") for epoch in range(30)] == [1] * 30
         after = len(os.listdir("/proc/self/fd")), os.path.isdir(folder) and os.listdir(folder)
