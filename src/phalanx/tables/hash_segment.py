@@ -34,6 +34,7 @@ from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
 from phalanx.tables.row_initializer import RowInitializer
 from phalanx.tables.shard import _WORD, Entry, KeySlots, TableShard
 from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
+from phalanx.tables.table_page import TablePage
 
 __all__ = ["POINTS", "HashSegment", "SegmentFull", "StaleSegment", "segment_bytes"]
 
@@ -106,11 +107,11 @@ class HashSegment(TableShard):
     ) -> None:
         sized = _sized(spec, capacity)
         layout = TableLayout.of(sized)
-        page = region.buffer[: layout.PAGE].cast("q")
+        page = TablePage(region)
         values, *states = view_parts(region, sized, layout)
         super().__init__(
             lock=lock,
-            header=page[8:16],
+            header=page.shard(0),
             values=values,
             states=states,
             ids=region.tensor(torch.int64, layout.undo_rows[0], layout.ids[0]),
@@ -121,7 +122,7 @@ class HashSegment(TableShard):
         self.serial = serial
         self.capacity = capacity
         self.nbytes = region.nbytes
-        self._counts = page[:8]
+        self._counts = page.table
         self._row_initializer = row_initializer
         self._first_states = spec.updater.first_states()
         self._newest = newest

@@ -1,16 +1,12 @@
 """The memory of a keys table: a page that stays, and shards that grow.
 
-region   | page | workers' lines | row initializer |
-
-The last word of the page's first line is the seed of the indices, drawn by the worker that makes
-the table.
+region   | page (table_page.py) | row initializer |
 
 # Note [Capacity claims]
-    line w   | … | CLAIMED | INCARNATION |    the last two words of worker w's; its own to write
-
 An add to several shards must not run out of memory at the third shard after two have taken their
-part. So it first claims room for as many new keys as it may bring to any one shard, makes every
-shard grow until all claims fit, and withdraws its claim when all shards have their part:
+part. So it first claims, on its worker's line of the page, room for as many new keys as it may
+bring to any one shard, makes every shard grow until all claims fit, and withdraws its claim when
+all shards have their part:
 
     keys present + claims of all workers  ≤  capacity        checked with the shard's lock held
 
@@ -38,25 +34,22 @@ from phalanx.tables.row_initializer import RowInit, RowInitializer
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import Entry
 from phalanx.tables.sharded import Sharded
-from phalanx.tables.spec import TableLayout, TableSpec
+from phalanx.tables.spec import TableSpec
+from phalanx.tables.table_page import CLAIMED, CLAIMED_AS, SEED, TablePage
 
 __all__ = ["CapacityClaims", "KeyStorage"]
-
-_SEED = 7
-_CLAIMED, _INCARNATION = 6, 7  # of a worker's line; the words before are those of rounds.py
-_FIRST_ROWS = TableLayout.PAGE + TableLayout.LINES
 
 
 class CapacityClaims:
     """Claims of all workers, as one process sees them. See Note [Capacity claims].
 
     Args:
-        lines: The lines of all workers.
+        page: The table's.
         membership: Whose claims count.
     """
 
-    def __init__(self, lines: memoryview, membership: Membership) -> None:
-        self._lines = lines
+    def __init__(self, page: TablePage, membership: Membership) -> None:
+        self._page = page
         self._membership = membership
         self._mutex = threading.Lock()  # threads may share a worker, and so its line
 
@@ -71,18 +64,18 @@ class CapacityClaims:
 
     def total(self) -> int:
         """Return for how many new keys every shard must have room."""
-        claimed = self._lines[_CLAIMED::8].tolist()
+        claimed = self._page.of_workers(CLAIMED)
         return sum(n for worker, n in enumerate(claimed) if n and self._counts(worker))
 
     def _counts(self, worker: int) -> bool:
-        return self._membership.is_here(worker, self._lines[8 * worker + _INCARNATION])
+        return self._membership.is_here(worker, self._page.worker(worker)[CLAIMED_AS])
 
     def _change(self, worker: int, num_keys: int) -> None:
-        at = 8 * worker
+        line = self._page.worker(worker)
         with self._mutex:
-            before = self._lines[at + _CLAIMED] if self._counts(worker) else 0
-            self._lines[at + _CLAIMED] = before + num_keys
-            self._lines[at + _INCARNATION] = self._membership.incarnation(worker)
+            before = line[CLAIMED] if self._counts(worker) else 0
+            line[CLAIMED] = before + num_keys
+            line[CLAIMED_AS] = self._membership.incarnation(worker)
 
 
 class KeyStorage(Sharded[KeyShard]):
@@ -98,11 +91,17 @@ class KeyStorage(Sharded[KeyShard]):
 
     def __init__(self, spec: TableSpec, regions: RunRegions, membership: Membership) -> None:
         super().__init__(spec, regions, membership)
-        self._claims = CapacityClaims(self._lines, membership)
-        self._row_initializer = RowInitializer(spec, self.region, _FIRST_ROWS)
+        self._claims = CapacityClaims(self._page, membership)
+        self._row_initializer = RowInitializer(spec, self.region, TablePage.NBYTES)
         self.shards = [
             KeyShard(
-                spec, i, self._line(i), self._lock_of(i), self._row_initializer, regions, self._seed
+                spec,
+                i,
+                self._page.shard(i),
+                self._lock_of(i),
+                self._row_initializer,
+                regions,
+                self._seed,
             )
             for i in range(spec.num_shards)
         ]
@@ -111,7 +110,7 @@ class KeyStorage(Sharded[KeyShard]):
     def region_sizes(spec: TableSpec) -> dict[str, int]:
         """Return names and sizes of the regions of a new table."""
         return {
-            f"table-{spec.name}": _FIRST_ROWS + RowInitializer.needed_bytes(spec),
+            f"table-{spec.name}": TablePage.NBYTES + RowInitializer.needed_bytes(spec),
             **dict(first_region(spec, index) for index in range(spec.num_shards)),
         }
 
@@ -123,10 +122,10 @@ class KeyStorage(Sharded[KeyShard]):
         return self.region.nbytes + sum(shard.nbytes for shard in self.shards)
 
     def _seed(self) -> int:
-        return self._page[_SEED]
+        return self._page.table[SEED]
 
     def _write_first(self, init: RowInit) -> None:
-        self._page[_SEED] = secrets.randbits(63)  # before the first segment is looked at
+        self._page.table[SEED] = secrets.randbits(63)  # before the first segment is looked at
         self._row_initializer.write(init)
         for shard in self.shards:
             shard.begin()

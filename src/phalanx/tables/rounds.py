@@ -5,11 +5,8 @@
     worker 2       add get │       │  all have arrived: the first to see it applies the adds of
                ────────────┴───────┴─ worker 0, then 1, then 2; then all read the same bits
 
-    page     | READY | APPLIED | TAKEN |              words of the table's own line
-    line w   | CLOCK | ROUND | COUNT | ROUND | COUNT | INCARNATION |    worker w's; its own to write
-
-CLOCK is the last round at which the worker has arrived, in this table; the clocks of membership.py
-count ticks. READY is for sharded.py, and key_storage.py has the words that follow INCARNATION.
+The words are those of table_page.py. CLOCK is the last round at which the worker has arrived, in
+this table; the clocks of membership.py count ticks.
 
 A worker's adds stay in its own log until their round is applied. A dead worker loses no logged add:
 the next round applies its log. Each worker has two logs, because it may have arrived at a round
@@ -36,11 +33,10 @@ from phalanx.tables.membership import Membership
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
+from phalanx.tables.table_page import APPLIED, ARRIVED_AS, CLOCK, LOGS, TAKEN, TablePage
 
-__all__ = ["READY", "RoundLog", "Rounds"]
+__all__ = ["RoundLog", "Rounds"]
 
-READY, APPLIED, _TAKEN = range(3)
-_CLOCK, _INCARNATION = 0, 5
 _LOG_ROUND, _LOG_COUNT = range(2)
 _NUM_LOGS = 2
 _ALL, _ROWS, _VALUE, _NEXT_CHUNK, _ROW_VALUES = range(5)
@@ -194,8 +190,7 @@ class Rounds:
 
     Args:
         spec: The table.
-        page: The first line of the table's page.
-        lines: The lines of all workers.
+        page: The table's.
         lock: Held to take a round in.
         membership: The workers that must arrive.
         regions: Where logs lie.
@@ -206,8 +201,7 @@ class Rounds:
         self,
         *,
         spec: TableSpec,
-        page: memoryview,
-        lines: memoryview,
+        page: TablePage,
         lock: RangeLock,
         membership: Membership,
         regions: RunRegions,
@@ -215,7 +209,7 @@ class Rounds:
     ) -> None:
         self._spec = spec
         self._page = page
-        self._lines = lines
+        self._line = page.table
         self._lock = lock
         self._membership = membership
         self._regions = regions
@@ -223,14 +217,11 @@ class Rounds:
         self._logs: dict[tuple[int, int], RoundLog] = {}
         self._mutex = threading.Lock()  # threads may share a worker, and so its log
 
-    def _line(self, worker: int) -> memoryview:
-        return self._lines[8 * worker : 8 * worker + 8]
-
     def _log(self, worker: int, index: int) -> RoundLog:
         log = self._logs.get((worker, index))
         if log is None:
-            start = 1 + 2 * index
-            words = self._line(worker)[start : start + 2]
+            start = LOGS + 2 * index
+            words = self._page.worker(worker)[start : start + 2]
             log = RoundLog(self._spec, worker, index, words, self._regions)
             self._logs[worker, index] = log
         return log
@@ -242,7 +233,7 @@ class Rounds:
             if log.number == number:
                 return log
         for log in logs:
-            if log.number <= self._page[APPLIED]:
+            if log.number <= self._line[APPLIED]:
                 return log
         raise StateError(
             f"At most one round of table {self._spec.name!r} must be open when worker {worker} "
@@ -252,27 +243,27 @@ class Rounds:
     def enter(self, worker: int, timeout_s: float) -> None:
         """Begin with the round that is open now."""
         with self._lock.exclusive(timeout_s):
-            if self._page[_TAKEN] > self._page[APPLIED]:
-                self._take(self._page[_TAKEN], timeout_s)
+            if self._line[TAKEN] > self._line[APPLIED]:
+                self._take(self._line[TAKEN], timeout_s)
             with self._mutex:
                 for index in range(_NUM_LOGS):  # another process may have written on in them
                     self._logs.pop((worker, index), None)
-            line = self._line(worker)
-            line[_CLOCK] = self._page[APPLIED]
+            line = self._page.worker(worker)
+            line[CLOCK] = self._line[APPLIED]
             # last: from now on the clock counts
-            line[_INCARNATION] = self._membership.incarnation(worker)
+            line[ARRIVED_AS] = self._membership.incarnation(worker)
 
     def put(self, entry: Entry) -> None:
         """Put an add down for the round that its worker is in."""
         with self._mutex:
-            number = self._line(entry.worker)[_CLOCK] + 1
+            number = self._page.worker(entry.worker)[CLOCK] + 1
             self._log_for(entry.worker, number).put(entry, number)
 
     def arrive(self, worker: int) -> _Arrival:
         """Say that ``worker`` has put down all of its round."""
-        line = self._line(worker)
-        line[_CLOCK] += 1
-        return _Arrival(worker, line[_CLOCK], line[_INCARNATION])
+        line = self._page.worker(worker)
+        line[CLOCK] += 1
+        return _Arrival(worker, line[CLOCK], line[ARRIVED_AS])
 
     def finish(self, arrival: _Arrival, timeout_s: float) -> None:
         """Wait until the round is in; apply it if everybody has arrived.
@@ -282,18 +273,14 @@ class Rounds:
         Raises:
             PeerTimeout: Somebody stayed away; ``.rank`` is the first. The arrival is taken back.
         """
-        page, number = self._page, arrival.number
-        line = self._line(arrival.worker)
-        if line[_CLOCK] < number and self._is_its_own(arrival):
-            line[_CLOCK] = number
+        number, line = arrival.number, self._page.worker(arrival.worker)
+        if line[CLOCK] < number and self._is_its_own(arrival):
+            line[CLOCK] = number
 
         def ready() -> bool:
-            if page[APPLIED] >= number:
-                return True
-            if self._missing(number):
-                return False
-            self._apply(number, timeout_s)
-            return page[APPLIED] >= number
+            if self._line[APPLIED] < number and not self._missing(number):
+                self._apply(number, timeout_s)
+            return self._line[APPLIED] >= number
 
         def look() -> None:
             if self._missing(number):
@@ -303,17 +290,16 @@ class Rounds:
             self._give_up(arrival, timeout_s)
 
     def _missing(self, number: int) -> list[int]:
-        lines, membership = self._lines, self._membership
+        lines = {worker: self._page.worker(worker) for worker in self._membership.awaited()}
         return [
-            w
-            for w in membership.awaited()
-            if lines[8 * w + _CLOCK] < number
-            or lines[8 * w + _INCARNATION] != membership.incarnation(w)
+            worker
+            for worker, line in lines.items()
+            if line[CLOCK] < number or line[ARRIVED_AS] != self._membership.incarnation(worker)
         ]
 
     def _is_its_own(self, arrival: _Arrival) -> bool:
         """Tell whether the line still belongs to this worker, not to a later one of its number."""
-        return self._line(arrival.worker)[_INCARNATION] == arrival.incarnation
+        return self._page.worker(arrival.worker)[ARRIVED_AS] == arrival.incarnation
 
     def _apply(self, number: int, timeout_s: float) -> None:
         """Apply all rounds up to ``number``; an abandoned get leaves its round open."""
@@ -321,29 +307,30 @@ class Rounds:
             # again: the round may be applied, an arrival withdrawn, or a worker new
             if self._missing(number):
                 return
-            for each in range(self._page[APPLIED] + 1, number + 1):
+            for each in range(self._line[APPLIED] + 1, number + 1):
                 self._take(each, timeout_s)
 
     def _take(self, number: int, timeout_s: float) -> None:
         """Take in what has been put down for a round; to be called with the lock held."""
+        rounds = [self._page.of_workers(LOGS + 2 * index) for index in range(_NUM_LOGS)]
         entries = [
             entry
-            for worker in range(len(self._lines) // 8)
+            for worker, numbers in enumerate(zip(*rounds, strict=True))
             for index in range(_NUM_LOGS)
-            if self._lines[8 * worker + 1 + 2 * index + _LOG_ROUND] == number
+            if numbers[index] == number
             for entry in self._log(worker, index).entries(number)
         ]
-        self._page[_TAKEN] = number
+        self._line[TAKEN] = number
         self._take_in(number, entries, timeout_s)
-        self._page[APPLIED] = number
+        self._line[APPLIED] = number
 
     def _give_up(self, arrival: _Arrival, timeout_s: float) -> None:
         worker, number, _ = arrival
         with self._lock.exclusive(timeout_s):
             missing = self._missing(number)
-            if self._page[APPLIED] < number and missing:
+            if self._line[APPLIED] < number and missing:
                 if self._is_its_own(arrival):
-                    self._line(worker)[_CLOCK] = number - 1
+                    self._page.worker(worker)[CLOCK] = number - 1
                 raise late_peers(
                     "Worker",
                     missing,

@@ -14,10 +14,11 @@ from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.ipc import LockFile, RangeLock, Waiting, fail_point, wait_until
 from phalanx.memory import MatrixRows
 from phalanx.tables.membership import Membership
-from phalanx.tables.rounds import READY, Rounds
+from phalanx.tables.rounds import Rounds
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import Entry
-from phalanx.tables.spec import TableLayout, TableSpec
+from phalanx.tables.spec import TableSpec
+from phalanx.tables.table_page import READY, TablePage
 
 __all__ = ["READ_POINTS", "Sharded"]
 
@@ -84,15 +85,11 @@ class Sharded(Generic[P]):
         self.region = region = regions.open_region(name, self.region_sizes(spec)[name])
         self._membership = membership
         self._file = LockFile(region, rank_of=membership.worker_of)
-        self._page = region.buffer[: TableLayout.PAGE].cast("q")
+        self._page = TablePage(region)
         self._lock = self._file.range(0, 64, label=f"rounds of table {spec.name}")
-        self._lines = region.buffer[TableLayout.PAGE : TableLayout.PAGE + TableLayout.LINES].cast(
-            "q"
-        )
         self.rounds = Rounds(
             spec=spec,
-            page=self._page[:8],
-            lines=self._lines,
+            page=self._page,
             lock=self._lock,
             membership=membership,
             regions=regions,
@@ -103,9 +100,6 @@ class Sharded(Generic[P]):
     def region_sizes(spec: TableSpec) -> dict[str, int]:
         """Return names and sizes of the regions of a new table; one has the page."""
         raise NotImplementedError
-
-    def _line(self, index: int) -> memoryview:
-        return self._page[8 * (1 + index) : 8 * (2 + index)]
 
     def _lock_of(self, index: int) -> RangeLock:
         label = f"shard {index} of table {self.spec.name}"
@@ -127,10 +121,15 @@ class Sharded(Generic[P]):
                 "keeps a copy of the rows for each."
             )
 
+        line = self._page.table
+
         def ready() -> bool:
-            if not self._page[READY] and min(self._membership.awaited(), default=worker) == worker:
-                self._fill(init, timeout_s)
-            return bool(self._page[READY])
+            if not line[READY] and min(self._membership.awaited(), default=worker) == worker:
+                with self._lock.exclusive(timeout_s):
+                    if not line[READY]:
+                        self._write_first(init)
+                        line[READY] = 1
+            return bool(line[READY])
 
         if not wait_until(ready, timeout_s, lambda: self._membership.mark_dead(timeout_s)):
             master = min(self._membership.awaited())
@@ -143,12 +142,6 @@ class Sharded(Generic[P]):
             self.rounds.enter(worker, timeout_s)
         for shard in self.shards:
             shard.begin_backup(worker, timeout_s)
-
-    def _fill(self, init: Any, timeout_s: float) -> None:
-        with self._lock.exclusive(timeout_s):
-            if not self._page[READY]:
-                self._write_first(init)
-                self._page[READY] = 1
 
     def _write_first(self, init: Any) -> None:
         """Make the shards, with their first values; the table is not open yet."""

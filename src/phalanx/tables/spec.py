@@ -1,6 +1,6 @@
 """What a table is, and where its parts lie in its region.
 
-    region   | page | workers' lines | A: values, states | B: values, states | ids | backups |
+    region   | page | A: values, states | B: values, states | ids | backups |
 
 A and B are each the whole table; which of them is current stands in each shard's header. The other
 one takes the undo record of an add of rows, or the result of an add of everything.
@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx.errors import ConfigError
 from phalanx.ipc import Region, aligned
 from phalanx.plan import Staleness, equal_sizes
-from phalanx.tables.membership import MAX_WORKERS
+from phalanx.tables.table_page import MAX_SHARDS, TablePage
 from phalanx.tables.updaters import Updater, state_dtype
 
 __all__ = ["DTYPES", "TableLayout", "TableSpec", "read_dtype", "view_backups", "view_parts"]
@@ -33,7 +33,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NONFINITE = ("reject", "skip", "allow")
 _SMALL_UNDO_ROWS = 4096
 _UNDO_SHARE = 4  # of a shard's rows; more are written beside it instead (see shard.py)
-MAX_SHARDS = 256
 _MAX_ELEMENTS = 1 << 48
 
 
@@ -162,13 +161,10 @@ class TableLayout:
     undo_rows: tuple[int, ...]
     nbytes: int
 
-    PAGE = 64 * (1 + MAX_SHARDS)  # the table's own line, then one per shard
-    LINES = 64 * MAX_WORKERS  # one per worker, see rounds.py
-
     @classmethod
     def of(cls, spec: TableSpec) -> TableLayout:
         """Lay a table out."""
-        at = cls.PAGE + cls.LINES
+        at = TablePage.NBYTES
         state_bytes = state_dtype(spec.dtype).itemsize
         widths = [spec.cols if kind == "element" else 1 for kind in spec.updater.states]
         sides: list[list[int]] = []

@@ -53,7 +53,7 @@ class Storage(Sharded[TableShard]):
         values, *states = [(a[first:stop], b[first:stop]) for a, b in self._parts]
         return TableShard(
             lock=self._lock_of(index),
-            header=self._line(index),
+            header=self._page.shard(index),
             values=values,
             states=states,
             ids=self.region.tensor(torch.int64, layout.undo_rows[index], layout.ids[index]),
