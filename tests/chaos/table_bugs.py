@@ -104,7 +104,7 @@ def half_row_visible(patch: Patch) -> None:
     """A reader does not look whether somebody writes."""
 
     def read(self: TableShard, rows: Any, out: Any, timeout_s: float) -> None:
-        shard._copy_rows(self.current(), rows, out)
+        shard._copy_rows(self.current()[0], rows, out)
 
     patch(TableShard, "read", read)
 
@@ -112,11 +112,10 @@ def half_row_visible(patch: Patch) -> None:
 def snapshot_torn(patch: Patch) -> None:
     """A snapshot is taken without the lock."""
 
-    def read_all(self: TableShard, outs: Any, timeout_s: float) -> None:
-        for part, out in zip(self._sides[self._header[_WORD] & 1], outs, strict=True):
-            out.copy_(part)
+    def copy_all(self: TableShard, timeout_s: float) -> Any:
+        return [part.clone() for part in self.current()]
 
-    patch(TableShard, "read_all", read_all)
+    patch(TableShard, "copy_all", copy_all)
 
 
 def clock_not_advanced(patch: Patch) -> None:
@@ -161,7 +160,7 @@ def growth_before_its_rows(patch: Patch) -> None:
     take_over = HashSegment.take_over
 
     def too_early(self: HashSegment, older: Any, keys: Any, parts: Any) -> None:
-        self.begin()
+        self.make_header()
         line = self._newest.__self__._line  # type: ignore[attr-defined]
         exponent = self.capacity.bit_length() - 1
         line[key_shard._NEWEST] = self.serial * key_shard._SERIAL + exponent

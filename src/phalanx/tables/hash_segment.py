@@ -32,7 +32,7 @@ from phalanx.ipc import KEEPS_ORDER, RangeLock, Region, aligned, fail_point
 from phalanx.memory import MatrixRows
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
 from phalanx.tables.row_initializer import RowInitializer
-from phalanx.tables.shard import _WORD, Entry, KeySlots, TableShard
+from phalanx.tables.shard import Entry, KeySlots, TableShard
 from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
 from phalanx.tables.table_page import TablePage
 
@@ -136,18 +136,17 @@ class HashSegment(TableShard):
 
     # --- beginning --------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def make_header(self) -> None:
         """Make the header of a new table."""
-        super().begin()
+        super().make_header()
         self._counts[_FOR] = -1
 
     def take_over(self, older: HashSegment, keys: Tensor, parts: Sequence[Tensor]) -> None:
         """Go on for another segment, settled and locked, with these keys and their rows."""
-        self.begin()
+        self.make_header()
         self._header[:] = older._header  # rounds go on, and the same side is current
-        current, _ = self._both(self._header[_WORD])
         num_keys = len(keys)
-        for target, part in zip(current, parts, strict=True):
+        for target, part in zip(self.current(), parts, strict=True):
             target[:num_keys] = part
         for backup in self._backups:
             backup[:num_keys] = parts[0]
@@ -166,11 +165,11 @@ class HashSegment(TableShard):
 
     def num_keys(self) -> int:
         """Return how many keys are there."""
-        counts, header = self._counts, self._header
+        counts = self._counts
         while True:  # until what is read first is so at last: then all is of one moment
             coming = counts[_NEXT]
             pending = counts[_FOR]
-            num_keys = counts[_BASE] if header[_WORD] == pending else coming
+            num_keys = counts[_BASE] if self.word() == pending else coming
             if counts[_NEXT] == coming and counts[_FOR] == pending:
                 return num_keys
 
@@ -208,7 +207,7 @@ class HashSegment(TableShard):
     def _copy_out(self, keys: Int64s, out: Tensor) -> tuple[Tensor, Absent]:
         slots, absent = self._look_up(keys, self.num_keys())
         found = torch.from_numpy(slots)
-        MatrixRows(self.current()).take(found, out)
+        MatrixRows(self.current()[0]).take(found, out)
         if absent is not None:
             self._fill_in(out, keys, absent)
         return found, absent
@@ -228,8 +227,7 @@ class HashSegment(TableShard):
     def view_all(self) -> list[Tensor]:
         """Return the keys, their values and their states, where they lie; the lock is held."""
         num_keys = self.num_keys()
-        current, _ = self._both(self._header[_WORD])
-        return [self._keys[:num_keys], *(part[:num_keys] for part in current)]
+        return [self._keys[:num_keys], *(part[:num_keys] for part in self.current())]
 
     def copy_keys(self, timeout_s: float) -> Tensor:
         """Return a copy of the keys, of one moment."""
@@ -286,7 +284,7 @@ class HashSegment(TableShard):
     def _forget_pending(self) -> None:
         """Take back the keys of an add that has not ended, while WORD still says so."""
         counts = self._counts
-        if counts[_FOR] == self._header[_WORD]:
+        if counts[_FOR] == self.word():
             counts[_NEXT] = counts[_BASE]
             self._index.drop(counts[_BASE])
             counts[_FOR] = -1
@@ -319,7 +317,7 @@ class HashSegment(TableShard):
         after = first + len(keys)
         if after > self.capacity:
             raise SegmentFull(after)
-        values, *states = self._both(word)[0]
+        values, *states = self.current()
         values[first:after] = self._row_initializer.rows_for(keys)
         for state, number in zip(states, self._first_states, strict=True):
             state[first:after] = number

@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.errors import OutOfSpace, StateError
 from phalanx.ipc import RangeLock, Waiting, fail_point
 from phalanx.tables.hash_segment import HashSegment, SegmentFull, StaleSegment, segment_bytes
-from phalanx.tables.row_initializer import RowInitializer
+from phalanx.tables.row_initializer import RowInit, RowInitializer
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import Entry, KeySlots
 from phalanx.tables.spec import TableSpec
@@ -81,16 +81,21 @@ class KeyShard:
         self._spec = spec
         self._index = index
         self._line = line
-        self.lock = lock
+        self._lock = lock
         self._row_initializer = row_initializer
         self._regions = regions
         self._seed = seed
         self._known: HashSegment | None = None
 
-    def begin(self) -> None:
-        """Make the first segment of a new table."""
+    def begin(self, init: RowInit) -> None:
+        """Make the first segment of a new table; ``init`` is what a row holds at first."""
+        self._row_initializer.write(init)
         self._line[_NEWEST] = _first_exponent(self._spec)
-        self.newest().begin()
+        self.newest().make_header()
+
+    def looks_free(self) -> bool:
+        """Tell whether an add would find the shard free at this moment."""
+        return self._lock.looks_free()
 
     def close(self) -> None:
         """Let go of the segment, which knows this shard, so that both go at once."""
@@ -138,7 +143,7 @@ class KeyShard:
             serial,
             1 << exponent,
             self._regions.open_region(name, nbytes, create=create),
-            self.lock,
+            self._lock,
             self._row_initializer,
             self._serial,
             self._seed(),
@@ -213,18 +218,19 @@ class KeyShard:
                 None,
                 None,
             )
-        with self.lock.exclusive(timeout_s):
+        with self._lock.exclusive(timeout_s):
             if self._serial() == old.serial:  # else somebody else was first
                 old.settle()
                 self._publish(_exponent_for(num_keys), lambda new: new.grow_from(old))
 
-    def replace(self, keys: Tensor, parts: Sequence[Tensor], timeout_s: float) -> None:
-        """Replace everything by these keys and their values and states."""
-        with self.lock.exclusive(timeout_s):
+    def replace_all(self, parts: Sequence[Tensor], timeout_s: float) -> None:
+        """Replace everything by these keys, each once, and their values and states."""
+        keys, *others = parts
+        with self._lock.exclusive(timeout_s):
             old = self.newest()
             old.settle()
             exponent = max(_exponent_for(len(keys)), _first_exponent(self._spec))
-            self._publish(exponent, lambda new: new.take_over(old, keys, parts))
+            self._publish(exponent, lambda new: new.take_over(old, keys, others))
 
     def _publish(self, exponent: int, fill: Callable[[HashSegment], None]) -> None:
         line, serial = self._line, self._serial() + 1

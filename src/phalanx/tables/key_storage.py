@@ -92,17 +92,9 @@ class KeyStorage(Sharded[KeyShard]):
     def __init__(self, spec: TableSpec, regions: RunRegions, membership: Membership) -> None:
         super().__init__(spec, regions, membership)
         self._claims = CapacityClaims(self._page, membership)
-        self._row_initializer = RowInitializer(spec, self.region, TablePage.NBYTES)
+        first = RowInitializer(spec, self.region, TablePage.NBYTES)
         self.shards = [
-            KeyShard(
-                spec,
-                i,
-                self._page.shard(i),
-                self._lock_of(i),
-                self._row_initializer,
-                regions,
-                self._seed,
-            )
+            KeyShard(spec, i, self._page.shard(i), self._lock_of(i), first, regions, self._seed)
             for i in range(spec.num_shards)
         ]
 
@@ -124,11 +116,10 @@ class KeyStorage(Sharded[KeyShard]):
     def _seed(self) -> int:
         return self._page.table[SEED]
 
-    def _write_first(self, init: RowInit) -> None:
+    def _begin_shards(self, init: RowInit) -> None:
         self._page.table[SEED] = secrets.randbits(63)  # before the first segment is looked at
-        self._row_initializer.write(init)
         for shard in self.shards:
-            shard.begin()
+            shard.begin(init)
 
     def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         # The upper bits: the lower ones say where in a shard's index a key begins to be sought.
@@ -169,8 +160,7 @@ class KeyStorage(Sharded[KeyShard]):
 
     def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
         """Replace everything by these keys, each once, and their values and states."""
-        keys, *others = parts
-        owners = self._owners(keys.numpy())
+        owners = self._owners(parts[0].numpy())
         for index, shard in enumerate(self.shards):
             mine = torch.from_numpy(owners == index)
-            shard.replace(keys[mine], [part[mine] for part in others], timeout_s)
+            shard.replace_all([part[mine] for part in parts], timeout_s)

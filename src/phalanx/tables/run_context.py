@@ -10,8 +10,8 @@ from phalanx.errors import StateError
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Barrier, Membership
 from phalanx.tables.run_regions import RunRegions
+from phalanx.tables.sharded import Storage
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.storage import Storage
 
 __all__ = ["RunContext"]
 

@@ -140,7 +140,15 @@ class TableShard:
         self._scale = updater.scale
         self._last_ids = ids
 
-    def begin(self) -> None:
+    def begin(self, init: Tensor) -> None:
+        """Give a new shard its first values: one number, or all of its rows."""
+        self.make_header()
+        values, *states = self._sides[0]
+        for state, first in zip(states, self._updater.first_states(), strict=True):
+            state.fill_(first)
+        values.copy_(init)
+
+    def make_header(self) -> None:
         """Make the header of a new table."""
         self._header[_ARMED] = -1
 
@@ -152,9 +160,17 @@ class TableShard:
     def close(self) -> None:
         """Do nothing: the last reference to the shard frees its memory."""
 
-    def current(self) -> Tensor:
-        """Return the values as they are now. The lock is held."""
-        return self.values[self._header[_WORD] & _CURRENT]
+    def looks_free(self) -> bool:
+        """Tell whether an add would find the shard free at this moment."""
+        return self.lock.looks_free()
+
+    def word(self) -> int:
+        """Return WORD, which is another as soon as an add has ended."""
+        return self._header[_WORD]
+
+    def current(self) -> tuple[Tensor, ...]:
+        """Return the values and each state where they lie now. The lock is held."""
+        return self._sides[self._header[_WORD] & _CURRENT]
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -171,7 +187,7 @@ class TableShard:
                 self._rows[word & _CURRENT][0].take(rows, out)
             if header[_WORD] == word and header[_ARMED] != word:
                 return
-        self._call_settled(lambda: _copy_rows(self.current(), rows, out), timeout_s)
+        self._call_settled(lambda: _copy_rows(self.current()[0], rows, out), timeout_s)
 
     def _call_settled(self, call: Callable[[], T], timeout_s: float) -> T:
         """Call with the reader's lock held, where no add of a dead process is unfinished."""
@@ -191,20 +207,22 @@ class TableShard:
         with self.lock.exclusive(timeout_s):  # nothing may come between value and copy
             fail_point("reader's lock held")
             self._settle()
-            _copy_rows(self.current(), rows, out)
+            _copy_rows(self.current()[0], rows, out)
             if rows is None:
                 backup.copy_(out)
             else:
                 backup[rows] = out
 
-    def read_all(self, outs: Sequence[Tensor], timeout_s: float) -> None:
-        """Copy the values and each state into ``outs``, of one moment."""
+    def copy_all(self, timeout_s: float) -> list[Tensor]:
+        """Return copies of the values and of each state, of one moment."""
+        copies = [torch.empty_like(part) for part in self._sides[0]]
 
         def copy() -> None:
-            for part, out in zip(self._both(self._header[_WORD])[0], outs, strict=True):
-                copy_to(part, out)
+            for part, to in zip(self.current(), copies, strict=True):
+                copy_to(part, to)
 
         self._call_settled(copy, timeout_s)
+        return copies
 
     # --- changing ---------------------------------------------------------------------------------
 
@@ -246,7 +264,7 @@ class TableShard:
             over = word & ~(_MAX_PROGRESS * _PROGRESS)
             self._header[_WORD] = (over + _VERSION) ^ _PARITY
 
-    def assign(self, parts: Sequence[Tensor], timeout_s: float) -> None:
+    def replace_all(self, parts: Sequence[Tensor], timeout_s: float) -> None:
         """Replace the values, and as many states as are given."""
         with self.lock.exclusive(timeout_s):
             word = self._settle()
@@ -260,7 +278,7 @@ class TableShard:
         if self._backups:
             with self.lock.exclusive(timeout_s):
                 self._settle()
-                self._backups[worker].copy_(self.current())
+                self._backups[worker].copy_(self.current()[0])
 
     def _both(self, word: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         side = word & _CURRENT

@@ -1,9 +1,15 @@
-"""What all tables' memory has in common: shards, and the way of adds and reads to them."""
+"""The memory of a table: shards, and the way of adds and reads to them.
+
+    Table ─► Sharded ─► ShardLike      which may lie anywhere: a `Sharded` only calls it
+
+`Storage` has rows by number, cut into ranges; key_storage.py has rows by key.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,29 +22,30 @@ from phalanx.memory import MatrixRows
 from phalanx.tables.membership import Membership
 from phalanx.tables.rounds import Rounds
 from phalanx.tables.run_regions import RunRegions
-from phalanx.tables.shard import Entry
-from phalanx.tables.spec import TableSpec
+from phalanx.tables.shard import Entry, TableShard
+from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
 from phalanx.tables.table_page import READY, TablePage
 
-__all__ = ["READ_POINTS", "Sharded"]
-
-_KEPT = {"spec", "_closed", "_last_undone"}
-"""What a table still has when it is closed."""
+__all__ = ["READ_POINTS", "Sharded", "Storage"]
 
 READ_POINTS = ("before read", "reader's lock held", "rows read")
 """Fail points of a get, in order; it takes a lock only where adds overtake it."""
 
 
 class ShardLike(Protocol):
-    """A shard of any kind; see :class:`phalanx.tables.shard.TableShard`."""
+    """A shard of any kind; see :class:`phalanx.tables.shard.TableShard`.
+
+    Entries and rows are the shard's own: numbers are counted from ``first_row``.
+    """
 
     first_row: int
-    lock: RangeLock
 
     @property
     def num_rows(self) -> int: ...
     @property
     def num_undone(self) -> int: ...
+    def begin(self, init: Any) -> None: ...  # Any: what a table of this kind begins with
+    def looks_free(self) -> bool: ...
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None: ...
     def read_and_back_up(
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
@@ -46,24 +53,12 @@ class ShardLike(Protocol):
     def add(self, entry: Entry, timeout_s: float) -> None: ...
     def apply_round(self, number: int, entries: Sequence[Entry], timeout_s: float) -> None: ...
     def begin_backup(self, worker: int, timeout_s: float) -> None: ...
+    def copy_all(self, timeout_s: float) -> list[Tensor]: ...
+    def replace_all(self, parts: Sequence[Tensor], timeout_s: float) -> None: ...
     def close(self) -> None: ...
 
 
 P = TypeVar("P", bound=ShardLike)
-
-
-class _Closed:
-    """Stands in for what a closed table had; any use of it raises."""
-
-    def __init__(self, table: str) -> None:
-        self._table = table
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise StateError(
-            f"Table {self._table!r} must belong to an open group, but its group is closed."
-        )
-
-    __getattr__ = __getitem__ = __iter__ = __len__ = _refuse
 
 
 class Sharded(Generic[P]):
@@ -107,7 +102,7 @@ class Sharded(Generic[P]):
 
     # --- the first value --------------------------------------------------------------------------
 
-    def open(self, worker: int, init: Any, timeout_s: float) -> None:  # Any: as _write_first's
+    def open(self, worker: int, init: Any, timeout_s: float) -> None:  # Any: as a shard's begin
         """Fill the table as the master, or wait until the master has; then begin as ``worker``.
 
         Raises:
@@ -127,7 +122,7 @@ class Sharded(Generic[P]):
             if not line[READY] and min(self._membership.awaited(), default=worker) == worker:
                 with self._lock.exclusive(timeout_s):
                     if not line[READY]:
-                        self._write_first(init)
+                        self._begin_shards(init)
                         line[READY] = 1
             return bool(line[READY])
 
@@ -143,8 +138,8 @@ class Sharded(Generic[P]):
         for shard in self.shards:
             shard.begin_backup(worker, timeout_s)
 
-    def _write_first(self, init: Any) -> None:
-        """Make the shards, with their first values; the table is not open yet."""
+    def _begin_shards(self, init: Any) -> None:
+        """Give all shards their first values; the table is not open yet."""
         raise NotImplementedError
 
     # --- reading and changing ---------------------------------------------------------------------
@@ -159,8 +154,8 @@ class Sharded(Generic[P]):
         waiting = Waiting(timeout_s)  # all shards together
         if rows is None:
             for shard in self.shards:
-                part = out[shard.first_row : shard.first_row + shard.num_rows]
-                self._read_from(shard, None, part, worker, waiting.remaining_s(), backs_up)
+                part, left_s = out[_span(shard)], waiting.remaining_s()
+                self._read_from(shard, None, part, worker, left_s, backs_up)
         else:
             order, routed = self._route(rows, worker)
             found = torch.empty_like(out)
@@ -224,11 +219,7 @@ class Sharded(Generic[P]):
             return [(self.shards[0], entry)]
         rows, delta, worker, assigns, *_ = entry
         if rows is None:
-            spans = [(s, s.first_row, s.first_row + s.num_rows) for s in self.shards]
-            return [
-                (shard, Entry(None, delta[first:stop], worker, assigns))
-                for shard, first, stop in spans
-            ]
+            return [(s, Entry(None, delta[_span(s)], worker, assigns)) for s in self.shards]
         order, routed = self._route(rows, worker)
         return [
             (shard, Entry(piece, delta, worker, assigns, False, order[span]))
@@ -284,16 +275,97 @@ class Sharded(Generic[P]):
         self._closed = True
         for shard in self.shards:
             shard.close()
-        closed = _Closed(self.spec.name)
-        for name in set(vars(self)) - _KEPT:
-            setattr(self, name, closed)
+        for name in vars(self).keys() - {"spec", "_closed", "_last_undone"}:
+            delattr(self, name)
+
+    if not TYPE_CHECKING:  # mypy would take any name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Refuse what the table had before it was closed."""
+            if not vars(self).get("_closed"):
+                raise AttributeError(name)
+            raise StateError(
+                f"Table {self.spec.name!r} must belong to an open group, but its group is closed."
+            )
+
+
+class Storage(Sharded[TableShard]):
+    """The memory of a table of numbered rows: one region, cut into shards.
+
+    Args:
+        spec: What all workers agree on.
+        regions: Where its regions come from.
+        membership: The workers of the run.
+    """
+
+    shards: list[TableShard]
+
+    def __init__(self, spec: TableSpec, regions: RunRegions, membership: Membership) -> None:
+        super().__init__(spec, regions, membership)
+        layout = TableLayout.of(spec)
+        parts = view_parts(self.region, spec, layout)
+        backups = view_backups(self.region, spec, layout)
+        self.shards = []
+        for index, (first, stop) in enumerate(pairwise(layout.shard_starts)):
+            values, *states = [(a[first:stop], b[first:stop]) for a, b in parts]
+            shard = TableShard(
+                lock=self._lock_of(index),
+                header=self._page.shard(index),
+                values=values,
+                states=states,
+                ids=self.region.tensor(torch.int64, layout.undo_rows[index], layout.ids[index]),
+                backups=[backup[first:stop] for backup in backups],
+                updater=spec.updater,
+                first_row=first,
+            )
+            self.shards.append(shard)
+        self._bounds = np.array(layout.shard_starts[1:-1], dtype=np.int64)
+
+    @staticmethod
+    def region_sizes(spec: TableSpec) -> dict[str, int]:
+        """Return name and size of the region of a new table."""
+        return {f"table-{spec.name}": TableLayout.of(spec).nbytes}
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the table takes, logs apart."""
+        return self.region.nbytes
+
+    def _begin_shards(self, init: Tensor) -> None:
+        for shard in self.shards:
+            shard.begin(init[_span(shard)] if init.dim() else init)
+
+    def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        return np.searchsorted(self._bounds, rows, side="right").astype(np.uint8)
+
+    def copy_all(self, timeout_s: float) -> list[Tensor]:
+        """Return copies of the values and of each state; every shard's are of one moment."""
+        if len(self.shards) == 1:
+            return self.shards[0].copy_all(timeout_s)
+        copies: list[Tensor] = []
+        for shard in self.shards:  # one at a time: the whole may be large
+            parts = shard.copy_all(timeout_s)
+            copies = copies or [p.new_empty((self.spec.rows, p.shape[1])) for p in parts]
+            for copy, part in zip(copies, parts, strict=True):
+                copy[_span(shard)] = part
+        return copies
+
+    def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
+        """Replace the values, and as many states as are given."""
+        for shard in self.shards:
+            shard.replace_all([part[_span(shard)] for part in parts], timeout_s)
+
+
+def _span(shard: ShardLike) -> slice:
+    """Return which of the table's rows are a shard's, where rows have numbers."""
+    return slice(shard.first_row, shard.first_row + shard.num_rows)
 
 
 def _first_free(left: Sequence[tuple[P, Entry]]) -> int:
     """Return where a shard is that nobody holds, or 0: better than to wait, and no promise."""
     if len(left) > 1:
         for index, (shard, _) in enumerate(left):
-            if shard.lock.looks_free():
+            if shard.looks_free():
                 return index
     return 0
 

@@ -19,9 +19,9 @@ from phalanx.plan import Verdict
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Membership
 from phalanx.tables.shard import Entry, NotFinite
+from phalanx.tables.sharded import Storage
 from phalanx.tables.snapshots import load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.storage import Storage
 from phalanx.tables.values import read_delta, read_out, read_rows, read_value
 
 __all__ = ["Numbers", "PendingGet", "Rows", "Table", "TableStats"]

@@ -16,8 +16,8 @@ from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.key_table import KeyTable
 from phalanx.tables.row_initializer import Uniform, read_row_init
 from phalanx.tables.run_context import RunContext, S
+from phalanx.tables.sharded import Storage
 from phalanx.tables.spec import TableSpec, read_dtype
-from phalanx.tables.storage import Storage
 from phalanx.tables.table import Numbers, Table, wait_for_clocks
 from phalanx.tables.updaters import Updater, parse_updater
 from phalanx.tables.values import read_init
