@@ -97,7 +97,7 @@ def death_with_the_lock(run: str, bug: str | None, folder: Path) -> None:
     with tables.join(run, timeout_s=DEADLINE_S) as world:
         table, _ = open_all(world)
         assert not kill_one(run, bug, "rows", [1, 2], "lock held")
-        table._world.timeout_s = SHORT_S
+        table._group.timeout_s = SHORT_S
         try:
             table.add(ones(2), rows=[1, 2])
         except PeerTimeout as exc:

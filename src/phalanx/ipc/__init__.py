@@ -3,13 +3,12 @@
 from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.available_memory import available_memory_bytes
 from phalanx.ipc.fail_points import Fault, fail_point, inject, injected
-from phalanx.ipc.liveness import LivenessTimer, late_peers, wait_until
+from phalanx.ipc.liveness import LivenessTimer, Waiting, late_peers, wait_until
 from phalanx.ipc.locks import LockFile, RangeLock
 from phalanx.ipc.memory_order import KEEPS_ORDER, fence
 from phalanx.ipc.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.ipc.region import ALIGN_BYTES, Region, aligned
 from phalanx.ipc.run_directory import RunDirectory
-from phalanx.ipc.waiting import Waiting
 
 __all__ = [
     "ALIGN_BYTES",

@@ -40,9 +40,9 @@ from functools import partial
 
 from phalanx.errors import ConfigError, OutOfSpace, PeerTimeout, StateError
 from phalanx.ipc.at_fork import register_at_fork
+from phalanx.ipc.liveness import Waiting
 from phalanx.ipc.lock_owners import LockOwner, describe_lock_owners, find_lock_owners
 from phalanx.ipc.region import Region, telling_of_descriptors
-from phalanx.ipc.waiting import Waiting
 
 __all__ = ["LockFile", "RangeLock"]
 

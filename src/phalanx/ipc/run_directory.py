@@ -31,6 +31,7 @@ from typing import NoReturn
 from phalanx.errors import ConfigError, OutOfSpace, PeerTimeout, StateError
 from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.available_memory import lies_in_memory
+from phalanx.ipc.liveness import Waiting
 from phalanx.ipc.region import (
     NO_DESCRIPTOR,
     Region,
@@ -39,7 +40,6 @@ from phalanx.ipc.region import (
     reserve,
     telling_of_descriptors,
 )
-from phalanx.ipc.waiting import Waiting
 
 __all__ = ["RunDirectory"]
 

@@ -1,10 +1,9 @@
 """Parameter tables on one host: workers add deltas to shared rows, and read them."""
 
 from phalanx.tables.embedding import TableEmbedding, TableEmbeddingBag
-from phalanx.tables.key_table import KeyTable
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.shared_module import SharedModule
-from phalanx.tables.table import PendingGet, Table, TableStats
+from phalanx.tables.table import KeyTable, PendingGet, Table, TableStats
 from phalanx.tables.table_group import (
     TableGroup,
     barrier,

@@ -23,12 +23,14 @@ from torch.nn.parameter import is_lazy
 from phalanx.errors import CheckpointError, ConfigError, StateError
 from phalanx.plan import check_argument, read_count
 from phalanx.tables.module_exchange import (
+    Blend,
     FlatTensors,
     ParameterExchange,
     StatisticsExchange,
+    choose_updater,
+    read_outer,
     split_by_dtype,
 )
-from phalanx.tables.module_updaters import Blend, choose_updater, read_outer
 from phalanx.tables.snapshots import load_parts, read_directory
 from phalanx.tables.table_group import TableGroup, read_mode
 from phalanx.tables.updaters import Nesterov

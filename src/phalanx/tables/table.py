@@ -1,4 +1,4 @@
-"""A table, as one worker holds it."""
+"""A table, as one worker holds it: rows by number, or by key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from phalanx.tables.snapshots import load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_delta, read_out, read_rows, read_value
 
-__all__ = ["Numbers", "PendingGet", "Rows", "Table", "TableStats"]
+__all__ = ["KeyTable", "Numbers", "PendingGet", "Rows", "Table", "TableStats", "wait_for_clocks"]
 
 Array = np.ndarray[Any, Any]  # of any shape and dtype: both are checked when they are known
 Numbers = Tensor | Array | Sequence[Any]  # nested sequences have no type of their own
@@ -88,11 +88,11 @@ class Table:
         [[5.0, 5.0], [1.0, 1.0]]
     """
 
-    def __init__(self, spec: TableSpec, storage: Storage | KeyStorage, world: TableWorker) -> None:
+    def __init__(self, spec: TableSpec, storage: Storage | KeyStorage, group: TableWorker) -> None:
         """Not for callers, who have ``world.matrix`` and ``world.array``."""
         self._spec = spec
         self._storage = storage
-        self._world = world
+        self._group = group
         self._stats = TableStats(nbytes=storage.nbytes)
         self._is_bulk = spec.staleness.is_bulk_synchronous
         self._is_bounded = spec.staleness.is_bounded
@@ -150,7 +150,7 @@ class Table:
         try:
             if self._is_guarded and not unchecked and not all_finite(value):
                 raise NotFinite
-            self._take(Entry(index, value, self._world.worker_id, False, unchecked))
+            self._take(Entry(index, value, self._group.worker_id, False, unchecked))
         except NotFinite:
             self._refuse_nonfinite()
             return
@@ -169,15 +169,15 @@ class Table:
 
     def _take(self, entry: Entry) -> None:
         # An add of a worker outside the round would make the gets of that round differ.
-        if self._world.left or (self._is_bulk and not self._world.is_counted()):
+        if self._group.left or (self._is_bulk and not self._group.is_counted()):
             raise StateError(
                 f"An add to table {self.name!r} must be made by a worker of the run, but worker "
-                f"{self._world.worker_id} has left. Add before `leave()`."
+                f"{self._group.worker_id} has left. Add before `leave()`."
             )
         if self._is_bulk:
             self._storage.rounds.put(entry)
         else:
-            self._storage.add(entry, self._world.timeout_s)
+            self._storage.add(entry, self._group.timeout_s)
 
     def assign(self, value: Numbers) -> None:
         """Replace all values, past the updater, whose state stays; only the master may.
@@ -192,17 +192,17 @@ class Table:
         self._check_master("assign")
         delta = read_value(value, self._spec, None)
         if self._is_bulk:
-            self._take(Entry(None, delta, self._world.worker_id, assigns=True))
+            self._take(Entry(None, delta, self._group.worker_id, assigns=True))
         else:
-            self._storage.replace_all([delta], self._world.timeout_s)
+            self._storage.replace_all([delta], self._group.timeout_s)
 
     def _check_master(self, what: str) -> None:
-        world = self._world
-        master = world.membership.master(world.worker_id, world.timeout_s)
-        if master != self._world.worker_id:
+        group = self._group
+        master = group.membership.master(group.worker_id, group.timeout_s)
+        if master != self._group.worker_id:
             raise StateError(
                 f"`{what}` must be called by the master, worker {master}, but is called by worker "
-                f"{self._world.worker_id}. Write `if world.is_master:` before it."
+                f"{self._group.worker_id}. Write `if world.is_master:` before it."
             )
 
     # --- get --------------------------------------------------------------------------------------
@@ -257,30 +257,30 @@ class Table:
         return PendingGet(self, index, target, answer)
 
     def _arrive(self) -> object:
-        world = self._world
-        if self._is_bulk and world.is_counted():
-            return self._storage.rounds.arrive(world.worker_id)
+        group = self._group
+        if self._is_bulk and group.is_counted():
+            return self._storage.rounds.arrive(group.worker_id)
         return None
 
     def _read(self, rows: Tensor | None, target: Tensor, arrival: Any) -> None:  # Any: rounds' own
-        world = self._world
+        group = self._group
         if arrival is not None:
-            self._storage.rounds.finish(arrival, world.timeout_s)
+            self._storage.rounds.finish(arrival, group.timeout_s)
         elif self._is_bounded:
             self._wait_for_slow()
-        backs_up = self._spec.num_backups > 0 and world.is_counted()
-        self._storage.read(rows, target, world.worker_id, world.timeout_s, backs_up=backs_up)
+        backs_up = self._spec.num_backups > 0 and group.is_counted()
+        self._storage.read(rows, target, group.worker_id, group.timeout_s, backs_up=backs_up)
         self._stats.gets += 1
         self._stats.rows_read += target.shape[0]
 
     def _wait_for_slow(self) -> None:
-        membership, worker = self._world.membership, self._world.worker_id
+        membership, worker = self._group.membership, self._group.worker_id
         bound = self._spec.staleness.bound
         assert bound is not None
         if self._seen_clock >= membership.clock(worker) - bound:
             return
         wait_for_clocks(
-            self._world,
+            self._group,
             lambda: self._spec.staleness.may_read(
                 worker=worker, clock_by_worker=membership.clocks()
             ),
@@ -307,7 +307,7 @@ class Table:
             CheckpointError: The directory cannot be written to. An older snapshot is intact.
         """
         self._check_open()
-        parts = self._storage.copy_all(self._world.timeout_s)
+        parts = self._storage.copy_all(self._group.timeout_s)
         return save_parts(self._spec, parts, read_directory(directory))
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
@@ -323,7 +323,7 @@ class Table:
         self._check_open()
         self._check_master("restore")
         self._storage.replace_all(
-            load_parts(self._spec, read_directory(directory)), self._world.timeout_s
+            load_parts(self._spec, read_directory(directory)), self._group.timeout_s
         )
 
     def stats(self) -> TableStats:
@@ -333,11 +333,11 @@ class Table:
         return stats
 
     def _check_open(self) -> None:
-        if self._world.closed:
+        if self._group.closed:
             raise StateError(
                 f"Table {self.name!r} must belong to an open group, but its group is closed."
             )
-        if self._world.forked:
+        if self._group.forked:
             raise StateError(
                 f"Table {self.name!r} must be used by the process that opened it, but this one was "
                 "forked from that. Call `join` here, and open the table again."
@@ -376,7 +376,106 @@ class PendingGet:
         return self._answer
 
 
-def wait_for_clocks(world: TableWorker, judge: Any, what: str) -> None:  # Any: () -> Verdict
+class KeyTable(Table):
+    """Rows that are found by key, any int64, and that come with the first add; see ``world.keys``.
+
+    It is used as any table, with keys for row numbers; what it promises of adds and gets holds for
+    new keys as well. A key that is not there reads as the table's first row, and a get does not
+    make it. There is no get of everything: keys come while it is read. ``table.get(table.keys())``
+    reads what is there. :meth:`restore` takes away keys that are not in the snapshot; first rows
+    stay this table's own.
+
+    Example:
+        >>> from phalanx import tables
+        >>> with tables.join() as world:
+        ...     table = world.keys(2, init=0.5)
+        ...     table.add([[1, 1], [2, 2], [3, 3]], rows=[10**18, -4, -4])
+        ...     table.get([-4, 7]).tolist(), table.keys().tolist(), len(table)
+        ([[5.5, 5.5], [0.5, 0.5]], [-4, 1000000000000000000], 2)
+    """
+
+    _storage: KeyStorage
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(how many keys are there now, cols)."""
+        return (len(self), self._spec.cols)
+
+    def __len__(self) -> int:
+        """Return how many keys are there."""
+        self._check_open()
+        return self._storage.num_keys()
+
+    def keys(self) -> Tensor:
+        """Return the keys that are there, (K,) int64 in ascending order.
+
+        With several shards, each is of a moment of its own. In a bulk-synchronous table they are
+        those of the rounds that are in; this is no get, and ends no round.
+        """
+        self._check_open()
+        return self._storage.keys(self._group.timeout_s)
+
+    def add(self, delta: Numbers, rows: Rows | None = None, *, wait: bool = True) -> None:
+        """Give the table a delta for keys; a new key begins with the first row.
+
+        Args:
+            delta: (K, cols), as for any table.
+            rows: The keys, (K,) int64; a key given twice gets both.
+            wait: Whether the add has been taken when this returns. On one host it always has.
+
+        Raises:
+            ConfigError: As for any table; or there are no keys. The table is unchanged.
+            OutOfSpace: There is no memory for so many keys. The table is unchanged.
+            PeerTimeout: Another worker held the shard beyond the deadline.
+
+        Blocks: While another worker adds to the same shard, or it grows.
+        """
+        super().add(delta, self._some(rows), wait=wait)
+
+    def assign(self, value: Numbers, rows: Rows | None = None) -> None:
+        """Replace the rows of keys, past the updater; only the master may. Others stay.
+
+        In a bulk-synchronous table it takes part in the round as an add does.
+
+        Args:
+            value: (K, cols).
+            rows: The keys, (K,) int64, each once. New keys come.
+
+        Raises:
+            ConfigError: Shape or dtype is another, or a key is there twice.
+            StateError: Another worker is the master.
+            OutOfSpace: There is no memory for so many keys. The table is unchanged.
+        """
+        self._check_open()
+        self._check_master("assign")
+        keys = read_rows(self._some(rows), self._spec)
+        if len(keys.unique()) != len(keys):
+            raise ConfigError(
+                "`rows` must hold each key once for `assign`, but one is there twice."
+            )
+        given = read_value(value, self._spec, len(keys))
+        self._take(Entry(keys, given, self._group.worker_id, assigns=True))
+
+    def async_get(self, rows: Rows | None = None, *, out: Tensor | None = None) -> PendingGet:
+        """Begin a :meth:`get`; ``wait()`` on the answer ends it. Several may be open."""
+        return super().async_get(self._some(rows), out=out)
+
+    def _some(self, rows: Rows | None) -> Rows:
+        if rows is None:
+            raise ConfigError(
+                f"`rows` must be the keys that are meant of table {self.name!r}, but is None. Give "
+                "`table.keys()` for all that are there."
+            )
+        return rows
+
+    def stats(self) -> TableStats:
+        """Return what this worker has done so far, and how much memory the table has now."""
+        stats = super().stats()
+        stats.nbytes = self._storage.nbytes
+        return stats
+
+
+def wait_for_clocks(group: TableWorker, judge: Any, what: str) -> None:  # Any: () -> Verdict
     """Wait until ``judge()`` lets this worker go on.
 
     Raises:
@@ -391,12 +490,12 @@ def wait_for_clocks(world: TableWorker, judge: Any, what: str) -> None:  # Any: 
         verdict = judge()
         return verdict.may_go_on
 
-    if not wait_until(ready, world.timeout_s, lambda: world.membership.mark_dead(world.timeout_s)):
+    if not wait_until(ready, group.timeout_s, lambda: group.membership.mark_dead(group.timeout_s)):
         slowest = verdict.slowest
         assert slowest is not None
         raise PeerTimeout(
             f"Worker {slowest} did not come to clock {verdict.needed_clock} within "
-            f"{world.timeout_s:g} s, as {what} by worker {world.worker_id} needs; it is at clock "
-            f"{world.membership.clock(slowest)}. Let it `tick`, or leave.",
+            f"{group.timeout_s:g} s, as {what} by worker {group.worker_id} needs; it is at clock "
+            f"{group.membership.clock(slowest)}. Let it `tick`, or leave.",
             slowest,
         )

@@ -13,12 +13,11 @@ from phalanx.plan import Staleness, check_argument, say_numbers
 from phalanx.tables.joining import read_join_request
 from phalanx.tables.key_shard import MAX_CAPACITY
 from phalanx.tables.key_storage import KeyStorage
-from phalanx.tables.key_table import KeyTable
 from phalanx.tables.row_initializer import Uniform, read_row_init
 from phalanx.tables.run_context import RunContext, S
 from phalanx.tables.sharded import Storage
 from phalanx.tables.spec import TableSpec, read_dtype
-from phalanx.tables.table import Numbers, Table, wait_for_clocks
+from phalanx.tables.table import KeyTable, Numbers, Table, wait_for_clocks
 from phalanx.tables.updaters import Updater, parse_updater
 from phalanx.tables.values import read_init
 
