@@ -19,8 +19,8 @@ _NAMES_BY_CONTROLLER = {
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
     """Return how much memory can be had without killing anybody, or None where nobody knows.
 
-    It is what the machine has left, swap included, or what the control groups (containers) that
-    this process is in still allow, if that is less. An estimate: others take memory meanwhile.
+    It is the memory that the machine has left, swap included, or that this process's control groups
+    (containers) still allow, if that is less. An estimate: others take memory meanwhile.
 
     Args:
         root: Where `proc` and `sys` lie.

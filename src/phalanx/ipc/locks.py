@@ -312,7 +312,7 @@ class RangeLock:
         return self._take(guard, self._write)
 
     def _held(self) -> list[_Guard]:
-        """Return the guards that hold it, without those that were left before they could say so."""
+        """Return the guards that hold it; drop those whose block was left unnoticed."""
         for guard in list(self._guards):
             if guard.left():
                 self._drop(guard)

@@ -8,8 +8,8 @@ The holder of the exclusive flock knows that no member is alive, and may remove 
 one out does, or the first after a crash.
 
 # Note [Joining while another sweeps]
-Somebody may remove the directory between our opening it and our lock. So what was locked is
-compared, once it is locked, with what the path leads to; if they differ we start again. The sweeper
+Somebody may remove the directory between our opening it and our lock. So the file is compared, once
+it is locked, with the one that the path leads to; if they differ we start again. The sweeper
 removes `members` after all regions and before the directory: a process that makes a new `members`
 in between has joined, and the directory, not being empty, stays.
 """

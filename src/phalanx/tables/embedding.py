@@ -88,10 +88,9 @@ class _Rows(nn.Module):
     def prefetch(self, indices: Tensor) -> None:
         """Begin to pull the rows of the next batch, which a forward pass with it then takes.
 
-        Rows are as of that forward pass. On one host they need not travel: what this saves it is
-        the sorting and the checking. In a bulk-synchronous table it ends this worker's round, and
-        the forward pass does not end another. At most 16 batches are kept, the oldest goes first;
-        a forward pass drops those that were prefetched before its own.
+        Rows are as of that forward pass, which on one host is spared the sorting and the checking.
+        In a bulk-synchronous table this ends the worker's round, and the forward pass does not end
+        another. At most 16 batches are kept; a forward pass drops those older than its own.
 
         Args:
             indices: As the forward pass will have them, int64 or int32.

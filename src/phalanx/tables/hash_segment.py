@@ -166,7 +166,7 @@ class HashSegment(TableShard):
     def num_keys(self) -> int:
         """Return how many keys are there."""
         counts = self._counts
-        while True:  # until what is read first is so at last: then all is of one moment
+        while True:  # until nothing has changed meanwhile
             coming = counts[_NEXT]
             pending = counts[_FOR]
             num_keys = counts[_BASE] if self.word() == pending else coming
@@ -213,7 +213,7 @@ class HashSegment(TableShard):
         return found, absent
 
     def _look_up(self, keys: Int64s, num_keys: int) -> tuple[Int64s, Absent]:
-        """Return slots, 0 for keys that are not there, and which those are, if any."""
+        """Return slots, 0 for absent keys, and a mask of the absent ones, if any."""
         slots = self._index.find(keys)
         absent = (slots < 0) | (slots >= num_keys)
         if not absent.any():
@@ -295,7 +295,7 @@ class HashSegment(TableShard):
         super()._change(entry._replace(rows=slots), word, after)
 
     def _slots_for(self, keys: Int64s, known: KeySlots | None, word: int) -> Int64s:
-        """Return the slots of keys; those that are not there get one, for the add at ``word``."""
+        """Return the slots of keys; absent ones get a slot, for the add at ``word``."""
         if known is not None and known.serial == self.serial:
             slots, new_keys = known.numbers, known.new_keys
             if not len(new_keys):

@@ -5,8 +5,7 @@
     MPICH's mpiexec             PMI_RANK, …
     Slurm's srun                SLURM_PROCID, …
 
-A process that one of these has started is never a worker of its own: what the variables leave open
-is refused.
+A process started by one of these is never a run of its own: incomplete variables are refused.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ _LAUNCHERS = (
 _WAY_OUT = "Start them with `phalanx launch`, or give `join` a `run`, which names what they share."
 _TORCH = ("RANK", "WORLD_SIZE")
 _LONGEST_NAME = 100
-_LARGEST_STEP = 4_000_000_000  # Slurm numbers what is no step of srun, a batch script say, beyond
+_LARGEST_STEP = 4_000_000_000  # beyond, Slurm numbers batch scripts and the like
 
 
 def read_join_request(
@@ -196,7 +195,7 @@ def _number(found: Mapping[str, str], name: str) -> int:
 def _torchs_run(found: Mapping[str, str]) -> str:
     """Name this start of the run: the same in all its workers, another after a restart."""
     run = found.get("TORCHELASTIC_RUN_ID", "none")
-    if run == "none":  # what torchrun says where it was given no id: then the port is what differs
+    if run == "none":  # torchrun was given no id; then the port tells runs apart
         run = "port-" + found.get("MASTER_PORT", "0")
     restart = found.get("TORCHELASTIC_RESTART_COUNT", "0")
     return _clean(f"torchrun-{run}-{restart}")

@@ -3,9 +3,9 @@
     line     NEWEST | OLDEST          NEWEST = number · 2^8 + log2 of the capacity: one store
     regions  keys-<shard>-<number>-<table>
 
-A segment is filled before it is named in NEWEST. What changes rows looks at NEWEST when it has
-the lock, and begins again where another segment has come; a reader may go on in the old one,
-whose rows are as they were when it was replaced, which was while that read was under way.
+A segment is filled before NEWEST names it. A writer looks at NEWEST when it has the lock, and
+starts over if another segment has come. A reader may finish in the old one: it was replaced during
+that read, and its rows are as they were then.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class KeyShard:
     def _remove_older(self, serial: int) -> None:
         """Let go of the memory of earlier segments; each process does so that opens a new one.
 
-        Without the lock: no number is given twice, so what is removed here was to be removed.
+        Needs no lock: numbers are not reused, so nobody can want an older segment.
         """
         for old in range(self._line[_OLDEST], serial):
             self._regions.remove_region(self._name(old))

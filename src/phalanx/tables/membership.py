@@ -1,12 +1,11 @@
 """The workers of a run: one shared page with a line per worker.
 
     words of 8 bytes, 8 to a line
-    line 0       how many workers are expected, 0 if nobody said
+    line 0       the number of workers expected, 0 if it was not announced
     line 1 + w   worker w:  state | pid | start | clock | incarnation | ·
 
 Each worker writes its own line, under the page's lock. A waiting worker checks every 20 ms whether
-another has died, and marks it dead. *Awaited* workers are those that are here, and those that are
-expected and have never come.
+another has died, and marks it dead. *Awaited* workers are here, or expected and have never come.
 
 # Note [Incarnations]
 The number of a dead worker is reused, and, once no fresh number is left, that of one that has left.
@@ -20,6 +19,7 @@ import hashlib
 
 from phalanx.errors import ConfigError
 from phalanx.ipc import LockFile, ProcessIdentity, RangeLock, Region, late_peers, wait_until
+from phalanx.plan import check_argument
 
 __all__ = ["MAX_WORKERS", "Barrier", "Membership"]
 
@@ -84,13 +84,11 @@ class Membership:
     def _announce(self, num_expected: int | None) -> None:
         if num_expected is None:
             return
-        if type(num_expected) is not int or not 1 <= num_expected <= MAX_WORKERS:
-            raise ConfigError(f"`num_workers` must be 1 to {MAX_WORKERS}, but is {num_expected!r}.")
-        if self.num_expected not in (0, num_expected):
-            raise ConfigError(
-                f"`num_workers` must be what the first worker of {self._label} said "
-                f"({self.num_expected}), but is {num_expected!r}."
-            )
+        fits = type(num_expected) is int and 1 <= num_expected <= MAX_WORKERS
+        check_argument(fits, "num_workers", f"be 1 to {MAX_WORKERS}", num_expected)
+        wanted = f"be what the first worker of {self._label} said ({self.num_expected})"
+        fits = self.num_expected in (0, num_expected)
+        check_argument(fits, "num_workers", wanted, num_expected)
         self._words[_EXPECTED] = num_expected
 
     def _free_number(self) -> int:
@@ -163,10 +161,7 @@ class Membership:
         return [w for w, state in enumerate(self._states()[: self.num_expected]) if state == _EMPTY]
 
     def master(self, worker: int, timeout_s: float) -> int:
-        """Return the lowest worker that is waited for, or ``worker`` if nobody is.
-
-        Where that is another one, look first whether it lives.
-        """
+        """Return the lowest awaited worker that lives, or ``worker`` if there is none."""
         if min(self.awaited(), default=worker) != worker:
             self.mark_dead(timeout_s)
         return min(self.awaited(), default=worker)
@@ -181,7 +176,7 @@ class Membership:
         return found[0] if len(found) == 1 else None
 
     def incarnation(self, worker: int) -> int:
-        """Return how many workers have had the number, the one that has it among them."""
+        """Return how many workers have had the number, the present one included."""
         return self._words[self._start_of(worker) + _INCARNATION]
 
     def is_here(self, worker: int, incarnation: int) -> bool:

@@ -3,9 +3,9 @@
     tensors   | w1 | b1 | w2 |  of any shape, device and float dtype
     flat      | w1 · b1 · w2 |  float32, or float64 for tensors of that
 
-One exchange is: note what the module holds, give the table what has become of it since the last
-one, get what everybody made of it, and put that into the module. A PeerTimeout may end it after any
-of these; the next call goes on from there, so that nothing is given twice.
+One exchange: note the module's values, give the table their change since the last exchange, get the
+merged values, and put them into the module. A PeerTimeout may end it after any of these steps; the
+next call resumes there, so that nothing is given twice.
 
 Shapes:
     P: elements of the module that lie in the table.

@@ -83,7 +83,7 @@ class RoundLog:
         return self._line[_LOG_ROUND]
 
     def put(self, entry: Entry, number: int) -> None:
-        """Put an add down for round ``number``; it counts once the last word is written.
+        """Log an add for round ``number``; it counts once the last word is written.
 
         Raises:
             OutOfSpace: There is no room for it.
@@ -107,7 +107,7 @@ class RoundLog:
         line[_LOG_COUNT] = self._written
 
     def entries(self, number: int) -> list[Entry]:
-        """Return what was put down for round ``number``, over the log's own memory."""
+        """Return the adds of round ``number``, over the log's own memory."""
         if self._line[_LOG_ROUND] != number:
             return []
         return [self._read(*offset) for offset in self._offsets(self._line[_LOG_COUNT])]
@@ -254,13 +254,13 @@ class Rounds:
             line[ARRIVED_AS] = self._membership.incarnation(worker)
 
     def put(self, entry: Entry) -> None:
-        """Put an add down for the round that its worker is in."""
+        """Log an add for its worker's round."""
         with self._mutex:
             number = self._page.worker(entry.worker)[CLOCK] + 1
             self._log_for(entry.worker, number).put(entry, number)
 
     def arrive(self, worker: int) -> _Arrival:
-        """Say that ``worker`` has put down all of its round."""
+        """Say that ``worker`` has logged all adds of its round."""
         line = self._page.worker(worker)
         line[CLOCK] += 1
         return _Arrival(worker, line[CLOCK], line[ARRIVED_AS])
@@ -311,7 +311,7 @@ class Rounds:
                 self._take(each, timeout_s)
 
     def _take(self, number: int, timeout_s: float) -> None:
-        """Take in what has been put down for a round; to be called with the lock held."""
+        """Apply the logged adds of a round. The lock is held."""
         rounds = [self._page.of_workers(LOGS + 2 * index) for index in range(_NUM_LOGS)]
         entries = [
             entry

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.ipc import Region
+from phalanx.plan import check_argument
 from phalanx.tables.hash_index import Int64s, mix
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_init
@@ -66,8 +67,8 @@ class Uniform:
                 f"`low` and `high` must be finite numbers, `low` the smaller, but are {self.low!r} "
                 f"and {self.high!r}."
             )
-        if type(self.seed) is not int or not -(1 << 63) <= self.seed < 1 << 63:
-            raise ConfigError(f"`seed` must be an integer of 64 bits, but is {self.seed!r}.")
+        fits = type(self.seed) is int and -(1 << 63) <= self.seed < 1 << 63
+        check_argument(fits, "seed", "be an integer of 64 bits", self.seed)
 
     def draw(self, keys: Int64s, cols: int) -> Tensor:
         """Return the rows of ``keys``, as (K, cols) float64."""
@@ -95,21 +96,17 @@ def read_row_init(given: object, spec: TableSpec) -> RowInit:
         ConfigError: It is neither a number, nor a row of the table, nor a rule that fits its dtype.
     """
     if isinstance(given, Uniform):
-        if not spec.dtype.is_floating_point:
-            raise ConfigError(
-                f"`init` must be an integer or a row for {spec.dtype}, but is {given}."
-            )
+        wanted = f"be an integer or a row for {spec.dtype}"
+        check_argument(spec.dtype.is_floating_point, "init", wanted, given)
         return given
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
     if isinstance(given, Tensor | np.ndarray):
         given = given[None]
     elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
         given = [given]
-    elif given is not None and not is_number:
-        raise ConfigError(
-            f"`init` must be a number, a row of {spec.cols} numbers or `tables.Uniform(…)`, but is "
-            f"{given!r}."
-        )
+    else:
+        wanted = f"be a number, a row of {spec.cols} numbers or `tables.Uniform(…)`"
+        check_argument(given is None or is_number, "init", wanted, given)
     row = read_init(given, spec, 1)
     return row.expand(1, spec.cols)  # a number takes no memory here, for as many as that may be
 

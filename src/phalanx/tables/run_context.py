@@ -80,7 +80,7 @@ class RunContext:
                 return
             for name, nbytes in region_sizes.items():
                 self.regions.open_region(name, nbytes)
-            text = spec.to_json().encode()
+            text = json.dumps(spec.as_mapping()).encode()
             words[8 : 8 + len(text)] = text
             length[0] = len(text)
 

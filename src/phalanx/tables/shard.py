@@ -63,10 +63,9 @@ T = TypeVar("T")
 
 
 class KeySlots(NamedTuple):
-    """Where a shard has rows that are keys, -1 for those that are not there; and which those are.
+    """The slots of keys in one segment, -1 for absent keys; and the absent keys, each once.
 
-    It is of one segment. Slots that are there stay; new keys, each given once, may have come
-    since.
+    A slot stays its key's; absent keys may have come since.
     """
 
     serial: int
@@ -84,7 +83,7 @@ class Entry(NamedTuple):
         assigns: Whether the delta is the new value.
         unchecked: Whether the delta, of all rows, must be finite and has not been looked at yet.
         delta_rows: Which of the delta's rows, in the order of ``rows``; None for all of them.
-        slots: Where keys were found, if looked up.
+        slots: Of its keys, if they were looked up.
     """
 
     rows: Tensor | None

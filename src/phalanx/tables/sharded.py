@@ -196,7 +196,7 @@ class Sharded(Generic[P]):
             shard.add(part, waiting.remaining_s())
 
     def _take_in(self, number: int, entries: list[Entry], timeout_s: float) -> None:
-        """Take a round's adds; every shard counts each, also those that have no row of it."""
+        """Apply a round's adds; every shard counts each of them, also without rows of its own."""
         if self.spec.updater.merges_rounds is not None and entries:
             entries = [_merge(entries, self.spec.updater.merges_rounds)]
         parts = [{id(shard): part for shard, part in self._parts_of(e)} for e in entries]
@@ -362,7 +362,7 @@ def _span(shard: ShardLike) -> slice:
 
 
 def _first_free(left: Sequence[tuple[P, Entry]]) -> int:
-    """Return where a shard is that nobody holds, or 0: better than to wait, and no promise."""
+    """Return the index of a part whose shard looks free, or 0; it may be taken a moment later."""
     if len(left) > 1:
         for index, (shard, _) in enumerate(left):
             if shard.looks_free():

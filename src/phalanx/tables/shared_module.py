@@ -1,7 +1,7 @@
 """A module that every worker trains a copy of, and that they exchange through tables.
 
-    worker 0   step step step ┐ sync: what has become of my copy since the last sync → table
-    worker 1   step step step ┤       what everybody made of it                      → my copy
+    worker 0   step step step ┐ sync: the change of my copy since the last sync → table
+    worker 1   step step step ┤       the merged values                         → my copy
     worker 2   step step step ┘
 
 every=1, merge="sum", asynchronous   ASGD as Multiverso and Downpour have it

@@ -8,7 +8,6 @@ one takes the undo record of an add of rows, or the result of an add of everythi
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.ipc import Region, aligned
-from phalanx.plan import Staleness, equal_sizes
+from phalanx.plan import Staleness, check_argument, equal_sizes
 from phalanx.tables.table_page import MAX_SHARDS, TablePage
 from phalanx.tables.updaters import Updater, state_dtype
 
@@ -30,7 +29,6 @@ DTYPES = {
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_NONFINITE = ("reject", "skip", "allow")
 _SMALL_UNDO_ROWS = 4096
 _UNDO_SHARE = 4  # of a shard's rows; more are written beside it instead (see shard.py)
 _MAX_ELEMENTS = 1 << 48
@@ -74,16 +72,15 @@ class TableSpec:
         shape = (self.rows,) if self.is_array else (self.rows, self.cols)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "has_keys", self.capacity > 0)
-        if not _NAME.fullmatch(str(self.name)):
-            raise ConfigError(
-                "`name` must be 1 to 100 letters, digits, dots, dashes and underscores, with a "
-                f"letter or digit first, but is {self.name!r}."
-            )
+        wanted = (
+            "be 1 to 100 letters, digits, dots, dashes and underscores, a letter or digit first"
+        )
+        check_argument(_NAME.fullmatch(str(self.name)) is not None, "name", wanted, self.name)
         for name, low in (("rows", 0), ("cols", 1), ("num_shards", 1)):
             value = getattr(self, name)
             shown = "size" if self.is_array and name == "rows" else name
-            if type(value) is not int or value < low:
-                raise ConfigError(f"`{shown}` must be an integer from {low} on, but is {value!r}.")
+            fits = type(value) is int and value >= low
+            check_argument(fits, shown, f"be an integer from {low} on", value)
         if max(self.rows, self.capacity) * self.cols > _MAX_ELEMENTS:
             told = (
                 f"{self.capacity} rows of {self.cols}" if self.has_keys else f"shape {self.shape}"
@@ -91,27 +88,17 @@ class TableSpec:
             raise ConfigError(
                 f"A table must have at most {_MAX_ELEMENTS} elements, but has {told}."
             )
-        if self.num_shards > MAX_SHARDS:
-            raise ConfigError(
-                f"`num_shards` must be at most {MAX_SHARDS}, but is {self.num_shards}."
-            )
-        if not self.dtype.is_floating_point and not self.updater.any_dtype:
-            raise ConfigError(
-                f"`updater` must be 'sum' for a table of {self.dtype}, but is "
-                f"{self.updater.name!r}."
-            )
+        fits = self.num_shards <= MAX_SHARDS
+        check_argument(fits, "num_shards", f"be at most {MAX_SHARDS}", self.num_shards)
+        fits = self.dtype.is_floating_point or self.updater.any_dtype
+        wanted = f"be 'sum' for a table of {self.dtype}"
+        check_argument(fits, "updater", wanted, self.updater.name)
         self.updater.check_dtype(self.dtype)
-        if self.nonfinite not in _NONFINITE:
-            raise ConfigError(
-                f"`nonfinite` must be 'reject', 'skip' or 'allow', but is {self.nonfinite!r}."
-            )
-
-    def to_json(self) -> str:
-        """Write it down for the other workers, or beside a snapshot."""
-        return json.dumps(self.as_mapping())
+        fits = self.nonfinite in ("reject", "skip", "allow")
+        check_argument(fits, "nonfinite", "be 'reject', 'skip' or 'allow'", self.nonfinite)
 
     def as_mapping(self) -> dict[str, object]:
-        """Return what :meth:`to_json` writes."""
+        """Return the spec as JSON holds it, for the other workers, or beside a snapshot."""
         return {
             "name": self.name,
             "shape": ["keys", self.cols] if self.has_keys else list(self.shape),
@@ -130,8 +117,7 @@ class TableSpec:
         Raises:
             ConfigError: Naming the first difference.
         """
-        mine = json.loads(self.to_json())
-        for key, value in mine.items():
+        for key, value in self.as_mapping().items():
             if theirs.get(key) != value:
                 raise ConfigError(
                     f"`{key}` of table {self.name!r} must be what its first worker gave "

@@ -305,10 +305,8 @@ class TableGroup:
             ...     table
             KeyTable('table-0', keys x 3 float32, updater=Sum())
         """
-        if type(capacity) is not int or not 1 <= capacity <= MAX_CAPACITY:
-            raise ConfigError(
-                f"`capacity` must be an integer from 1 to {MAX_CAPACITY}, but is {capacity!r}."
-            )
+        fits = type(capacity) is int and 1 <= capacity <= MAX_CAPACITY
+        check_argument(fits, "capacity", f"be an integer from 1 to {MAX_CAPACITY}", capacity)
         options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
         spec = self._spec(0, cols, *options, capacity=capacity)
         return KeyTable(spec, self._open(KeyStorage, spec, read_row_init(init, spec), name), self)
@@ -438,27 +436,19 @@ def join(
     return TableGroup(context, worker, mode, timeout_s)
 
 
-def _seconds(timeout_s: object) -> float:
-    if (
-        isinstance(timeout_s, bool)
-        or not isinstance(timeout_s, int | float)
-        or not 0 <= timeout_s < _LONGEST_S
-    ):
-        raise ConfigError(
-            f"`timeout_s` must be seconds from 0 to {_LONGEST_S:g}, but is {timeout_s!r}."
-        )
+def _seconds(timeout_s: Any) -> float:  # Any: as the user gave it
+    fits = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    fits = fits and 0 <= timeout_s < _LONGEST_S
+    check_argument(fits, "timeout_s", f"be seconds from 0 to {_LONGEST_S:g}", timeout_s)
     return float(timeout_s)
 
 
 def read_mode(sync: object, staleness: int | None, default: Staleness) -> Staleness:
     """Read the mode that a caller gave for a table; ``default`` if none."""
-    if sync is not None and not isinstance(sync, bool):
-        raise ConfigError(f"`sync` must be True or False, but is {sync!r}.")
+    check_argument(sync is None or isinstance(sync, bool), "sync", "be True or False", sync)
     if staleness is not None:
-        if sync and staleness != 0:
-            raise ConfigError(
-                f"`staleness` must be absent where `sync` is True, but is {staleness!r}."
-            )
+        fits = not sync or staleness == 0
+        check_argument(fits, "staleness", "be absent where `sync` is True", staleness)
         return Staleness(staleness)
     return default if sync is None else Staleness(0 if sync else None)
 

@@ -101,7 +101,7 @@ class Updater:
         """Look whether a table of ``dtype`` can compute with the options.
 
         Raises:
-            ConfigError: One is beyond what the dtype holds.
+            ConfigError: An option is too large for it.
         """
         most = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
         for name, value in self.options().items():
@@ -112,7 +112,7 @@ class Updater:
                 )
 
     def first_states(self) -> list[float]:
-        """Return what each state is filled with at first."""
+        """Return the first value of each state."""
         return [0.0] * len(self.states)
 
     def apply(self, change: Change) -> None:
@@ -462,5 +462,5 @@ def parse_updater(given: object) -> Updater:
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what the state of a table of ``dtype`` is kept in."""
+    """Return the dtype of the states of a table of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32

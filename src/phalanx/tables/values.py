@@ -101,7 +101,7 @@ def _from_numpy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], name: 
 
 
 def read_delta(given: object, spec: TableSpec, num_rows: int | None, name: str = "delta") -> Tensor:
-    """Return what is added as (K, D) of the table's dtype.
+    """Return a delta as (K, D) of the table's dtype.
 
     Args:
         given: Tensor, numpy array or nested sequence. The first two must have the table's dtype.
@@ -176,7 +176,7 @@ def read_out(out: object, spec: TableSpec, num_rows: int) -> Tensor:
 
 
 def read_value(given: object, spec: TableSpec, num_rows: int | None, name: str = "value") -> Tensor:
-    """Return what rows become, past the updater, as :func:`read_delta` returns a delta.
+    """Return new values of rows, as :func:`read_delta` returns a delta.
 
     Raises:
         ConfigError: Shape or dtype is another, or it holds what the table does not take.
@@ -187,7 +187,7 @@ def read_value(given: object, spec: TableSpec, num_rows: int | None, name: str =
 
 
 def read_init(given: object, spec: TableSpec, num_rows: int | None = None) -> Tensor:
-    """Return what rows hold at first: all values, or one number (None for 0) without dimensions.
+    """Return the first values: of all rows, or one number (None for 0) without dimensions.
 
     Raises:
         ConfigError: It does not fit the table.
