@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,7 +124,7 @@ class Table:
         Args:
             delta: For ``rows``, or for the whole table. A tensor or array of the table's dtype, or
                 a sequence of numbers. It may be changed as soon as this returns.
-            rows: int64, 0-based; of an array, the elements.
+            rows: int64, 0-based; of an array, the elements; of a :class:`KeyTable`, the keys.
             wait: Whether the add has been taken when this returns. On one host it always has.
 
         Shapes:
@@ -135,16 +135,17 @@ class Table:
             ConfigError: Shape or dtype is another, a row is outside the table, or the delta holds
                 NaN or infinity and the table rejects those. The table is unchanged.
             StateError: This worker has left.
+            OutOfSpace: There is no memory for new keys. The table is unchanged.
             PeerTimeout: Another worker held the shard beyond the deadline.
 
-        Collective: No. Blocks: While another worker adds to the same shard.
+        Collective: No. Blocks: While another worker adds to the same shard, or it grows.
         Moves: the delta, once; the rows that it changes, once more for the undo record.
         """
         self._check_open()
         if wait is not True and wait is not False:
             raise ConfigError(f"`wait` must be True or False, but is {wait!r}.")
         spec = self._spec
-        index = None if rows is None else read_rows(rows, spec)
+        index = read_rows(rows, spec)
         value = read_delta(delta, spec, None if index is None else index.numel())
         unchecked = self._shard_may_check and index is None and value.numel() > _LARGE
         try:
@@ -211,7 +212,7 @@ class Table:
         """Read rows, in the order asked, or the whole table; a row may be asked twice.
 
         Args:
-            rows: int64, 0-based; of an array, the elements.
+            rows: int64, 0-based; of an array, the elements; of a :class:`KeyTable`, the keys.
             out: Where the rows go, so that nothing is allocated; returned.
 
         Shapes:
@@ -242,7 +243,7 @@ class Table:
         """
         self._check_open()
         spec = self._spec
-        index = None if rows is None else read_rows(rows, spec)
+        index = read_rows(rows, spec)
         num_rows = spec.rows if index is None else index.numel()
         if out is None:
             target = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
@@ -415,23 +416,6 @@ class KeyTable(Table):
         self._check_open()
         return self._storage.keys(self._group.timeout_s)
 
-    def add(self, delta: Numbers, rows: Rows | None = None, *, wait: bool = True) -> None:
-        """Give the table a delta for keys; a new key begins with the first row.
-
-        Args:
-            delta: (K, cols), as for any table.
-            rows: The keys, (K,) int64; a key given twice gets both.
-            wait: Whether the add has been taken when this returns. On one host it always has.
-
-        Raises:
-            ConfigError: As for any table; or there are no keys. The table is unchanged.
-            OutOfSpace: There is no memory for so many keys. The table is unchanged.
-            PeerTimeout: Another worker held the shard beyond the deadline.
-
-        Blocks: While another worker adds to the same shard, or it grows.
-        """
-        super().add(delta, self._some(rows), wait=wait)
-
     def assign(self, value: Numbers, rows: Rows | None = None) -> None:
         """Replace the rows of keys, past the updater; only the master may. Others stay.
 
@@ -448,25 +432,14 @@ class KeyTable(Table):
         """
         self._check_open()
         self._check_master("assign")
-        keys = read_rows(self._some(rows), self._spec)
+        keys = read_rows(rows, self._spec)
+        assert keys is not None
         if len(keys.unique()) != len(keys):
             raise ConfigError(
                 "`rows` must hold each key once for `assign`, but one is there twice."
             )
         given = read_value(value, self._spec, len(keys))
         self._take(Entry(keys, given, self._group.worker_id, assigns=True))
-
-    def async_get(self, rows: Rows | None = None, *, out: Tensor | None = None) -> PendingGet:
-        """Begin a :meth:`get`; ``wait()`` on the answer ends it. Several may be open."""
-        return super().async_get(self._some(rows), out=out)
-
-    def _some(self, rows: Rows | None) -> Rows:
-        if rows is None:
-            raise ConfigError(
-                f"`rows` must be the keys that are meant of table {self.name!r}, but is None. Give "
-                "`table.keys()` for all that are there."
-            )
-        return rows
 
     def stats(self) -> TableStats:
         """Return what this worker has done so far, and how much memory the table has now."""
@@ -475,13 +448,13 @@ class KeyTable(Table):
         return stats
 
 
-def wait_for_clocks(group: TableWorker, judge: Any, what: str) -> None:  # Any: () -> Verdict
+def wait_for_clocks(group: TableWorker, judge: Callable[[], Verdict], what: str) -> None:
     """Wait until ``judge()`` lets this worker go on.
 
     Raises:
         PeerTimeout: The slowest stayed away; ``.rank`` is it.
     """
-    verdict: Verdict = judge()
+    verdict = judge()
     if verdict.may_go_on:
         return
 

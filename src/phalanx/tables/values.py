@@ -19,14 +19,21 @@ from phalanx.tables.spec import TableSpec
 __all__ = ["read_delta", "read_init", "read_out", "read_rows", "read_value"]
 
 
-def read_rows(given: object, spec: TableSpec) -> Tensor:
-    """Return a list of rows as (K,) int64, every one of them within the table; or of keys, any.
+def read_rows(given: object, spec: TableSpec) -> Tensor | None:
+    """Return a list of rows as (K,) int64, each within the table, or of keys; None for all rows.
 
     Keys are a copy; rows may be the caller's own.
 
     Raises:
-        ConfigError: It is no list of integers, or a row is outside the table.
+        ConfigError: It is no list of integers, a row is outside the table, or keys are not given.
     """
+    if given is None:
+        if spec.has_keys:
+            raise ConfigError(
+                f"`rows` must be the keys that are meant of table {spec.name!r}, but is None. Give "
+                "`table.keys()` for all that are there."
+            )
+        return None
     rows = _plain(given if isinstance(given, Tensor) else _rows_tensor(given), "rows")
     if rows.dtype != torch.int64:
         rows = _whole_numbers(rows)
