@@ -21,7 +21,7 @@ is discarded.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -110,25 +110,24 @@ class RoundLog:
         """Return the adds of round ``number``, over the log's own memory."""
         if self._line[_LOG_ROUND] != number:
             return []
-        return [self._read(*offset) for offset in self._offsets(self._line[_LOG_COUNT])]
+        return [entry for entry, _ in self._walk(self._line[_LOG_COUNT])]
 
     def _find_end(self, count: int) -> None:
         """Find the end of the log: its start after a round, or where a dead worker stopped."""
         self._at = (0, 0)
-        for chunk, at in self._offsets(count):
-            self._at = chunk, at + self._entry_bytes(self._read(chunk, at))
+        for _, end in self._walk(count):
+            self._at = end
         self._written = count
 
-    def _offsets(self, count: int) -> list[tuple[int, int]]:
-        offsets: list[tuple[int, int]] = []
+    def _walk(self, count: int) -> Iterator[tuple[Entry, tuple[int, int]]]:
+        """Yield the first ``count`` entries, each with the chunk and byte at which it ends."""
         chunk, at = 0, 0
-        while len(offsets) < count:
-            if self._head(chunk, at)[0] == _NEXT_CHUNK:
+        for _ in range(count):
+            while self._head(chunk, at)[0] == _NEXT_CHUNK:
                 chunk, at = chunk + 1, 0
-                continue
-            offsets.append((chunk, at))
-            at += self._entry_bytes(self._read(chunk, at))
-        return offsets
+            entry = self._read(chunk, at)
+            at += self._entry_bytes(entry)
+            yield entry, (chunk, at)
 
     def _room_for(self, nbytes: int) -> tuple[int, int]:
         chunk, at = self._at
