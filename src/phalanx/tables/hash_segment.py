@@ -124,7 +124,6 @@ class HashSegment(TableShard):
         self.nbytes = region.nbytes
         self._counts = page.table
         self._row_initializer = row_initializer
-        self._first_states = spec.updater.first_states()
         self._newest = newest
         entries, keys, _ = _index_offsets(spec, capacity)
         self._keys = region.tensor(torch.int64, capacity, keys)
@@ -174,7 +173,6 @@ class HashSegment(TableShard):
                 return num_keys
 
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
-        """Copy the rows of keys into ``out``; never half of anybody's add."""
         assert rows is not None
         keys = rows.numpy()
         for _ in range(_ATTEMPTS if KEEPS_ORDER else 0):
@@ -192,7 +190,6 @@ class HashSegment(TableShard):
     def read_and_back_up(
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
     ) -> None:
-        """Copy the rows of keys into ``out``, and remember them as what ``worker`` has read."""
         assert rows is not None
         with self.lock.exclusive(timeout_s):
             fail_point("reader's lock held")
@@ -319,7 +316,7 @@ class HashSegment(TableShard):
             raise SegmentFull(after)
         values, *states = self.current()
         values[first:after] = self._row_initializer.rows_for(keys)
-        for state, number in zip(states, self._first_states, strict=True):
+        for state, number in zip(states, self._updater.first_states(), strict=True):
             state[first:after] = number
         for backup in self._backups:
             backup[first:after] = values[first:after]

@@ -54,7 +54,7 @@ def first_region(spec: TableSpec, index: int) -> tuple[str, int]:
 
 
 class KeyShard:
-    """The shard, as one process sees it.
+    """The shard, as one process sees it; used as a :class:`~phalanx.tables.shard.TableShard` is.
 
     Args:
         spec: The table.
@@ -94,7 +94,6 @@ class KeyShard:
         self.newest().make_header()
 
     def looks_free(self) -> bool:
-        """Tell whether an add would find the shard free at this moment."""
         return self._lock.looks_free()
 
     def close(self) -> None:
@@ -152,19 +151,16 @@ class KeyShard:
     # --- as a shard of any table ------------------------------------------------------------------
 
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
-        """Copy the rows of keys into ``out``; never half of anybody's add."""
         self._call(lambda found, left_s: found.read(rows, out, left_s), timeout_s)
 
     def read_and_back_up(
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
     ) -> None:
-        """Copy the rows of keys into ``out``, and remember them as what ``worker`` has read."""
         self._call(
             lambda found, left_s: found.read_and_back_up(rows, out, worker, left_s), timeout_s
         )
 
     def find(self, entry: Entry, timeout_s: float) -> KeySlots:
-        """Return where the keys of an entry are now."""
         assert entry.rows is not None
         return self.newest().find(entry.rows.numpy(), timeout_s)
 
@@ -181,19 +177,15 @@ class KeyShard:
         self._call(lambda found, left_s: found.add(entry, left_s), timeout_s)
 
     def apply_round(self, number: int, entries: Sequence[Entry], timeout_s: float) -> None:
-        """Take the adds of a round, in their order; go on where somebody was killed."""
         self._call(lambda found, left_s: found.apply_round(number, entries, left_s), timeout_s)
 
     def begin_backup(self, worker: int, timeout_s: float) -> None:
-        """Give a new worker its first copy of the rows."""
         self._call(lambda found, left_s: found.begin_backup(worker, left_s), timeout_s)
 
     def copy_keys(self, timeout_s: float) -> Tensor:
-        """Return a copy of the keys, of one moment."""
         return self._call(lambda found, left_s: found.copy_keys(left_s), timeout_s)
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
-        """Return copies of the keys, their values and their states, of one moment."""
         return self._call(lambda found, left_s: found.copy_all(left_s), timeout_s)
 
     def _call(self, call: Callable[[HashSegment, float], T], timeout_s: float) -> T:

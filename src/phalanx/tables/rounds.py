@@ -35,7 +35,7 @@ from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.table_page import APPLIED, ARRIVED_AS, CLOCK, LOGS, TAKEN, TablePage
 
-__all__ = ["RoundLog", "Rounds"]
+__all__ = ["Arrival", "RoundLog", "Rounds"]
 
 _LOG_ROUND, _LOG_COUNT = range(2)
 _NUM_LOGS = 2
@@ -176,7 +176,7 @@ class RoundLog:
         return Entry(rows, delta, self._worker, kind in (_VALUE, _ROW_VALUES))
 
 
-class _Arrival(NamedTuple):
+class Arrival(NamedTuple):
     """A worker that has come to a round and not gone on yet."""
 
     worker: int
@@ -258,13 +258,13 @@ class Rounds:
             number = self._page.worker(entry.worker)[CLOCK] + 1
             self._log_for(entry.worker, number).put(entry, number)
 
-    def arrive(self, worker: int) -> _Arrival:
+    def arrive(self, worker: int) -> Arrival:
         """Say that ``worker`` has logged all adds of its round."""
         line = self._page.worker(worker)
         line[CLOCK] += 1
-        return _Arrival(worker, line[CLOCK], line[ARRIVED_AS])
+        return Arrival(worker, line[CLOCK], line[ARRIVED_AS])
 
-    def finish(self, arrival: _Arrival, timeout_s: float) -> None:
+    def finish(self, arrival: Arrival, timeout_s: float) -> None:
         """Wait until the round is in; apply it if everybody has arrived.
 
         An arrival that was taken back counts again.
@@ -296,7 +296,7 @@ class Rounds:
             if line[CLOCK] < number or line[ARRIVED_AS] != self._membership.incarnation(worker)
         ]
 
-    def _is_its_own(self, arrival: _Arrival) -> bool:
+    def _is_its_own(self, arrival: Arrival) -> bool:
         """Tell whether the line still belongs to this worker, not to a later one of its number."""
         return self._page.worker(arrival.worker)[ARRIVED_AS] == arrival.incarnation
 
@@ -323,7 +323,7 @@ class Rounds:
         self._take_in(number, entries, timeout_s)
         self._line[APPLIED] = number
 
-    def _give_up(self, arrival: _Arrival, timeout_s: float) -> None:
+    def _give_up(self, arrival: Arrival, timeout_s: float) -> None:
         worker, number, _ = arrival
         with self._lock.exclusive(timeout_s):
             missing = self._missing(number)

@@ -180,23 +180,14 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
 def _refuse_other(spec: TableSpec, theirs: object, manifest: Path) -> None:
     if not isinstance(theirs, dict):
         raise CheckpointError(f"{str(manifest)!r} must describe a table, but does not.")
-    updater = theirs.get("updater")
-    found = {
-        "shape": theirs.get("shape"),
-        "dtype": theirs.get("dtype"),
-        "updater": updater.get("name") if isinstance(updater, dict) else updater,
-    }
-    ours = spec.as_mapping()
-    wanted = {
-        "shape": ours["shape"],
-        "dtype": ours["dtype"],
-        "updater": spec.updater.options()["name"],
-    }
-    for field, value in wanted.items():  # learning rates and the like may be others
-        if found[field] != value:
+    for field in ("shape", "dtype", "updater"):
+        found, wanted = theirs.get(field), spec.as_mapping()[field]
+        if field == "updater":  # learning rates and the like may be others
+            found, wanted = (u.get("name") if isinstance(u, dict) else u for u in (found, wanted))
+        if found != wanted:
             raise CheckpointError(
                 f"`{field}` of the snapshot {str(manifest)!r} must be that of table "
-                f"{spec.name!r} ({value!r}), but is {found[field]!r}."
+                f"{spec.name!r} ({wanted!r}), but is {found!r}."
             )
 
 

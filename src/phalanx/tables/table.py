@@ -18,6 +18,7 @@ from phalanx.memory import all_finite, has_memory
 from phalanx.plan import Verdict
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Membership
+from phalanx.tables.rounds import Arrival
 from phalanx.tables.shard import Entry, NotFinite
 from phalanx.tables.sharded import Storage
 from phalanx.tables.snapshots import load_parts, read_directory, save_parts
@@ -257,13 +258,13 @@ class Table:
             target, answer = read_out(out, spec, num_rows), out
         return PendingGet(self, index, target, answer)
 
-    def _arrive(self) -> object:
+    def _arrive(self) -> Arrival | None:
         group = self._group
         if self._is_bulk and group.is_counted():
             return self._storage.rounds.arrive(group.worker_id)
         return None
 
-    def _read(self, rows: Tensor | None, target: Tensor, arrival: Any) -> None:  # Any: rounds' own
+    def _read(self, rows: Tensor | None, target: Tensor, arrival: Arrival | None) -> None:
         group = self._group
         if arrival is not None:
             self._storage.rounds.finish(arrival, group.timeout_s)

@@ -136,11 +136,9 @@ class Sum(Updater):
 
     @property
     def scale(self) -> float:
-        """1."""
         return 1
 
     def apply(self, change: Change) -> None:
-        """Add."""
         change.rows_KD.add_(change.delta_KD)
 
 
@@ -149,7 +147,6 @@ class Assign(Updater):
     """w = delta, whatever the table's updater; states stay. Of ``assign``, which rows see once."""
 
     def apply(self, change: Change) -> None:
-        """Replace."""
         change.rows_KD.copy_(change.delta_KD)
 
 
@@ -166,11 +163,9 @@ class Sgd(Updater):
 
     @property
     def scale(self) -> float:
-        """−lr."""
         return -self.lr
 
     def apply(self, change: Change) -> None:
-        """Go down the gradient."""
         change.rows_KD.add_(change.delta_KD, alpha=-self.lr)
 
 
@@ -191,7 +186,6 @@ class Momentum(Updater):
     momentum: float = 0.9
 
     def apply(self, change: Change) -> None:
-        """Go down the smoothed gradient."""
         (s,) = change.states
         s.mul_(self.momentum).add_(change.delta_KD)
         change.rows_KD.add_(s, alpha=-self.lr)
@@ -211,7 +205,6 @@ class Nesterov(Momentum):
     name: ClassVar[str] = "nesterov"
 
     def apply(self, change: Change) -> None:
-        """Go down the gradient as it is foreseen."""
         (s,) = change.states
         s.mul_(self.momentum).add_(change.delta_KD)
         change.rows_KD.add_(change.delta_KD, alpha=-self.lr)
@@ -237,11 +230,9 @@ class AdaGrad(Updater):
     initial: float = 0.0
 
     def first_states(self) -> list[float]:
-        """Return the initial h."""
         return [self.initial]
 
     def apply(self, change: Change) -> None:
-        """Go down the scaled gradient."""
         (h,) = change.states
         gradient = change.delta_KD.to(h.dtype)
         h.add_(self._square(gradient))
@@ -291,7 +282,6 @@ class RmsProp(Updater):
     eps: float = 1e-8
 
     def apply(self, change: Change) -> None:
-        """Go down the scaled gradient."""
         (v,) = change.states
         gradient = change.delta_KD.to(v.dtype)
         v.mul_(self.alpha).addcmul_(gradient, gradient, value=1 - self.alpha)
@@ -323,7 +313,6 @@ class Adam(Updater):
     eps: float = 1e-8
 
     def apply(self, change: Change) -> None:
-        """Go down the normalised average."""
         m, v, t = change.states
         gradient = change.delta_KD.to(m.dtype)
         m.mul_(self.beta1).add_(gradient, alpha=1 - self.beta1)
@@ -355,7 +344,6 @@ class DcAsgd(Updater):
     compensation: float = 0.04
 
     def apply(self, change: Change) -> None:
-        """Go down the compensated gradient."""
         rows_KD, delta_KD, _, backup_KD = change
         assert backup_KD is not None
         drift = (rows_KD - backup_KD).mul_(delta_KD).mul_(delta_KD)
