@@ -42,6 +42,7 @@ from phalanx.execution.reduction import LocalReduction
 from phalanx.execution.sent_once import OnceNames, Save, SentOnce
 from phalanx.execution.settings import read_settings
 from phalanx.execution.sharded_optimizer import Stepper, open_stepper
+from phalanx.execution.shared_objects import PackedObjects, SharedObjects
 from phalanx.execution.shared_stepping import SharedStepper
 from phalanx.execution.source_sync import Changes, SourceSync
 from phalanx.execution.thread_pool import ThreadPool
@@ -49,6 +50,7 @@ from phalanx.execution.timeouts import LONGEST_S
 from phalanx.execution.worker_client import START_S, Lost, WorkerProcess, rebuilt
 from phalanx.execution.worker_group import WorkerGroup
 from phalanx.execution.worker_main import (
+    AdoptObjects,
     Done,
     Failed,
     MicrobatchMessage,
@@ -61,7 +63,6 @@ from phalanx.memory import FlatParameters, SharedMemoryPool
 from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas import (
     CallerModes,
-    GlobalValues,
     num_cores,
     pack,
     pack_data,
@@ -87,7 +88,8 @@ class ProcessExecutor(Executor):
         num_workers: Number of processes.
         pool: Where its parameters lie, or will: those that do not yet are moved there. Kept as
             an attribute.
-        shared: Objects that the run refers to, such as the loss; sent once, with the module.
+        shared: Objects that runs refer to, such as the loss; sent with the module, and anew when
+            anything that they reach has changed.
         workloads: Relative shares; equal by default; 0 switches a worker off.
         intra_op: Threads inside operators, per worker.
         rules: What becomes of buffers that workers write.
@@ -148,10 +150,13 @@ class ProcessExecutor(Executor):
             specs = statistic_specs(source, rules if rules is not None else BufferRules())
             self._gradient_buffers = GradientBuffers(self.parameters, specs, pool)
             places, layout = self._sync.handles, self._gradient_buffers.layout
-            self._globals = GlobalValues([source, *self._shared])
-            packed, values = self._packed_module(), self._globals.at_first
+            packed = self._packed_module()
+            self._objects = objects = SharedObjects(source, self._shared, pool)
+            values = objects.globals_at_first
             self._workers.start(
-                WorkerInit(packed, places, layout, rules, steps, values, num_workers)
+                WorkerInit(
+                    packed, objects.packed, places, layout, rules, steps, values, num_workers
+                )
             )
         except BaseException:
             self.close()
@@ -215,7 +220,7 @@ class ProcessExecutor(Executor):
         for parameter in self._moved:
             parameter.data = parameter.data.clone()
         self._moved = []
-        for held in ("pool", "_sync", "_gradient_buffers"):
+        for held in ("pool", "_sync", "_gradient_buffers", "_objects"):
             self.__dict__.pop(held, None)  # a graph may hold this for longer, and the memory not
 
     # -- workers -----------------------------------------------------
@@ -232,7 +237,7 @@ class ProcessExecutor(Executor):
             return ("parameter", numbers[id(obj)], kind, place, value, obj.requires_grad, others)
 
         try:
-            return pack((self._source, self._shared), aside)
+            return pack(self._source, aside)
         except Exception as error:  # whatever the user's objects raise when pickled
             raise picklable_or_named(self._source, error) from error
 
@@ -251,6 +256,7 @@ class ProcessExecutor(Executor):
                 "of it. Make a trainer or a group in the child."
             )
         self._workers.raise_deferred()
+        self._objects.look()
         state.version = version = self._version_for(state)
         self._settings = read_settings()  # here: some of them are the calling thread's
         modes = CallerModes.capture(self.devices)
@@ -259,6 +265,7 @@ class ProcessExecutor(Executor):
             spec=self._packed_spec(state, modes),
             wants_gradients=modes.grad,
             version=version,
+            objects=self._objects.packed,
         )
         self._prepare_first(run)
         self._threads.each(
@@ -290,7 +297,7 @@ class ProcessExecutor(Executor):
                 modes,
                 self._settings,
                 dataclasses.replace(state.rng, alone=True),
-                self._globals.changes(),
+                self._objects.changed_globals(),
             ),
             lambda obj: ("shared", numbers[id(obj)]) if id(obj) in numbers else None,
         )
@@ -388,6 +395,7 @@ class ProcessExecutor(Executor):
     def _compute(self, index: int, message: _SentMicrobatch, run: _ProcessRun) -> None:
         worker = self._workers[index]
         self._send_once(worker, message.once)
+        self._send_objects(worker, run.objects)
         answer = worker.ask(message.packed, self._timeout_s)
         if isinstance(answer, Failed):
             raise rebuilt(
@@ -404,6 +412,15 @@ class ProcessExecutor(Executor):
             answer = worker.ask(pack_data(RemoteCall(Save(name, things[name]))), START_S)
             if isinstance(answer, Failed):
                 raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
+
+    def _send_objects(self, worker: WorkerProcess, objects: PackedObjects) -> None:
+        if worker.objects == objects.version:
+            return
+        call = RemoteCall(AdoptObjects(objects), self._settings)
+        answer = worker.ask(pack(call), START_S)
+        if isinstance(answer, Failed):
+            raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent the loss.")
+        worker.objects = objects.version
 
     def _count(self, index: int, message: _SentMicrobatch, done: Done, run: _ProcessRun) -> None:
         state, microbatch, buffer = run.state, message.microbatch, message.gradient_buffer
@@ -448,6 +465,7 @@ class _ProcessRun:
     spec: bytes  # what all tasks of the run have in common
     wants_gradients: bool
     version: _Version
+    objects: PackedObjects
     first: dict[int, _SentMicrobatch] = field(default_factory=dict)  # by worker
 
 

@@ -75,6 +75,7 @@ class WorkerProcess:
 
     Attributes:
         version: The version of the module's attributes that it has (see `SourceSync`); -1 for none.
+        objects: The version of the `SharedObjects` that it has.
         ready: Whether it has got the model and has said so.
         mailbox: Where rows for it are written.
         answers: Where it writes what is large in its answers.
@@ -90,6 +91,7 @@ class WorkerProcess:
     ) -> None:
         self.index = index
         self.version = -1
+        self.objects = 0
         self.ready = False
         self._saved: frozenset[str] = frozenset()
         self._forgotten: deque[str] = deque()

@@ -24,6 +24,7 @@ from phalanx.execution.gradient_buffers import GradientBufferLayout, WrittenGrad
 from phalanx.execution.gradient_writer import GradientWriter
 from phalanx.execution.mailbox import Outbox, collect
 from phalanx.execution.settings import adopt_settings
+from phalanx.execution.shared_objects import PackedObjects, unpack_objects
 from phalanx.execution.source_sync import Changes, place_buffers, take_over
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.ipc import die_with_parent, fail_point, inject
@@ -43,6 +44,7 @@ from phalanx.replicas import (
 from phalanx.torch_internals import make_subclass
 
 __all__ = [
+    "AdoptObjects",
     "Done",
     "Failed",
     "Forget",
@@ -82,16 +84,18 @@ class WorkerInit:
     """The model.
 
     Attributes:
-        blob: The module and what goes with it, packed; parameters are places in the pool.
+        blob: The module, packed; parameters are places in the pool.
+        objects: What runs refer to beside it.
         buffers: Where the module's buffers lie.
         layout: Where in a gradient buffer things lie; its region comes with each task.
         rules: What becomes of buffers that it writes.
         steps: Whether calls will step an optimizer.
-        values: Those of global variables that the code in ``blob`` reads.
+        values: Those of global variables that the code of both reads.
         num_workers: How many workers the executor has.
     """
 
     blob: bytes
+    objects: PackedObjects
     buffers: list[TensorHandle | None]
     layout: GradientBufferLayout
     rules: BufferRules | None = None
@@ -157,6 +161,17 @@ class RemoteCall:
 
     call: Callable[[Worker], object]
     settings: tuple[Any, ...] | None = None  # Any: see `read_settings`
+
+
+@dataclass(frozen=True)
+class AdoptObjects:
+    """Lets a worker take over what runs refer to, as it is now."""
+
+    objects: PackedObjects
+
+    def __call__(self, worker: Worker) -> None:
+        """Do it, in the worker."""
+        worker.adopt(self.objects)
 
 
 @dataclass(frozen=True)
@@ -287,12 +302,18 @@ class Worker:
         self.pool = pool
         self.saved: dict[str, Any] = {}
         self._writer = GradientWriter(init.layout, pool)
-        self._module, self._shared = _unpacked(init, pool)
+        self._module = _unpacked(init, pool)
+        self._shared = unpack_objects(init.objects, self._module, pool)
         adopt_globals(init.values, [self._module, *self._shared])
         self._replica = Replica(self._module, _CPU, index, rules=init.rules)
         self._packed_spec = b""
         self._spec: RunSpec | None = None
         self._buffers_seen = -1
+
+    def adopt(self, objects: PackedObjects) -> None:
+        """Take over what runs refer to, in the place of what it was before."""
+        self._shared = unpack_objects(objects, self._module, self.pool)
+        self._spec = None  # it holds the former ones
 
     def work(self, message: Any) -> bytes:  # Any: the messages above
         """Answer one message."""
@@ -373,7 +394,7 @@ class Worker:
         self._replica.refresh()
 
 
-def _unpacked(init: WorkerInit, pool: SharedMemoryPool) -> tuple[nn.Module, list[Any]]:
+def _unpacked(init: WorkerInit, pool: SharedMemoryPool) -> nn.Module:
     """Unpack the module, its parameters in the memory that all workers share."""
     made: dict[int, nn.Parameter] = {}
 
@@ -386,9 +407,9 @@ def _unpacked(init: WorkerInit, pool: SharedMemoryPool) -> tuple[nn.Module, list
             made[index].__dict__.update(attributes)
         return made[index]
 
-    module, shared = load(init.blob, find)
+    module: nn.Module = load(init.blob, find)
     place_buffers(module, init.buffers, pool)
-    return module, shared
+    return module
 
 
 def _warm_up(*, steps: bool) -> None:

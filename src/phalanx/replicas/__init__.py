@@ -10,7 +10,12 @@ from phalanx.replicas.devices import (
     resolve_device,
     resolve_devices,
 )
-from phalanx.replicas.global_values import GlobalValues, PackedGlobals, adopt_globals
+from phalanx.replicas.global_values import (
+    GlobalValues,
+    PackedGlobals,
+    adopt_globals,
+    can_be_followed,
+)
 from phalanx.replicas.hooks import Registered
 from phalanx.replicas.inputs import Inputs, WatchedInputs, placed
 from phalanx.replicas.intra_op import (
@@ -71,12 +76,19 @@ from phalanx.replicas.statistics import (
 from phalanx.replicas.tensor_version import TensorVersion
 from phalanx.replicas.unchanged import same_afterwards
 from phalanx.replicas.uncompiled import uncompiled
+from phalanx.replicas.watched_objects import (
+    FunctionState,
+    WatchedObjects,
+    can_be_copied,
+    state_of_function,
+)
 
 __all__ = [
     "Attributes",
     "CallerModes",
     "CompileOnce",
     "Form",
+    "FunctionState",
     "GlobalValues",
     "Inputs",
     "MicrobatchRng",
@@ -93,6 +105,7 @@ __all__ = [
     "Statistics",
     "TensorVersion",
     "WatchedInputs",
+    "WatchedObjects",
     "add_gradients",
     "adopt_globals",
     "advance_process_generator",
@@ -101,6 +114,8 @@ __all__ = [
     "batch_norm_names",
     "bytes_of",
     "caller_intra_op",
+    "can_be_copied",
+    "can_be_followed",
     "check_statistics",
     "copy_of",
     "current_replica",
@@ -134,6 +149,7 @@ __all__ = [
     "seed_of_process",
     "set_intra_op",
     "span_bytes",
+    "state_of_function",
     "statistic_specs",
     "sum_statistics",
     "synchronise_batch_norm",

@@ -1,5 +1,7 @@
 """Global variables and class attributes that a model's code reads, the same in worker processes.
 
+So are attributes of the functions it calls, and their defaults that can change inside.
+
 A worker process imports a script anew, without what stands under ``if __name__ == "__main__":``. So
 what the script has set there, from its command line say, would have its old value in workers. The
 code of the module, the loss and `forward` is looked through for what it reads; plain values go to
@@ -35,11 +37,20 @@ from torch import Tensor, nn
 from phalanx.replicas.packing import is_plain, load, pack
 from phalanx.replicas.tensor_version import TensorVersion
 
-__all__ = ["GlobalValues", "PackedGlobals", "adopt_globals"]
+__all__ = [
+    "GlobalValues",
+    "PackedGlobals",
+    "adopt_globals",
+    "can_be_followed",
+    "is_atom",
+    "is_foreign",
+]
 
-# (module, qualified name of the class or "", name of the variable) -> the value, pickled.
+# (module, qualified name of the class or function or "", name of the variable) -> the value,
+# pickled.
 PackedGlobals = Mapping[tuple[str, str, str], bytes]
-_Home = tuple[str, str]  # (module, qualified name of a class, or "" for the module's globals)
+# (module, qualified name of a class or function, or "" for the module's globals).
+_Home = tuple[str, str]
 
 _FOREIGN = frozenset({"torch", "numpy", "phalanx", "builtins", *sys.stdlib_module_names})
 _MOST_OBJECTS = 5000  # looked through; a model of a large library reaches no more that matter
@@ -105,7 +116,7 @@ def adopt_globals(values: PackedGlobals, roots: Sequence[object]) -> None:
         home = homes.get((module, qualified))
         if home is None or _packed(_look_up(home, name)) == packed:
             continue
-        if isinstance(home, type):
+        if not isinstance(home, dict):
             setattr(home, name, load(packed))
         else:
             home[name] = load(packed)
@@ -117,11 +128,10 @@ _NOTHING = object()
 class _Followed:
     """One variable, and what it was when it was looked at last."""
 
-    # Any: a variable of the user's code.
-    def __init__(self, key: tuple[str, str, str], home: type | dict[str, Any], value: Any) -> None:
+    # Any: a variable of the user's code, and where it is.
+    def __init__(self, key: tuple[str, str, str], home: Any, value: Any) -> None:
         self.key = key
         self._home = home
-        self._namespace = vars(home) if isinstance(home, type) else home
         self._note(value)
 
     def _note(self, value: Any) -> None:
@@ -143,7 +153,7 @@ class _Followed:
         return not self._is_pickled or _pickled(value) == self._copy
 
     def has_changed(self) -> bool:
-        now = self._namespace.get(self.key[2], _NOTHING)
+        now = _look_up(self._home, self.key[2])
         if now is self.value:
             if self._seen is not None:
                 same = self._seen.is_still(now)
@@ -156,13 +166,15 @@ class _Followed:
 
 
 # Any, from here on: variables of the user's code.
-def _look_up(home: type | Mapping[str, Any], name: str) -> Any:
+def _look_up(home: Any, name: str) -> Any:
+    if isinstance(home, types.FunctionType):
+        return getattr(home, name, _NOTHING)  # `__defaults__` is not among its `vars`
     return (vars(home) if isinstance(home, type) else home).get(name, _NOTHING)
 
 
 def _packed(value: Any) -> bytes | None:
     """Pickle a value that can be followed; None for others."""
-    return _pickled(value) if _can_be_followed(value) else None
+    return _pickled(value) if can_be_followed(value) else None
 
 
 def _pickled(value: Any) -> bytes | None:
@@ -172,7 +184,8 @@ def _pickled(value: Any) -> bytes | None:
         return None
 
 
-def _can_be_followed(value: Any) -> bool:
+def can_be_followed(value: Any) -> bool:
+    """Tell whether ``value`` is plain and small, or a function or class."""
     if isinstance(value, Tensor):
         return is_plain(value) and value.nbytes <= _MOST_TENSOR_BYTES
     if isinstance(value, _IMPORTED):
@@ -233,7 +246,7 @@ def _is_record(value: Any) -> bool:
     plain = {each for base in _NAMESPACES for each in base.__mro__}
     return (
         hasattr(value, "__dict__")
-        and not any(_is_foreign(each.__module__) for each in kind.__mro__ if each not in plain)
+        and not any(is_foreign(each.__module__) for each in kind.__mro__ if each not in plain)
         and all(getattr(kind, name) is getattr(object, name) for name in _OF_PICKLE)
     )
 
@@ -242,7 +255,7 @@ class _Code:
     """What can be reached from the functions that workers call.
 
     Attributes:
-        homes: Where variables are: a module's globals, or a class.
+        homes: Where variables are: a module's globals, a class, or a function.
     """
 
     def __init__(self, roots: Sequence[object]) -> None:
@@ -278,14 +291,13 @@ class _Code:
         elif isinstance(found, property):
             self._waiting.append(found.fget)
         elif isinstance(found, nn.Module):
+            # Its hooks are in dicts.
             self._waiting += [type(found), *found._modules.values(), *_callables(vars(found))]
-            for value in vars(found).values():  # its hooks
-                self._waiting += _callables(value) if isinstance(value, dict) else ()
         elif not isinstance(found, (types.ModuleType, list, dict, tuple, set)):
             self._waiting += [type(found), *_callables(getattr(found, "__dict__", {}))]
 
     def _visit_function(self, function: types.FunctionType) -> None:
-        if _is_foreign(function.__globals__.get("__name__")):
+        if is_foreign(function.__globals__.get("__name__")):
             return
         if isinstance(inner := getattr(function, "__wrapped__", None), types.FunctionType):
             self._waiting.append(inner)
@@ -295,6 +307,7 @@ class _Code:
             except ValueError:  # not filled yet
                 continue
         names: dict[str, None] = {}
+        self._read_function(function)
         home = self._home(function.__globals__["__name__"], "", function.__globals__)
         for code in _codes_of(function.__code__):
             names.update(dict.fromkeys(code.co_names))
@@ -305,6 +318,17 @@ class _Code:
                     if each.opcode in _STORES
                 }
         self._read(home, function.__globals__, names, set())
+
+    def _read_function(self, function: types.FunctionType) -> None:
+        """Note its attributes, and its defaults where these can change inside."""
+        if "<locals>" in function.__qualname__:
+            return  # in a worker nobody could say which one it is
+        names = [name for name in vars(function) if name != "__wrapped__"]
+        if any(isinstance(each, (list, dict, set)) for each in function.__defaults__ or ()):
+            names.append("__defaults__")
+        # Also without names: an attribute may be set where only the parent process has been.
+        home = self._home(function.__module__, function.__qualname__, function)
+        self._names[home].update(dict.fromkeys(names))
 
     def _read(
         self,
@@ -319,7 +343,7 @@ class _Code:
             if value is _NOTHING or (name.startswith("__") and name.endswith("__")):
                 continue
             if isinstance(value, types.ModuleType):
-                if not _is_foreign(value.__name__) and id(value) not in modules:
+                if not is_foreign(value.__name__) and id(value) not in modules:
                     modules.add(id(value))
                     inner = self._home(value.__name__, "", vars(value))
                     self._read(inner, vars(value), names, modules)  # `module.name`
@@ -330,7 +354,7 @@ class _Code:
 
     def _visit_class(self, kind: type) -> None:
         for each in kind.__mro__:
-            if _is_foreign(each.__module__) or issubclass(each, enum.Enum):
+            if is_foreign(each.__module__) or issubclass(each, enum.Enum):
                 continue
             home = self._home(each.__module__, each.__qualname__, each)
             for name, value in vars(each).items():
@@ -353,7 +377,13 @@ class _Code:
 _MAIN = "__main__"
 
 
-def _is_foreign(module: object) -> bool:
+def is_atom(value: object) -> bool:
+    """Tell whether ``value`` can neither change nor hold anything."""
+    return isinstance(value, _SCALARS)
+
+
+def is_foreign(module: object) -> bool:
+    """Tell whether a module of this name is torch's, NumPy's, Python's or this package's."""
     return not isinstance(module, str) or (module != _MAIN and module.partition(".")[0] in _FOREIGN)
 
 
@@ -374,7 +404,16 @@ def _is_at_home(value: Any, home: _Home, name: str) -> bool:
 
 
 def _callables(attributes: Mapping[Any, Any]) -> list[Callable[..., Any]]:
-    return [value for value in attributes.values() if callable(value)]
+    """Return those among the values, and in lists and dicts of them."""
+    found = []
+    for value in attributes.values():
+        if isinstance(value, dict):
+            found += [each for each in value.values() if callable(each)]
+        elif isinstance(value, (list, tuple, set)):
+            found += [each for each in value if callable(each)]
+        elif callable(value):
+            found.append(value)
+    return found
 
 
 def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
