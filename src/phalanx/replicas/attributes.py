@@ -1,7 +1,7 @@
 """Attributes that users change on the model while replicas of it exist, such as a dropout's `p`.
 
-Plain values and tensors are taken over. Whatever else changes (a child replaced, a function, a
-list) needs new replicas. What is changed inside a list or another object is not seen.
+Plain values and tensors are taken over. Whatever else changes (a child replaced, a class, a
+function, a list) needs new replicas. What is changed inside a list or another object is not seen.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class _Member:
         self._source = source
         self._own = own
         self._note()
+        self._kind = type(source)
         self._children = list(source._modules.values())
         self._parameters = _present(source._parameters)
         self._buffers = _present(source._buffers)
@@ -72,7 +73,8 @@ class _Member:
     def can_follow(self) -> bool:
         source = self._source
         if (
-            list(source._modules.values()) != self._children
+            type(source) is not self._kind
+            or list(source._modules.values()) != self._children
             or (
                 (source._parameters or self._parameters)
                 and _present(source._parameters) != self._parameters
