@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -186,3 +187,80 @@ def test_a_buffer_that_was_none_can_go_and_rows_may_lie_anywhere(executor: str) 
         del module.mean
         assert trainer.evaluate([(x, y)]) == first
         assert trainer.evaluate([(odd(x), odd(y))]) == first
+
+
+def halved(self: nn.Linear, x: Tensor) -> Tensor:
+    return nn.Linear.forward(self, x) * 0.5
+
+
+def forward(self: nn.Linear, x: Tensor) -> Tensor:
+    return nn.Linear.forward(self, x) * 0.25
+
+
+class Doubled(nn.Linear):
+    """Takes the place of a layer's class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def put(name: str, value: Any, net: nn.Sequential) -> None:
+    made = types.MethodType(value, net[0]) if name == "forward" else value
+    setattr(net[0], name, made)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        functools.partial(put, "forward", halved),
+        functools.partial(put, "forward", forward),  # the name of a method of the class
+        functools.partial(put, "__class__", Doubled),
+    ],
+    ids=["method", "method_of_that_name", "class"],
+)
+def test_a_layers_method_or_class_may_be_replaced_between_steps(
+    change: Callable[[nn.Sequential], None],
+) -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(8, 5), torch.randn(8, 3)) for _ in range(3)]
+
+    def weights(**options: Any) -> Tensor:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+        if not options:  # plain PyTorch
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for step, (x, y) in enumerate(batches):
+                if step == 2:
+                    change(net)
+                optimizer.zero_grad()
+                F.mse_loss(net(x), y).backward()
+                optimizer.step()
+            return net[0].weight.detach()  # type: ignore[return-value]
+        with phalanx.Trainer(
+            net, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), microbatches=1, **options
+        ) as trainer:
+            for step, batch in enumerate(batches):
+                if step == 2:
+                    change(net)
+                trainer.step(batch)
+        return net[0].weight.detach()  # type: ignore[return-value]
+
+    plain = weights()
+    for executor in ("inline", "threads", "processes"):
+        assert torch.equal(plain, weights(executor=executor, replicas=1)), executor
+
+
+def test_a_bound_lambda_is_named() -> None:
+    net = nn.Sequential(nn.Linear(5, 3))
+    net[0].forward = types.MethodType(lambda self, x: x, net[0])  # type: ignore[method-assign]
+    with (
+        phalanx.Trainer(
+            net,
+            F.mse_loss,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            executor="processes",
+            replicas=1,
+        ) as trainer,
+        pytest.raises(ConfigError, match=r"Attribute `0.forward` of `module` must be picklable"),
+    ):
+        trainer.step((torch.randn(8, 5), torch.randn(8, 3)))

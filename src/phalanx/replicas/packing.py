@@ -58,6 +58,8 @@ class _Packer(pickle.Pickler):
         if isinstance(obj, (type, types.FunctionType)):
             _refuse_interactive(obj)
             return NotImplemented if isinstance(obj, type) else _reduced_inner(obj)
+        if isinstance(obj, types.MethodType):
+            return _reduced_method(obj)
         token = self._aside(obj)
         if token is not None:
             return _found, token
@@ -239,6 +241,22 @@ def _made_again(
     function = types.FunctionType(code, _globals_of(outer), code.co_name, defaults)
     function.__qualname__, function.__kwdefaults__ = qualified, keywords
     return function
+
+
+# Any: what `__reduce_ex__` returns.
+def _reduced_method(method: types.MethodType) -> Any:
+    """Return how a bound method is pickled: pickle's own way finds it by its name in the class.
+
+    One that was put into its object would not be there, or be another one.
+    """
+    owner, name = method.__self__, method.__func__.__name__
+    if isinstance(owner, type) or getattr(type(owner), name, None) is method.__func__:
+        return NotImplemented
+    return _bound, (method.__func__, owner)
+
+
+def _bound(function: Callable[..., Any], owner: object) -> types.MethodType:
+    return types.MethodType(function, owner)
 
 
 # -- modules ---------------------------------------------------------
