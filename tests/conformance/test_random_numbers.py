@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
 import subprocess
 import sys
@@ -289,6 +290,66 @@ class Keeps(Net):
         return x + torch.rand(x.shape, generator=self.own)
 
 
+class KeepsPythons(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = random.Random(3)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return x * (1 + self.own.randint(0, 3))
+
+
+class KeepsNumpys(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"own": [np.random.default_rng(3)]}
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return x * float(self.held["own"][0].random())
+
+
+class KeepsRandomState(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = np.random.RandomState(3)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return x * float(self.own.rand())
+
+
+class KeepsSobols(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.quasirandom.SobolEngine(16, scramble=True, seed=3)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return x + self.own.draw(1)
+
+
+class DrawsInThread(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return x * pool.submit(torch.rand, 1).result()
+
+
+class KeptByLoss:
+    """A loss with a generator of NumPy's."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(3)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) * float(self.own.random())
+
+
+class MadeThere(Net):
+    """Generators that are the same in every call."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        scale = random.Random(3).random() + np.random.default_rng(3).random()
+        return x * scale + torch.quasirandom.SobolEngine(16, scramble=True, seed=3).draw(1)
+
+
 class Reentrant(Drops):
     def hidden(self, x: Tensor) -> Tensor:
         return checkpoint(super().hidden, x, use_reentrant=True)  # type: ignore[no-any-return]
@@ -316,6 +377,13 @@ REFUSED: list[tuple[type[Net], str]] = [
     (BackSeeds, r"calls `manual_seed` of torch's default generator"),
     (Pythons, r"draws from Python's `random` \(test_random_numbers.py:\d+\)"),
     (Keeps, "draws from a `torch.Generator` that was seeded before"),
+    (KeepsPythons, r"draws from a `random.Random` that was made before \(test_random_numbers.py:"),
+    (KeepsNumpys, r"draws from a `Generator` of NumPy's that was made before"),
+    (KeepsRandomState, r"draws from a `RandomState` of NumPy's that was made before"),
+    (
+        KeepsSobols,
+        r"draws from a `SobolEngine` that was made before \(test_random_numbers.py:\d+\)",
+    ),
     (Reentrant, r"use_reentrant=False, context_fn=phalanx.preserve_rng"),
     (NotReentrant, r"use_reentrant=False, context_fn=phalanx.preserve_rng"),
     (Nested, r"use_reentrant=False, context_fn=phalanx.preserve_rng"),
@@ -342,6 +410,33 @@ def test_what_cannot_be_repeated_is_refused_in_the_first_step(
     ):
         trainer.step(batches()[1])
     assert_same(net.state_dict(), before)
+
+
+@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS[:2])
+def test_a_generator_that_the_loss_keeps_is_refused(executor: str, replicas: int) -> None:
+    with (
+        phalanx.Trainer(
+            Drops(), KeptByLoss(), sgd, replicas=replicas, executor=executor
+        ) as trainer,
+        pytest.raises(UnsupportedError, match=r"draws from a `Generator` of NumPy's"),
+    ):
+        trainer.step(batches()[1])
+
+
+def test_generators_made_where_they_are_drawn_from_are_not_refused() -> None:
+    with phalanx.Trainer(MadeThere(), F.cross_entropy, sgd, executor="inline") as trainer:
+        trainer.step(batches()[1])
+
+
+def test_draws_in_a_thread_that_forward_starts_are_refused() -> None:
+    # In a worker process, which has no other threads; here the test runner may have some.
+    with (
+        phalanx.Trainer(
+            DrawsInThread(), F.cross_entropy, sgd, executor="processes", replicas=1
+        ) as trainer,
+        pytest.raises(UnsupportedError, match="default generator in a thread that it starts"),
+    ):
+        trainer.step(batches()[1])
 
 
 @pytest.mark.parametrize(("executor", "replicas"), EXECUTORS[1:])

@@ -110,13 +110,15 @@ class MicrobatchContext:
     saved: dict[str, Any] = field(default_factory=dict)  # Any: whatever runs leave there
     in_worker: bool = False
 
-    def drawing(self, seed: int | None = None) -> MicrobatchRng:
+    def drawing(self, seed: int | None = None, *, kept: Sequence[object] = ()) -> MicrobatchRng:
         """Return what gives the model its random numbers, entered around the user's code only.
 
         Args:
             seed: For a backward pass on its own, where its numbers start; default: the forward's.
+            kept: What may keep generators, beside the module.
         """
-        return MicrobatchRng(self.seed if seed is None else seed, self.rng, self.rng_use)
+        start, kept = self.seed if seed is None else seed, (self.replica.module, *kept)
+        return MicrobatchRng(start, self.rng, self.rng_use, kept=kept)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ foresee, such as inside a function of TorchScript, all later runs are made under
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import (
@@ -73,7 +73,7 @@ class RngPlan:
     Attributes:
         watched: The first run of its kind: what cannot be repeated is refused.
         throughout: Look at every operator, not at calls from Python.
-        alone: No other thread of the program draws from NumPy's generator meanwhile, for all that
+        alone: No other thread of the program draws from global generators meanwhile, for all that
             is known.
     """
 
@@ -98,6 +98,7 @@ class MicrobatchRng:
 
     Args:
         seed: Where the numbers start.
+        kept: Where a watched run looks for generators of NumPy's.
         reads: The body reads a sample; `random` and NumPy's generator are seeded for it.
 
     Raises:
@@ -105,11 +106,19 @@ class MicrobatchRng:
             see `RngMode`.
     """
 
-    def __init__(self, seed: int, plan: RngPlan, use: RngUse, *, reads: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        plan: RngPlan,
+        use: RngUse,
+        *,
+        kept: Iterable[object] = (),
+        reads: bool = False,
+    ) -> None:
         self._draws = draws = RngMode(seed)
         self._use = use
         self._may_hide = plan.watched and not plan.throughout
-        watch = RngWatch(alone=plan.alone, reads=reads) if plan.watched else None
+        watch = RngWatch(alone=plan.alone, kept=kept, reads=reads) if plan.watched else None
         contexts: list[AbstractContextManager[object]] = []
         if watch is not None:
             contexts.append(watch)

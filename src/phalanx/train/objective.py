@@ -131,7 +131,7 @@ class TrainTask:
         return result
 
     def _train(self, context: MicrobatchContext) -> tuple[MicrobatchResult, list[ref[Tensor]]]:
-        rng = context.drawing()
+        rng = context.drawing(kept=[self.objective])
         loss, result = self.objective.compute(context, rng, self.keep_outputs, trains=True)
         if not math.isfinite(result.loss):
             raise ConfigError(
@@ -161,7 +161,7 @@ class EvaluateTask:
     keep_outputs: bool
 
     def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
-        rng = context.drawing()
+        rng = context.drawing(kept=[self.objective])
         return self.objective.compute(context, rng, self.keep_outputs, trains=False)[1]
 
 
