@@ -113,8 +113,8 @@ def looked_no_more(patch: Patch) -> None:
     """A rank does not look again where all that it waits for has come before it fell asleep."""
     rest, advance = Engine.rest, Engine.advance
 
-    def without_a_look(self: Engine, need: Need | None, times: int) -> bool:
-        ranks, progress = need or ((), 0)
+    def without_a_look(self: Engine, need: Need, times: int) -> bool:
+        ranks, progress = need
         if progress > 0 and self._pages.reached(ranks, progress):
             looks = iter([False])
             self.advance = lambda: next(looks, None) is None and advance(self)  # type: ignore[method-assign]

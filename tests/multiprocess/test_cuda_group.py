@@ -80,7 +80,7 @@ def test_a_host_without_nccl_has_the_plain_group():
 def test_each_call_that_takes_tensors_goes_by_their_device():
     for name in cuda_group.CALLS:
         assert hasattr(dist.ProcessGroup, name), name  # the inner group has it, too
-        assert getattr(cuda_group.CudaHierarchicalGroup, name).__name__ == name
+        assert getattr(cuda_group.CudaGroup, name).__name__ == name
     takers = {name for name in vars(SharedGroup) if hasattr(dist.ProcessGroup, name)}
     others = {"abort", "barrier", "get_group_store", "monitored_barrier", "rank", "set_timeout"}
     others |= {"shutdown", "size", "split_group", "name"}

@@ -1,8 +1,9 @@
 """The c10d backend ``phalanx``: collectives over shared memory, and gloo between hosts.
 
-make_group ──> find_hosts ──> all on one host    SharedGroup over IntraHost
-                          └─> on several         HierarchicalGroup over Hierarchical
-                              (with NCCL         their Cuda kinds, which give it CUDA tensors)
+make_group ──> find_hosts ──> all on one host    SharedGroup over IntraHost and PointToPoint
+                          └─> on several         SharedGroup over Hierarchical and a Transport
+
+With NCCL it is a CudaGroup, which gives that the CUDA tensors.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import datetime
 import torch.distributed as dist
 from torch.distributed import Store
 
-from phalanx.distributed.cuda_group import CudaGroup, CudaHierarchicalGroup, nccl_is_here
+from phalanx.distributed.cuda_group import CudaGroup, nccl_is_here
 from phalanx.distributed.group_rendezvous import GroupRendezvous
 from phalanx.distributed.hierarchical import Hierarchical
-from phalanx.distributed.hierarchical_group import HierarchicalGroup
 from phalanx.distributed.hosts import network_interfaces
 from phalanx.distributed.intra_host import IntraHost
+from phalanx.distributed.point_to_point import PointToPoint
 from phalanx.distributed.process_group import NAME, SharedGroup
+from phalanx.distributed.transport import Transport
 
 __all__ = ["NAME", "SharedGroup", "make_group"]
 
@@ -28,16 +30,19 @@ def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) 
     timeout_s = timeout.total_seconds()
     rendezvous = GroupRendezvous(store, rank, size, timeout_s)
     hosts = rendezvous.find_hosts()
-    cuda = nccl_is_here()
     buffers = rendezvous.share_memory(hosts.ranks[hosts.host_of(rank)])
+    collectives: IntraHost | Hierarchical
+    messages: PointToPoint | Transport
     if len(hosts.ranks) == 1:
-        shared = CudaGroup if cuda else SharedGroup
-        return shared(buffers, IntraHost(buffers), store, timeout_s, make_group)
-    collectives = Hierarchical(
-        buffers, hosts, rank, rendezvous.store, timeout_s, network_interfaces()
-    )
-    several = CudaHierarchicalGroup if cuda else HierarchicalGroup
-    return several(buffers, collectives, store, timeout_s, make_group)
+        collectives, messages = IntraHost(buffers), PointToPoint(buffers.pages)
+        messages.open()
+    else:
+        collectives = Hierarchical(
+            buffers, hosts, rank, rendezvous.store, timeout_s, network_interfaces()
+        )
+        messages = collectives.messages
+    kind = CudaGroup if nccl_is_here() else SharedGroup
+    return kind(buffers, collectives, messages, store, timeout_s, make_group)
 
 
 # Here, and not in a function that somebody would have to call: importing the room is enough.

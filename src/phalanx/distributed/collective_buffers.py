@@ -29,7 +29,7 @@ from phalanx.distributed.wake_up_pipes import WakeUpPipes
 from phalanx.ipc import Region, fail_point, fence
 from phalanx.memory import Function
 
-__all__ = ["POINTS", "CollectiveBuffers", "Need", "Steps"]
+__all__ = ["NOBODY", "POINTS", "CollectiveBuffers", "Need", "RemoteNeed", "Steps"]
 
 POINTS = ("operation begun", *PIECE_POINTS)
 """Fail points of a collective; the last but one is passed by `all_reduce` alone."""
@@ -41,10 +41,22 @@ A wait for a message asks for no progress, only that the ranks be there. It give
 moved so far, so that it is another after each move; 0 where none is under way.
 """
 
-Steps = Generator[Need | None, None, None]
-"""An operation under way: it stops wherever it would wait, and is resumed to look again.
+NOBODY: Need = ((), 0)
 
-Where it waits for no rank of this host, it says None, and ends in time by itself.
+
+class RemoteNeed:
+    """A wait for another host.
+
+    Attributes:
+        rank: Who is awaited now, by its rank in the group; None for whoever comes first.
+    """
+
+    rank: int | None = None
+
+
+Steps = Generator[Need | RemoteNeed, None, None]
+"""An operation under way: it stops wherever it would wait, says for what, and is resumed to look
+again.
 """
 
 _NUM_SLOTS = 2

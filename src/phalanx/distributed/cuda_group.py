@@ -23,12 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from phalanx.distributed.hierarchical_group import HierarchicalGroup
 from phalanx.distributed.process_group import SharedGroup
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 from phalanx.errors import UnsupportedError
 
-__all__ = ["CudaGroup", "CudaHierarchicalGroup", "nccl_is_here"]
+__all__ = ["CudaGroup", "nccl_is_here"]
 
 
 def nccl_is_here() -> bool:
@@ -112,10 +111,6 @@ class CudaGroup(SharedGroup):
                 getattr(inner, how)()
         finally:
             super().shutdown()
-
-
-class CudaHierarchicalGroup(CudaGroup, HierarchicalGroup):
-    """The same for ranks of several hosts."""
 
 
 # Any: a call takes whatever torch gives it, in all its forms.

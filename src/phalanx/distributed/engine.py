@@ -15,15 +15,21 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 
 import torch
 
 from phalanx.clock import now_s
-from phalanx.distributed.collective_buffers import Need
+from phalanx.distributed.collective_buffers import NOBODY, Need, RemoteNeed
 from phalanx.distributed.contention import Contention
-from phalanx.distributed.peer_errors import cause_state, is_missing, peer_error, timeout_error
+from phalanx.distributed.peer_errors import (
+    cause_state,
+    is_missing,
+    peer_error,
+    remote_timeout_error,
+    timeout_error,
+)
 from phalanx.distributed.progress_thread import progress_thread
 from phalanx.distributed.status_pages import LEFT, StatusPages
 from phalanx.distributed.wake_up_pipes import WakeUpPipes
@@ -32,13 +38,15 @@ from phalanx.errors import ConfigError, GroupAborted, StateError
 from phalanx.ipc import LivenessTimer, Waiting, register_at_fork
 from phalanx.memory import keep_awake
 
-__all__ = ["COLLECTIVES", "Engine"]
+__all__ = ["COLLECTIVES", "REMOTE_GRACE_S", "Engine"]
 
 COLLECTIVES = "collectives"
+REMOTE_GRACE_S = 1.0
+"""How much longer than asked a rank waits for another host, whose ranks miss each other first."""
+
 _SPIN_S = 300e-6
 _CROWDED_SPIN_S = 10e-6
 _LOOKS_PER_CLOCK = 16
-_NOBODY: Need = ((), 0)
 _FIRST_SLEEP_S = 1e-3
 _LONGEST_SLEEP_S = 10e-3
 _STUCK, _MOVED, _ENDED = range(3)
@@ -52,6 +60,7 @@ class Engine:
         pipes: The group's.
         contention: The group's.
         name: What the group is called in messages.
+        grace_s: How much longer than asked this rank waits for others of its host.
         report: Called with the error that breaks the group, to report it to other hosts.
 
     Attributes:
@@ -64,9 +73,11 @@ class Engine:
         pipes: WakeUpPipes,
         contention: Contention,
         name: Callable[[], str],
-        report: Callable[[BaseException], object] = bool,
+        grace_s: float,
+        report: Callable[[BaseException], object],
     ) -> None:
         self._pages = pages
+        self._grace_s = grace_s
         self._report = report
         self._pipes = pipes
         self._name = name
@@ -150,7 +161,7 @@ class Engine:
             return
         try:
             while not task.done:
-                if not self.advance() and not self._spin(self._first_need() or _NOBODY):
+                if not self.advance() and not self._spin(self._first_need()):
                     return
         finally:
             self._mover.release()
@@ -165,7 +176,9 @@ class Engine:
             while not task.done:
                 if self._mover.acquire(blocking=False):
                     try:
-                        rests = 0 if self._move_or_sleep(task.need, rests) else rests + 1
+                        rests = (
+                            0 if self._move_or_sleep(_on_this_host(task.need), rests) else rests + 1
+                        )
                     finally:
                         self._mover.release()
                 else:
@@ -176,15 +189,16 @@ class Engine:
             self._settle()
             raise
 
-    def _first_need(self) -> Need | None:
+    def _first_need(self) -> Need:
         with self._lock:
-            return next((tasks[0].need for tasks in self._lanes.values() if tasks), None)
+            needs = (tasks[0].need for tasks in self._lanes.values() if tasks)
+            return _on_this_host(next(needs, None))
 
-    def _move_or_sleep(self, need: Need | None, rests: int) -> bool:
+    def _move_or_sleep(self, need: Need, rests: int) -> bool:
         """Move on, or look for a moment, or else sleep; tell whether it was not the last."""
         if self.advance():
             return True
-        if not rests and self._spin(need or _NOBODY):
+        if not rests and self._spin(need):
             return True
         return self.rest(need, rests + 1)
 
@@ -200,12 +214,12 @@ class Engine:
                     return True
         return False
 
-    def rest(self, need: Need | None, times: int) -> bool:
+    def rest(self, need: Need, times: int) -> bool:
         """Sleep until a rank of ``need`` wakes this one; at most ``times`` milliseconds, or 10.
 
         Afterwards, what cannot go on fails. Tells whether anything went on.
         """
-        ranks, progress = need or _NOBODY
+        ranks, progress = need
         awaited = next((rank for rank in ranks if is_missing(self._pages, rank, progress)), None)
         if awaited is not None:
             self._pipes.fall_asleep(awaited, progress)
@@ -301,31 +315,34 @@ class Engine:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            now, look_closely = now_s(), self._liveness.due()
+            look_closely = self._liveness.due()
             for tasks in list(self._lanes.values()):
-                if tasks and tasks[0].need is not None:
-                    late = next((task for task in tasks if now >= task.deadline_s), None)
-                    self._examine(tasks[0], look_closely, late)
+                if tasks:
+                    self._examine(tasks, look_closely)
         finally:
             self._lock.release()
             self._settle()
 
-    def _examine(
-        self, task: PendingOperation, look_closely: bool, late: PendingOperation | None
-    ) -> None:
+    def _examine(self, tasks: Sequence[PendingOperation], look_closely: bool) -> None:
         """Fail a lane's first operation, because of itself or of a late one behind it."""
-        if task.need is None or task.done:
+        first, need = tasks[0], tasks[0].need
+        if need is None or first.done:
             return
-        ranks, progress = task.need
-        error = peer_error(self._pages, ranks, progress, task.title, closely=look_closely)
-        if error is None and late is not None:
-            error = timeout_error(self._pages, ranks, progress, late.title, late.timeout_s)
+        grace_s = REMOTE_GRACE_S if isinstance(need, RemoteNeed) else self._grace_s
+        late = next((task for task in tasks if now_s() >= task.deadline_s + grace_s), None)
+        error: BaseException | None = None
+        if not isinstance(need, RemoteNeed):
+            error = peer_error(self._pages, *need, first.title, closely=look_closely)
+            if error is None and late is not None:
+                error = timeout_error(self._pages, *need, late.title, late.timeout_s + grace_s)
+        elif late is not None:
+            size = self._pages.group_size
+            error = remote_timeout_error(need.rank, size, late.title, late.timeout_s + grace_s)
         if error is None:
             return
-        before = task.need
-        if self._advance() and _has_gone_on(task, before):
+        if self._advance() and _has_gone_on(first, need):
             return  # what it waited for came before its giver went, or it waits for others now
-        self._break(error, task)
+        self._break(error, first)
 
     def _break(self, error: BaseException, task: PendingOperation) -> None:
         """Fail everything under way, now and from now on; the others learn of it."""
@@ -356,5 +373,10 @@ class Engine:
         return [task.title for task in left]
 
 
-def _has_gone_on(task: PendingOperation, before: Need) -> bool:
+def _on_this_host(need: Need | RemoteNeed | None) -> Need:
+    """Return which ranks can wake this one, if it waits for some."""
+    return need if isinstance(need, tuple) else NOBODY
+
+
+def _has_gone_on(task: PendingOperation, before: Need | RemoteNeed) -> bool:
     return task.done or task.need != before

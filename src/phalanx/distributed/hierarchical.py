@@ -17,7 +17,6 @@ What differs from rank to rank (gather, scatter, all_to_all) goes straight from 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,19 +25,19 @@ from torch.distributed import PrefixStore, Store
 from phalanx.distributed import collectives
 from phalanx.distributed.collective_buffers import CollectiveBuffers, Steps
 from phalanx.distributed.collectives import as_bytes, pieces
+from phalanx.distributed.engine import REMOTE_GRACE_S
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.hosts import Hosts
 from phalanx.distributed.ops import ReduceOperation
 from phalanx.distributed.status_pages import Fingerprint
-from phalanx.distributed.transport import Gloo, Limit, Transport, gloo_between
+from phalanx.distributed.transport import Gloo, Transport, gloo_between
 from phalanx.plan import equal_sizes
 
 __all__ = ["Hierarchical"]
 
 _PIECE_BYTES = 4 << 20
 _SMALL_BYTES = 64 << 10
-_GRACE_S = 1.0
 
 
 class Hierarchical:
@@ -55,8 +54,10 @@ class Hierarchical:
     Attributes:
         rank: Ours, in the group.
         size: How many ranks it has.
-        grace_s: How much longer than asked this rank waits, so that others report an error first:
-            the first of a host waits for other hosts, and its others for it.
+        num_hosts: On how many hosts they are.
+        grace_s: How much longer than asked this rank waits for those of its host: they may wait
+            for other hosts, and are to report their error first.
+        messages: The network for messages.
     """
 
     def __init__(
@@ -70,59 +71,51 @@ class Hierarchical:
     ) -> None:
         self.rank = rank
         self.size = hosts.size
-        self.error_store = ErrorStore(store, rank, hosts.size)
+        self.num_hosts = len(hosts.ranks)
+        self._error_store = ErrorStore(store, rank, hosts.size)
         self._buffers = buffers
         self._hosts = hosts
         self._store = store
         self._interfaces = interfaces
         self._host = hosts.host_of(rank)
         self._leads = rank == hosts.leaders[self._host]
-        self.grace_s = 0.0 if self._leads else 2 * _GRACE_S
+        self.grace_s = 0.0 if self._leads else 2 * REMOTE_GRACE_S
         self._number = 0
-        self._leaders = self._transport("leaders", self._host, hosts.leaders, timeout_s, lazy=False)
+        leaders = hosts.leaders
+        self._leaders = self._transport("leaders", self._host, leaders, timeout_s, lazy=False)
         self._all = self._transport("all", rank, range(hosts.size), timeout_s, lazy=True)
+        self.messages = self._transport("messages", rank, range(hosts.size), timeout_s, lazy=True)
+        self._transports = self._leaders, self._all, self.messages
         if self._leads:
             self._leaders.open()  # all at once, so that a lost member is noticed at once
 
     def _transport(
         self, name: str, member: int, names: Sequence[int], timeout_s: float, *, lazy: bool
     ) -> Transport:
-        connect = partial(self.connect, name, member, len(names), timeout_s, lazy=lazy)
+        def connect() -> Gloo:
+            store = PrefixStore(f"gloo/{name}/", self._store)
+            return gloo_between(store, member, len(names), timeout_s, self._interfaces, lazy=lazy)
+
         return Transport(
             connect,
             member,
             names,
-            self.error_store,
+            timeout_s,
+            self._error_store,
             self._buffers.pipes.wake_this_rank,
             PrefixStore(f"open/{name}/", self._store) if lazy else None,
         )
 
-    def connect(self, name: str, member: int, size: int, timeout_s: float, *, lazy: bool) -> Gloo:
-        """Return a connection of ``size`` members; each of them asks once, by the same name."""
-        store = PrefixStore(f"gloo/{name}/", self._store)
-        return gloo_between(store, member, size, timeout_s, self._interfaces, lazy=lazy)
-
-    def limited(self, steps: Steps, timeout_s: float) -> Steps:
-        """Let the exchanges of ``steps`` end so soon from now on, however long others may take."""
-        limit = Limit(timeout_s + _GRACE_S)
-
-        def begin() -> Steps:  # when the earlier operations have ended: they share the transports
-            for transport in (self._leaders, self._all):
-                transport.limit = limit
-            yield from steps
-
-        return begin()
-
     def report(self, error: BaseException) -> None:
         """Let the other hosts know of an error that breaks the group."""
-        self.error_store.write(error)
-        self._leaders.cut()
-        self._all.cut()
+        self._error_store.write(error)
+        for transport in self._transports:
+            transport.cut()
 
     def close(self) -> None:
         """End the connections."""
-        self._leaders.close()
-        self._all.close()
+        for transport in self._transports:
+            transport.close()
 
     # --- for all alike ----------------------------------------------------------------------------
 
@@ -132,7 +125,7 @@ class Hierarchical:
         yield from self._on_this_host(collectives.barrier)
         if self._leads:
             nothing = dict.fromkeys(self._leaders.others, torch.empty(0, dtype=torch.uint8))
-            yield from self._leaders.run(partial(self._leaders.swap, nothing, nothing, fingerprint))
+            yield from self._leaders.swap(nothing, nothing, fingerprint)
         yield from self._on_this_host(collectives.barrier)
 
     def all_reduce(self, flat: Tensor, reduction: ReduceOperation) -> Steps:
@@ -155,28 +148,27 @@ class Hierarchical:
             total = stage.of(part) if into is flat else stage.of(part.clone())
             yield from self._on_this_host(collectives.reduce, total, stage, 0)
             if self._leads:
-                yield from self._leaders.run(
-                    partial(self._reduce_hosts, total, stage, _first(fingerprint, piece))
-                )
+                yield from self._reduce_hosts(total, stage, _first(fingerprint, piece))
                 reduction.finish(total, self.size, result)
             yield from self._on_this_host(collectives.broadcast, result, 0)
 
     def _reduce_hosts(
         self, flat: Tensor, stage: ReduceOperation, fingerprint: Fingerprint | None
-    ) -> None:
+    ) -> Steps:
         """Reduce what the hosts' first ranks hold, in the order of hosts."""
         transport = self._leaders
         if flat.numel() * flat.itemsize <= _SMALL_BYTES:
             theirs = {host: torch.empty_like(flat) for host in transport.others}
-            transport.swap(dict.fromkeys(theirs, flat), theirs, fingerprint)
+            yield from transport.swap(dict.fromkeys(theirs, flat), theirs, fingerprint)
             flat.copy_(self._in_host_order(flat, theirs, stage))
             return
         parts = flat.split(equal_sizes(len(flat), len(self._hosts.ranks)))
         mine = parts[self._host]
         theirs = {host: torch.empty_like(mine) for host in transport.others}
-        transport.swap({host: parts[host] for host in transport.others}, theirs, fingerprint)
+        part_by_host = {host: parts[host] for host in theirs}
+        yield from transport.swap(part_by_host, theirs, fingerprint)
         mine.copy_(self._in_host_order(mine, theirs, stage))
-        transport.swap(dict.fromkeys(theirs, mine), {host: parts[host] for host in theirs}, None)
+        yield from transport.swap(dict.fromkeys(theirs, mine), part_by_host, None)
 
     def _in_host_order(
         self, mine: Tensor, theirs: dict[int, Tensor], stage: ReduceOperation
@@ -203,24 +195,14 @@ class Hierarchical:
             share = output.new_empty(sizes[self._host])
             if self._leads:
                 mine = by_host[self._host]
-                yield from self._leaders.run(
-                    partial(self._swap_and_reduce, by_host, mine, stage, _first(fingerprint, piece))
-                )
+                theirs = {host: torch.empty_like(mine) for host in self._leaders.others}
+                sent = {host: by_host[host] for host in theirs}
+                yield from self._leaders.swap(sent, theirs, _first(fingerprint, piece))
+                mine.copy_(self._in_host_order(mine, theirs, stage))
                 reduction.finish(mine, self.size, share)
             yield from self._on_this_host(collectives.broadcast, share, 0)
             lengths = [len(inputs[rank][piece]) for rank in ranks[self._host]]
             output[piece].copy_(share.split(lengths)[self._buffers.rank])
-
-    def _swap_and_reduce(
-        self,
-        by_host: Sequence[Tensor],
-        mine: Tensor,
-        stage: ReduceOperation,
-        fingerprint: Fingerprint | None,
-    ) -> None:
-        theirs = {host: torch.empty_like(mine) for host in self._leaders.others}
-        self._leaders.swap({host: by_host[host] for host in theirs}, theirs, fingerprint)
-        mine.copy_(self._in_host_order(mine, theirs, stage))
 
     def broadcast(self, flat: Tensor, root: int) -> Steps:
         """Give every rank the bytes of ``root``."""
@@ -235,9 +217,7 @@ class Hierarchical:
             if self._leads:
                 sent = dict.fromkeys(transport.others, part) if self._host == home else {}
                 received = {} if self._host == home else {home: part}
-                yield from transport.run(
-                    partial(transport.swap, sent, received, _first(fingerprint, piece))
-                )
+                yield from transport.swap(sent, received, _first(fingerprint, piece))
             if self._host != home:
                 yield from self._on_this_host(collectives.broadcast, part, 0)
 
@@ -260,9 +240,7 @@ class Hierarchical:
             if self._leads:
                 sent = dict.fromkeys(transport.others, by_host[self._host])
                 received = {host: by_host[host] for host in transport.others}
-                yield from transport.run(
-                    partial(transport.swap, sent, received, _first(fingerprint, piece))
-                )
+                yield from transport.swap(sent, received, _first(fingerprint, piece))
             yield from self._on_this_host(collectives.broadcast, packed, 0)
             for one, slot in zip(into, slots, strict=True):
                 one.copy_(slot)
@@ -278,7 +256,7 @@ class Hierarchical:
             sent, received = {}, {rank: results[rank] for rank in self._all.others}
         else:
             sent, received = {root: data}, {}
-        yield from self._all.run(partial(self._all.swap, sent, received, fingerprint))
+        yield from self._all.swap(sent, received, fingerprint)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> Steps:
         """Give each rank its tensor of ``root``'s; others have no ``inputs``."""
@@ -289,7 +267,7 @@ class Hierarchical:
             sent, received = {rank: parts[rank] for rank in self._all.others}, {}
         else:
             sent, received = {}, {root: result}
-        yield from self._all.run(partial(self._all.swap, sent, received, fingerprint))
+        yield from self._all.swap(sent, received, fingerprint)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
         """Give each rank one tensor of every other; lengths may all differ."""
@@ -297,7 +275,7 @@ class Hierarchical:
         outputs[self.rank].copy_(inputs[self.rank])
         sent = {rank: as_bytes(inputs[rank]) for rank in self._all.others}
         received = {rank: as_bytes(outputs[rank]) for rank in self._all.others}
-        yield from self._all.run(partial(self._all.swap, sent, received, fingerprint))
+        yield from self._all.swap(sent, received, fingerprint)
 
     # ----------------------------------------------------------------------------------------------
 

@@ -16,10 +16,12 @@ class IntraHost:
     Attributes:
         rank: Ours, in the group.
         size: How many ranks it has.
-        grace_s: How much longer than asked this rank waits.
+        grace_s: How much longer than asked this rank waits for those of its host.
+        num_hosts: Of the group.
     """
 
     grace_s = 0.0
+    num_hosts = 1
 
     def __init__(self, buffers: CollectiveBuffers) -> None:
         self.rank = buffers.rank

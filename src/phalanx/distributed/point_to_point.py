@@ -18,7 +18,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from phalanx.distributed.collective_buffers import Need, Steps
+from phalanx.distributed.collective_buffers import Need, RemoteNeed, Steps
 from phalanx.distributed.status_pages import LEFT, StatusPages
 from phalanx.errors import ConfigError, PeerLost
 from phalanx.ipc import Region, fence
@@ -76,7 +76,13 @@ class _Channel:
 
 
 class PointToPoint:
-    """The channels of one rank to and from all others."""
+    """The channels of one rank to and from all others.
+
+    Attributes:
+        sends_wait: Whether a message sent waits for its receiver, who may ask by tag.
+    """
+
+    sends_wait = False
 
     def __init__(self, pages: StatusPages) -> None:
         self._pages = pages
@@ -152,7 +158,7 @@ class PointToPoint:
 
     def _try(
         self, into: Tensor, sender: int, tag: int, claim: object
-    ) -> Generator[Need | None, None, bool]:
+    ) -> Generator[Need | RemoteNeed, None, bool]:
         """Take a message of ``tag`` if one is there; of others, put aside what is there."""
         channel = self._channel_from(sender)
         for index, (other_tag, data) in enumerate(channel.aside):

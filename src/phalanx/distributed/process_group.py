@@ -32,7 +32,7 @@ from phalanx.distributed.call_forms import (
     options,
     share_memory,
 )
-from phalanx.distributed.collective_buffers import CollectiveBuffers, Need, Steps
+from phalanx.distributed.collective_buffers import NOBODY, CollectiveBuffers, Need, Steps
 from phalanx.distributed.collectives import as_bytes
 from phalanx.distributed.described import NAME, DescribedGroup
 from phalanx.distributed.engine import COLLECTIVES, Engine
@@ -42,6 +42,7 @@ from phalanx.distributed.ops import reduction_of
 from phalanx.distributed.point_to_point import PointToPoint
 from phalanx.distributed.sparse import all_reduce_sparse, is_sparse
 from phalanx.distributed.tensors import FlatTensor, count_as_changed, flat_of, output_of
+from phalanx.distributed.transport import Transport
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 from phalanx.distributed.work import PendingOperation, SharedWork
 from phalanx.errors import ConfigError, StateError
@@ -51,7 +52,6 @@ __all__ = ["NAME", "SharedGroup"]
 
 GroupMaker = Callable[[Store, int, int, datetime.timedelta], dist.ProcessGroup]
 
-_NOBODY: Need = ((), 0)
 _MOST_KEPT, _LARGEST_KEPT_BYTES = 1024, 1024
 
 
@@ -60,11 +60,10 @@ _MOST_KEPT, _LARGEST_KEPT_BYTES = 1024, 1024
 class SharedGroup(DescribedGroup):
     """Ranks that talk through memory; made by ``init_process_group("phalanx")``.
 
-    All on one host here; `HierarchicalGroup` is the same for several.
-
     Args:
         buffers: The memory of the ranks of this host.
         collectives: Those of one host, or of several.
+        messages: Through that memory, or over the network.
         store: Where the ranks have met.
         timeout_s: How long an operation may take, where the call does not say.
         make_part: What makes a group of some of the ranks, as torch makes one of all.
@@ -74,6 +73,7 @@ class SharedGroup(DescribedGroup):
         self,
         buffers: CollectiveBuffers,
         collectives: IntraHost | Hierarchical,
+        messages: PointToPoint | Transport,
         store: Store,
         timeout_s: float,
         make_part: GroupMaker,
@@ -82,14 +82,17 @@ class SharedGroup(DescribedGroup):
         self._make_part = make_part
         self._buffers = buffers
         self._collectives = collectives
-        self._point_to_point = PointToPoint(buffers.pages)
-        if isinstance(collectives, IntraHost):  # across hosts, messages go over gloo
-            self._point_to_point.open()
+        self._messages = messages
         # C++ that is given a work from Python, as DDP's `join` gives its reducer one, holds no
         # more than its C++ half, which waits for ever once the Python half is gone.
         self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
         self._engine = Engine(
-            buffers.pages, buffers.pipes, buffers.contention, self.getGroupName, collectives.report
+            buffers.pages,
+            buffers.pipes,
+            buffers.contention,
+            self.getGroupName,
+            collectives.grace_s,
+            collectives.report,
         )
         self._closed = False
 
@@ -108,7 +111,7 @@ class SharedGroup(DescribedGroup):
                 "after. Make a new group."
             )
         self._num_operations += 1
-        timeout_s = self._seconds(opts) + self._collectives.grace_s
+        timeout_s = self._seconds(opts)
         task = PendingOperation(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
         if needs is None:  # all that have not begun it yet
             pages = self._buffers.pages
@@ -426,26 +429,26 @@ class SharedGroup(DescribedGroup):
         """Send to one rank."""
         check_rank(self._collectives.size, dstRank, "dstRank")
         data = as_bytes(flat_of(only(tensors), "tensor").data)
-        steps = self._point_to_point.send(data, dstRank, tag)
+        steps, waits = self._messages.send(data, dstRank, tag), self._messages.sends_wait
         return self._run(
             f"send to rank {dstRank}",
             steps,
             tensors,
-            lane=("to", dstRank),
-            needs=((dstRank,), 0),
+            lane=("to", dstRank, tag if waits else None),
+            needs=NOBODY if waits else ((dstRank,), 0),
         )
 
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> SharedWork:
         """Receive from one rank."""
         check_rank(self._collectives.size, srcRank, "srcRank")
         flat = output_of(only(tensors), "tensor")
-        steps = self._point_to_point.receive(as_bytes(flat.data), srcRank, tag)
+        steps = self._messages.receive(as_bytes(flat.data), srcRank, tag)
         work = self._run(
             f"recv from rank {srcRank}",
             _filling([flat], steps),
             tensors,
             lane=("from", srcRank, tag),
-            needs=_NOBODY,  # the message may be there already, and its sender gone
+            needs=NOBODY,  # the message may be there already, and its sender gone
         )
         work.sources.append(srcRank)
         return work
@@ -454,13 +457,13 @@ class SharedGroup(DescribedGroup):
         """Receive from the first rank that sends."""
         flat = output_of(only(tensors), "tensor")
         found: list[int] = []
-        steps = self._point_to_point.receive_any(as_bytes(flat.data), tag, found)
+        steps = self._messages.receive_any(as_bytes(flat.data), tag, found)
         work = self._run(
             "recv from any rank",
             _filling([flat], steps),
             tensors,
             lane=("from any", tag),
-            needs=_NOBODY,
+            needs=NOBODY,
         )
         work.sources = found
         return work
@@ -523,7 +526,7 @@ class SharedGroup(DescribedGroup):
             self._closed = True
             self._warn_of(self._engine.close())
             self._kept.clear()
-            self._point_to_point.close()
+            self._messages.close()
             self._collectives.close()
             self._buffers.close()
 
@@ -539,7 +542,8 @@ class SharedGroup(DescribedGroup):
             )
 
     def __repr__(self) -> str:
-        return f"SharedGroup({self._group_name!r}, rank {self.rank()} of {self.size()})"
+        hosts = f", {self._collectives.num_hosts} hosts" * (self._collectives.num_hosts > 1)
+        return f"SharedGroup({self._group_name!r}, rank {self.rank()} of {self.size()}{hosts})"
 
 
 def _filling(flats: Sequence[FlatTensor], steps: Steps) -> Steps:

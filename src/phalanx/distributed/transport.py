@@ -4,19 +4,22 @@
                head, data <── 1      head, data <── 2        wait for everything
 
 Before the first bytes of an operation goes a head that says which operation it is. So members in
-different calls are told so, where gloo would write one tensor into another.
+different calls are told so, where gloo would write one tensor into another. A message of a user's
+has no head: its tag tells it apart.
 
-gloo blocks, so a thread does what a transport is given, in order, and wakes the engine afterwards.
+gloo blocks, and cannot be asked whether something has come. So a thread waits for each exchange,
+without a limit, and wakes the engine afterwards. The engine keeps the time: it breaks the group,
+which cuts the connection and so ends the thread.
 """
 
 from __future__ import annotations
 
 import datetime
-import queue
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
 from phalanx.clock import now_s
-from phalanx.distributed.collective_buffers import Steps
+from phalanx.distributed.collective_buffers import RemoteNeed, Steps
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.fingerprint import Desync
 from phalanx.distributed.status_pages import Fingerprint
@@ -32,29 +35,18 @@ from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import fail_point, wait_until
 from phalanx.torch_internals import gloo_options
 
-__all__ = ["Gloo", "Limit", "Transport", "gloo_between"]
+__all__ = ["Gloo", "Transport", "gloo_between"]
 
 _TAG = 1
+_CUT_TAG = 2**31 - 1  # of a receive that nobody answers
 _HEAD_WORDS = 4
 _JOIN_S = 1.0
+_AT_ONCE = datetime.timedelta(milliseconds=1)
+_NO_LIMIT = datetime.timedelta(days=1000)
 
 
 Gloo = Any
 """A `ProcessGroupGloo`; torch's stubs do not know what can be called on one."""
-
-_Job = tuple[Callable[[], None], Future[None]]
-
-
-class Limit:
-    """How long an operation may take, from when it was called."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._deadline_s = now_s() + timeout_s
-
-    def left_s(self) -> float:
-        """Return what is left of it; a millisecond where nothing is, for what is there already."""
-        return max(0.001, self._deadline_s - now_s())
 
 
 def gloo_between(
@@ -100,66 +92,49 @@ class Transport:
         connect: Makes the connection, when it is first used.
         member: Our number among the members.
         names: What each member is called in the group.
+        timeout_s: How long a connection may take.
         error_store: Where the first error of the group stands.
-        wake: Called, from the thread, when something is done.
+        wake: Called, from a thread, when something is done.
         opened: Where members tell that they are connected, if each pair connects when first used.
             gloo would wait for a member that is not there for as long as a connection may take.
 
     Attributes:
         others: The other members.
-        limit: How long the operation under way may take.
+        sends_wait: Whether a message sent waits for its receiver, who may ask by tag.
     """
 
-    limit: Limit
+    sends_wait = True
 
     def __init__(
         self,
         connect: Callable[[], Gloo],
         member: int,
         names: Sequence[int],
+        timeout_s: float,
         error_store: ErrorStore,
         wake: Callable[[], None],
         opened: Store | None,
     ) -> None:
         self._connect = connect
         self._opened = opened
-        self._met: set[int] = set()  # members that are known to be connected
+        self._connected: set[int] = set()  # members that this one has a connection to
+        self._opening = threading.Lock()
         self._gloo: Gloo | None = None
         self._is_cut = False
         self._names = names
         self._member = member
+        self._timeout_s = timeout_s
         self._error_store = error_store
         self._wake = wake
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None ends the thread
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self.others = [other for other in range(len(names)) if other != member]
-
-    def run(self, job: Callable[[], None]) -> Steps:
-        """Have ``job`` done by the thread; the operation goes on when it is done."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="phalanx gloo", daemon=True)
-            self._thread.start()
-        ended: Future[None] = Future()
-        self._jobs.put((job, ended))
-        while not ended.done():
-            yield None
-        ended.result()
-
-    def _serve(self) -> None:
-        while (found := self._jobs.get()) is not None:
-            job, ended = found
-            try:
-                ended.set_result(job())
-            except BaseException as exc:
-                ended.set_exception(exc)
-            self._wake()
 
     def swap(
         self,
         sent: Mapping[int, Tensor],
         received: Mapping[int, Tensor],
         fingerprint: Fingerprint | None,
-    ) -> None:
+    ) -> Steps:
         """Send tensors to members and receive others, all at once; both are flat.
 
         Args:
@@ -169,31 +144,37 @@ class Transport:
 
         Raises:
             PeerLost: A member is gone, or another rank because of which it has given up.
-            PeerTimeout: Or one is late.
             Desync: Or in another operation.
             StateError: It sends more or less than is taken here.
         """
+        return self._run(lambda need: self._swap(sent, received, fingerprint, need))
+
+    def _swap(
+        self,
+        sent: Mapping[int, Tensor],
+        received: Mapping[int, Tensor],
+        fingerprint: Fingerprint | None,
+        need: RemoteNeed,
+    ) -> None:
         fail_point("exchange begun")
         works: list[tuple[int, Work]] = []
         kept: list[Tensor] = []  # what is under way must live as long
 
         def send(member: int, data: Tensor) -> None:
-            with self._naming(member):
-                if len(data):
-                    self._meet(member)
+            if len(data):
+                with self._awaiting(member, need):
                     kept.append(data)
-                    works.append((member, self.open().send([data], member, _TAG)))
+                    works.append((member, self._post("send", data, member, _TAG)))
 
         def receive(member: int, data: Tensor) -> None:
-            with self._naming(member):
-                if len(data):
-                    self._meet(member)
-                    works.append((member, self.open().recv([data], member, _TAG)))
+            if len(data):
+                with self._awaiting(member, need):
+                    works.append((member, self._post("recv", data, member, _TAG)))
 
         def wait() -> None:
             for member, work in works:
-                with self._naming(member):
-                    work.wait(datetime.timedelta(seconds=self.limit.left_s()))
+                with self._awaiting(member, need):
+                    work.wait(_NO_LIMIT)
             works.clear()
 
         heads = {member: torch.empty(_HEAD_WORDS, dtype=torch.int64) for member in received}
@@ -211,29 +192,6 @@ class Transport:
             receive(member, data)
         wait()
 
-    def open(self) -> Gloo:
-        """Return the connection, made if there is none."""
-        if self._is_cut:
-            raise RuntimeError("the connection was cut")  # the caller says what that means
-        if self._gloo is None:
-            self._gloo = self._connect()
-            if self._opened is not None:
-                self._opened.set(str(self._member), "")
-        return self._gloo
-
-    def _meet(self, member: int) -> None:
-        store = self._opened
-        if store is None or member in self._met:
-            return
-        self.open()  # the other one may wait for us
-
-        def is_open() -> bool:
-            return self._is_cut or store.check([str(member)])
-
-        if not wait_until(is_open, self.limit.left_s()):
-            raise RuntimeError("timed out")  # the caller says what that means
-        self._met.add(member)
-
     def _check(self, ours: Fingerprint, member: int, head: list[int], length: int) -> None:
         *words, sent = head
         theirs = Fingerprint(*words)
@@ -246,20 +204,105 @@ class Transport:
                 f"{self._names[self._member]}, which takes {length}."
             )
 
-    def _naming(self, member: int) -> AbstractContextManager[None]:
-        return self._error_store.naming(self._names[member], self.limit.timeout_s)
+    # --- messages of a user's ---------------------------------------------------------------------
+
+    def send(self, data: Tensor, receiver: int, tag: int) -> Steps:
+        """Send ``data``, which is flat; it ends when ``receiver`` takes it."""
+
+        def job(need: RemoteNeed) -> None:
+            with self._awaiting(receiver, need):
+                self._post("send", data, receiver, tag).wait(_NO_LIMIT)
+
+        return self._run(job)
+
+    def receive(self, into: Tensor, sender: int, tag: int) -> Steps:
+        """Fill ``into``, which is flat, with the next message of ``tag`` from ``sender``."""
+
+        def job(need: RemoteNeed) -> None:
+            with self._awaiting(sender, need):
+                self._post("recv", into, sender, tag).wait(_NO_LIMIT)
+
+        return self._run(job)
+
+    def receive_any(self, into: Tensor, tag: int, found: list[int]) -> Steps:
+        """Fill ``into`` with a message of ``tag`` from anybody; put the sender into ``found``."""
+
+        def job(need: RemoteNeed) -> None:
+            with self._awaiting(None, need):
+                work = self.open().recv_anysource([into], tag)
+                work.wait(_NO_LIMIT)
+                found.append(work._source_rank())
+
+        return self._run(job)
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _run(self, job: Callable[[RemoteNeed], None]) -> Steps:
+        """Have ``job`` done by a thread; the operation goes on when it is done."""
+        need, ended = RemoteNeed(), Future[None]()
+
+        def run() -> None:
+            try:
+                job(need)
+            except BaseException as exc:
+                ended.set_exception(exc)
+            else:
+                ended.set_result(None)
+            self._wake()
+
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=run, name="phalanx gloo", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        while not ended.done():
+            yield need
+        ended.result()
+
+    @contextmanager
+    def _awaiting(self, member: int | None, need: RemoteNeed) -> Iterator[None]:
+        """Let ``need`` and errors name ``member``; None for whichever comes first."""
+        need.rank = None if member is None else self._names[member]
+        with self._error_store.naming(need.rank, self._timeout_s):
+            yield
+
+    def _post(self, call: str, data: Tensor, member: int, tag: int) -> Work:
+        """Begin to send to ``member`` or receive from it, when it has opened its end, too."""
+        self.open()  # before: the other one may wait for us
+        store = self._opened
+        if store is not None and member not in self._connected:
+            wait_until(lambda: self._is_cut or store.check([str(member)]), math.inf)
+        work: Work = getattr(self.open(), call)([data], member, tag)
+        self._connected.add(member)
+        return work
+
+    def open(self) -> Gloo:
+        """Return the connection, made if there is none."""
+        with self._opening:
+            if self._is_cut:
+                raise RuntimeError("the connection was cut")  # the caller says what that means
+            if self._gloo is None:
+                self._gloo = self._connect()
+                if self._opened is not None:
+                    self._opened.set(str(self._member), "")
+            return self._gloo
 
     def cut(self) -> None:
-        """End the connection: members that wait for this one learn so at once."""
+        """End the connection: members that wait for this one learn so at once, as do our threads.
+
+        gloo's own ``abort`` lets waits go on, and they keep the connection. But a wait that takes
+        too long has gloo close all that it has. (A wait for whichever member comes first goes on.)
+        """
         self._is_cut = True
         gloo, self._gloo = self._gloo, None
         if gloo is not None:
+            if self._connected and any(thread.is_alive() for thread in self._threads):
+                with suppress(RuntimeError):
+                    gloo.recv([torch.empty(1)], min(self._connected), _CUT_TAG).wait(_AT_ONCE)
             gloo.abort()
 
     def close(self) -> None:
-        """End the connection and the thread."""
+        """End the connection and the threads."""
         self.cut()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join(_JOIN_S)
+        deadline_s = now_s() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - now_s()))

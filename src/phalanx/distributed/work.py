@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.clock import now_s
-from phalanx.distributed.collective_buffers import Need, Steps
+from phalanx.distributed.collective_buffers import Need, RemoteNeed, Steps
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 
 __all__ = ["PendingOperation", "SharedWork"]
@@ -26,7 +26,7 @@ class PendingOperation:
         title: What it is called in messages; longer once it has begun.
         steps: The operation.
         result: Tensors that it fills.
-        need: The ranks that it waits for, where it does.
+        need: What it waits for, where it does.
         error: Why it has failed.
         timeout_s: How long it may take, from the call.
         deadline_s: When that has passed.
@@ -52,7 +52,7 @@ class PendingOperation:
         self.result = result  # Any: nested lists of tensors, as torch gives them
         self.timeout_s = timeout_s
         self.deadline_s = now_s() + timeout_s
-        self.need: Need | None = None
+        self.need: Need | RemoteNeed | None = None
         self.error: BaseException | None = None
         self.futures: list[Future[Any]] = []
         self.done = False
@@ -101,7 +101,7 @@ class SharedWork(dist.Work):
 
         Args:
             timeout: At most so long from now on, beyond which the group fails; zero for the
-                call's own limit. Across hosts only that counts.
+                call's own limit.
         """
         task = self._task
         if not task.done:

@@ -1,0 +1,114 @@
+"""Messages between hosts, played on one machine: order, tags, senders, and the group's end."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx  # noqa: F401
+from phalanx.errors import PeerLost, PeerTimeout, StateError
+from tests.multiprocess.ranks import Ranks
+from tests.multiprocess.test_backend_calls import (
+    everybody_sends_before_anybody_receives,
+    make,
+    messages_from_anybody,
+)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(3, hosts="aab") as ranks:
+        yield ranks
+
+
+def messages_by_tag(rank: int) -> list[float]:
+    """Rank 0 sends tags 1 to 3 without waiting; rank 2 asks for them backwards."""
+    group, got = make(), []
+    if rank == 0:
+        works = [dist.isend(torch.full((5,), float(tag)), 2, group, tag) for tag in (1, 2, 3)]
+        for work in works:
+            work.wait()
+            assert work.is_completed()
+    elif rank == 2:
+        for tag in (3, 2, 1):
+            tensor = torch.empty(10)[::2]
+            dist.recv(tensor, 0, group, tag)
+            got.append(tensor.unique().item())
+    dist.destroy_process_group(group)
+    return got
+
+
+def test_messages_are_found_by_tag_whatever_the_order(ranks):
+    assert ranks.run(messages_by_tag)[2] == [3.0, 2.0, 1.0]
+
+
+def test_a_message_from_anybody_names_its_sender(ranks):
+    assert sorted(ranks.run(messages_from_anybody)[2]) == [0, 0, 1, 1]
+
+
+def test_all_may_send_before_anybody_receives(ranks):
+    assert ranks.run(everybody_sends_before_anybody_receives) == [[True, True]] * 3
+
+
+def sent_to_nobody(rank: int) -> tuple[str, int | None] | None:
+    group, said = make(timeout_s=1.0), None
+    if rank == 0:
+        with pytest.raises(PeerTimeout) as caught:
+            dist.send(torch.ones(3), 2, group)
+        said = str(caught.value), caught.value.rank
+        with pytest.raises(PeerTimeout):  # the group has failed
+            dist.recv(torch.ones(3), 1, group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_a_send_to_an_absent_rank_names_it(ranks):
+    text, late = ranks.run(sent_to_nobody)[0]
+    assert text.startswith("Rank 2 of 3 did not come to send to rank 2 of group ")
+    assert late == 2
+
+
+def broken_by_a_wait(rank: int) -> float:
+    """Rank 2 gives a message up while rank 0 waits for another of it; return how long it waits."""
+    group = make()
+    dist.barrier(group)
+    begin = datetime.datetime.now()
+    if rank == 2:
+        with pytest.raises(PeerTimeout):
+            dist.irecv(torch.ones(3), 0, group, 1).wait(datetime.timedelta(seconds=0.1))
+    elif rank == 0:
+        with pytest.raises((PeerLost, PeerTimeout)):
+            dist.recv(torch.ones(3), 2, group, 2)
+    seconds = (datetime.datetime.now() - begin).total_seconds()
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return seconds
+
+
+def test_a_group_that_a_wait_has_broken_fails_on_the_other_host_at_once(ranks):
+    assert max(ranks.run(broken_by_a_wait)) < 10.0
+
+
+def after_the_end(rank: int) -> list[str]:
+    group, told = make(), []
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    for call in (
+        lambda: group.send([torch.ones(3)], 1, 0),
+        lambda: group.recv([torch.ones(3)], 1, 0),
+        lambda: group.recv_anysource([torch.ones(3)], 0),
+    ):
+        with pytest.raises(StateError) as caught:
+            call()
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_message_after_the_end_of_the_group_is_refused(ranks):
+    for told in ranks.run(after_the_end):
+        assert all("must be used before it is destroyed" in text for text in told)
