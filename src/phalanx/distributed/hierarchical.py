@@ -16,21 +16,21 @@ What differs from rank to rank (gather, scatter, all_to_all) goes straight from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from phalanx.distributed import collectives
 from phalanx.distributed.collective_buffers import CollectiveBuffers, Steps
-from phalanx.distributed.collectives import as_bytes, pieces
 from phalanx.distributed.engine import REMOTE_GRACE_S
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.hosts import Hosts
+from phalanx.distributed.intra_host import IntraHost, pieces
 from phalanx.distributed.ops import ReduceOperation
 from phalanx.distributed.status_pages import Fingerprint
+from phalanx.distributed.tensors import as_bytes
 from phalanx.distributed.transport import Gloo, Transport, gloo_between
 from phalanx.plan import equal_sizes
 
@@ -73,7 +73,8 @@ class Hierarchical:
         self.size = hosts.size
         self.num_hosts = len(hosts.ranks)
         self._error_store = ErrorStore(store, rank, hosts.size)
-        self._buffers = buffers
+        self._here = IntraHost(buffers)
+        self._wake = buffers.pipes.wake_this_rank
         self._hosts = hosts
         self._store = store
         self._interfaces = interfaces
@@ -102,7 +103,7 @@ class Hierarchical:
             names,
             timeout_s,
             self._error_store,
-            self._buffers.pipes.wake_this_rank,
+            self._wake,
             PrefixStore(f"open/{name}/", self._store) if lazy else None,
         )
 
@@ -122,11 +123,11 @@ class Hierarchical:
     def barrier(self) -> Steps:
         """Wait until all ranks have come."""
         fingerprint = self._fingerprint("barrier", torch.uint8, 0)
-        yield from self._on_this_host(collectives.barrier)
+        yield from self._on_this_host(self._here.barrier())
         if self._leads:
             nothing = dict.fromkeys(self._leaders.others, torch.empty(0, dtype=torch.uint8))
             yield from self._leaders.swap(nothing, nothing, fingerprint)
-        yield from self._on_this_host(collectives.barrier)
+        yield from self._on_this_host(self._here.barrier())
 
     def all_reduce(self, flat: Tensor, reduction: ReduceOperation) -> Steps:
         """Reduce ``flat`` over the ranks, in place and with the same bits on all of them."""
@@ -146,11 +147,11 @@ class Hierarchical:
         for piece in pieces(len(flat), _PIECE_BYTES // flat.itemsize):
             part, result = flat[piece], into[piece]
             total = stage.of(part) if into is flat else stage.of(part.clone())
-            yield from self._on_this_host(collectives.reduce, total, stage, 0)
+            yield from self._on_this_host(self._here.reduce(total, stage, 0))
             if self._leads:
                 yield from self._reduce_hosts(total, stage, _first(fingerprint, piece))
                 reduction.finish(total, self.size, result)
-            yield from self._on_this_host(collectives.broadcast, result, 0)
+            yield from self._on_this_host(self._here.broadcast(result, 0))
 
     def _reduce_hosts(
         self, flat: Tensor, stage: ReduceOperation, fingerprint: Fingerprint | None
@@ -191,7 +192,7 @@ class Hierarchical:
             total = stage.of(torch.cat(cuts))
             sizes = [sum(len(inputs[rank][piece]) for rank in on_host) for on_host in ranks]
             by_host = total.split(sizes)
-            yield from self._on_this_host(collectives.reduce, total, stage, 0)
+            yield from self._on_this_host(self._here.reduce(total, stage, 0))
             share = output.new_empty(sizes[self._host])
             if self._leads:
                 mine = by_host[self._host]
@@ -200,9 +201,9 @@ class Hierarchical:
                 yield from self._leaders.swap(sent, theirs, _first(fingerprint, piece))
                 mine.copy_(self._in_host_order(mine, theirs, stage))
                 reduction.finish(mine, self.size, share)
-            yield from self._on_this_host(collectives.broadcast, share, 0)
+            yield from self._on_this_host(self._here.broadcast(share, 0))
             lengths = [len(inputs[rank][piece]) for rank in ranks[self._host]]
-            output[piece].copy_(share.split(lengths)[self._buffers.rank])
+            output[piece].copy_(share.split(lengths)[self._here.rank])
 
     def broadcast(self, flat: Tensor, root: int) -> Steps:
         """Give every rank the bytes of ``root``."""
@@ -211,15 +212,14 @@ class Hierarchical:
         for piece in pieces(len(data), _PIECE_BYTES):
             part = data[piece]
             if self._host == home:
-                yield from self._on_this_host(
-                    collectives.broadcast, part, self._hosts.ranks[home].index(root)
-                )
+                here = self._hosts.ranks[home].index(root)
+                yield from self._on_this_host(self._here.broadcast(part, here))
             if self._leads:
                 sent = dict.fromkeys(transport.others, part) if self._host == home else {}
                 received = {} if self._host == home else {home: part}
                 yield from transport.swap(sent, received, _first(fingerprint, piece))
             if self._host != home:
-                yield from self._on_this_host(collectives.broadcast, part, 0)
+                yield from self._on_this_host(self._here.broadcast(part, 0))
 
     def all_gather(self, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
         """Give every rank the tensors of all, which may differ in length."""
@@ -236,12 +236,12 @@ class Hierarchical:
             by_host = packed.split(sizes)
             before = sum(len(on_host) for on_host in ranks[: self._host])
             own = slots[before : before + len(ranks[self._host])]
-            yield from collectives.all_gather(self._buffers, own, data[piece])
+            yield from self._here.all_gather(own, data[piece])
             if self._leads:
                 sent = dict.fromkeys(transport.others, by_host[self._host])
                 received = {host: by_host[host] for host in transport.others}
                 yield from transport.swap(sent, received, _first(fingerprint, piece))
-            yield from self._on_this_host(collectives.broadcast, packed, 0)
+            yield from self._on_this_host(self._here.broadcast(packed, 0))
             for one, slot in zip(into, slots, strict=True):
                 one.copy_(slot)
 
@@ -279,10 +279,10 @@ class Hierarchical:
 
     # ----------------------------------------------------------------------------------------------
 
-    def _on_this_host(self, operation: Callable[..., Steps], *args: object) -> Steps:
-        """Do an operation among the ranks of this host, if there are more than this one."""
-        if self._buffers.size > 1:
-            yield from operation(self._buffers, *args)
+    def _on_this_host(self, steps: Steps) -> Steps:
+        """Do what is among the ranks of this host, if there are more than this one."""
+        if self._here.size > 1:
+            yield from steps
 
     def _fingerprint(
         self, kind: str, dtype: torch.dtype, count: int, reduction: int = 0, root: int | None = None

@@ -33,7 +33,6 @@ from phalanx.distributed.call_forms import (
     share_memory,
 )
 from phalanx.distributed.collective_buffers import NOBODY, CollectiveBuffers, Need, Steps
-from phalanx.distributed.collectives import as_bytes
 from phalanx.distributed.described import NAME, DescribedGroup
 from phalanx.distributed.engine import COLLECTIVES, Engine
 from phalanx.distributed.hierarchical import Hierarchical
@@ -41,7 +40,7 @@ from phalanx.distributed.intra_host import IntraHost
 from phalanx.distributed.ops import reduction_of
 from phalanx.distributed.point_to_point import PointToPoint
 from phalanx.distributed.sparse import all_reduce_sparse, is_sparse
-from phalanx.distributed.tensors import FlatTensor, count_as_changed, flat_of, output_of
+from phalanx.distributed.tensors import FlatTensor, as_bytes, count_as_changed, flat_of, output_of
 from phalanx.distributed.transport import Transport
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 from phalanx.distributed.work import PendingOperation, SharedWork

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import has_memory
 
-__all__ = ["FlatTensor", "count_as_changed", "flat_of", "output_of"]
+__all__ = ["FlatTensor", "as_bytes", "count_as_changed", "flat_of", "output_of"]
 
 
 class FlatTensor(NamedTuple):
@@ -76,6 +76,12 @@ def output_of(tensor: Tensor, name: str) -> FlatTensor:
             f"{tuple(tensor.shape)}, strides {tensor.stride()}). Give `.contiguous()` and keep it."
         )
     return flat
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return the bytes of a flat contiguous tensor."""
+    # Of none or one element, torch takes any stride for contiguous, but not for a view.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def count_as_changed(tensors: Iterable[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """What was compiled from the files of C when phalanx was installed, if anything was.
 
 Every function here has its like in torch, with the same bits: see rows.py, blocks.py and
-distributed/collectives.py (docs/decisions/0015). Only awake.py has none, and does nothing without.
+distributed/intra_host.py (docs/decisions/0015). Only awake.py has none, and does nothing without.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.distributed.collectives import as_bytes
-from phalanx.distributed.tensors import flat_of
+from phalanx.distributed.tensors import as_bytes, flat_of
 from phalanx.errors import UnsupportedError
 
 
