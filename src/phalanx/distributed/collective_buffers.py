@@ -95,7 +95,7 @@ class CollectiveBuffers:
         self._unchecked: set[int] = set()
         whole = region.tensor(torch.uint8, self.needed_bytes(pages.size))
         slots = whole[StatusPages.needed_bytes(pages.size) :]
-        self.contention = Contention()
+        self.contention = Contention(pages.size)
         self._native = NativeState(pages, whole, slots, self.slot_bytes, self.contention)
 
     @staticmethod

@@ -1,9 +1,10 @@
-"""Whether other work competes for the cores: then a rank that waits sleeps, and does not spin.
+"""How long a rank that waits spins before it sleeps: by its cores, and by who competes for them.
 
 A rank that waits for others can spin, which is the fastest on a core of its own, or sleep on its
-wake-up pipe. Where another process wants the core, a rank that spins uses up its time slice, and
-then the kernel runs the other process for milliseconds. A thread that slept runs soon after it is
-woken. So every rank asks the kernel how long it was ready to run and had no core:
+wake-up pipe. Where ranks outnumber cores it spins briefly: another rank may need the core. Where
+another process wants the core, a rank that spins uses up its time slice, and then the kernel runs
+the other process for milliseconds. A thread that slept runs soon after it is woken. So every rank
+asks the kernel how long it was ready to run and had no core:
 
     all_reduce  all_reduce  all_reduce  all_reduce ...
     └─ window, at least 5 ms ─┘
@@ -91,13 +92,15 @@ class ContentionVerdict:
 
 
 class Contention:
-    """What one rank knows of the competition for the cores.
+    """What one of ``size`` ranks knows of the competition for the cores.
 
     Attributes:
+        cores_per_rank: How many cores of this process there are for each rank.
         agreed: What the ranks agreed on: whether one of them was contended in the last all-reduce.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.cores_per_rank = len(os.sched_getaffinity(0)) / size
         self.agreed = False
         self._verdict = ContentionVerdict()
         self._began_s = 0.0
@@ -110,6 +113,12 @@ class Contention:
         if self.agreed:
             return False
         return not self._verdict.until_s or not self._verdict.holds(now_s())  # 0: never delayed yet
+
+    def spin_s(self, usual_s: float, crowded_s: float) -> float:
+        """Return how long to spin: ``crowded_s`` where ranks outnumber cores, or not at all."""
+        if not self.spins:
+            return 0.0
+        return usual_s if self.cores_per_rank >= 1 else crowded_s
 
     def begin(self) -> bool:
         """Begin an operation, and a window if none is open; tell whether this rank is contended."""

@@ -12,7 +12,6 @@ of a group share a lane, because they share its buffers; messages have a lane pe
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -44,8 +43,7 @@ COLLECTIVES = "collectives"
 REMOTE_GRACE_S = 1.0
 """How much longer than asked a rank waits for another host, whose ranks miss each other first."""
 
-_SPIN_S = 300e-6
-_CROWDED_SPIN_S = 10e-6
+_SPIN_S, _CROWDED_SPIN_S = 300e-6, 10e-6
 _LOOKS_PER_CLOCK = 16
 _FIRST_SLEEP_S = 1e-3
 _LONGEST_SLEEP_S = 10e-3
@@ -89,10 +87,7 @@ class Engine:
         self._liveness = LivenessTimer(at_once=True)
         # One caller moves the operations at a time: two would take each other's wake-ups.
         self._mover = threading.RLock()
-        num_cores = len(os.sched_getaffinity(0))
-        self._busy = num_cores < 2 * pages.size  # no core is left for a second thread per rank
         self._contention = contention
-        self._spin_s = _SPIN_S if pages.size <= num_cores else _CROWDED_SPIN_S
         self._stay_awake = keep_awake(pages.size, place=pages.rank, sharers=pages.size)
         self.forked = False
         register_at_fork(self.forget)
@@ -137,7 +132,7 @@ class Engine:
         if wait:
             self.drive(task)
             return
-        if self._busy:
+        if self._contention.cores_per_rank < 2:  # one for the caller, one for the progress thread
             self._push(task)
         if not task.done:
             progress_thread.add(self)
@@ -204,10 +199,8 @@ class Engine:
 
     def _spin(self, need: Need) -> bool:
         self._contention.look()
-        if not self._contention.spins:
-            return False
         ranks, progress = need
-        until_s = now_s() + self._spin_s
+        until_s = now_s() + self._contention.spin_s(_SPIN_S, _CROWDED_SPIN_S)
         while now_s() < until_s:
             for _ in range(_LOOKS_PER_CLOCK):
                 if self._pages.reached(ranks, progress) if progress > 0 else self.advance():

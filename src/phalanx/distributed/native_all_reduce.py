@@ -10,7 +10,6 @@ briefly; longer waits are those of all operations (engine.py).
 
 from __future__ import annotations
 
-import os
 from array import array
 from enum import IntEnum
 from typing import NamedTuple
@@ -30,8 +29,7 @@ PIECE_POINTS = ("piece written", "piece published", "result given", "piece ended
 # As in native_all_reduce.c.
 _NUM_WORDS = 20
 _SPIN_NS, _FAIL_POINTS, _PIECE, _PHASE, _WANTED, _AGREED = 6, 8, 13, 15, 16, 17
-_USUAL_SPIN_NS = 150_000  # some times what the other takes for its part of a piece
-_CROWDED_SPIN_NS = 50_000
+_SPIN_S, _CROWDED_SPIN_S = 150e-6, 50e-6  # some times what another takes for its part of a piece
 
 
 class Status(IntEnum):
@@ -77,13 +75,12 @@ class NativeState:
         slot_bytes: int,
         contention: Contention,
     ) -> None:
-        crowded = pages.size > len(os.sched_getaffinity(0))
         self._contention = contention
-        self._spin_ns = _CROWDED_SPIN_NS if crowded else _USUAL_SPIN_NS
         self._memory: Tensor | None = whole  # keeps it mapped
         self._words = array("q", [0] * _NUM_WORDS)
         self._address, _ = self._words.buffer_info()
-        own = [pages.rank, pages.size, slots.data_ptr(), slot_bytes, self._spin_ns, crowded]
+        crowded = contention.cores_per_rank < 1
+        own = [pages.rank, pages.size, slots.data_ptr(), slot_bytes, 0, crowded]
         self._words[:_FAIL_POINTS] = array("q", [whole.data_ptr(), WORDS_PER_PAGE, *own])
 
     def begin(self, operation: Fingerprint, piece: int, flat: Tensor, sizes: PieceSizes) -> None:
@@ -96,7 +93,8 @@ class NativeState:
 
     def run(self, function: Function) -> int:
         """Let compiled code go on until it would wait; return a `Status`."""
-        self._words[_SPIN_NS] = self._spin_ns if self._contention.spins else 0
+        spin_s = self._contention.spin_s(_SPIN_S, _CROWDED_SPIN_S)
+        self._words[_SPIN_NS] = round(spin_s * 1e9)
         return int(function(self._address))
 
     def fail_point(self) -> None:

@@ -79,7 +79,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def test_a_rank_that_was_delayed_says_so_and_does_not_spin(kernel):
-    rank = Contention()
+    rank = Contention(2)
     assert not rank.begin()
     kernel.pass_time(0.006, waited_s=0.003)
     rank.look()
@@ -91,7 +91,7 @@ def test_a_rank_that_was_delayed_says_so_and_does_not_spin(kernel):
 
 
 def test_delays_between_operations_do_not_count(kernel):
-    rank = Contention()
+    rank = Contention(2)
     rank.begin()
     kernel.pass_time(0.050, waited_s=0.040)  # the program's own work, or another backend's
     assert not rank.begin()
@@ -100,7 +100,7 @@ def test_delays_between_operations_do_not_count(kernel):
 
 
 def test_short_operations_share_a_window(kernel):
-    rank = Contention()
+    rank = Contention(2)
     for _ in range(30):
         assert rank.spins
         rank.begin()
@@ -112,7 +112,7 @@ def test_short_operations_share_a_window(kernel):
 
 
 def test_what_two_threads_waited_is_not_compared(kernel):
-    rank = Contention()
+    rank = Contention(2)
     rank.begin()
     kernel.pass_time(0.006, waited_s=0.005)
     kernel.thread = 2
@@ -122,7 +122,7 @@ def test_what_two_threads_waited_is_not_compared(kernel):
 
 def test_a_rank_spins_where_the_kernel_does_not_tell(kernel):
     kernel.waits = None
-    rank = Contention()
+    rank = Contention(2)
     rank.begin()
     kernel.pass_time(0.006)
     rank.look()
@@ -130,9 +130,18 @@ def test_a_rank_spins_where_the_kernel_does_not_tell(kernel):
 
 
 def test_no_rank_spins_after_one_was_contended(kernel):
-    rank = Contention()
+    rank = Contention(2)
     rank.agreed = True
     assert not rank.spins
+
+
+@pytest.mark.parametrize(("size", "spin_s"), [(1, 3.0), (2, 3.0), (3, 1.0)])
+def test_a_rank_spins_briefly_where_ranks_outnumber_cores(monkeypatch, size, spin_s):
+    monkeypatch.setattr(contention.os, "sched_getaffinity", lambda _: {0, 1})
+    rank = Contention(size)
+    assert rank.spin_s(3.0, 1.0) == spin_s
+    rank.agreed = True
+    assert rank.spin_s(3.0, 1.0) == 0.0
 
 
 def test_the_kernel_tells_of_this_thread():
