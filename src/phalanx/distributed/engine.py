@@ -102,15 +102,16 @@ class Engine:
         self.forked = True
         self._ended.clear()
         self._advancing = False
-        lanes, self._lanes = self._lanes, {}
-        for task in (task for tasks in lanes.values() for task in tasks):
-            task.error, task.done = self._broken, True  # futures are the parent's
+        for operation in self._take_all():
+            operation.end(self._broken)  # futures are the parent's
 
-    def start(self, task: PendingOperation, lane: Hashable, needs: Need, *, wait: bool) -> None:
-        """Begin ``task``, and finish it if ``wait``; a failure under way is kept in it.
+    def start(
+        self, operation: PendingOperation, lane: Hashable, needs: Need, *, wait: bool
+    ) -> None:
+        """Begin ``operation``, and finish it if ``wait``; a failure under way is kept in it.
 
         Args:
-            task: The operation.
+            operation: The operation.
             lane: What it goes after.
             needs: Ranks that must be there for it to begin.
             wait: Whether to finish it.
@@ -121,33 +122,33 @@ class Engine:
         self._stay_awake()
         try:
             with self._lock:
-                self._refuse_if_broken(task, needs)
-                self._lanes.setdefault(lane, deque()).append(task)
+                self._refuse_if_broken(operation, needs)
+                self._lanes.setdefault(lane, deque()).append(operation)
                 self._advance()
         finally:
             if self._ended:
                 self._settle()
-        if task.done:
+        if operation.done:
             return
         if wait:
-            self.drive(task)
+            self.drive(operation)
             return
         if self._contention.cores_per_rank < 2:  # one for the caller, one for the progress thread
-            self._push(task)
-        if not task.done:
+            self._push(operation)
+        if not operation.done:
             progress_thread.add(self)
 
-    def _refuse_if_broken(self, task: PendingOperation, needs: Need) -> None:
+    def _refuse_if_broken(self, operation: PendingOperation, needs: Need) -> None:
         if self._broken is None and self._liveness.due():
-            gone = peer_error(self._pages, *needs, task.title)
+            gone = peer_error(self._pages, *needs, operation.title)
             if gone is not None:
-                self._break(gone, task)
+                self._break(gone, operation)
         if self._broken is not None:
-            task.end(self._broken)
-            task.raise_error()
+            operation.end(self._broken)
+            operation.raise_error()
 
-    def _push(self, task: PendingOperation) -> None:
-        """Go on with ``task`` in the caller's thread while the others go on, too.
+    def _push(self, operation: PendingOperation) -> None:
+        """Go on with ``operation`` in the caller's thread while the others go on, too.
 
         Where every core has a rank that computes, the progress thread would run in turns with it,
         and ranks whose threads seldom run at the same time wait for each other at every piece.
@@ -155,38 +156,37 @@ class Engine:
         if not self._mover.acquire(blocking=False):
             return
         try:
-            while not task.done:
+            while not operation.done:
                 if not self.advance() and not self._spin(self._first_need()):
                     return
         finally:
             self._mover.release()
 
-    def drive(self, task: PendingOperation, timeout_s: float | None = None) -> None:
-        """Look until ``task`` has ended, or fails after ``timeout_s`` more seconds."""
-        if timeout_s is not None and now_s() + timeout_s < task.deadline_s:
-            task.timeout_s, task.deadline_s = timeout_s, now_s() + timeout_s
+    def drive(self, operation: PendingOperation, timeout_s: float | None = None) -> None:
+        """Look until ``operation`` has ended, or fails after ``timeout_s`` more seconds."""
+        if timeout_s is not None and now_s() + timeout_s < operation.deadline_s:
+            operation.timeout_s, operation.deadline_s = timeout_s, now_s() + timeout_s
         progress_thread.hand_over()
-        waiting, rests = Waiting(task.timeout_s), 0
+        waiting, rests = Waiting(operation.timeout_s), 0
         try:
-            while not task.done:
+            while not operation.done:
                 if self._mover.acquire(blocking=False):
                     try:
-                        rests = (
-                            0 if self._move_or_sleep(_on_this_host(task.need), rests) else rests + 1
-                        )
+                        need = _on_this_host(operation.need)
+                        rests = 0 if self._move_or_sleep(need, rests) else rests + 1
                     finally:
                         self._mover.release()
                 else:
                     waiting.rest()
         except BaseException as exc:
             with self._lock:
-                self._break(self._interrupted(task, exc), task)
+                self._break(self._interrupted(operation, exc), operation)
             self._settle()
             raise
 
     def _first_need(self) -> Need:
         with self._lock:
-            needs = (tasks[0].need for tasks in self._lanes.values() if tasks)
+            needs = (operations[0].need for operations in self._lanes.values() if operations)
             return _on_this_host(next(needs, None))
 
     def _move_or_sleep(self, need: Need, rests: int) -> bool:
@@ -256,49 +256,49 @@ class Engine:
         outer, self._advancing = self._advancing, True
         moved = False
         try:
-            for lane, tasks in list(self._lanes.items()):
+            for lane, operations in list(self._lanes.items()):
                 step = _ENDED
-                while tasks and step == _ENDED:
-                    step = self._step(tasks[0])
+                while operations and step == _ENDED:
+                    step = self._step(operations[0])
                     moved |= step != _STUCK
-                    if step == _ENDED and tasks:  # none where the group has failed
-                        ended = tasks.popleft()
+                    if step == _ENDED and operations:  # none where the group has failed
+                        ended = operations.popleft()
                         if ended.futures:  # one that is asked for from here on settles itself
                             self._ended.append(ended)
-                if not tasks:
+                if not operations:
                     self._lanes.pop(lane, None)
         finally:
             self._advancing = outer
         return moved
 
-    def _step(self, task: PendingOperation) -> int:
-        if task.done:
+    def _step(self, operation: PendingOperation) -> int:
+        if operation.done:
             return _ENDED
         try:
             if torch.is_inference_mode_enabled():
                 # What a step makes and keeps is written to outside of that mode, too.
                 with torch.inference_mode(False):
-                    need = next(task.steps)
+                    need = next(operation.steps)
             else:
-                need = next(task.steps)
+                need = next(operation.steps)
         except StopIteration:
-            task.end()
+            operation.end()
         except ConfigError as exc:  # all ranks see it alike, or it concerns this message alone
-            task.end(exc)
+            operation.end(exc)
         except Exception as exc:
-            self._break(exc, task)
+            self._break(exc, operation)
         except BaseException as exc:
-            self._break(self._interrupted(task, exc), task)
+            self._break(self._interrupted(operation, exc), operation)
             raise
         else:
-            before, task.need = task.need, need
+            before, operation.need = operation.need, need
             return _STUCK if need == before else _MOVED
         return _ENDED
 
-    def _interrupted(self, task: PendingOperation, by: BaseException) -> GroupAborted:
+    def _interrupted(self, operation: PendingOperation, by: BaseException) -> GroupAborted:
         me = self._pages.names[self._pages.rank]
         return GroupAborted(
-            f"Rank {me} gave up {task.title} ({type(by).__name__}). "
+            f"Rank {me} gave up {operation.title} ({type(by).__name__}). "
             "Destroy the group and make a new one.",
             me,
         )
@@ -309,20 +309,21 @@ class Engine:
             return
         try:
             look_closely = self._liveness.due()
-            for tasks in list(self._lanes.values()):
-                if tasks:
-                    self._examine(tasks, look_closely)
+            for operations in list(self._lanes.values()):
+                if operations:
+                    self._examine(operations, look_closely)
         finally:
             self._lock.release()
             self._settle()
 
-    def _examine(self, tasks: Sequence[PendingOperation], look_closely: bool) -> None:
+    def _examine(self, operations: Sequence[PendingOperation], look_closely: bool) -> None:
         """Fail a lane's first operation, because of itself or of a late one behind it."""
-        first, need = tasks[0], tasks[0].need
+        first, need = operations[0], operations[0].need
         if need is None or first.done:
             return
         grace_s = REMOTE_GRACE_S if isinstance(need, RemoteNeed) else self._grace_s
-        late = next((task for task in tasks if now_s() >= task.deadline_s + grace_s), None)
+        since_s = now_s() - grace_s
+        late = next((each for each in operations if each.deadline_s <= since_s), None)
         error: BaseException | None = None
         if not isinstance(need, RemoteNeed):
             error = peer_error(self._pages, *need, first.title, closely=look_closely)
@@ -337,18 +338,22 @@ class Engine:
             return  # what it waited for came before its giver went, or it waits for others now
         self._break(error, first)
 
-    def _break(self, error: BaseException, task: PendingOperation) -> None:
+    def _break(self, error: BaseException, operation: PendingOperation) -> None:
         """Fail everything under way, now and from now on; the others learn of it."""
         if self._broken is None:
             self._broken = error
             self._pages.stop(*cause_state(error, self._pages.names[self._pages.rank]))
             self._report(error)
-        lanes, self._lanes = self._lanes, {}
-        task.end(error)
-        self._ended.append(task)
-        for other in (other for tasks in lanes.values() for other in tasks if not other.done):
+        operation.end(error)
+        self._ended.append(operation)
+        for other in self._take_all():
             other.end(error)
             self._ended.append(other)
+
+    def _take_all(self) -> list[PendingOperation]:
+        """Empty the lanes; return what has not ended."""
+        lanes, self._lanes = self._lanes, {}
+        return [operation for lane in lanes.values() for operation in lane if not operation.done]
 
     def close(self) -> list[str]:
         """Leave the group; what is under way fails, and is returned by its title."""
@@ -357,13 +362,12 @@ class Engine:
             if self._broken is None:
                 self._broken = GroupAborted(f"Group {self._name()!r} is destroyed.")
                 self._pages.stop(LEFT, self._pages.rank)
-            lanes, self._lanes = self._lanes, {}
-            left = [task for tasks in lanes.values() for task in tasks if not task.done]
-            for task in left:
-                task.end(self._broken)
+            left = self._take_all()
+            for operation in left:
+                operation.end(self._broken)
             self._ended.extend(left)
         self._settle()
-        return [task.title for task in left]
+        return [operation.title for operation in left]
 
 
 def _on_this_host(need: Need | RemoteNeed | None) -> Need:
@@ -371,5 +375,5 @@ def _on_this_host(need: Need | RemoteNeed | None) -> Need:
     return need if isinstance(need, tuple) else NOBODY
 
 
-def _has_gone_on(task: PendingOperation, before: Need | RemoteNeed) -> bool:
-    return task.done or task.need != before
+def _has_gone_on(operation: PendingOperation, before: Need | RemoteNeed) -> bool:
+    return operation.done or operation.need != before

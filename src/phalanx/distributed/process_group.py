@@ -111,17 +111,19 @@ class SharedGroup(DescribedGroup):
             )
         self._num_operations += 1
         timeout_s = self._seconds(opts)
-        task = PendingOperation(f"{kind} of group {self._group_name!r}", steps, result, timeout_s)
+        operation = PendingOperation(
+            f"{kind} of group {self._group_name!r}", steps, result, timeout_s
+        )
         if needs is None:  # all that have not begun it yet
             pages = self._buffers.pages
             needs = pages.others, pages.progress_of(pages.rank) + 1
         wait = not getattr(opts, "asyncOp", True)
         if is_profiled():  # a record costs 1 µs where it is off
             with profiler.record_function(f"{NAME}:{kind.partition(' ')[0]}"):
-                self._engine.start(task, lane, needs, wait=wait)
+                self._engine.start(operation, lane, needs, wait=wait)
         else:
-            self._engine.start(task, lane, needs, wait=wait)
-        work = SharedWork(task, self._engine.drive)
+            self._engine.start(operation, lane, needs, wait=wait)
+        work = SharedWork(operation, self._engine.drive)
         if not wait and _is_small(result):
             self._kept.append(work)
         return work
@@ -193,8 +195,8 @@ class SharedGroup(DescribedGroup):
         """Reduce over all ranks into the root's tensor."""
         opts = options(dist.ReduceOptions, opts, timeout, op, root)
         root = self._root(opts)
-        taken = output_of if self._collectives.rank == root else flat_of
-        flat = taken(only(listed(tensors)), "tensor")
+        flatten = output_of if self._collectives.rank == root else flat_of
+        flat = flatten(only(listed(tensors)), "tensor")
         reduction = reduction_of(opts.reduceOp, flat.data.dtype)
 
         def steps() -> Steps:
@@ -263,8 +265,8 @@ class SharedGroup(DescribedGroup):
         """Give every rank the root's tensor."""
         opts = options(dist.BroadcastOptions, opts, timeout, root=root)
         root = self._root(opts)
-        taken = flat_of if self._collectives.rank == root else output_of
-        flat = taken(only(listed(tensors)), "tensor")
+        flatten = flat_of if self._collectives.rank == root else output_of
+        flat = flatten(only(listed(tensors)), "tensor")
         filled = [] if self._collectives.rank == root else [flat]
         steps = _filling(filled, self._collectives.broadcast(flat.data, root))
         return self._run("broadcast", steps, [flat.tensor], opts)

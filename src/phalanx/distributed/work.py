@@ -89,10 +89,10 @@ class SharedWork(dist.Work):
     """
 
     def __init__(
-        self, task: PendingOperation, drive: Callable[[PendingOperation, float | None], None]
+        self, operation: PendingOperation, drive: Callable[[PendingOperation, float | None], None]
     ) -> None:
         super().__init__()
-        self._task = task
+        self._operation = operation
         self._drive = drive
         self.sources: list[int] = []
 
@@ -103,10 +103,10 @@ class SharedWork(dist.Work):
             timeout: At most so long from now on, beyond which the group fails; zero for the
                 call's own limit.
         """
-        task = self._task
-        if not task.done:
-            self._drive(task, timeout.total_seconds() or None)
-        task.raise_error()
+        operation = self._operation
+        if not operation.done:
+            self._drive(operation, timeout.total_seconds() or None)
+        operation.raise_error()
         return True
 
     def synchronize(self) -> None:
@@ -115,19 +115,19 @@ class SharedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Tell whether the operation has ended, well or not."""
-        return self._task.done
+        return self._operation.done
 
     def is_success(self) -> bool:
         """Tell whether the operation has ended well."""
-        return self._task.done and self._task.error is None
+        return self._operation.done and self._operation.error is None
 
     def exception(self) -> BaseException | None:
         """Return why the operation has failed, if it has."""
-        return self._task.error
+        return self._operation.error
 
     def result(self) -> list[Tensor]:
         """Return the tensors that the operation fills."""
-        return list(self._task.result)
+        return list(self._operation.result)
 
     def source_rank(self) -> int:
         """Return the sender of what a receive has taken."""
@@ -137,17 +137,17 @@ class SharedWork(dist.Work):
 
     def get_future(self) -> Future[Any]:
         """Return a future of the tensors; in C++ a failure is a ``RuntimeError`` with our words."""
-        task = self._task
+        operation = self._operation
         future: Future[Any] = Future()
 
         def checked(future: Future[Any]) -> Any:
-            task.raise_error()
+            operation.raise_error()
             return future.value()
 
         told = future.then(checked)
-        task.futures.append(future)
-        if task.done:  # asked for after the append: else nobody might tell it
-            task.settle()
+        operation.futures.append(future)
+        if operation.done:  # asked for after the append: else nobody might tell it
+            operation.settle()
         return told
 
     getFuture = get_future
