@@ -3,12 +3,12 @@
     region │ pages │ rank 0: slot a, slot b │ rank 1: slot a, slot b │ ...
 
 A tensor of any size goes through slots of fixed size. Even pieces use slots a and odd ones slots b,
-so slower ranks may still read the piece before; whoever begins piece p waits until everybody is
-done with piece p − 2. Per piece a rank's progress passes three numbers:
+so slower ranks may still read the piece before; a rank begins piece p when all are done with piece
+p − 2. Per piece a rank's progress passes three numbers:
 
-    3p + 1   what others need of me is in my slot
-    3p + 2   what I have reduced is in the slots of all
-    3p + 3   I read nobody's slot any more
+    3p + 1   my slot holds the data that others need
+    3p + 2   the slots of all hold the part that I have reduced
+    3p + 3   I have read all slots
 
 Pieces are numbered through the life of the group, so that progress only grows; ranks agree on the
 numbers because they agree on the operations, which the fingerprints check.
@@ -48,16 +48,14 @@ class RemoteNeed:
     """A wait for another host.
 
     Attributes:
-        rank: Who is awaited now, by its rank in the group; None for whoever comes first.
+        rank: The one that is awaited now, as in the group; None for any.
     """
 
     rank: int | None = None
 
 
 Steps = Generator[Need | RemoteNeed, None, None]
-"""An operation under way: it stops wherever it would wait, says for what, and is resumed to look
-again.
-"""
+"""An operation under way. It stops wherever it would wait, and is resumed to look again."""
 
 _NUM_SLOTS = 2
 _LARGEST_SLOT_BYTES = 1 << 20
@@ -103,11 +101,6 @@ class CollectiveBuffers:
         """Return how large the region of a group of ``size`` ranks is, pages included."""
         return StatusPages.needed_bytes(size) + size * _NUM_SLOTS * slot_bytes(size)
 
-    @property
-    def operation(self) -> Fingerprint:
-        """The operation that was begun last."""
-        return self._operation
-
     def begin(self, what: int, num_elements: int) -> None:
         """Begin the next operation, and say which it is."""
         self._operation = Fingerprint(self._operation.number + 1, what, num_elements)
@@ -120,10 +113,6 @@ class CollectiveBuffers:
         if dtype not in self._slots_by_dtype:
             self._slots_by_dtype[dtype] = self._view(dtype)
         return self._slots_by_dtype[dtype][self._piece % _NUM_SLOTS]
-
-    def heads(self, dtype: torch.dtype, count: int) -> list[Tensor]:
-        """Return the first ``count`` elements of the slots of this piece, by rank."""
-        return [slots[0] for slots in self.cut(dtype, (count,))]
 
     def cut(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> list[Sequence[Tensor]]:
         """Return the slots of this piece, by rank, each cut in parts of ``sizes`` elements."""
@@ -158,7 +147,7 @@ class CollectiveBuffers:
         return _USUAL_SIZES._replace(piece_bytes=min(_USUAL_SIZES.piece_bytes, self.slot_bytes))
 
     def agree_on_contention(self) -> None:
-        """Let the next all-reduce be as suits what all ranks have said at the begin of this one."""
+        """Note whether any rank was contended in this all-reduce: the next one goes by that."""
         self.contention.agreed = self.pages.any_contended(self._operation.number)
         self.contention.look()
 
@@ -187,7 +176,7 @@ class CollectiveBuffers:
             yield from self._reach(self.pages.others, done_before)
 
     def publish(self) -> None:
-        """Say that what others need of this rank is in its slot."""
+        """Say that this rank's slot holds the data that others need."""
         fail_point("piece written")
         self.pages.post(_PER_PIECE * self._piece + _PUBLISHED)
         fail_point("piece published")
@@ -201,7 +190,7 @@ class CollectiveBuffers:
         fence()
 
     def give_result(self) -> None:
-        """Say that what this rank has reduced is in the slots of all others."""
+        """Say that the slots of all others hold the part that this rank has reduced."""
         self.pages.post(_PER_PIECE * self._piece + _REDUCED)
         fail_point("result given")
 
@@ -211,7 +200,7 @@ class CollectiveBuffers:
         fence()
 
     def end_piece(self) -> None:
-        """Say that this rank reads nobody's slot any more."""
+        """Say that this rank has read all slots."""
         self.pages.post(_PER_PIECE * self._piece + _DONE)
         fail_point("piece ended")
 
@@ -230,7 +219,7 @@ class CollectiveBuffers:
                     raise Desync(names[self.rank], ours, names[rank], theirs)
 
     def close(self) -> None:
-        """Let go of the memory; what was handed out keeps it until it goes, too."""
+        """Let go of the memory; tensors over it keep it until they go."""
         self._slots_by_dtype.clear()
         self._cuts.clear()
         self._native.close()

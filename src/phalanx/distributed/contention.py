@@ -1,4 +1,4 @@
-"""How long a rank that waits spins before it sleeps: by its cores, and by who competes for them.
+"""How long a waiting rank spins before it sleeps: by its cores, and other work that wants them.
 
 A rank that waits for others can spin, which is the fastest on a core of its own, or sleep on its
 wake-up pipe. Where ranks outnumber cores it spins briefly: another rank may need the core. Where

@@ -1,6 +1,6 @@
 """Moves the operations of a group forward: in a thread that waits for one, or in one of its own.
 
-An operation stops wherever it would wait. It goes on when somebody looks again:
+An operation stops wherever it would wait. It goes on when a thread looks again:
 
     all_reduce(t)                 the caller looks until it is done
     all_reduce(t, async_op=True)  the caller goes as far as it can at once; then the thread looks
@@ -117,7 +117,7 @@ class Engine:
             wait: Whether to finish it.
 
         Raises:
-            PhalanxError: The group has failed before, or somebody needed is gone.
+            PhalanxError: The group has failed before, or a needed rank is gone.
         """
         self._stay_awake()
         try:
@@ -210,13 +210,13 @@ class Engine:
     def rest(self, need: Need, times: int) -> bool:
         """Sleep until a rank of ``need`` wakes this one; at most ``times`` milliseconds, or 10.
 
-        Afterwards, what cannot go on fails. Tells whether anything went on.
+        Then fail operations that cannot go on. Tell whether any went on.
         """
         ranks, progress = need
         awaited = next((rank for rank in ranks if is_missing(self._pages, rank, progress)), None)
         if awaited is not None:
             self._pipes.fall_asleep(awaited, progress)
-        # Once more: nobody wakes this rank for what came before it said that it sleeps.
+        # A rank that posted before this one said that it sleeps does not wake it.
         if ranks and self.advance():
             self._pages.wait_for(None)
             return True
@@ -238,7 +238,7 @@ class Engine:
                 self._settle()
 
     def _settle(self) -> None:
-        """Tell the futures of what has ended, whose callbacks may begin other operations.
+        """Tell the futures of ended operations. Their callbacks may begin other operations.
 
         So it is called without the lock, and does nothing inside of a step, where a signal's
         handler may call: the caller that advances settles afterwards.
@@ -276,7 +276,7 @@ class Engine:
             return _ENDED
         try:
             if torch.is_inference_mode_enabled():
-                # What a step makes and keeps is written to outside of that mode, too.
+                # Tensors that a step makes and keeps are written to outside of that mode, too.
                 with torch.inference_mode(False):
                     need = next(operation.steps)
             else:
@@ -304,7 +304,7 @@ class Engine:
         )
 
     def examine(self) -> None:
-        """Fail what waits for a rank that is gone, or has waited for too long."""
+        """Fail operations that wait for a rank that is gone, or have waited for too long."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -335,7 +335,7 @@ class Engine:
         if error is None:
             return
         if self._advance() and _has_gone_on(first, need):
-            return  # what it waited for came before its giver went, or it waits for others now
+            return  # the rank gave its part before it went, or others are awaited now
         self._break(error, first)
 
     def _break(self, error: BaseException, operation: PendingOperation) -> None:
@@ -356,7 +356,7 @@ class Engine:
         return [operation for lane in lanes.values() for operation in lane if not operation.done]
 
     def close(self) -> list[str]:
-        """Leave the group; what is under way fails, and is returned by its title."""
+        """Leave the group. Operations under way fail; their titles are returned."""
         progress_thread.remove(self)
         with self._lock:
             if self._broken is None:

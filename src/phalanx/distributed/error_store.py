@@ -1,4 +1,4 @@
-"""What was the first error of a group, told across hosts through the store it was made with."""
+"""The first error of a group, told across hosts through the store that the group was made with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ErrorStore:
         self._rank = rank
 
     def write(self, error: BaseException) -> None:
-        """Tell ``error``, if nobody has told one before."""
+        """Write ``error``, unless one stands there."""
         rank = getattr(error, "rank", None)
         told = {
             "kind": type(error).__name__,
@@ -59,7 +59,7 @@ class ErrorStore:
 
     @contextmanager
     def naming(self, rank: int | None, timeout_s: float) -> Iterator[None]:
-        """Say of gloo's errors which rank they concern, or what was told first.
+        """Raise ours for gloo's errors: the group's first, or one that names the rank they concern.
 
         Raises:
             PeerLost: The connection to ``rank`` has ended.

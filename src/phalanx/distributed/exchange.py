@@ -1,4 +1,4 @@
-"""What the ranks of one group tell each other beside a user's own collectives."""
+"""Exchange between the ranks of one group, beside a user's own collectives."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _device_of_documents() -> torch.device:
 
 @contextlib.contextmanager
 def _telling() -> Iterator[None]:
-    """Say of a backend's error what it means; our own backend's says it itself."""
+    """Say what a backend's error means; our own backend's says it itself."""
     try:
         yield
     except PeerError:

@@ -1,4 +1,4 @@
-"""What an operation is: in one number that ranks can compare, and in words for people."""
+"""The kind of an operation: as one number that ranks can compare, and in words for people."""
 
 from __future__ import annotations
 

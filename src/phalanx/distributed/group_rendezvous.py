@@ -273,7 +273,7 @@ class GroupRendezvous:
         return bytes(self.store.get(key))
 
     def _tidy(self) -> None:
-        """Take out of the store what all have read, so that it does not grow with each group."""
+        """Delete the keys that all have read, so that the store does not grow with each group."""
         if self.store.add("left", 1) == self.size:
             for rank in range(self.size):
                 for what in ("here", "card", "mapped"):

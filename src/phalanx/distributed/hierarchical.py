@@ -1,6 +1,6 @@
 """The collectives of a group whose ranks are on several hosts.
 
-What is for all alike crosses the network once per host, between the hosts' first ranks:
+Data for all alike crosses the network once per host, between the hosts' first ranks:
 
     all_reduce    ranks 0 1 2 │ 3 4      each host reduces in rank order, its first rank has it
                       ▼       │  ▼
@@ -11,7 +11,7 @@ What is for all alike crosses the network once per host, between the hosts' firs
 so all ranks get the same bits, in every run; the sum of hosts (0 1 2) and (3 4) is
 ((r0 + r1) + r2) + (r3 + r4). float16 and bfloat16 travel as float32 and are rounded once.
 
-What differs from rank to rank (gather, scatter, all_to_all) goes straight from rank to rank.
+Data that differs from rank to rank (gather, scatter, all_to_all) goes straight there.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class Hierarchical:
     # ----------------------------------------------------------------------------------------------
 
     def _on_this_host(self, steps: Steps) -> Steps:
-        """Do what is among the ranks of this host, if there are more than this one."""
+        """Run ``steps`` among the ranks of this host, if there are more than this one."""
         if self._here.size > 1:
             yield from steps
 

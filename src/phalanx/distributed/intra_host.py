@@ -1,6 +1,6 @@
 """The collectives of ranks on one host, as steps over their buffers; all call them in one order.
 
-Tensors are flat and contiguous. What only moves is taken as bytes, so every dtype can travel.
+Tensors are flat and contiguous. Data that only moves is taken as bytes, so any dtype can travel.
 
     all_reduce, one piece, three ranks; each cuts it in three, reduces one part, and puts the result
     where each of the others has published its own:
@@ -106,7 +106,7 @@ class IntraHost:
     def _all_reduce_whole(self, flat: Tensor, reduction: ReduceOperation) -> Steps:
         buffers = self._buffers
         yield from buffers.begin_piece()
-        sources = buffers.heads(flat.dtype, flat.numel())
+        sources = [parts[0] for parts in buffers.cut(flat.dtype, (flat.numel(),))]
         sources[self.rank].copy_(flat)
         buffers.publish()
         yield from buffers.published()
@@ -274,8 +274,8 @@ class IntraHost:
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
         """Give each rank one tensor of every other; lengths may all differ.
 
-        Nobody knows the longest of the tensors at first, and so how many pieces there are: the
-        lengths go round before.
+        No rank knows the longest tensor, and so the number of pieces, at first: the lengths go
+        round before.
 
         Raises:
             ConfigError: Somebody sends more or less than the other takes; all ranks raise.

@@ -207,7 +207,7 @@ def _run(
     """Run ``entrypoint(*words, launcher, folder, *args)`` in every rank.
 
     Blocks: Until all ranks have ended. A signal that ends the job is then raised again, for
-    whoever answers it outside of `launch`.
+    the handlers outside of `launch`.
     """
     try:
         with _folder() as folder, _environment(job):

@@ -2,7 +2,7 @@
 
     SUM of four ranks:   ((r0 + r1) + r2) + r3
 
-so every rank that reduces gets the same bits, whoever it is and whoever came first. float16 and
+so each rank that reduces gets the same bits, also if ranks come in another order. float16 and
 bfloat16 are accumulated in float32 and rounded once, at the end.
 
 PREMUL_SUM has each rank scale what it gives by a factor of its own, rounded to the dtype, before.

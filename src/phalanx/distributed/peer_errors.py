@@ -27,7 +27,7 @@ def peer_error(
         ranks: Those that are awaited.
         progress: The number that they must reach; a rank that has reached it may be gone.
         title: The operation that waits.
-        closely: Whether to ask the kernel which live; else only what the ranks say themselves.
+        closely: Whether to ask the kernel which of them live, too; else only their pages.
     """
     missing = [rank for rank in ranks if is_missing(pages, rank, progress)]
     during = f" during {title}" if title else ""
@@ -132,7 +132,7 @@ def _hint(pages: StatusPages, rank: int) -> str:
 
 
 def cause_state(error: BaseException, name: int) -> tuple[int, int]:
-    """Return what the rank ``name`` tells the others when it stops: a state, and whose fault."""
+    """Return the state of rank ``name`` when it stops on ``error``, and the rank that caused it."""
     cause = getattr(error, "rank", None)
     cause = name if cause is None else cause
     return (LOST if isinstance(error, PeerLost) else GAVE_UP), cause

@@ -2,7 +2,7 @@
 
     sender   ──written──> │ ... head 64 │ payload, padded to 64 │ head │ ... │ ──read──> receiver
 
-The sender puts a message into the ring as far as there is room, and needs nobody for a small one.
+The sender puts a message into the ring as far as there is room: a small one without its receiver.
 The inbox is the receiver's own, so that a message which was sent whole is there even when its
 sender is not. It has a ring per sender, whose memory is reserved when the sender first writes.
 The receiver takes what comes in order. A message that nobody has asked for yet, because its tag is
@@ -41,7 +41,9 @@ class _Channel:
         self.words = region.buffer[start : start + _DATA_BYTES].cast("q")
         self.data = region.tensor(torch.uint8, _RING_BYTES, start + _DATA_BYTES)
         self.reading: object = None  # the claim of a receive in the middle of a message
-        self.aside: deque[tuple[int, Tensor]] = deque()  # tag and bytes of what nobody asked for
+        self.aside: deque[tuple[int, Tensor]] = (
+            deque()
+        )  # tag and bytes of messages not asked for yet
 
     @property
     def filled(self) -> int:
@@ -79,7 +81,7 @@ class PointToPoint:
     """The channels of one rank to and from all others.
 
     Attributes:
-        sends_wait: Whether a message sent waits for its receiver, who may ask by tag.
+        sends_wait: Whether a send waits for its receiver, which may ask for another tag first.
     """
 
     sends_wait = False

@@ -522,7 +522,7 @@ class SharedGroup(DescribedGroup):
     # --- leaving ----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Leave the group; what is under way then fails. What was sent whole can be received."""
+        """Leave the group. Operations under way fail; messages sent whole can be received."""
         if not self._closed and not self._engine.forked:
             self._closed = True
             self._warn_of(self._engine.close())
@@ -548,7 +548,7 @@ class SharedGroup(DescribedGroup):
 
 
 def _filling(flats: Sequence[FlatTensor], steps: Steps) -> Steps:
-    """Run ``steps``, and bring what they have filled to the tensors that it is copied from."""
+    """Run ``steps``, and copy the data that they filled to the tensors where it is a copy."""
     yield from steps
     for flat in flats:
         flat.write_back()

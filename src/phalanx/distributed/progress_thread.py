@@ -1,4 +1,4 @@
-"""The one thread that moves on, for all groups of this process, what nobody waits for."""
+"""The one thread that moves on operations that no thread waits for, of all groups here."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _EXIT_S = 1.0
 
 
 class Progressing(Protocol):
-    """What has operations under way."""
+    """An engine, as far as the thread knows it."""
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
 
     def advance(self) -> bool:
-        """Move on what can be; tell whether something could."""
+        """Move on operations that can go on; tell whether one could."""
 
     def examine(self) -> None:
-        """Fail what cannot go on."""
+        """Fail operations that cannot go on."""
 
 
 class ProgressThread:

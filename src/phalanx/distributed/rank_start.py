@@ -1,4 +1,4 @@
-"""What a rank of ``phalanx launch`` runs first: our backend as the default, then the user's script.
+"""The start of a rank of ``phalanx launch``: our backend as the default, then the user's script.
 
     phalanx launch ──> python -u -c '…main()' launcher folder script.py args…
 

@@ -1,4 +1,4 @@
-"""What ranks on one host let each other know: a page per rank, which that rank alone writes.
+"""The state of each rank, for the others of its host: a page per rank, which it alone writes.
 
     page of rank r │ progress │ state │ cause      how far it is, and whether it still takes part
                    │ awaited │ wanted              the rank it sleeps for, and until which progress

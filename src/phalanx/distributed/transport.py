@@ -38,7 +38,7 @@ from phalanx.torch_internals import gloo_options
 __all__ = ["Gloo", "Transport", "gloo_between"]
 
 _TAG = 1
-_CUT_TAG = 2**31 - 1  # of a receive that nobody answers
+_CUT_TAG = 2**31 - 1  # of a receive that no member answers
 _HEAD_WORDS = 4
 _JOIN_S = 1.0
 _AT_ONCE = datetime.timedelta(milliseconds=1)
@@ -100,7 +100,7 @@ class Transport:
 
     Attributes:
         others: The other members.
-        sends_wait: Whether a message sent waits for its receiver, who may ask by tag.
+        sends_wait: Whether a send waits for its receiver, which may ask for another tag first.
     """
 
     sends_wait = True

@@ -1,4 +1,4 @@
-"""What a collective call returns, and what is known of it while it is under way."""
+"""An operation under way, and the work that a call returns for it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class PendingOperation:
     """One operation under way.
 
     Attributes:
-        title: What it is called in messages; longer once it has begun.
+        title: What it is called in messages.
         steps: The operation.
         result: Tensors that it fills.
-        need: What it waits for, where it does.
+        need: The ranks that it waits for, where it does.
         error: Why it has failed.
         timeout_s: How long it may take, from the call.
         deadline_s: When that has passed.
@@ -146,7 +146,7 @@ class SharedWork(dist.Work):
 
         told = future.then(checked)
         operation.futures.append(future)
-        if operation.done:  # asked for after the append: else nobody might tell it
+        if operation.done:  # asked for after the append: else no thread might tell it
             operation.settle()
         return told
 
