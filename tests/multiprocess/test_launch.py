@@ -54,7 +54,7 @@ def test_the_first_cause_is_told_last_and_its_exit_code_is_the_commands(tmp_path
     assert done.returncode == 7, done.stderr
     last = done.stderr.splitlines()
     told = next(place for place, line in enumerate(last) if line.startswith("Rank 1 (process "))
-    assert "must end well, but ended with exit code 7." in last[told]
+    assert "ended with exit code 7." in last[told]
     assert not any("[rank" in line for line in last[told:])
 
 
@@ -79,7 +79,7 @@ def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
     assert sum("Rank 1 of 2 has destroyed its group" in line for line in its_own) == 1
     last = [" ".join(line.split()) for line in lines if not line.startswith("[rank")]
     told = next(place for place, line in enumerate(last) if line.startswith("Rank 0 (process "))
-    assert last[told].endswith("must end well, but ended with exit code 1.")
+    assert last[told].endswith("ended with exit code 1.")
     assert last[told + 1] == "Traceback (most recent call last):"
     text = " ".join(last[told:])
     assert "line 7" in text

@@ -377,7 +377,7 @@ def describe_failures(failures: Mapping[int, ProcessFailure]) -> RankFailed:
         if other != rank and (its.exitcode != -_SIGTERM or _told(its) is not None)
     ]
     also = f" Rank{'s' * (len(others) > 1)} {', '.join(others)} failed as well." if others else ""
-    text = f"Rank {rank} (process {failure.pid}) must end well, but {how}.{also}"
+    text = f"Rank {rank} (process {failure.pid}) {how}.{also}"
     if told is not None and told.get("py_callstack"):
         words = str(told["py_callstack"]).partition(_AFTER_WORDS)[0]
         lines = words.rstrip().splitlines()

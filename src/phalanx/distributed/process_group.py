@@ -110,10 +110,8 @@ class SharedGroup(DescribedGroup):
                 "after. Make a new group."
             )
         self._num_operations += 1
-        timeout_s = self._seconds(opts)
-        operation = PendingOperation(
-            f"{kind} of group {self._group_name!r}", steps, result, timeout_s
-        )
+        title = f"{kind} of group {self._group_name!r}"
+        operation = PendingOperation(title, steps, result, self._seconds(opts))
         if needs is None:  # all that have not begun it yet
             pages = self._buffers.pages
             needs = pages.others, pages.progress_of(pages.rank) + 1

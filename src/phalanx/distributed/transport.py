@@ -260,7 +260,7 @@ class Transport:
 
     @contextmanager
     def _awaiting(self, member: int | None, need: RemoteNeed) -> Iterator[None]:
-        """Let ``need`` and errors name ``member``; None for whichever comes first."""
+        """Let ``need`` and errors name ``member``; None for any."""
         need.rank = None if member is None else self._names[member]
         with self._error_store.naming(need.rank, self._timeout_s):
             yield
@@ -290,7 +290,7 @@ class Transport:
         """End the connection: members that wait for this one learn so at once, as do our threads.
 
         gloo's own ``abort`` lets waits go on, and they keep the connection. But a wait that takes
-        too long has gloo close all that it has. (A wait for whichever member comes first goes on.)
+        too long has gloo close all that it has. (A receive from any member goes on in its thread.)
         """
         self._is_cut = True
         gloo, self._gloo = self._gloo, None
@@ -304,5 +304,5 @@ class Transport:
         """End the connection and the threads."""
         self.cut()
         deadline_s = now_s() + _JOIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - now_s()))
+        while self._threads:
+            self._threads.pop().join(max(0.0, deadline_s - now_s()))
