@@ -207,22 +207,20 @@ class GroupRendezvous:
         """Return whose namespace we were called to; a call from before does not have our word."""
         if not self._common.check(["called"]):
             return None
-        words: list[str] = _read("called", self._common.get("called"), self._are_words)
+        words: list[str] = _read("called", self._common.get("called"), self._each(_is_word))
         return words[0] if words[self.rank] == self._me.word else None
 
-    def _are_words(self, found: object) -> bool:
-        words = found if isinstance(found, list) else []
-        return len(words) == self.size and all(word is None or _is_word(word) for word in words)
-
-    def _are_hellos(self, found: object) -> bool:
-        hellos = found if isinstance(found, list) else []
-        return len(hellos) == self.size and all(
-            hello is None or _is_hello(hello) for hello in hellos
-        )
-
     def _read_heard(self) -> None:
-        heard = _read("heard", self.store.get("heard"), self._are_hellos)
+        heard = _read("heard", self.store.get("heard"), self._each(_is_hello))
         self._heard = [hello and _Hello(*hello) for hello in heard]
+
+    def _each(self, is_right: Callable[[object], bool]) -> Callable[[object], bool]:
+        """Return a check that there is a list, with an entry or None for each rank."""
+        return lambda found: (
+            isinstance(found, list)
+            and len(found) == self.size
+            and all(one is None or is_right(one) for one in found)
+        )
 
     # --- the group's namespace --------------------------------------------------------------------
 

@@ -157,40 +157,26 @@ class Transport:
         need: RemoteNeed,
     ) -> None:
         fail_point("exchange begun")
-        works: list[tuple[int, Work]] = []
-        kept: list[Tensor] = []  # what is under way must live as long
-
-        def send(member: int, data: Tensor) -> None:
-            if len(data):
-                with self._awaiting(member, need):
-                    kept.append(data)
-                    works.append((member, self._post("send", data, member, _TAG)))
-
-        def receive(member: int, data: Tensor) -> None:
-            if len(data):
-                with self._awaiting(member, need):
-                    works.append((member, self._post("recv", data, member, _TAG)))
-
-        def wait() -> None:
-            for member, work in works:
-                with self._awaiting(member, need):
-                    work.wait(_NO_LIMIT)
-            works.clear()
-
-        heads = {member: torch.empty(_HEAD_WORDS, dtype=torch.int64) for member in received}
         if fingerprint is not None:
-            for member, data in sent.items():
-                send(member, torch.tensor([*fingerprint, len(data)]))
-            for member, head in heads.items():
-                receive(member, head)
-            wait()
+            own = {member: torch.tensor([*fingerprint, len(data)]) for member, data in sent.items()}
+            heads = {member: torch.empty(_HEAD_WORDS, dtype=torch.int64) for member in received}
+            self._exchange(own, heads, _TAG, need)
             for member, head in heads.items():
                 self._check(fingerprint, member, head.tolist(), len(received[member]))
-        for member, data in sent.items():
-            send(member, data)
-        for member, data in received.items():
-            receive(member, data)
-        wait()
+        self._exchange(_not_empty(sent), _not_empty(received), _TAG, need)
+
+    def _exchange(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int, need: RemoteNeed
+    ) -> None:
+        """Send and receive, all at once, and wait."""
+        works: list[tuple[int, Work]] = []
+        for call, data_by_member in (("send", sent), ("recv", received)):
+            for member, data in data_by_member.items():
+                with self._awaiting(member, need):
+                    works.append((member, self._post(call, data, member, tag)))
+        for member, work in works:
+            with self._awaiting(member, need):
+                work.wait(_NO_LIMIT)
 
     def _check(self, ours: Fingerprint, member: int, head: list[int], length: int) -> None:
         *words, sent = head
@@ -208,21 +194,11 @@ class Transport:
 
     def send(self, data: Tensor, receiver: int, tag: int) -> Steps:
         """Send ``data``, which is flat; it ends when ``receiver`` takes it."""
-
-        def job(need: RemoteNeed) -> None:
-            with self._awaiting(receiver, need):
-                self._post("send", data, receiver, tag).wait(_NO_LIMIT)
-
-        return self._run(job)
+        return self._run(lambda need: self._exchange({receiver: data}, {}, tag, need))
 
     def receive(self, into: Tensor, sender: int, tag: int) -> Steps:
         """Fill ``into``, which is flat, with the next message of ``tag`` from ``sender``."""
-
-        def job(need: RemoteNeed) -> None:
-            with self._awaiting(sender, need):
-                self._post("recv", into, sender, tag).wait(_NO_LIMIT)
-
-        return self._run(job)
+        return self._run(lambda need: self._exchange({}, {sender: into}, tag, need))
 
     def receive_any(self, into: Tensor, tag: int, found: list[int]) -> Steps:
         """Fill ``into`` with a message of ``tag`` from anybody; put the sender into ``found``."""
@@ -306,3 +282,7 @@ class Transport:
         deadline_s = now_s() + _JOIN_S
         while self._threads:
             self._threads.pop().join(max(0.0, deadline_s - now_s()))
+
+
+def _not_empty(data_by_member: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {member: data for member, data in data_by_member.items() if len(data)}
