@@ -24,6 +24,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AUTOLOAD := src/phalanx_autoload.py  # stands in site-packages itself, as a copy
+ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 COMPILED := $(wildcard src/phalanx/memory/*.[ch] src/phalanx/distributed/*.[ch])
 
 # The stamp holds the folder it was made in: scripts in a virtual environment name their interpreter
@@ -61,12 +62,14 @@ train: $(STAMP)  ## train the default model on the default data and show the res
 # Files go whole to one of WORKERS processes, since fixtures of a module start workers and ranks. They
 # go in the order of their names: the long ones of chaos and conformance begin. More processes than two gain
 # nothing, as most of the time is of tests that have two or three workers themselves. What is marked
-# `alone` looks at the whole machine. No test of either part may be chosen by ARGS: pytest says so by 5.
+# `alone` looks at the whole machine, and only the files that say so are read. No test of either part
+# may be chosen by ARGS: pytest says so by 5. Where Python may not keep what it has compiled, pytest would
+# compile all tests anew, and each worker all modules: here it may.
 test: $(STAMP)  ## run the whole test suite
-	@failed=0; \
+	@failed=0; unset PYTHONDONTWRITEBYTECODE; \
 	$(BIN)/python -m pytest -m "not night and not alone" -n $(WORKERS) --dist loadfile \
 	    --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ] || failed=1; \
-	$(BIN)/python -m pytest -m "alone and not night" $(ARGS) || [ $$? -eq 5 ] || failed=1; \
+	$(BIN)/python -m pytest -m "alone and not night" $(or $(ARGS),$(ALONE)) || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
 
 check: $(STAMP)  ## formatting, lint, types
@@ -95,8 +98,8 @@ chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and g
 	@$(BIN)/python -m tests.chaos.rank_kills --kills $(RANK_KILLS)
 
 night: $(STAMP)  ## every kind of fault at every point in every worker, whole products, torch's own distributed tests
-	@$(BIN)/python -m pytest -m "night or not night" tests/chaos $(ARGS)
-	@$(BIN)/python -m pytest -m night --ignore=tests/chaos $(ARGS)
+	@$(BIN)/python -m pytest -m "night or not night" tests/chaos tests/conformance $(ARGS)
+	@$(BIN)/python -m pytest -m night --ignore=tests/chaos --ignore=tests/conformance $(ARGS)
 
 clean:  ## remove .venv and what tools left behind
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
