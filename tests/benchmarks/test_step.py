@@ -56,7 +56,9 @@ def test_all_run_by_default_but_those_that_do_other_work():
     assert set(select(sorted(others), "gpt")) == others
 
 
-BY_NIGHT = ("threads-cl", "ddp-cl", "ddp-phalanx", "ddp-meet", "trainer-m2", "trainer-m8")
+BY_NIGHT = {"threads-cl", "trainer-m2", "trainer-m8"} | {  # of those with processes `ddp` is enough
+    name for name in CONTESTANTS if CONTESTANTS[name].process_per_worker and name != "ddp"
+}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +165,7 @@ def run_step(*words):
     return CliRunner().invoke(bench_app, ["step", *words])
 
 
+@pytest.mark.night
 def test_the_command_measures_real_processes_and_writes_its_files(tmp_path):
     result = run_step(
         "--models=tiny", "--steps=4", "--contestants=single,ddp", f"--out={tmp_path / 'a' / 'b'}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import itertools
+import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from phalanx.execution import PartialSum, contract
+from phalanx.execution import PartialSum, contract, worker_client
 from phalanx.execution.points import POINTS
 from phalanx.train import checkpoint
 from tests.chaos.course import DEADLINE_S, MICROBATCHES, Course, batches
@@ -86,7 +87,11 @@ def test_a_death_in_an_evaluation_is_told_at_its_end(course: Course) -> None:
 
 
 @pytest.mark.parametrize("deed", ["kill", pytest.param("exit", marks=pytest.mark.night)])
-def test_a_replacement_that_dies_while_it_starts_is_replaced(course: Course, deed: str) -> None:
+def test_a_replacement_that_dies_while_it_starts_is_replaced(
+    course: Course, monkeypatch: pytest.MonkeyPatch, deed: str
+) -> None:
+    spawning = multiprocessing.get_context("spawn")  # so that the start takes its time
+    monkeypatch.setattr(worker_client, "_SPAWN", spawning)
     course.await_workers()
     course.disturbed.lost.clear()
     course.kill(0)  # between two updates

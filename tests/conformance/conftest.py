@@ -1,4 +1,4 @@
-"""Tests that run twice: with all replicas on one device, and as on two."""
+"""Tests that run twice, with all replicas on one device and as on two; and how workers start."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conformance.second_device import emulate_second_device
+from tests.multiprocess.forked_workers import forked_by_day
 
 RUN_ON_TWO_DEVICES = {
     "test_containers",
@@ -44,6 +45,21 @@ BY_DAY_ALL_THE_SAME = {
     "test_a_parameter_met_in_both_places_gets_both_gradients",
     "test_a_trainer_splits_every_form_of_inputs",
 }
+SPAWN_THEIR_WORKERS = {
+    "test_executor_places",
+    "test_process_executor_attack",
+    "test_process_executor_limits",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork worker processes by day, but for the files that show how they start."""
+    if request.module.__name__.rpartition(".")[2] in SPAWN_THEIR_WORKERS:
+        yield
+        return
+    with forked_by_day(request.config):
+        yield
 
 
 @pytest.fixture(autouse=True)

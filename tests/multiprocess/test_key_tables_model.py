@@ -168,10 +168,18 @@ class KeyTableMachine(RuleBasedStateMachine):
             assert not [entry for entry in os.listdir("/dev/shm") if self.run in entry]
 
 
-TestKeyTableMachine = KeyTableMachine.TestCase
-TestKeyTableMachine.settings = settings(
-    max_examples=12,
+HOW = settings(
+    max_examples=5,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+class TestKeyTableMachine(KeyTableMachine.TestCase):
+    settings = HOW
+
+
+@pytest.mark.night
+class TestKeyTableMachineForLonger(KeyTableMachine.TestCase):
+    settings = settings(HOW, max_examples=50)

@@ -7,6 +7,7 @@ import os
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -122,10 +123,18 @@ class TableMachine(RuleBasedStateMachine):
             assert not [entry for entry in os.listdir("/dev/shm") if self.run in entry]
 
 
-TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(
-    max_examples=15,
+HOW = settings(
+    max_examples=5,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+class TestTableMachine(TableMachine.TestCase):
+    settings = HOW
+
+
+@pytest.mark.night
+class TestTableMachineForLonger(TableMachine.TestCase):
+    settings = settings(HOW, max_examples=50)

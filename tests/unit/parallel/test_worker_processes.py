@@ -14,8 +14,15 @@ from torch import Tensor, nn
 
 from phalanx import DataParallel, Processes, WorkerLost
 from phalanx.errors import ConfigError, StateError, UnsupportedError
+from tests.multiprocess.forked_workers import forked_by_day
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    with forked_by_day(request.config):
+        yield
 
 
 class Net(nn.Module):

@@ -1,0 +1,49 @@
+"""Worker processes of executors, forked from a process that has imported torch.
+
+One that is spawned imports torch, which takes longer than most tests; what it does afterwards is
+the same. That it starts as users' do is shown by the files that spawn, and by all of them at night.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+
+from phalanx.execution import worker_client, worker_main
+from phalanx.ipc import die_with_parent
+from tests.multiprocess.fork_server import context
+
+__all__ = ["forked_by_day"]
+
+
+def _serve(arguments: worker_main.ProcessArguments, *connections: Any) -> None:
+    # Its parent is the server, which ends with the process that tests.
+    worker_main.die_with_parent = lambda _: die_with_parent(os.getppid())
+    worker_main.serve(arguments, *connections)
+
+
+class _Forking:
+    """What `worker_client` asks of a context of `multiprocessing`."""
+
+    Pipe = staticmethod(context.Pipe)
+
+    @staticmethod
+    def Process(target: object, args: tuple[Any, ...], **options: Any) -> BaseProcess:
+        assert target is worker_main.serve
+        return context.Process(target=_serve, args=args, **options)
+
+
+@contextmanager
+def forked_by_day(config: pytest.Config) -> Iterator[None]:
+    """Let executors of this process fork their workers, unless tests of the night are to run."""
+    if "night" in config.getoption("-m").replace("not night", ""):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_client, "_SPAWN", _Forking)
+        yield
