@@ -47,7 +47,6 @@ BY_DAY_ALL_THE_SAME = {
 }
 SPAWN_THEIR_WORKERS = {
     "test_executor_places",
-    "test_process_executor_attack",
     "test_process_executor_limits",
 }
 

@@ -18,6 +18,7 @@ from phalanx.execution import (
     MicrobatchContext,
 )
 from phalanx.types import Nested
+from tests.multiprocess.forked_workers import forked_by_day
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 
@@ -29,9 +30,10 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     kind, count = request.param
     choice = ExecutorChoice.read(kind, [kind])
     make = ExecutorMaker(choice, nn.Linear(2, 1, bias=False), FailureLog(0))
-    opened = make([torch.device("cpu")] * count, workloads=None, intra_op=1)
-    yield opened
-    opened.close()
+    with forked_by_day(request.config):
+        opened = make([torch.device("cpu")] * count, workloads=None, intra_op=1)
+        yield opened
+        opened.close()
 
 
 @dataclass(frozen=True)
