@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import errno
 import itertools
-import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from phalanx.execution import PartialSum, contract, worker_client
+from phalanx.execution import PartialSum, contract
 from phalanx.execution.points import POINTS
 from phalanx.train import checkpoint
 from tests.chaos.course import DEADLINE_S, MICROBATCHES, Course, batches
 from tests.chaos.saboteur import MODULE_POINTS, Order
+from tests.multiprocess.forked_workers import spawn_again
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 
@@ -90,8 +90,7 @@ def test_a_death_in_an_evaluation_is_told_at_its_end(course: Course) -> None:
 def test_a_replacement_that_dies_while_it_starts_is_replaced(
     course: Course, monkeypatch: pytest.MonkeyPatch, deed: str
 ) -> None:
-    spawning = multiprocessing.get_context("spawn")  # so that the start takes its time
-    monkeypatch.setattr(worker_client, "_SPAWN", spawning)
+    spawn_again(monkeypatch)  # so that the start takes its time
     course.await_workers()
     course.disturbed.lost.clear()
     course.kill(0)  # between two updates

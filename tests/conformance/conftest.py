@@ -45,16 +45,11 @@ BY_DAY_ALL_THE_SAME = {
     "test_a_parameter_met_in_both_places_gets_both_gradients",
     "test_a_trainer_splits_every_form_of_inputs",
 }
-SPAWN_THEIR_WORKERS = {
-    "test_executor_places",
-    "test_process_executor_limits",
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fork worker processes by day, but for the files that show how they start."""
-    if request.module.__name__.rpartition(".")[2] in SPAWN_THEIR_WORKERS:
+    if request.module.__name__.endswith("limits"):  # who forks has other limits than who asks
         yield
         return
     with forked_by_day(request.config):

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import phalanx
 from phalanx import ConfigError, PeerLost, UnsupportedError
+from tests.multiprocess.forked_workers import spawn_again
 
 PATIENCE_S = 60.0
 
@@ -351,6 +352,7 @@ def test_a_daemon_which_may_have_no_children_is_told_so(monkeypatch: pytest.Monk
 
 
 def test_a_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn_again(monkeypatch)
     here = tmp_path / "gone"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -378,7 +380,8 @@ def open_files_left(count: int) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_too_few_open_files_are_told_and_may_become_more() -> None:
+def test_too_few_open_files_are_told_and_may_become_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn_again(monkeypatch)
     told = pytest.raises(PeerLost, match=r"Too many open files.*`ulimit -n`")
     with make(replicas=2) as trainer:
         with open_files_left(12), told:

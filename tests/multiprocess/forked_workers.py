@@ -6,6 +6,7 @@ the same. That it starts as users' do is shown by the files that spawn, and by a
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from phalanx.execution import worker_client, worker_main
 from phalanx.ipc import die_with_parent
 from tests.multiprocess.fork_server import context
 
-__all__ = ["forked_by_day"]
+__all__ = ["forked_by_day", "spawn_again"]
 
 
 def _serve(arguments: worker_main.ProcessArguments, *connections: Any) -> None:
@@ -47,3 +48,8 @@ def forked_by_day(config: pytest.Config) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_client, "_SPAWN", _Forking)
         yield
+
+
+def spawn_again(patch: pytest.MonkeyPatch) -> None:
+    """Let workers start as users' do, within `forked_by_day`."""
+    patch.setattr(worker_client, "_SPAWN", multiprocessing.get_context("spawn"))
