@@ -1,7 +1,8 @@
 """Worker processes of executors, forked from a process that has imported torch.
 
 One that is spawned imports torch, which takes longer than most tests; what it does afterwards is
-the same. That it starts as users' do is shown by the files that spawn, and by all of them at night.
+the same. That it starts as users' do is shown by the files that spawn and by scripts, and by all of
+chaos and conformance at night.
 """
 
 from __future__ import annotations
