@@ -35,7 +35,6 @@ def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) 
     messages: PointToPoint | Transport
     if len(hosts.ranks) == 1:
         collectives, messages = IntraHost(buffers), PointToPoint(buffers.pages)
-        messages.open()
     else:
         collectives = Hierarchical(
             buffers, hosts, rank, rendezvous.store, timeout_s, network_interfaces()

@@ -88,16 +88,11 @@ class PointToPoint:
 
     def __init__(self, pages: StatusPages) -> None:
         self._pages = pages
-        self._inbox: Region | None = None
+        self._inbox = Region.create(pages.size * _CHANNEL_BYTES, label="inbox", reserved=False)
         self._borrowed: list[Region] = []
         self._out: dict[int, _Channel] = {}
         self._in: dict[int, _Channel] = {}
-
-    def open(self) -> None:
-        """Make the inbox, and let the others know of it."""
-        nbytes = self._pages.size * _CHANNEL_BYTES
-        self._inbox = Region.create(nbytes, label="inbox", reserved=False)
-        self._pages.offer_inbox(self._inbox.fd)
+        pages.offer_inbox(self._inbox.fd)
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -198,7 +193,6 @@ class PointToPoint:
 
     def _channel_from(self, sender: int) -> _Channel:
         if sender not in self._in:
-            assert self._inbox is not None
             self._in[sender] = _Channel(self._inbox, sender)
         return self._in[sender]
 
@@ -214,9 +208,7 @@ class PointToPoint:
         for channel in (*self._out.values(), *self._in.values()):
             channel.close()
         for region in (self._inbox, *self._borrowed):
-            if region is not None:
-                region.close()
-        self._inbox = None
+            region.close()
         self._borrowed.clear()
         self._out.clear()
         self._in.clear()

@@ -6,6 +6,7 @@ import copy
 import datetime
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from phalanx.distributed.uncompiled_methods import uncompiled_methods
 __all__ = ["PendingOperation", "SharedWork"]
 
 
+@dataclass(slots=True, eq=False)
 class PendingOperation:
     """One operation under way.
 
@@ -34,28 +36,18 @@ class PendingOperation:
         futures: Those that have not been told of the end yet.
     """
 
-    __slots__ = (
-        "deadline_s",
-        "done",
-        "error",
-        "futures",
-        "need",
-        "result",
-        "steps",
-        "timeout_s",
-        "title",
-    )
+    title: str
+    steps: Steps
+    result: Any  # nested lists of tensors, as torch gives them
+    timeout_s: float
+    deadline_s: float = field(init=False)
+    need: Need | RemoteNeed | None = None
+    error: BaseException | None = None
+    done: bool = False
+    futures: list[Future[Any]] = field(default_factory=list)
 
-    def __init__(self, title: str, steps: Steps, result: Any, timeout_s: float) -> None:
-        self.title = title
-        self.steps = steps
-        self.result = result  # Any: nested lists of tensors, as torch gives them
-        self.timeout_s = timeout_s
-        self.deadline_s = now_s() + timeout_s
-        self.need: Need | RemoteNeed | None = None
-        self.error: BaseException | None = None
-        self.futures: list[Future[Any]] = []
-        self.done = False
+    def __post_init__(self) -> None:
+        self.deadline_s = now_s() + self.timeout_s
 
     def end(self, error: BaseException | None = None) -> None:
         """Mark the end; the futures are told by :meth:`settle`."""
