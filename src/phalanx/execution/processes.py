@@ -256,8 +256,8 @@ class ProcessExecutor(Executor):
                 "of it. Make a trainer or a group in the child."
             )
         self._workers.raise_deferred()
-        self._objects.look()
         state.version = version = self._version_for(state)
+        self._objects.look()
         self._settings = read_settings()  # here: some of them are the calling thread's
         modes = CallerModes.capture(self.devices)
         run = _ProcessRun(

@@ -34,6 +34,7 @@ _SOBOL_MADE, _SOBOL_DRAWS = SobolEngine.__init__.__code__, SobolEngine.draw.__co
 _DEPTH = 5
 _SEEDING = {"manual_seed", "seed", "set_state"}
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_SYMPY = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "sympy") + os.sep
 # What lies between a function that the compiler shall leave alone and who calls it.
 WRAPPERS = {
     os.path.join(_TORCH, "_compile.py"),
@@ -209,7 +210,8 @@ class RngWatch:
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARY) and "site-packages" not in file
+    """Tell whether a file is Python's own, or SymPy's: torch's compiler shuffles by it."""
+    return file.startswith(_SYMPY) or (file.startswith(_LIBRARY) and "site-packages" not in file)
 
 
 # Any: generators of NumPy's, which have no common class.

@@ -179,6 +179,7 @@ class Trainer:
         self._channels_last = channels_last
         self._choice = choice
         failures = FailureLog(choice.options.max_failures)
+        maker = partial(ExecutorMaker, choice, module, failures)
         self._events = EventDispatcher(callbacks, choice.options.on_failure, failures)
         self._spec = EngineSpec(
             module=module,
@@ -187,15 +188,7 @@ class Trainer:
             workloads=fixed,
             clip_norm=clip_norm,
             feedback=None if codec is None else Feedback(codec),
-            new_maker=partial(
-                ExecutorMaker,
-                choice,
-                module,
-                failures,
-                shared=[self._objective],
-                timed=self._balances,
-                steps=True,
-            ),
+            new_maker=partial(maker, shared=[self._objective], timed=self._balances, steps=True),
             history=RunHistory(),
             untrained=Untrained(module),
         )
@@ -281,8 +274,7 @@ class Trainer:
             One `EpochDone` for every epoch that this call finished.
 
         Raises:
-            ConfigError: The loader yields nothing, or a batch cannot work; the step is refused
-                then.
+            ConfigError: The loader yields nothing; or a batch cannot work: its step is refused.
         """
         check_fit(loader, validate, epochs, steps)
         check_moment(closed=self._closed)
