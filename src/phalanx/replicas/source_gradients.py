@@ -29,14 +29,14 @@ __all__ = ["SourceGradients", "current_replica"]
 _IN_CALLING_THREAD = ("cpu", "meta")  # where torch's engine has no thread for the device alone
 
 
-class _Running(threading.local):
+class _RunningReplicas(threading.local):
     """The replicas that this thread runs, the innermost last, and where their gradients go."""
 
     def __init__(self) -> None:
         self.replicas: list[tuple[int, SourceGradients, dict[int, Tensor]]] = []
 
 
-_here = _Running()
+_here = _RunningReplicas()
 
 
 def current_replica() -> int | None:

@@ -41,11 +41,11 @@ from phalanx.train.stored_state import (
     read_workloads,
 )
 
-__all__ = ["Progress", "TrainerState", "capture_state", "restore_state", "warn_of_changes"]
+__all__ = ["RunProgress", "TrainerState", "capture_state", "restore_state", "warn_of_changes"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class RunProgress:
     """How far a run has come, and with what.
 
     Attributes:
@@ -72,7 +72,7 @@ class TrainerState:
     scheduler: LRScheduler | None
     feedback: Feedback | None
     history: RunHistory
-    progress: Progress
+    progress: RunProgress
 
 
 def capture_state(state: TrainerState, folder: Path) -> None:
@@ -117,8 +117,8 @@ def capture_state(state: TrainerState, folder: Path) -> None:
 
 
 def restore_state(
-    state: TrainerState, folder: Path, accept: Callable[[Progress], None]
-) -> Progress:
+    state: TrainerState, folder: Path, accept: Callable[[RunProgress], None]
+) -> RunProgress:
     """Put what ``folder`` holds into module, optimizer and scheduler, and return the rest.
 
     Args:
@@ -174,7 +174,7 @@ def _upgrade(stored: Stored) -> None:
     stored.values.setdefault("plain_steps", False)
 
 
-def _read_progress(stored: Stored) -> Progress:
+def _read_progress(stored: Stored) -> RunProgress:
     """Read what a checkpoint says beside module, optimizer and scheduler.
 
     Raises:
@@ -189,7 +189,7 @@ def _read_progress(stored: Stored) -> Progress:
     if not isinstance(values["plain_steps"], bool):
         raise ValueError(f"`plain_steps` is {values['plain_steps']!r:.80}, neither true nor false")
     order = values["order"]
-    return Progress(
+    return RunProgress(
         position=read_position(values["position"]),
         order=None if order is None else EpochOrder.unpack(stored.tensors["order"], order),
         counted=stored.tensors["metrics"],
@@ -223,7 +223,7 @@ def _all_or_nothing(state: TrainerState, folder: Path) -> Iterator[None]:
         raise
 
 
-def warn_of_changes(restored: Progress, now: Progress) -> None:
+def warn_of_changes(restored: RunProgress, now: RunProgress) -> None:
     """Warn, at the line of our caller's caller, of what keeps a run from going on bit for bit."""
     for name in ("microbatches", "seed"):
         was, given = getattr(restored, name), getattr(now, name)

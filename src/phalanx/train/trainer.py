@@ -37,7 +37,7 @@ from phalanx.train.order import Reader, is_complete
 from phalanx.train.position import Loss, Position, RunHistory
 from phalanx.train.sharding import Loaders
 from phalanx.train.state import (
-    Progress,
+    RunProgress,
     TrainerState,
     capture_state,
     restore_state,
@@ -524,7 +524,7 @@ class Trainer:
             scheduler=self.scheduler,
             feedback=self._spec.feedback,
             history=self._spec.history,
-            progress=Progress(
+            progress=RunProgress(
                 position=self._position,
                 order=self._reader.order(self._position.batch),
                 counted=self._metrics.capture() if self._position.batch > 0 else {},
