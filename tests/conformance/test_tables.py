@@ -1,4 +1,4 @@
-"""One contract of parameter tables: workers are one process, its threads, or processes."""
+"""One contract of parameter tables: workers are one process, its threads, processes, or hosts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from phalanx import tables
 from phalanx.errors import PeerTimeout
 from tests.multiprocess.children import Children, Parent
+from tests.multiprocess.hosts import run_hosts
 
 DEADLINE_S = 60.0
 
@@ -68,6 +69,8 @@ FORMATIONS = [
     pytest.param(run_processes, 1, id="1 process", marks=pytest.mark.night),
     pytest.param(run_processes, 2, id="2 processes"),
     pytest.param(run_processes, 3, id="3 processes", marks=pytest.mark.night),
+    pytest.param(partial(run_hosts, 2), 2, id="2 hosts", marks=pytest.mark.night),
+    pytest.param(partial(run_hosts, 3), 3, id="3 hosts"),
 ]
 in_every_formation = pytest.mark.parametrize(("workers", "n"), FORMATIONS)
 
@@ -146,28 +149,28 @@ def test_the_initial_value_never_goes_through_the_updater(workers, n, run):
 
 
 def bulk_rounds(world: tables.TableGroup, num_shards: int) -> list[list]:
-    table = world.matrix(7, 3, name="bulk", num_shards=num_shards, init=1.0)
+    table = world.matrix(29, 3, name="bulk", num_shards=num_shards, init=1.0)
     generator = torch.Generator().manual_seed(world.worker_id)
     seen = []
     for i in range(10):
-        table.add(torch.randn(7, 3, generator=generator))
+        table.add(torch.randn(29, 3, generator=generator))
         for _ in range(world.worker_id):
-            table.add(torch.randn(2, 3, generator=generator), rows=[i % 7, 3])
+            table.add(torch.randn(2, 3, generator=generator), rows=[i % 29, 3])
         seen.append(table.get().tolist())  # exact: every float32 is a Python float
     return seen
 
 
 def bulk_rounds_by_one(n: int) -> list[list]:
     """The same, added up by plain torch in the order of workers."""
-    table = torch.ones(7, 3)
+    table = torch.ones(29, 3)
     generators = [torch.Generator().manual_seed(worker) for worker in range(n)]
     seen = []
     for i in range(10):
         for worker, generator in enumerate(generators):
-            table += torch.randn(7, 3, generator=generator)
+            table += torch.randn(29, 3, generator=generator)
             for _ in range(worker):
                 part = torch.randn(2, 3, generator=generator)
-                table.index_add_(0, torch.tensor([i % 7, 3]), part)
+                table.index_add_(0, torch.tensor([i % 29, 3]), part)
         seen.append(table.tolist())
     return seen
 

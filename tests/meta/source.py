@@ -23,11 +23,11 @@ FLOORS = (
     ("plan",),
     ("ipc",),
     ("memory", "codecs"),
-    ("distributed", "replicas", "metrics"),
+    ("distributed", "replicas", "metrics", "cluster"),
     ("execution", "tables"),
     ("parallel",),
     ("executor_group",),
-    ("train", "cluster"),
+    ("train",),
     ("__init__",),  # gathers the public names of the rooms below; what stands above is their user
     ("compat", "cli"),
     ("__main__",),

@@ -19,10 +19,13 @@ FROZEN: dict[str, tuple[str, ...]] = {
         "--nnodes",
         "--ranks",
         "--run-id",
+        "--secret-file",
+        "--trusted-network",
         "-n",
         "ARGS",
         "SCRIPT",
     ),
+    "secret": ("PATH",),
     "train": (
         "--batch-size",
         "--codec",

@@ -164,7 +164,7 @@ DOORS: dict[str, Door] = {
     "reads the environment": Door(
         names("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"),
         allowed=(
-            "cli/app.py",
+            *("cli/app.py", "cli/launch.py"),  # for processes that are started
             "tables/joining.py",
             "distributed/exchange.py",
             "distributed/hosts.py",
@@ -259,6 +259,8 @@ DOORS: dict[str, Door] = {
             "distributed/error_store.py",
             "distributed/progress_thread.py",
             "distributed/transport.py",
+            "cluster/server.py",  # answers that wait for other workers
+            "tables/host_server.py",  # asks the other hosts who lives
         ),
         caught=(
             "import threading\nthreading.Thread(target=f).start()",
@@ -289,7 +291,10 @@ DOORS: dict[str, Door] = {
                 "multiprocessing.reduction",
             ),
         ),
-        allowed=("execution/worker_client.py",),
+        allowed=(
+            "execution/worker_client.py",
+            "tables/host_server.py",  # a server outlives the worker that started it
+        ),
         caught=(
             "import subprocess",
             "from torch import multiprocessing as mp",
@@ -302,6 +307,9 @@ DOORS: dict[str, Door] = {
             "ipc/region.py",
             "execution/timeouts.py",
             "distributed/launch_rendezvous.py",  # where the launchers of several hosts meet
+            "cluster/",
+            "tables/host_rendezvous.py",  # asks the kernel for this host's address
+            *("tables/host_server.py", "tables/spread_run.py"),  # make the sockets' context
         ),
         caught=("import socket", "from http.server import HTTPServer", "import urllib.request"),
         passed=("from urllib.parse import urlsplit",),
@@ -375,6 +383,7 @@ DOORS: dict[str, Door] = {
             names("shutil", "tempfile", "sqlite3", "logging.FileHandler"),
         ),
         allowed=(
+            "cluster/secret.py",
             "files.py",  # opens to read, in a way that does not wait
             "train/checkpoint.py",
             "tables/snapshots.py",

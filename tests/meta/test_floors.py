@@ -21,6 +21,8 @@ SLOW = {
     *("phalanx.distributed.launcher", "phalanx.distributed.launch"),  # need torch's launcher
     # Need torch, which the command line does without until a command runs.
     *("phalanx.cli.losses", "phalanx.cli.session", "phalanx.codecs", "phalanx.distributed"),
+    # Need pyzmq, an extra.
+    *("phalanx.cluster", "phalanx.tables.host_rendezvous", "phalanx.tables.spread_run"),
 }
 
 

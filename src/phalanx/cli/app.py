@@ -15,6 +15,7 @@ from rich.text import Text
 
 from phalanx.cli.console import make_console
 from phalanx.cli.launch import launch
+from phalanx.cli.secret import secret
 from phalanx.cli.train import INTERRUPTED, train
 from phalanx.errors import InternalError, PhalanxError
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command()(train)
 # What follows the script is the script's, options as well.
 app.command(context_settings={"allow_interspersed_args": False})(launch)
+app.command()(secret)
 
 
 def _show_version(wanted: bool) -> None:

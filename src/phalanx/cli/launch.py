@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,10 @@ from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError
 
 __all__ = ["launch"]
+
+# As `tables.join` reads them, whose room needs torch.
+_SECRET_FILE = "PHALANX_SECRET_FILE"
+_TRUSTED_NETWORK = "PHALANX_TRUSTED_NETWORK"
 
 
 def launch(
@@ -34,6 +39,16 @@ def launch(
     log_dir: Annotated[
         Path | None, typer.Option(help="Keep each rank's output in files there, too.")
     ] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="For tables on several hosts: what `phalanx secret` made.")
+    ] = None,
+    trusted_network: Annotated[
+        bool,
+        typer.Option(
+            "--trusted-network",
+            help="In place of a secret: whoever reaches this job's hosts may change its tables.",
+        ),
+    ] = False,
 ) -> None:
     """Run a script in several ranks, as torchrun does, with defaults for CPUs.
 
@@ -44,6 +59,10 @@ def launch(
     # Late, as it needs torch, which takes seconds: `--help` does without.
     from phalanx.distributed import Job, RankFailed, available_cores, launch_script
 
+    if secret_file is not None:
+        os.environ[_SECRET_FILE] = str(secret_file.resolve())
+    if trusted_network:
+        os.environ[_TRUSTED_NETWORK] = "1"
     console = make_console(stderr=True)
     job = Job(
         ranks=available_cores() if ranks is None else ranks,

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from phalanx.distributed.backend import SharedGroup, make_group
 from phalanx.distributed.codec_hook import CodecHook, codec_hook
 from phalanx.distributed.exchange import Exchange, num_ranks_here
+from phalanx.distributed.hosts import hosts_of, this_host
 from phalanx.distributed.merge_hook import Hook, merge_hook
+from phalanx.distributed.open_store import open_store
 
 if TYPE_CHECKING:
     from phalanx.distributed.launcher import (
@@ -27,11 +29,14 @@ __all__ = [
     "SharedGroup",
     "available_cores",
     "codec_hook",
+    "hosts_of",
     "launch",
     "launch_script",
     "make_group",
     "merge_hook",
     "num_ranks_here",
+    "open_store",
+    "this_host",
 ]
 
 _OF_THE_LAUNCHER = {"Job", "RankFailed", "available_cores", "launch", "launch_script"}

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from phalanx.ipc import KEEPS_ORDER, RangeLock, Region, aligned, fail_point
 from phalanx.memory import MatrixRows
+from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
 from phalanx.tables.row_initializer import RowInitializer
 from phalanx.tables.shard import Entry, KeySlots, TableShard
@@ -92,6 +93,7 @@ class HashSegment(TableShard):
         row_initializer: What a row holds at first.
         newest: Tells the number of the newest segment.
         seed: Of the index.
+        applied: Which adds of other hosts the shard has taken.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class HashSegment(TableShard):
         row_initializer: RowInitializer,
         newest: Callable[[], int],
         seed: int,
+        applied: AppliedNumbers,
     ) -> None:
         sized = _sized(spec, capacity)
         layout = TableLayout.of(sized)
@@ -118,6 +121,7 @@ class HashSegment(TableShard):
             backups=view_backups(region, sized, layout),
             updater=spec.updater,
             first_row=0,
+            applied=applied,
         )
         self.serial = serial
         self.capacity = capacity

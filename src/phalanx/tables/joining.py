@@ -15,10 +15,10 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.errors import ConfigError
 from phalanx.ipc import ProcessIdentity
 
-__all__ = ["JoinRequest", "read_join_request"]
+__all__ = ["JoinRequest", "read_join_request", "read_master", "read_trust_of_network"]
 
 
 class JoinRequest(NamedTuple):
@@ -28,11 +28,13 @@ class JoinRequest(NamedTuple):
         run: Name of the run on this host, or None for this process alone.
         worker: Our number, or None for the next one.
         num_workers: How many are expected, or None if nobody knows.
+        is_spread: Whether they are on several hosts.
     """
 
     run: str | None
     worker: int | None
     num_workers: int | None
+    is_spread: bool = False
 
 
 class _Launcher(NamedTuple):
@@ -82,7 +84,6 @@ def read_join_request(
 
     Raises:
         ConfigError: The variables contradict each other or the caller, or do not say enough.
-        UnsupportedError: The run is spread over several hosts.
 
     Example:
         >>> read_join_request(
@@ -109,15 +110,14 @@ def _torchs(found: Mapping[str, str], num_workers: int | None) -> JoinRequest | 
     here = _number(found, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in found else None
     if here is None and "TORCHELASTIC_RUN_ID" not in found:
         other = _others(found, num_workers)  # whose numbers a script has copied, say
-        if other is not None and other[1:] == (rank, size):
+        if other is not None and (other.worker, other.num_workers) == (rank, size):
             return other
         raise ConfigError(
             f"`LOCAL_WORLD_SIZE` must say how many of the {size} workers are on this host where "
             f"`RANK` and `WORLD_SIZE` are set, but is not set. Set it to {size} if all are. "
             + _WAY_OUT
         )
-    _check_here(size, here, "LOCAL_WORLD_SIZE", str(here))
-    return JoinRequest(_torchs_run(found), rank, size)
+    return JoinRequest(_torchs_run(found), rank, size, here not in (None, size))
 
 
 def _others(found: Mapping[str, str], num_workers: int | None) -> JoinRequest | None:
@@ -138,8 +138,8 @@ def _others(found: Mapping[str, str], num_workers: int | None) -> JoinRequest | 
             )
         text = found[launcher.here]
         here = int(text) if text.isdecimal() else None  # Slurm says 2(x3) of three hosts
-        _check_here(size, here or 0, launcher.here, text)
-        return JoinRequest(_clean(f"{launcher.name}-{_job(found, launcher)}"), rank, size)
+        run = _clean(f"{launcher.name}-{_job(found, launcher)}")
+        return JoinRequest(run, rank, size, here != size)
     return None
 
 
@@ -179,11 +179,33 @@ def _check_expected(num_workers: int | None, size: int, what: str) -> None:
         raise ConfigError(f"`num_workers` must be {what} ({size}), but is {num_workers}.")
 
 
-def _check_here(size: int, here: int | None, name: str, text: str) -> None:
-    if here not in (None, size):
-        raise UnsupportedError(
-            f"All {size} workers of a table must be on one host, but `{name}` is {text}."
-        )
+def read_trust_of_network(
+    secret_file: str | None,
+    trusted_network: bool | None,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[str | None, bool]:
+    """Return the secret's file and whether the network is trusted: as given, or by variables."""
+    found = os.environ if environment is None else environment
+    if secret_file is None and trusted_network is None:
+        return found.get("PHALANX_SECRET_FILE") or None, bool(found.get("PHALANX_TRUSTED_NETWORK"))
+    return secret_file, bool(trusted_network)
+
+
+def read_master(environment: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Return address and port of the store of a job on several hosts.
+
+    Raises:
+        ConfigError: The variables do not say.
+    """
+    found = os.environ if environment is None else environment
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not found.get(name):
+            raise ConfigError(
+                f"`{name}` must be set where workers are on several hosts, but is not. torchrun "
+                "and `phalanx launch` set it; with mpirun or srun export MASTER_ADDR (the host of "
+                "rank 0) and MASTER_PORT (a port that is free there)."
+            )
+    return found["MASTER_ADDR"], _number(found, "MASTER_PORT")
 
 
 def _number(found: Mapping[str, str], name: str) -> int:

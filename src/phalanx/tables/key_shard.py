@@ -17,6 +17,7 @@ from torch import Tensor
 
 from phalanx.errors import OutOfSpace, StateError
 from phalanx.ipc import RangeLock, Waiting, fail_point
+from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.hash_segment import HashSegment, SegmentFull, StaleSegment, segment_bytes
 from phalanx.tables.row_initializer import RowInit, RowInitializer
 from phalanx.tables.run_regions import RunRegions
@@ -64,6 +65,7 @@ class KeyShard:
         row_initializer: What a row holds at first.
         regions: Where segments lie.
         seed: Tells the seed of the table's indices, once it has been made.
+        applied: Which adds of other hosts the shard has taken.
     """
 
     first_row = 0  # rows are keys, and no shard counts them from elsewhere
@@ -77,6 +79,7 @@ class KeyShard:
         row_initializer: RowInitializer,
         regions: RunRegions,
         seed: Callable[[], int],
+        applied: AppliedNumbers,
     ) -> None:
         self._spec = spec
         self._index = index
@@ -85,6 +88,7 @@ class KeyShard:
         self._row_initializer = row_initializer
         self._regions = regions
         self._seed = seed
+        self._applied = applied
         self._known: HashSegment | None = None
 
     def begin(self, init: RowInit) -> None:
@@ -146,6 +150,7 @@ class KeyShard:
             self._row_initializer,
             self._serial,
             self._seed(),
+            self._applied,
         )
 
     # --- as a shard of any table ------------------------------------------------------------------

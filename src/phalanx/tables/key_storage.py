@@ -94,7 +94,16 @@ class KeyStorage(Sharded[KeyShard]):
         self._claims = CapacityClaims(self._page, membership)
         first = RowInitializer(spec, self.region, TablePage.NBYTES)
         self.shards = [
-            KeyShard(spec, i, self._page.shard(i), self._lock_of(i), first, regions, self._seed)
+            KeyShard(
+                spec,
+                i,
+                self._page.shard(i),
+                self._lock_of(i),
+                first,
+                regions,
+                self._seed,
+                self._applied_by(i),
+            )
             for i in range(spec.num_shards)
         ]
 

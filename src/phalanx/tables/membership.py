@@ -29,6 +29,7 @@ _WORDS = 4  # of a worker, on the page of the barriers
 _EXPECTED = 0
 _STATE, _PID, _START, _CLOCK, _INCARNATION = range(5)
 _EMPTY, _HERE, _LEFT, _DEAD = range(4)
+_ELSEWHERE = ProcessIdentity(0, 0)
 
 
 class Membership:
@@ -57,16 +58,32 @@ class Membership:
 
     # --- coming and going -------------------------------------------------------------------------
 
-    def enter(self, *, worker: int | None, num_expected: int | None, timeout_s: float) -> int:
+    def enter(
+        self,
+        *,
+        worker: int | None,
+        num_expected: int | None,
+        timeout_s: float,
+        elsewhere: bool = False,
+    ) -> int:
         """Write a new worker down and return its number.
+
+        Args:
+            worker: Its number; None for the next one.
+            num_expected: How many were announced to it.
+            timeout_s: How long to wait for the page's lock.
+            elsewhere: Its process is on another host, whose server says when it has died; it takes
+                the number over from one that was there.
 
         Raises:
             ConfigError: The number is somebody's, there is no free one, or another number of
                 workers was announced before.
         """
-        me = ProcessIdentity.current()
+        me = _ELSEWHERE if elsewhere else ProcessIdentity.current()
         with self.lock.exclusive(timeout_s):
             self._mark_dead()
+            if elsewhere and worker is not None:
+                self._mark(worker, _DEAD)
             self._announce(num_expected)
             worker = self._free_number() if worker is None else worker
             self._refuse_taken(worker)
@@ -131,9 +148,20 @@ class Membership:
     def _mark_dead(self) -> None:
         for worker in self.here():
             at = self._start_of(worker)
-            pid, start = self._words[at + _PID], self._words[at + _START]
-            if not ProcessIdentity(pid, start).alive():
+            process = ProcessIdentity(self._words[at + _PID], self._words[at + _START])
+            if process != _ELSEWHERE and not process.alive():
                 self._words[at + _STATE] = _DEAD
+
+    def mark_lost(self, worker: int, incarnation: int, timeout_s: float) -> None:
+        """Mark a worker of another host dead, unless its number is another's by now."""
+        with self.lock.exclusive(timeout_s):
+            if self.is_here(worker, incarnation):
+                self._mark(worker, _DEAD)
+
+    def _mark(self, worker: int, state: int) -> None:
+        at = self._start_of(worker) + _STATE
+        if self._words[at] == _HERE:
+            self._words[at] = state
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -170,6 +198,10 @@ class Membership:
         """Return how many workers count."""
         return len(self.awaited())
 
+    def is_elsewhere(self, worker: int) -> bool:
+        """Tell whether the process of ``worker`` is on another host."""
+        return self._words[self._start_of(worker) + _PID] == _ELSEWHERE.pid
+
     def worker_of(self, pid: int) -> int | None:
         """Return the worker that a process is, if it is exactly one."""
         found = [w for w in self.here() if self._words[self._start_of(w) + _PID] == pid]
@@ -193,6 +225,11 @@ class Membership:
     def clocks(self) -> dict[int, int]:
         """Return the clock of each awaited worker."""
         return {worker: self.clock(worker) for worker in self.awaited()}
+
+    def advance_to(self, worker: int, clock: int) -> None:
+        """Say that ``worker`` has ticked ``clock`` times in all."""
+        at = self._start_of(worker) + _CLOCK
+        self._words[at] = max(self._words[at], clock)
 
     def advance(self, worker: int) -> int:
         """Count a tick of ``worker``, and return how many that makes."""
@@ -230,8 +267,20 @@ class Barrier:
         """Return the size of the page."""
         return (2 + _WORDS * MAX_WORKERS) * 8
 
-    def wait(self, worker: int, name: str, timeout_s: float) -> int:
+    @property
+    def num_finished(self) -> int:
+        """How many are finished, of all names."""
+        return self._words[0]
+
+    def wait(self, worker: int, name: str, timeout_s: float, finished: int | None = None) -> int:
         """Come, wait for the others, and return the number of the name's round, from 1.
+
+        Args:
+            worker: Who comes.
+            name: To which barrier.
+            timeout_s: How long to wait.
+            finished: How many were finished when the worker came for the first time, where it may
+                be asking again; None if it is not.
 
         A worker that leaves or dies is no longer awaited. One that gives up at the deadline counts
         as not having come, and may come again.
@@ -242,6 +291,8 @@ class Barrier:
         words, lock = self._words, self._membership.lock
         hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
         with lock.exclusive(timeout_s):
+            if finished is not None and words[0] > finished:
+                return words[1]
             number = words[0] + 1
             round_ = self._rounds.get(name, 0) + 1
             line = (number, self._membership.incarnation(worker), hashed, round_)

@@ -82,8 +82,14 @@ class RoundLog:
         """The round whose adds it holds, or 0."""
         return self._line[_LOG_ROUND]
 
-    def put(self, entry: Entry, number: int) -> None:
+    def put(self, entry: Entry, number: int, index: int | None = None) -> None:
         """Log an add for round ``number``; it counts once the last word is written.
+
+        Args:
+            entry: The add.
+            number: The round.
+            index: Which of the round's adds it is, from 0; one that is there is left alone. None
+                for the next.
 
         Raises:
             OutOfSpace: There is no room for it.
@@ -93,6 +99,8 @@ class RoundLog:
         if line[_LOG_ROUND] != number:
             line[_LOG_COUNT] = 0
             line[_LOG_ROUND] = number
+        if index is not None and index < line[_LOG_COUNT]:
+            return
         if self._written != line[_LOG_COUNT]:
             self._find_end(line[_LOG_COUNT])
         if self._written >= _MAX_ENTRIES:
@@ -254,15 +262,29 @@ class Rounds:
 
     def put(self, entry: Entry) -> None:
         """Log an add for its worker's round."""
+        self.put_into(entry, self.clock_of(entry.worker) + 1)
+
+    def put_into(self, entry: Entry, number: int, index: int | None = None) -> None:
+        """Log an add for round ``number``, as its ``index``-th, which may be there already."""
         with self._mutex:
-            number = self._page.worker(entry.worker)[CLOCK] + 1
-            self._log_for(entry.worker, number).put(entry, number)
+            if number > self._line[APPLIED]:  # else it was there, and is in
+                self._log_for(entry.worker, number).put(entry, number, index)
+
+    def clock_of(self, worker: int) -> int:
+        """Return the last round that ``worker`` has arrived at."""
+        return self._page.worker(worker)[CLOCK]
 
     def arrive(self, worker: int) -> Arrival:
         """Say that ``worker`` has logged all adds of its round."""
         line = self._page.worker(worker)
         line[CLOCK] += 1
         return Arrival(worker, line[CLOCK], line[ARRIVED_AS])
+
+    def arrive_at(self, worker: int, number: int) -> Arrival:
+        """Say that ``worker`` has logged all adds of round ``number``, and of those before."""
+        line = self._page.worker(worker)
+        line[CLOCK] = max(line[CLOCK], number)
+        return Arrival(worker, number, line[ARRIVED_AS])
 
     def finish(self, arrival: Arrival, timeout_s: float) -> None:
         """Wait until the round is in; apply it if everybody has arrived.

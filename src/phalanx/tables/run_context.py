@@ -84,6 +84,15 @@ class RunContext:
             words[8 : 8 + len(text)] = text
             length[0] = len(text)
 
+    def known_spec(self, name: str) -> TableSpec | None:
+        """Return what the table of that name is, if somebody on this host has opened it."""
+        try:
+            words = self.regions.open_region(f"spec-{name}", _SPEC_BYTES, create=False).buffer
+        except StateError:
+            return None
+        length = words[:8].cast("q")[0]
+        return TableSpec.from_mapping(json.loads(bytes(words[8 : 8 + length]))) if length else None
+
     def barrier(self) -> Barrier:
         """Return the run's barriers."""
         with self._mutex:

@@ -1,6 +1,6 @@
 """A range of rows shared by processes; a killed process never leaves it half changed.
 
-    header   | WORD | ARMED | COUNT | BLOCK | UNDONE |          8 bytes each
+    header   | WORD | ARMED | COUNT | BLOCK | UNDONE | CLAIMANT |          8 bytes each
     WORD     version · 2^24  |  entries of the open round · 4  |  parity of rounds · 2  |  current
 
 # Note [One store decides]
@@ -37,6 +37,7 @@ from torch import Tensor
 
 from phalanx.ipc import KEEPS_ORDER, RangeLock, fail_point
 from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_finite, clamp_rows, copy_to, sum_to
+from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.updaters import Assign, Change, Updater
 
 __all__ = ["POINTS", "Entry", "KeySlots", "NotFinite", "TableShard"]
@@ -51,7 +52,7 @@ POINTS = (
 )
 """Fail points of an add, in order (:func:`phalanx.ipc.fail_point`)."""
 
-_WORD, _ARMED, _COUNT, _BLOCK, _UNDONE = range(5)
+_WORD, _ARMED, _COUNT, _BLOCK, _UNDONE, _CLAIMANT = range(6)
 _CURRENT, _PARITY, _PROGRESS, _VERSION = 1, 2, 4, 1 << 24
 _MAX_PROGRESS = _VERSION // _PROGRESS - 1
 BLOCK_ROWS = 2048  # changed at once, so that what was saved is still in the cache
@@ -84,6 +85,7 @@ class Entry(NamedTuple):
         unchecked: Whether the delta, of all rows, must be finite and has not been looked at yet.
         delta_rows: Which of the delta's rows, in the order of ``rows``; None for all of them.
         slots: Of its keys, if they were looked up.
+        number: Of an add that may come again, among those of its worker, from 1; else 0.
     """
 
     rows: Tensor | None
@@ -93,6 +95,7 @@ class Entry(NamedTuple):
     unchecked: bool = False
     delta_rows: Tensor | None = None
     slots: KeySlots | None = None
+    number: int = 0
 
 
 class NotFinite(Exception):
@@ -111,6 +114,7 @@ class TableShard:
         backups: Its rows of each worker's copy.
         updater: How it takes a delta.
         first_row: Its first row's number in the table.
+        applied: Which adds of other hosts it has taken.
     """
 
     def __init__(
@@ -124,12 +128,14 @@ class TableShard:
         backups: Sequence[Tensor],
         updater: Updater,
         first_row: int,
+        applied: AppliedNumbers,
     ) -> None:
         self.lock = lock
         self.values = values
         self.first_row = first_row
         self.num_rows = len(values[0])
         self._header = header
+        self._applied = applied
         self._sides = tuple((values[side], *(s[side] for s in states)) for side in range(2))
         self._ids = ids
         self._undo_rows = len(ids)
@@ -235,6 +241,8 @@ class TableShard:
         with self.lock.exclusive(timeout_s):
             fail_point("lock held")
             word = self._settle()
+            if entry.number and not self._claim(entry, word):
+                return
             try:
                 self._change(entry, word, word + _VERSION)
             except BaseException:
@@ -242,6 +250,21 @@ class TableShard:
                 raise
             fail_point("before unlock")
         fail_point("after unlock")
+
+    def _claim(self, entry: Entry, word: int) -> bool:
+        """Write down who adds; False if this add was taken before. See Note [Exactly once]."""
+        version = word // _VERSION
+        if self._applied.taken(entry.worker, entry.number, version):
+            return False
+        self._applied.claim(entry.worker, entry.number, version + 1)
+        self._header[_CLAIMANT] = 1 + entry.worker
+        return True
+
+    def _withdraw(self, word: int) -> None:
+        """Let an add that was begun and has not ended count no more."""
+        header = self._header
+        self._applied.withdraw_unfinished(header[_CLAIMANT] - 1, word // _VERSION)
+        header[_CLAIMANT] = 0
 
     def apply_round(self, number: int, entries: Sequence[Entry], timeout_s: float) -> None:
         """Take the adds of a round, in their order; go on where somebody was killed.
@@ -287,6 +310,8 @@ class TableShard:
         """Undo the unfinished add of a dead process and return WORD. The lock is held."""
         header = self._header
         word = header[_WORD]
+        if header[_CLAIMANT]:
+            self._withdraw(word)
         if header[_ARMED] != word:
             return word
         header[_UNDONE] += 1
@@ -305,7 +330,7 @@ class TableShard:
         return word + _VERSION
 
     def _change(self, entry: Entry, word: int, after: int) -> None:
-        rows, delta, worker, assigns, unchecked, delta_rows, _ = entry
+        rows, delta, worker, assigns, unchecked, delta_rows, *_ = entry
         updater, scale = (_ASSIGN, None) if assigns else (self._updater, self._scale)
         if rows is None:
             self._change_all(word, delta, worker, updater, scale, unchecked)

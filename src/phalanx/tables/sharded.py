@@ -19,6 +19,7 @@ from torch import Tensor
 from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.ipc import LockFile, RangeLock, Waiting, fail_point, wait_until
 from phalanx.memory import MatrixRows
+from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.membership import Membership
 from phalanx.tables.rounds import Rounds
 from phalanx.tables.run_regions import RunRegions
@@ -98,6 +99,7 @@ class Sharded(Generic[P]):
         self.region = region = regions.open_region(name, self.region_sizes(spec)[name])
         self._membership = membership
         self._file = LockFile(region, rank_of=membership.worker_of)
+        self._regions = regions
         self._page = TablePage(region)
         self._lock = self._file.range(0, 64, label=f"rounds of table {spec.name}")
         self.rounds = Rounds(
@@ -113,6 +115,19 @@ class Sharded(Generic[P]):
     def region_sizes(spec: TableSpec) -> dict[str, int]:
         """Return names and sizes of the regions of a new table; one has the page."""
         raise NotImplementedError
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the table has its first values."""
+        return bool(self._page.table[READY])
+
+    def _applied_by(self, index: int) -> AppliedNumbers:
+        def open_words() -> memoryview:
+            nbytes = AppliedNumbers.needed_bytes(self.spec.num_shards)
+            region = self._regions.open_region(f"applied-{self.spec.name}", nbytes)
+            return AppliedNumbers.of_shard(region.buffer[:nbytes].cast("q"), index)
+
+        return AppliedNumbers(open_words)
 
     def _lock_of(self, index: int) -> RangeLock:
         label = f"shard {index} of table {self.spec.name}"
@@ -235,12 +250,15 @@ class Sharded(Generic[P]):
     def _parts_of(self, entry: Entry) -> list[tuple[P, Entry]]:
         if len(self.shards) == 1:
             return [(self.shards[0], entry)]
-        rows, delta, worker, assigns, *_ = entry
+        rows, delta, worker, assigns, _, _, _, number = entry
         if rows is None:
-            return [(s, Entry(None, delta[_span(s)], worker, assigns)) for s in self.shards]
+            return [
+                (s, Entry(None, delta[_span(s)], worker, assigns, number=number))
+                for s in self.shards
+            ]
         order, routed = self._route(rows, worker)
         return [
-            (shard, Entry(piece, delta, worker, assigns, False, order[span]))
+            (shard, Entry(piece, delta, worker, assigns, False, order[span], number=number))
             for shard, piece, span in routed
         ]
 
@@ -326,6 +344,7 @@ class Storage(Sharded[TableShard]):
                 backups=[backup[first:stop] for backup in backups],
                 updater=spec.updater,
                 first_row=first,
+                applied=self._applied_by(index),
             )
             self.shards.append(shard)
         self._bounds = np.array(layout.shard_starts[1:-1], dtype=np.int64)

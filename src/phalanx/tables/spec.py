@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError
 from phalanx.ipc import Region, aligned
 from phalanx.plan import Staleness, check_argument, equal_sizes
 from phalanx.tables.table_page import MAX_SHARDS, TablePage
-from phalanx.tables.updaters import Updater, state_dtype
+from phalanx.tables.updaters import Updater, state_dtype, stored_updater
 
 __all__ = ["DTYPES", "TableLayout", "TableSpec", "read_dtype", "view_backups", "view_parts"]
 
@@ -110,6 +110,37 @@ class TableSpec:
             "num_backups": self.num_backups,
             "capacity": self.capacity,
         }
+
+    @classmethod
+    def from_mapping(cls, found: object) -> TableSpec:
+        """Read what :meth:`as_mapping` returned.
+
+        Raises:
+            ConfigError: It is no table's.
+        """
+        try:
+            if not isinstance(found, dict):
+                raise TypeError("it is no mapping")
+            shape, capacity = found["shape"], found["capacity"]
+            return cls(
+                name=found["name"],
+                rows=0 if capacity else shape[0],
+                cols=shape[1] if len(shape) == 2 else 1,
+                is_array=len(shape) == 1,
+                dtype=read_dtype(found["dtype"]),
+                updater=stored_updater(found["updater"]),
+                num_shards=found["num_shards"],
+                staleness=Staleness(found["staleness"]),
+                nonfinite=found["nonfinite"],
+                num_backups=found["num_backups"],
+                capacity=capacity,
+            )
+        except (ValueError, KeyError, TypeError, IndexError) as exc:
+            if isinstance(exc, ConfigError):
+                raise
+            raise ConfigError(
+                f"A table must be described as tables are, but is by {found!r}."
+            ) from exc
 
     def refuse_other(self, theirs: Mapping[str, object]) -> None:
         """Raise if another worker made the table of this name otherwise.

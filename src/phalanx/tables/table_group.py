@@ -7,10 +7,16 @@ from typing import Any
 
 import torch
 
-from phalanx.errors import ConfigError, StateError
+from phalanx.distributed import open_store
+from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.ipc import register_at_fork, wait_until
 from phalanx.plan import Staleness, check_argument, say_numbers
-from phalanx.tables.joining import read_join_request
+from phalanx.tables.joining import (
+    JoinRequest,
+    read_join_request,
+    read_master,
+    read_trust_of_network,
+)
 from phalanx.tables.key_shard import MAX_CAPACITY
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.row_initializer import Uniform, read_row_init
@@ -398,6 +404,8 @@ def join(
     num_workers: int | None = None,
     create: bool = True,
     timeout_s: float = 30.0,
+    secret_file: str | None = None,
+    trusted_network: bool | None = None,
 ) -> TableGroup:
     """Become a worker: of this process alone, of the run that was started, or of run ``run``.
 
@@ -410,12 +418,15 @@ def join(
             come yet; else only for those that are here.
         create: Whether to begin the run if nobody has.
         timeout_s: How long calls wait for others.
+        secret_file: Where workers are on several hosts: the file that `phalanx secret` made, the
+            same on each. Default: the variable ``PHALANX_SECRET_FILE``.
+        trusted_network: In place of a secret: whoever reaches the servers may read and change the
+            tables, and nothing is encrypted. Default: ``PHALANX_TRUSTED_NETWORK``.
 
     Raises:
         ConfigError: The name is none, others said another ``num_workers``, or variables lack.
         StateError: There is no such run, and ``create`` is False.
         OutOfSpace: There is no room in ``/dev/shm``.
-        UnsupportedError: The workers are on several hosts.
 
     Example:
         >>> with join() as world:
@@ -425,7 +436,7 @@ def join(
     timeout_s = _seconds(timeout_s)
     mode = read_mode(sync, staleness, Staleness(None))
     request = read_join_request(run, num_workers)
-    context = RunContext(request.run, create=create)
+    context = _context_of(request, secret_file, trusted_network, create=create, timeout_s=timeout_s)
     try:
         worker = context.membership.enter(
             worker=request.worker, num_expected=request.num_workers, timeout_s=timeout_s
@@ -434,6 +445,38 @@ def join(
         context.close(timeout_s)
         raise
     return TableGroup(context, worker, mode, timeout_s)
+
+
+def _context_of(
+    request: JoinRequest,
+    secret_file: str | None,
+    trusted_network: bool | None,
+    *,
+    create: bool,
+    timeout_s: float,
+) -> RunContext:
+    if not request.is_spread:
+        return RunContext(request.run, create=create)
+    try:
+        # Late: pyzmq is an extra.
+        from phalanx.tables.host_rendezvous import find_place, meet_hosts, read_trust
+        from phalanx.tables.spread_run import SpreadContext  # for the same reason
+    except ImportError as exc:
+        raise UnsupportedError(
+            f"Tables on several hosts need pyzmq, which cannot be imported: {exc}. Say "
+            "`pip install 'phalanx[cluster]'` on every host."
+        ) from exc
+    trust = read_trust(*read_trust_of_network(secret_file, trusted_network))
+    assert request.run is not None
+    assert request.worker is not None
+    assert request.num_workers is not None
+    (address, port), size = read_master(), request.num_workers
+    store = open_store(address, port, request.worker, size, timeout_s)
+    place = find_place(store, trust, request.run, request.worker, size)
+    return SpreadContext(
+        place.run,
+        lambda regions: meet_hosts(store, trust, place, address, regions, timeout_s),
+    )
 
 
 def _seconds(timeout_s: Any) -> float:  # Any: as the user gave it

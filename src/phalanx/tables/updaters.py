@@ -449,6 +449,25 @@ def parse_updater(given: object) -> Updater:
     return kind(**options)
 
 
+def stored_updater(options: object) -> Updater:
+    """Return the updater whose :meth:`Updater.options` these are, also one of our own use.
+
+    Raises:
+        ConfigError: There is none of that name here, or it does not take these options.
+    """
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"An updater must be described by a mapping, but is by {options!r}.")
+    name = options.get("name")
+    kinds = {kind.name: kind for kind in _kinds_below(Updater) if kind.name}
+    if name in kinds and name not in _BUILT_IN:
+        return kinds[str(name)](**{key: value for key, value in options.items() if key != "name"})
+    return parse_updater(options)
+
+
+def _kinds_below(kind: type[Updater]) -> list[type[Updater]]:
+    return [each for direct in kind.__subclasses__() for each in (direct, *_kinds_below(direct))]
+
+
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the states of a table of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32

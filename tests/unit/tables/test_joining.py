@@ -7,8 +7,8 @@ import os
 import pytest
 
 from phalanx import tables
-from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.tables.joining import JoinRequest, read_join_request
+from phalanx.errors import ConfigError
+from phalanx.tables.joining import JoinRequest, read_join_request, read_master
 from tests.multiprocess.children import Children, Parent
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2"}
@@ -73,6 +73,18 @@ SLURM = {
             JoinRequest(None, None, 3),
         ),  # likewise
         (None, None, {**OPEN_MPI, **ONE_OF_ONE}, JoinRequest(None, None, None)),
+        (
+            None,
+            None,
+            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            JoinRequest("openmpi-17", 1, 2, True),
+        ),
+        (
+            None,
+            None,
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            JoinRequest("slurm-5-3", 1, 4, True),
+        ),
     ],
 )
 def test_the_run_is_the_callers_or_torchruns_or_this_process(run, num_workers, environment, ticket):
@@ -85,24 +97,11 @@ def test_the_run_is_the_callers_or_torchruns_or_this_process(run, num_workers, e
         (3, TWO, ConfigError, r"`num_workers` must be torchrun's `WORLD_SIZE` \(2\), but is 3"),
         (None, {**TWO, "RANK": "2"}, ConfigError, "`RANK` must be below `WORLD_SIZE`"),
         (None, {**TWO, "RANK": "x"}, ConfigError, "`RANK` must be a number, but is 'x'"),
-        (None, {**TWO, "LOCAL_WORLD_SIZE": "1"}, UnsupportedError, "must be on one host"),
         (None, {"RANK": "1"}, ConfigError, "`WORLD_SIZE` must be set where `RANK` is"),
         (None, {"WORLD_SIZE": "2"}, ConfigError, "`RANK` must be set where `WORLD_SIZE` is"),
         (None, TWO, ConfigError, "`LOCAL_WORLD_SIZE` must say how many of the 2 workers are on"),
         (None, {**TWO, **OPEN_MPI, "RANK": "0"}, ConfigError, "`LOCAL_WORLD_SIZE` must say how"),
         (3, OPEN_MPI, ConfigError, r"must be `OMPI_COMM_WORLD_SIZE` \(2\), but is 3"),
-        (
-            None,
-            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-            UnsupportedError,
-            "All 2 workers of a table must be on one host, but `OMPI_COMM_WORLD_LOCAL_SIZE` is 1",
-        ),
-        (
-            None,
-            {**SLURM, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
-            UnsupportedError,
-            r"must be on one host, but `SLURM_STEP_TASKS_PER_NODE` is 2\(x2\)",
-        ),
         (
             None,
             {"PMI_RANK": "1", "PMI_SIZE": "2"},
@@ -115,6 +114,15 @@ def test_the_run_is_the_callers_or_torchruns_or_this_process(run, num_workers, e
 def test_variables_that_contradict_are_refused(num_workers, environment, error, message):
     with pytest.raises(error, match=message):
         read_join_request(None, num_workers, environment)
+
+
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+def test_workers_on_several_hosts_need_to_be_told_where_the_store_is(name):
+    found = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    assert read_master(found) == ("10.0.0.1", 29500)
+    del found[name]
+    with pytest.raises(ConfigError, match=f"`{name}` must be set where workers are on several"):
+        read_master(found)
 
 
 def test_workers_of_one_mpiexec_are_told_by_the_process_that_started_them():

@@ -1,0 +1,338 @@
+"""The end of the network at which a worker is: asks the server of another host, and asks again.
+
+A request is sent again where no answer comes for a second: it may be lost, or its answer, or the
+server has been killed and started again. So whatever changes something carries a number by which
+the other side knows it (`Head.number`, or an operation that may be done twice). Several requests
+may be under way: `begin` sends, `wait` takes answers in until its own is there.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import zmq
+
+from phalanx import errors
+from phalanx.clock import now_s
+from phalanx.cluster.frames import PIECE_BYTES, BadFrame, Caps, Head, Kind, pieces_of
+from phalanx.cluster.secret import CurveKeys
+from phalanx.errors import InternalError, PeerError, PeerTimeout, PhalanxError
+
+__all__ = ["Connection", "Endpoint", "PendingCall", "Reply"]
+
+_RETRY_S = 1.0
+_CLOSE_MS = 0
+
+
+class Endpoint(NamedTuple):
+    """Where a host's server is.
+
+    Attributes:
+        host: The host's number.
+        name: What messages call it.
+        address: Of its socket.
+        public: The server's public key; None without encryption.
+    """
+
+    host: int
+    name: str
+    address: str
+    public: bytes | None
+
+
+class Reply(NamedTuple):
+    """An answer; `payload` is empty where the caller had said where it goes."""
+
+    args: tuple[int, int, int, int]
+    text: str
+    payload: memoryview
+
+
+@dataclass
+class PendingCall:
+    """A request that is under way; see :meth:`Connection.wait`."""
+
+    messages: list[list[Any]]  # Any: frames of zmq: bytes, or memory that is sent as it lies
+    out: Sequence[memoryview] | None
+    head: Head
+    title: str
+    sent_s: float = 0.0
+    answer: Head | None = None
+    text: str = ""
+    taken: int = 0
+    brought: memoryview = field(default_factory=lambda: memoryview(b""))
+    error: PhalanxError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is there, whole."""
+        if self.error is not None:
+            return True
+        return self.answer is not None and self.taken == self.answer.payload_bytes
+
+
+class Connection:
+    """A worker's way to the server of another host; threads have sockets of their own.
+
+    Args:
+        context: The process's sockets.
+        endpoint: The server.
+        keys: Those that servers admit; None without encryption.
+        worker: Who asks.
+        caps: How much an answer may announce.
+
+    Attributes:
+        worker: Who asks.
+        incarnation: Which of the workers that have had our number we are, there; 0 before that is
+            known.
+        num_retries: Requests that were sent again.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: Endpoint,
+        keys: CurveKeys | None,
+        worker: int,
+        caps: Caps = Caps(),  # noqa: B008 - a value
+    ) -> None:
+        self.endpoint = endpoint
+        self.incarnation = 0
+        self.num_retries = 0
+        self._context = context
+        self._keys = keys
+        self.worker = worker
+        self._caps = caps
+        self._client = secrets.token_bytes(16)
+        self._mutex = threading.Lock()
+        self._num_calls = 0
+        self._local = threading.local()
+        self._sockets: list[zmq.Socket[bytes]] = []
+
+    def call(
+        self,
+        operation: int,
+        title: str,
+        timeout_s: float,
+        *,
+        args: Sequence[int] = (),
+        number: int = 0,
+        text: str = "",
+        payload: Sequence[memoryview] = (),
+        out: Sequence[memoryview] | None = (),
+    ) -> Reply:
+        """Ask, and wait for the answer; see :meth:`begin`."""
+        pending = self.begin(
+            operation, title, args=args, number=number, text=text, payload=payload, out=out
+        )
+        return self.wait(pending, timeout_s)
+
+    def begin(
+        self,
+        operation: int,
+        title: str,
+        *,
+        args: Sequence[int] = (),
+        number: int = 0,
+        text: str = "",
+        payload: Sequence[memoryview] = (),
+        out: Sequence[memoryview] | None = (),
+    ) -> PendingCall:
+        """Send a request. The same thread has to :meth:`wait` for it.
+
+        Args:
+            operation: What is asked for.
+            title: What errors call it.
+            args: Up to four numbers.
+            number: As :class:`Head` has it.
+            text: A name, or JSON.
+            payload: Memory that follows; it must stay as it is until the answer is there.
+            out: Where the answer's payload goes; its length must be right. None where it is not
+                known: the answer brings it.
+        """
+        with self._mutex:
+            self._num_calls += 1
+            call = self._num_calls
+        encoded, total = text.encode(), sum(part.nbytes for part in payload)
+        padded = (*args, 0, 0, 0, 0)
+        head = Head(
+            Kind.REQUEST,
+            operation,
+            self.worker,
+            self.incarnation,
+            self._client,
+            call,
+            number,
+            (padded[0], padded[1], padded[2], padded[3]),
+            total,
+            len(encoded),
+        )
+        parts = [part.cast("B") for part in payload if part.nbytes]
+        if total <= PIECE_BYTES:
+            whole = [parts[0] if len(parts) == 1 else b"".join(parts)] if parts else []
+            messages: list[list[Any]] = [[head.encode(), encoded, *whole]]
+        else:
+            messages = [[head.encode(), encoded]]
+            offset = 0
+            for part in parts:
+                for start, length in pieces_of(len(part)):
+                    piece = head._replace(kind=Kind.PIECE, number=offset + start)
+                    messages.append([piece.encode(), part[start : start + length]])
+                offset += len(part)
+        pending = PendingCall(
+            messages, None if out is None else [part.cast("B") for part in out], head, title
+        )
+        self._calls()[call] = pending
+        self._send(pending)
+        return pending
+
+    def wait(self, pending: PendingCall, timeout_s: float) -> Reply:
+        """Take answers in until that of ``pending`` is there.
+
+        Raises:
+            PeerTimeout: It did not come in time; the error names the host.
+            PhalanxError: What the server refused.
+        """
+        deadline_s = now_s() + timeout_s
+        socket = self._socket()
+        try:
+            while not pending.done:
+                now = now_s()
+                if now >= deadline_s:
+                    raise PeerTimeout(
+                        f"{self.endpoint.name} (server at {self.endpoint.address}) did not answer "
+                        f"{pending.title} within {timeout_s:g} s. See whether that host and the "
+                        "network are up; what was asked may still be done there."
+                    )
+                again_s = pending.sent_s + _RETRY_S
+                if now >= again_s:
+                    self.num_retries += 1
+                    pending.answer, pending.taken = None, 0
+                    self._send(pending)
+                    continue
+                if socket.poll(1 + int(1e3 * (min(deadline_s, again_s) - now))):
+                    self._take(socket)
+        finally:
+            self._calls().pop(pending.head.call, None)
+        if pending.error is not None:
+            raise pending.error
+        assert pending.answer is not None
+        return Reply(pending.answer.args, pending.text, pending.brought)
+
+    def close(self) -> None:
+        """Let go of the sockets, of all threads."""
+        with self._mutex:
+            sockets, self._sockets = self._sockets, []
+        for socket in sockets:
+            socket.close(_CLOSE_MS)
+
+    # --- sockets ----------------------------------------------------------------------------------
+
+    def _calls(self) -> dict[int, PendingCall]:
+        self._socket()
+        calls: dict[int, PendingCall] = self._local.calls
+        return calls
+
+    def _socket(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] | None = getattr(self._local, "socket", None)
+        if socket is None:
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, _CLOSE_MS)
+            socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + 4096)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.RECONNECT_IVL, 10)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+            if self.endpoint.public is not None and self._keys is not None:
+                socket.curve_serverkey = self.endpoint.public
+                socket.curve_publickey = self._keys.public
+                socket.curve_secretkey = self._keys.private
+            socket.connect(self.endpoint.address)
+            self._local.socket, self._local.calls = socket, {}
+            with self._mutex:
+                self._sockets.append(socket)
+        return socket
+
+    def _send(self, pending: PendingCall) -> None:
+        socket = self._socket()
+        for message in pending.messages:
+            socket.send_multipart(message)
+        pending.sent_s = now_s()
+
+    def _take(self, socket: zmq.Socket[bytes]) -> None:
+        frames = [socket.recv(copy=False)]
+        while socket.getsockopt(zmq.RCVMORE):
+            frames.append(socket.recv(copy=False))
+        try:
+            head = Head.decode(frames[0].buffer, self._caps)
+            pending = self._calls().get(head.call)
+            if pending is not None:  # else it was answered twice, or given up
+                self._take_answer(pending, head, [frame.buffer for frame in frames[1:]])
+        except BadFrame as exc:
+            raise InternalError(
+                f"{self.endpoint.name} sent what no server of this version sends: {exc}."
+            ) from exc
+
+    def _take_answer(self, pending: PendingCall, head: Head, rest: list[memoryview]) -> None:
+        if head.kind == Kind.PIECE:
+            if pending.answer is not None and len(rest) == 1 and head.number == pending.taken:
+                self._place(pending, rest[0])
+            return
+        if (
+            not rest
+            or len(rest[0]) != head.text_bytes
+            or head.kind
+            not in (
+                Kind.ANSWER,
+                Kind.ERROR,
+            )
+        ):
+            raise BadFrame("no answer")
+        text = bytes(rest[0]).decode()
+        if head.kind == Kind.ERROR:
+            pending.error = _error_of(text)
+            return
+        if pending.out is None:
+            pending.brought = memoryview(bytearray(head.payload_bytes))
+        elif head.payload_bytes != sum(len(part) for part in pending.out):
+            raise BadFrame("an answer of another length")
+        pending.answer, pending.text, pending.taken = head, text, 0
+        for data in rest[1:]:
+            self._place(pending, data)
+
+    def _place(self, pending: PendingCall, data: memoryview) -> None:
+        """Copy bytes to where they belong."""
+        at = pending.taken
+        for part in [pending.brought] if pending.out is None else pending.out:
+            if at < len(part):
+                taken = min(len(part) - at, len(data))
+                part[at : at + taken] = data[:taken]
+                pending.taken += taken
+                data, at = data[taken:], 0
+                if not data:
+                    return
+            else:
+                at -= len(part)
+        if len(data):
+            raise BadFrame("more than was announced")
+
+
+def _error_of(text: str) -> PhalanxError:
+    """Return the error that a server wrote down; only our own kinds are made."""
+    try:
+        found = json.loads(text)
+        name, message, rank = found["error"], str(found["message"]), found.get("rank")
+        if rank is not None and type(rank) is not int:
+            raise ValueError("a rank that is no number")
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise BadFrame("an error that is none") from exc
+    kind = getattr(errors, name, None) if name in errors.__all__ else None
+    if kind is None:
+        raise BadFrame("an error of no kind")
+    error: PhalanxError = kind(message, rank) if issubclass(kind, PeerError) else kind(message)
+    return error

@@ -1,0 +1,130 @@
+"""What the hosts of a run share so that nobody else can speak to their servers.
+
+    secret ──HKDF──► key pair of host h's server      every host can compute its public half
+           ──HKDF──► key pair of the run's clients    the only one that servers admit
+           ──HMAC──► signature of a server's address  which travels through a store open to others
+
+The secret itself never travels: the user's own means bring the file to each host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import zmq
+from zmq.utils import z85
+
+from phalanx.errors import ConfigError
+from phalanx.files import open_regular
+
+__all__ = ["CurveKeys", "Secret", "make_secret"]
+
+_SECRET_BYTES = 32
+_SHORTEST, _LONGEST = 32, 4096
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+class CurveKeys(NamedTuple):
+    """A key pair of CurveZMQ, as 40 characters of Z85 each."""
+
+    public: bytes
+    private: bytes
+
+
+@dataclass(frozen=True)
+class Secret:
+    """The bytes of a secret; made by :meth:`read`."""
+
+    content: bytes
+
+    def __repr__(self) -> str:
+        return "Secret(…)"
+
+    @classmethod
+    def read(cls, path: Path | str) -> Self:
+        """Read the file that :func:`make_secret` made.
+
+        Raises:
+            ConfigError: It is no file, others may read it, or it is too short or too long.
+        """
+        try:
+            with open_regular(Path(path)) as file:
+                status = os.fstat(file.fileno())
+                content = file.read(_LONGEST + 1)
+        except (OSError, ValueError) as exc:
+            raise ConfigError(
+                f"`secret_file` must be a file made by `phalanx secret`, but {str(path)!r} is not: "
+                f"{exc}."
+            ) from exc
+        if status.st_mode & _OTHERS or status.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(
+                f"`secret_file` must be yours and closed to others (mode 0600), but {str(path)!r} "
+                f"has mode {stat.S_IMODE(status.st_mode):04o}. Say `chmod 600` and make a new "
+                "secret if somebody may have read it."
+            )
+        if not _SHORTEST <= len(content) <= _LONGEST:
+            raise ConfigError(
+                f"`secret_file` must hold {_SHORTEST} to {_LONGEST} bytes, but {str(path)!r} holds "
+                f"{'more' if len(content) > _LONGEST else len(content)}. Make one with "
+                "`phalanx secret`."
+            )
+        return cls(content)
+
+    def keys(self, purpose: str) -> CurveKeys:
+        """Return the key pair for ``purpose``, the same wherever the secret is."""
+        private = z85.encode(self._derive(f"curve {purpose}"))
+        return CurveKeys(zmq.curve_public(private), private)
+
+    def sign(self, message: bytes) -> bytes:
+        """Return the message with 32 bytes before it that only holders of the secret can make."""
+        return self._tag(message) + message
+
+    def verify(self, signed: bytes) -> bytes:
+        """Return the message that was signed.
+
+        Raises:
+            ConfigError: Somebody without the secret has made it.
+        """
+        tag, message = signed[:_SECRET_BYTES], signed[_SECRET_BYTES:]
+        if not hmac.compare_digest(tag, self._tag(message)):
+            raise ConfigError(
+                "What stands in the store must be signed with the secret of this run, but is not. "
+                "Bring the same secret file to all hosts; if they have it, somebody else writes to "
+                "the store."
+            )
+        return message
+
+    def _tag(self, message: bytes) -> bytes:
+        return hmac.digest(self._derive("sign"), message, hashlib.sha256)
+
+    def _derive(self, purpose: str) -> bytes:
+        """Derive 32 bytes: HKDF (RFC 5869) with SHA-256 and one block of output."""
+        extracted = hmac.digest(b"phalanx secret 1", self.content, hashlib.sha256)
+        return hmac.digest(extracted, purpose.encode() + b"\x01", hashlib.sha256)
+
+
+def make_secret(path: Path | str) -> None:
+    """Write a new secret to a file of mode 0600.
+
+    Raises:
+        ConfigError: There is such a file, or it cannot be made.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as exc:
+        raise ConfigError(
+            f"`path` must be where a new file can be made, but {str(path)!r} is not: "
+            f"{exc.strerror}. An older secret stays valid; remove it to make another."
+        ) from exc
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(_SECRET_BYTES))
+        file.flush()
+        os.fsync(descriptor)

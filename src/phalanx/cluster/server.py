@@ -1,0 +1,316 @@
+"""The end of the network at which a host's server is: takes requests in, sends answers out.
+
+    socket ──► head checked ──► service: how long must the payload be? ──► payload, in pieces
+                                service: answer ──► at once, or from a thread where it has to wait
+
+One thread has the socket. A request whose payload does not come is dropped with its peer's next
+request of that number; an answer to a peer that is gone is dropped, too: it asks again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from phalanx import errors
+from phalanx.cluster.frames import PIECE_BYTES, BadFrame, Caps, Head, Kind, pieces_of
+from phalanx.cluster.secret import CurveKeys
+from phalanx.errors import PeerError, PhalanxError
+
+__all__ = ["Answer", "Request", "Server", "Service"]
+
+_log = logging.getLogger(__name__)
+
+_POLL_MS = 100
+_NUM_WAITING = 512  # requests that wait for other workers
+_LONGEST_ERROR = 4000
+_REQUESTS_PER_TURN = 64
+
+
+class Request(NamedTuple):
+    """A request that has come whole."""
+
+    head: Head
+    text: str
+    payload: memoryview
+
+
+class Answer(NamedTuple):
+    """What goes back: numbers, and buffers that follow each other in the payload."""
+
+    args: tuple[int, ...] = ()
+    payload: Sequence[memoryview] = ()
+    text: str = ""
+
+
+class Service(Protocol):
+    """What a server serves."""
+
+    def payload_bytes(self, head: Head, text: str) -> int:
+        """Return how long the payload of a request must be; raise if it is refused."""
+
+    def waits(self, head: Head) -> bool:
+        """Tell whether the answer may take a while, because other workers have to come."""
+
+    def answer(self, request: Request) -> Answer:
+        """Do what is asked, and return the answer."""
+
+
+@dataclass
+class _Assembly:
+    """A request whose payload is coming."""
+
+    head: Head
+    text: str
+    payload: bytearray
+    missing: int
+
+
+@dataclass
+class _Peer:
+    """One socket of a worker, by the name that ours gave to it."""
+
+    assemblies: dict[int, _Assembly] = field(default_factory=dict)
+    running: set[int] = field(default_factory=set)
+
+
+class _Admitted:
+    """Admits the run's clients, and nobody else."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002 - as pyzmq calls it
+        return key == self._public
+
+
+class Server:
+    """A socket and its service.
+
+    Args:
+        service: What is served.
+        address: Where, as `tcp://host:port`; port 0 or `*` is any that is free.
+        keys: The server's own; None without encryption, in a network that is trusted.
+        client_public: The public key of those who are admitted.
+        caps: How much a peer may announce.
+
+    Attributes:
+        address: Where it listens.
+        num_dropped: Frames of no meaning.
+
+    Raises:
+        StateError: The address is taken.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        address: str,
+        *,
+        keys: CurveKeys | None,
+        client_public: bytes | None = None,
+        caps: Caps = Caps(),  # noqa: B008 - a value
+    ) -> None:
+        self._service = service
+        self._caps = caps
+        self._peers: dict[bytes, _Peer] = {}
+        self._done: deque[tuple[bytes, Head, Answer | BaseException]] = deque()
+        self._pool = ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="phalanx server")
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + 4096)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 4096)
+        if keys is not None and client_public is not None:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(
+                "*", credentials_provider=_Admitted(client_public)
+            )
+            self._socket.curve_server = True
+            self._socket.curve_secretkey = keys.private
+            self._socket.curve_publickey = keys.public
+        self.num_dropped = 0
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as exc:
+            self.close()
+            raise errors.StateError(
+                f"A server must have its address for itself, but {address} cannot be taken: {exc}."
+            ) from exc
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def serve(self, go_on: Callable[[], bool]) -> None:
+        """Answer until ``go_on()``, asked every 100 ms, is False."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        while go_on():
+            ready = dict(poller.poll(_POLL_MS))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+                while self._done:
+                    self._send(*self._done.popleft())
+            if self._socket in ready:
+                for _ in range(_REQUESTS_PER_TURN):
+                    try:
+                        peer = self._socket.recv(zmq.NOBLOCK)
+                    except zmq.Again:
+                        break
+                    self._take(peer)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+        os.close(self._wake)
+
+    # --- in ---------------------------------------------------------------------------------------
+
+    def _take(self, name: bytes) -> None:
+        frames = []
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frames.append(self._socket.recv(copy=False))
+        peer = self._peers.setdefault(name, _Peer())
+        try:
+            if not frames:
+                raise BadFrame("no head")
+            head = Head.decode(frames[0].buffer, self._caps)
+            if head.kind == Kind.PIECE:
+                self._take_piece(name, peer, head, frames[1:])
+            elif head.kind == Kind.REQUEST:
+                self._take_request(name, peer, head, frames[1:])
+            else:
+                raise BadFrame("no request")
+        except BadFrame:
+            self.num_dropped += 1
+
+    def _take_request(
+        self, name: bytes, peer: _Peer, head: Head, frames: Sequence[zmq.Frame]
+    ) -> None:
+        if head.call in peer.running:
+            return  # asked again while the answer is waited for
+        peer.assemblies.pop(head.call, None)  # asked again: from the begin
+        if not 1 <= len(frames) <= 2 or len(frames[0].buffer) != head.text_bytes:
+            raise BadFrame("a text of another length")
+        try:
+            text = bytes(frames[0].buffer).decode()
+        except UnicodeDecodeError as exc:
+            raise BadFrame("a text that is none") from exc
+        try:
+            expected = self._service.payload_bytes(head, text)
+            if expected != head.payload_bytes:
+                raise errors.ConfigError(
+                    f"The payload must have {expected} bytes, but {head.payload_bytes} are "
+                    "announced."
+                )
+        except Exception as exc:
+            self._send(name, head, exc)
+            return
+        if len(frames) == 2 or expected == 0:
+            payload = memoryview(bytearray(frames[1].buffer if len(frames) == 2 else b""))
+            if len(payload) != expected:
+                raise BadFrame("a payload of another length")
+            self._run(name, peer, Request(head, text, payload))
+            return
+        in_flight = sum(len(each.payload) for each in peer.assemblies.values())
+        if in_flight + expected > self._caps.in_flight_bytes:
+            raise BadFrame("too much announced at once")
+        peer.assemblies[head.call] = _Assembly(head, text, bytearray(expected), expected)
+
+    def _take_piece(
+        self, name: bytes, peer: _Peer, head: Head, frames: Sequence[zmq.Frame]
+    ) -> None:
+        assembly = peer.assemblies.get(head.call)
+        if assembly is None or len(frames) != 1:
+            raise BadFrame("a piece of nothing")
+        data, start = frames[0].buffer, head.number
+        total = len(assembly.payload)
+        # Pieces of one socket come in order, so what is missing says where the next one begins.
+        if start != total - assembly.missing or not 0 < len(data) <= assembly.missing:
+            raise BadFrame("a piece of another place")
+        assembly.payload[start : start + len(data)] = data
+        assembly.missing -= len(data)
+        if assembly.missing == 0:
+            del peer.assemblies[head.call]
+            payload = memoryview(assembly.payload)
+            self._run(name, peer, Request(assembly.head, assembly.text, payload))
+
+    # --- out --------------------------------------------------------------------------------------
+
+    def _run(self, name: bytes, peer: _Peer, request: Request) -> None:
+        head = request.head
+        if not self._service.waits(head):
+            self._send(name, head, self._answer(request))
+            return
+        peer.running.add(head.call)
+
+        def wait() -> None:
+            answer = self._answer(request)
+            self._done.append((name, head, answer))
+            os.eventfd_write(self._wake, 1)
+
+        self._pool.submit(wait)
+
+    def _answer(self, request: Request) -> Answer | BaseException:
+        try:
+            return self._service.answer(request)
+        except Exception as exc:
+            return exc
+
+    def _send(self, name: bytes, asked: Head, answer: Answer | BaseException) -> None:
+        self._peers.setdefault(name, _Peer()).running.discard(asked.call)
+        if isinstance(answer, BaseException):
+            text = error_text(answer).encode()
+            head = asked._replace(kind=Kind.ERROR, number=0, payload_bytes=0, text_bytes=len(text))
+            self._socket.send_multipart([name, head.encode(), text])
+            return
+        args = (*answer.args, 0, 0, 0, 0)
+        text, total = answer.text.encode(), sum(part.nbytes for part in answer.payload)
+        head = asked._replace(
+            kind=Kind.ANSWER,
+            number=0,
+            args=(args[0], args[1], args[2], args[3]),
+            payload_bytes=total,
+            text_bytes=len(text),
+        )
+        parts = [part.cast("B") for part in answer.payload if part.nbytes]
+        if total == 0 or (total <= PIECE_BYTES and len(parts) == 1):
+            self._socket.send_multipart([name, head.encode(), text, *parts])
+            return
+        self._socket.send_multipart([name, head.encode(), text])
+        offset = 0
+        for part in parts:
+            for start, length in pieces_of(len(part)):
+                piece = asked._replace(kind=Kind.PIECE, number=offset + start)
+                self._socket.send_multipart(
+                    [name, piece.encode(), part[start : start + length]], copy=True
+                )
+            offset += len(part)
+
+
+def error_text(error: BaseException) -> str:
+    """Write an error of ours down; of any other only that there was one: its trace is logged."""
+    rank = error.rank if isinstance(error, PeerError) else None
+    if isinstance(error, PhalanxError):
+        kind, message = type(error).__name__, str(error)
+    else:
+        _log.error("A request failed by a fault of ours", exc_info=error)
+        kind = "InternalError"
+        message = f"The server met a {type(error).__name__}; its own output says where."
+    return json.dumps({"error": kind, "message": message[:_LONGEST_ERROR], "rank": rank})

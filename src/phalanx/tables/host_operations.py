@@ -1,0 +1,116 @@
+"""What a worker asks of the server of another host, and how tensors become bytes and back."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from phalanx.plan import equal_sizes
+from phalanx.tables.spec import TableSpec
+from phalanx.tables.updaters import state_dtype
+
+__all__ = [
+    "RULE",
+    "Operation",
+    "as_memory",
+    "from_memory",
+    "part_of",
+    "part_starts",
+    "sizes_of_all",
+]
+
+
+RULE = struct.Struct("<ddq")
+"""How `tables.Uniform` is sent: low, high, seed."""
+
+
+class Operation(IntEnum):
+    """A request. What each has in its head's numbers, its text and its payload:
+
+    text is the table's name, or JSON; K is a number of rows, -1 for all; answers in brackets.
+    """
+
+    ENTER = 1  # -1 or the worker's number  JSON  [number, incarnation, barriers finished]
+    LEAVE = 2
+    MEMBERS = 3  # [JSON: state and incarnation of each worker of that host]
+    TICK = 4  # the clock
+    BARRIER = 5  # barriers finished before, timeout in ms, text: name [round]
+    OPEN = (
+        6  # whether `init` is there, timeout, its bytes  text: spec  payload: init  [done, clock]
+    )
+    GET = 7  # K, whether it backs up  payload: rows  [payload: their values]
+    ADD = 8  # K  number: of the add  payload: rows, delta
+    PUT = 9  # K, round, index, whether it assigns  payload: rows, delta
+    ARRIVE = 10  # round
+    FINISH = 11  # round, timeout
+    COPY_ALL = 12  # [payload: each part; of a keys table the keys first, number of them]
+    REPLACE_ALL = 13  # number of keys, number of parts  payload: parts
+    COUNTS = 14  # [adds undone, keys]
+    KEYS = 15  # [payload: keys]
+
+
+def part_starts(spec: TableSpec, num_hosts: int) -> list[int]:
+    """Return the first row of each host's part of a table, and the end of the last."""
+    starts = [0]
+    for size in equal_sizes(spec.rows, num_hosts):
+        starts.append(starts[-1] + size)
+    return starts
+
+
+def part_of(spec: TableSpec, host: int, num_hosts: int) -> TableSpec:
+    """Return what the part of a table on ``host`` is: a table of its own there.
+
+    Example:
+        >>> from phalanx.plan import Staleness
+        >>> from phalanx.tables.updaters import Sum
+        >>> spec = TableSpec(
+        ...     name="t",
+        ...     rows=5,
+        ...     cols=2,
+        ...     is_array=False,
+        ...     dtype=torch.float32,
+        ...     updater=Sum(),
+        ...     num_shards=1,
+        ...     staleness=Staleness(None),
+        ...     nonfinite="allow",
+        ... )
+        >>> [part_of(spec, host, 3).rows for host in range(3)]
+        [2, 2, 1]
+    """
+    if spec.has_keys:
+        return replace(spec, capacity=max(1, -(-spec.capacity // num_hosts)))
+    return replace(spec, rows=equal_sizes(spec.rows, num_hosts)[host])
+
+
+def as_memory(tensor: Tensor) -> memoryview:
+    """Return a contiguous tensor's bytes, where they lie."""
+    # Of none or one element, torch takes any stride for contiguous, but not for a view.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy().data)
+
+
+def from_memory(
+    payload: memoryview, offset: int, dtype: torch.dtype, shape: Sequence[int]
+) -> tuple[Tensor, int]:
+    """Return a tensor over bytes of ``payload``, and where the next one begins."""
+    count = 1
+    for size in shape:
+        count *= size
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype), offset
+    tensor = torch.frombuffer(payload, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+    return tensor, offset + count * dtype.itemsize
+
+
+def sizes_of_all(spec: TableSpec, num_rows: int) -> list[tuple[torch.dtype, tuple[int, int]]]:
+    """Return dtype and shape of the values and of each state."""
+    widths = [spec.cols if kind == "element" else 1 for kind in spec.updater.states]
+    return [
+        (spec.dtype, (num_rows, spec.cols)),
+        *((state_dtype(spec.dtype), (num_rows, width)) for width in widths),
+    ]

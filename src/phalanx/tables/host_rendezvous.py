@@ -1,0 +1,198 @@
+"""How the processes of a run on several hosts find each other, over the store of their job.
+
+    place/<rank>     what is equal for processes that can share memory      every process says it
+    run              the name of the run                                    rank 0
+    server/<host>    name of the host, address of its server                the first process there
+
+Values are signed with the secret of the run. The store is open to whoever reaches its port, so what
+is not signed, or by somebody else, is refused; no key travels through it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+from typing import NamedTuple, Protocol
+
+from phalanx.cluster import Endpoint, Secret
+from phalanx.distributed import hosts_of, this_host
+from phalanx.errors import ConfigError, PeerTimeout
+from phalanx.ipc import Waiting
+from phalanx.tables.host_server import (
+    ServerPage,
+    ServerSpec,
+    client_keys,
+    server_keys,
+    start_server,
+    wait_for_server,
+)
+from phalanx.tables.run_regions import RunRegions
+from phalanx.tables.spread_run import OtherHosts
+
+__all__ = ["JobStore", "Place", "Trust", "find_place", "meet_hosts", "read_trust"]
+
+_START_S = 60.0  # a process that imports torch on a busy machine
+
+
+class JobStore(Protocol):
+    """What is used of a store."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+
+
+class Trust(NamedTuple):
+    """Who may speak to servers.
+
+    Attributes:
+        secret: Holders of it; None for everybody who reaches them.
+        secret_file: Where it is.
+        network: Whether the user has said that the network may be trusted.
+    """
+
+    secret: Secret | None
+    secret_file: str | None
+    network: bool
+
+
+class Place(NamedTuple):
+    """Where a process of the run is.
+
+    Attributes:
+        cluster: The run, by the same name on all hosts.
+        run: Its name on this host: one machine may play several.
+        host: This host's number.
+        num_hosts: How many there are.
+        leads: Whether this is the host's first process, which starts its server.
+    """
+
+    cluster: str
+    run: str
+    host: int
+    num_hosts: int
+    leads: bool
+
+
+def read_trust(secret_file: str | None, trusted_network: bool) -> Trust:
+    """Return who may speak to servers.
+
+    Raises:
+        ConfigError: Both a secret and a trusted network are given, or the secret cannot be used.
+    """
+    if secret_file and trusted_network:
+        raise ConfigError(
+            "`trusted_network` must be False where `secret_file` is given, but both are set. With "
+            "a secret everything between hosts is encrypted, and no network needs to be trusted."
+        )
+    secret = Secret.read(secret_file) if secret_file else None
+    return Trust(secret, secret_file, trusted_network)
+
+
+class _SignedStore:
+    def __init__(self, store: JobStore, secret: Secret | None) -> None:
+        self._store = store
+        self._secret = secret
+
+    def put(self, key: str, value: object) -> None:
+        text = json.dumps([key, value]).encode()
+        signed = text if self._secret is None else self._secret.sign(text)
+        self._store.set(f"phalanx/tables/{key}", signed.hex())
+
+    def take(self, key: str) -> object:
+        try:
+            found = bytes(self._store.get(f"phalanx/tables/{key}"))
+        except RuntimeError as exc:
+            raise PeerTimeout(
+                f"The store of the job has no {key!r}: {exc}. See that all processes of the run "
+                "call `tables.join`."
+            ) from exc
+        try:
+            signed = bytes.fromhex(found.decode())
+        except ValueError:
+            signed = b""
+        text = signed if self._secret is None else self._secret.verify(signed)
+        try:
+            named, value = json.loads(text)
+        except (ValueError, TypeError, RecursionError) as exc:
+            raise ConfigError(f"{key!r} in the store must be JSON, but is not.") from exc
+        if named != key:  # a value that was signed for another key
+            raise ConfigError(f"{key!r} in the store must be its own, but is {named!r}'s.")
+        return value
+
+
+def find_place(store: JobStore, trust: Trust, run: str, rank: int, size: int) -> Place:
+    """Say where this process is, and hear where all others are."""
+    signed = _SignedStore(store, trust.secret)
+    if rank == 0:
+        signed.put("run", run)
+    signed.put(f"place/{rank}", this_host())
+    hosts = hosts_of([str(signed.take(f"place/{each}")) for each in range(size)])
+    host = hosts.host_of(rank)
+    cluster = str(signed.take("run"))
+    leads = hosts.ranks[host][0] == rank
+    return Place(cluster, f"{cluster}-{host}", host, len(hosts.ranks), leads)
+
+
+def meet_hosts(
+    store: JobStore, trust: Trust, place: Place, master: str, regions: RunRegions, timeout_s: float
+) -> OtherHosts:
+    """See that this host has a server, and find those of the others.
+
+    Args:
+        store: Of the job.
+        trust: Who may speak to servers.
+        place: Where this process is.
+        master: The address at which the store is: servers listen where it is reached from.
+        regions: This host's memory.
+        timeout_s: How long to wait for the others.
+
+    Raises:
+        ConfigError: Nobody may speak to servers.
+        PeerTimeout: Another host has no server in time.
+    """
+    signed = _SignedStore(store, trust.secret)
+    page, waiting = ServerPage(regions), Waiting(timeout_s + _START_S)
+    if place.leads:
+        bind = own_address(master)
+        if trust.secret is None and not trust.network and not _is_loopback(bind):
+            raise ConfigError(
+                "`secret_file` must be given for tables on several hosts, or `trusted_network` be "
+                "True, but neither is. Make a secret by `phalanx secret FILE`, bring the file to "
+                f"every host, and set PHALANX_SECRET_FILE there; without one, whoever "
+                f"reaches {bind} reads and changes the tables."
+            )
+        if page.server is None or not page.server.alive():
+            spec = ServerSpec(place.run, place.host, place.cluster, bind, trust.secret_file)
+            start_server(spec)
+        address = wait_for_server(page, waiting.remaining_s())
+        name = f"Host {place.host} ({socket.gethostname()})"
+        signed.put(f"server/{place.host}", [name, address])
+    endpoints = []
+    for host in range(place.num_hosts):
+        found = signed.take(f"server/{host}")
+        if not isinstance(found, list) or len(found) != 2:
+            raise ConfigError(f"'server/{host}' in the store must be a name and an address.")
+        keys = server_keys(trust.secret, place.cluster, host)
+        public = None if keys is None else keys.public
+        endpoints.append(Endpoint(host, str(found[0]), str(found[1]), public))
+    if place.leads:
+        page.write(endpoints=[[each.host, each.name, each.address] for each in endpoints])
+    return OtherHosts(place.host, endpoints, client_keys(trust.secret, place.cluster))
+
+
+def own_address(other: str) -> str:
+    """Return the address of this host from which ``other`` is reached.
+
+    Example:
+        >>> own_address("127.0.0.1")
+        '127.0.0.1'
+    """
+    family = socket.AF_INET6 if ":" in other else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # sends nothing: it asks the kernel for the route
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

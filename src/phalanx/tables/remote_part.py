@@ -1,0 +1,243 @@
+"""The part of a run that is on another host, as a worker of this one reaches it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.cluster import Connection, PendingCall, Reply
+from phalanx.ipc import Waiting
+from phalanx.tables.host_operations import (
+    RULE,
+    Operation,
+    as_memory,
+    from_memory,
+    sizes_of_all,
+)
+from phalanx.tables.row_initializer import Uniform
+from phalanx.tables.shard import Entry
+from phalanx.tables.spec import TableSpec
+
+__all__ = ["RemoteHost", "RemotePart"]
+
+_SMALL_INIT_BYTES = 1 << 16
+
+
+class RemoteHost:
+    """Another host, as one worker of this one knows it.
+
+    Args:
+        connection: To its server.
+
+    Attributes:
+        host: Its number.
+        num_barriers: How many barriers were finished there when this worker last looked.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.host = connection.endpoint.host
+        self.num_barriers = 0
+        self.adding = threading.Lock()  # adds are numbered, and end, one after the other
+        self._num_adds = 0
+
+    def next_add(self) -> int:
+        """Return the number of the next add; `adding` is held."""
+        self._num_adds += 1
+        return self._num_adds
+
+    def call(self, operation: Operation, what: str, timeout_s: float, **asked: Any) -> Reply:
+        """Ask and wait; see :meth:`Connection.begin`."""
+        return self.connection.call(operation, what, timeout_s, **asked)
+
+    def enter(
+        self,
+        worker: int | None,
+        num_expected: int | None,
+        home: tuple[int, int],
+        timeout_s: float,
+    ) -> int:
+        """Become a worker there, and return the number.
+
+        Args:
+            worker: The number, if it is known.
+            num_expected: How many workers were announced.
+            home: Our own host, and by which incarnation it knows this worker, 0 if not yet.
+            timeout_s: How long to wait for the server.
+        """
+        text = json.dumps(
+            {"num_expected": num_expected, "host": home[0], "home_incarnation": home[1]}
+        )
+        number = -1 if worker is None else worker
+        reply = self.call(Operation.ENTER, "`join`", timeout_s, args=(number,), text=text)
+        entered, self.connection.incarnation, self.num_barriers, _ = reply.args
+        self.connection.worker = entered
+        return entered
+
+    def wait_at_barrier(self, name: str, timeout_s: float) -> int:
+        """Come to the barrier of that name, wait, and return its round."""
+        milliseconds = int(1e3 * timeout_s)
+        reply = self.call(
+            Operation.BARRIER,
+            f"barrier {name!r}",
+            timeout_s + 5.0,  # the server's own error names who stays away
+            args=(self.num_barriers, milliseconds),
+            text=name,
+        )
+        self.num_barriers += 1
+        return reply.args[0]
+
+
+class RemotePart:
+    """One table's part on another host.
+
+    Calls that begin with ``begin`` send, and return what `wait` takes.
+
+    Args:
+        remote: The host.
+        spec: What the part is; see `part_of`.
+    """
+
+    def __init__(self, remote: RemoteHost, spec: TableSpec) -> None:
+        self.remote = remote
+        self.spec = spec
+        self._num_puts: tuple[int, int] = (0, 0)  # the round, and how many adds of it went there
+        self._title = f"table {spec.name!r}"
+
+    def wait(self, pending: PendingCall, timeout_s: float) -> Reply:
+        """Wait for the answer of a call that was begun."""
+        return self.remote.connection.wait(pending, timeout_s)
+
+    def _begin(self, operation: Operation, verb: str, **asked: Any) -> PendingCall:
+        return self.remote.connection.begin(
+            operation, f"{verb} of {self._title}", text=self.spec.name, **asked
+        )
+
+    def _call(self, operation: Operation, verb: str, timeout_s: float, **asked: Any) -> Reply:
+        return self.wait(self._begin(operation, verb, **asked), timeout_s)
+
+    def open(self, init: Tensor | Uniform | None, fills: bool, timeout_s: float) -> int:
+        """Open the part there; return the round that this worker has arrived at.
+
+        Args:
+            init: What it holds at first: all rows, one number, a row, or a rule; None to wait for
+                another worker that fills it.
+            fills: Whether this worker is the master, so that its ``init`` counts.
+            timeout_s: How long to wait for the master.
+        """
+        form, payload = _written(init)
+        waiting = Waiting(timeout_s)
+        given = fills or payload.nbytes <= _SMALL_INIT_BYTES
+        while True:
+            sent = payload if given else memoryview(b"")
+            milliseconds = int(1e3 * waiting.remaining_s())
+            reply = self.remote.call(
+                Operation.OPEN,
+                f"the opening of {self._title}",
+                waiting.remaining_s() + 5.0,
+                args=(int(given), milliseconds, sent.nbytes, form),
+                text=json.dumps(self.spec.as_mapping()),
+                payload=[sent],
+            )
+            if reply.args[0]:
+                return reply.args[1]
+            given = True  # the master is gone, and this worker in its place
+
+    # --- reading and changing -----------------------------------------------------------------
+
+    def begin_read(self, rows: Tensor | None, out: Tensor, *, backs_up: bool) -> PendingCall:
+        """Ask for rows of the part, which come into ``out``, a contiguous tensor."""
+        return self._begin(
+            Operation.GET,
+            "a get",
+            args=(-1 if rows is None else len(rows), int(backs_up)),
+            payload=[] if rows is None else [as_memory(rows)],
+            out=[as_memory(out)],
+        )
+
+    def begin_add(self, entry: Entry) -> PendingCall:
+        """Send an add; `remote.adding` is held until it has ended."""
+        return self._begin(
+            Operation.ADD,
+            "an add",
+            args=(_count(entry), 0, 0, int(entry.assigns)),
+            number=self.remote.next_add(),
+            payload=_payload(entry),
+        )
+
+    def begin_put(self, entry: Entry, number: int) -> PendingCall:
+        """Put an add down for round ``number``."""
+        index = self._num_puts[1] if self._num_puts[0] == number else 0
+        self._num_puts = (number, index + 1)
+        return self._begin(
+            Operation.PUT,
+            "an add",
+            args=(_count(entry), number, index, int(entry.assigns)),
+            payload=_payload(entry),
+        )
+
+    def begin_arrive(self, number: int) -> PendingCall:
+        """Say that all of round ``number`` has been put down."""
+        return self._begin(Operation.ARRIVE, "a get", args=(number,))
+
+    def begin_finish(self, number: int, timeout_s: float) -> PendingCall:
+        """Wait for round ``number``."""
+        return self._begin(Operation.FINISH, "a get", args=(number, int(1e3 * timeout_s)))
+
+    # --- all of it ----------------------------------------------------------------------------
+
+    def copy_all(self, timeout_s: float) -> list[Tensor]:
+        """Return copies of the values and of each state; of a keys table the keys before them."""
+        reply = self._call(Operation.COPY_ALL, "a snapshot", timeout_s, out=None)
+        num_rows, offset, parts = reply.args[0], 0, []
+        sizes = sizes_of_all(self.spec, num_rows)
+        if self.spec.has_keys:
+            keys, offset = from_memory(reply.payload, 0, torch.int64, (num_rows,))
+            parts.append(keys)
+        for dtype, shape in sizes:
+            part, offset = from_memory(reply.payload, offset, dtype, shape)
+            parts.append(part)
+        return parts
+
+    def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
+        """Replace everything by these parts, as :meth:`copy_all` returns them."""
+        values = parts[1:] if self.spec.has_keys else parts
+        self._call(
+            Operation.REPLACE_ALL,
+            "a restore",
+            timeout_s,
+            args=(len(parts[0]), len(values)),
+            payload=[as_memory(part.contiguous()) for part in parts],
+        )
+
+    def counts(self, timeout_s: float) -> tuple[int, int, int]:
+        """Return how many adds were undone there, how many keys there are, and the memory."""
+        undone, keys, nbytes, _ = self._call(Operation.COUNTS, "`stats`", timeout_s).args
+        return undone, keys, nbytes
+
+    def keys(self, timeout_s: float) -> Tensor:
+        """Return the keys there."""
+        reply = self._call(Operation.KEYS, "`keys`", timeout_s, out=None)
+        return from_memory(reply.payload, 0, torch.int64, (len(reply.payload) // 8,))[0]
+
+
+def _count(entry: Entry) -> int:
+    return -1 if entry.rows is None else len(entry.rows)
+
+
+def _payload(entry: Entry) -> list[memoryview]:
+    delta = as_memory(entry.delta.contiguous())
+    return [delta] if entry.rows is None else [as_memory(entry.rows.contiguous()), delta]
+
+
+def _written(init: Tensor | Uniform | None) -> tuple[int, memoryview]:
+    """Return how first values are sent, and their bytes; see `host_service._read_init`."""
+    if init is None:
+        return 0, memoryview(b"")
+    if isinstance(init, Uniform):
+        return 2, memoryview(RULE.pack(init.low, init.high, init.seed))
+    return (1 if init.dim() == 0 else 0), as_memory(init.contiguous())

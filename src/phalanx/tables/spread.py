@@ -1,0 +1,357 @@
+"""A table whose rows lie on several hosts, as a worker of one of them uses it.
+
+    rows      0 1 2 3 │ 4 5 6 7 │ 8 9 10      matrix: a range on each host
+    host           0  │      1  │     2       keys: by the key, hashed
+
+Each host's part is a table of its own there, of which all workers of the run are workers
+(host_service.py). A call is cut by host; what is asked of other hosts is under way while this
+host's part is done. So an add is whole or absent per host, as it is per shard, and a round is in on
+a host when all workers have arrived there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from phalanx.cluster import PendingCall
+from phalanx.errors import PhalanxError
+from phalanx.ipc import Waiting
+from phalanx.memory import MatrixRows, all_finite
+from phalanx.tables.hash_index import mix
+from phalanx.tables.host_operations import part_of, part_starts
+from phalanx.tables.key_storage import KeyStorage
+from phalanx.tables.membership import Barrier
+from phalanx.tables.remote_part import RemoteHost, RemotePart
+from phalanx.tables.row_initializer import Uniform
+from phalanx.tables.shard import Entry, NotFinite
+from phalanx.tables.sharded import Storage
+from phalanx.tables.spec import TableSpec
+
+__all__ = ["HostsOfRun", "SpreadBarrier", "SpreadStorage"]
+
+_KEYS_SEED = np.int64(0x5DEECE66D)  # another than those of shards, which are drawn
+
+
+class HostsOfRun(NamedTuple):
+    """Where a process stands among the hosts of a run.
+
+    Attributes:
+        me: This host's number.
+        num_hosts: How many there are.
+        remotes_of: Returns the other hosts, by number, as a worker of this process reaches them.
+        master: Returns the master, as a worker sees it.
+    """
+
+    me: int
+    num_hosts: int
+    remotes_of: Callable[[int], dict[int, RemoteHost]]
+    master: Callable[[int], int]
+
+
+class _Cut(NamedTuple):
+    """What of a list of rows is on one host.
+
+    Attributes:
+        rows: Counted from the host's first one; keys as they are.
+        places: Where in the list they stood.
+    """
+
+    rows: Tensor
+    places: Tensor
+
+
+class SpreadStorage:
+    """All parts of a table, as the workers of one process use them.
+
+    Args:
+        spec: The table, of all hosts.
+        local: This host's part.
+        hosts: The hosts.
+    """
+
+    def __init__(self, spec: TableSpec, local: Storage | KeyStorage, hosts: HostsOfRun) -> None:
+        self.spec = spec
+        self.local = local
+        self.rounds = SpreadRounds(self)
+        self._hosts = hosts
+        self._parts: dict[int, dict[int, RemotePart]] = {}  # by worker, then by host
+        self._starts = part_starts(spec, hosts.num_hosts)
+        self._bounds = np.array(self._starts[1:-1], dtype=np.int64)
+
+    def remote_parts(self, worker: int) -> dict[int, RemotePart]:
+        """Return the parts on other hosts, by number, for a worker of this process."""
+        parts = self._parts.get(worker)
+        if parts is None:
+            parts = self._parts[worker] = {
+                host: RemotePart(remote, part_of(self.spec, host, self._hosts.num_hosts))
+                for host, remote in self._hosts.remotes_of(worker).items()
+            }
+        return parts
+
+    def _any_parts(self) -> dict[int, RemotePart]:
+        return next(iter(self._parts.values()))  # a table is opened by a worker
+
+    # --- the first value ----------------------------------------------------------------------
+
+    def open(self, worker: int, init: Any, timeout_s: float) -> None:  # Any: as Sharded.open
+        """Open every part as ``worker``; see :meth:`Sharded.open`."""
+        waiting = Waiting(timeout_s)
+        self.local.open(worker, self._init_of(init, self._hosts.me), timeout_s)
+        fills = self._hosts.master(worker) == worker
+        clocks = {
+            host: part.open(self._init_of(init, host), fills, waiting.remaining_s())
+            for host, part in self.remote_parts(worker).items()
+        }
+        if self.spec.staleness.is_bulk_synchronous:
+            # A worker that comes later finds rounds that are in on one host and not on another.
+            latest = max(self.local.rounds.clock_of(worker), *clocks.values())
+            self.local.rounds.arrive_at(worker, latest)
+            for host, part in self.remote_parts(worker).items():
+                if clocks[host] < latest:
+                    part.wait(part.begin_arrive(latest), waiting.remaining_s())
+
+    def _init_of(self, init: Tensor | Uniform, host: int) -> Tensor | Uniform:
+        if isinstance(init, Uniform) or self.spec.has_keys or init.dim() == 0:
+            return init
+        return init[self._starts[host] : self._starts[host + 1]]
+
+    # --- reading and changing -----------------------------------------------------------------
+
+    def read(
+        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float, *, backs_up: bool
+    ) -> None:
+        """Copy rows, checked, into ``out``; see :meth:`Sharded.read`."""
+        waiting, parts, me = Waiting(timeout_s), self.remote_parts(worker), self._hosts.me
+        if rows is None:
+            spans = {host: self._span(out, host) for host in range(self._hosts.num_hosts)}
+            cuts: dict[int, _Cut | None] = dict.fromkeys(spans)
+            sorted_out = out
+        else:
+            cuts = dict(self._cut(rows))
+            sorted_out = torch.empty_like(out)
+            spans, at = {}, 0
+            for host, cut in cuts.items():
+                assert cut is not None
+                spans[host] = sorted_out[at : at + len(cut.rows)]
+                at += len(cut.rows)
+        pendings = [
+            (
+                part,
+                part.begin_read(None if cut is None else cut.rows, spans[host], backs_up=backs_up),
+            )
+            for host, cut in cuts.items()
+            if (part := parts.get(host)) is not None
+        ]
+        if me in cuts:
+            mine = cuts[me]
+            self.local.read(
+                None if mine is None else mine.rows, spans[me], worker, timeout_s, backs_up=backs_up
+            )
+        _wait_for(pendings, waiting)
+        if rows is not None:
+            order = torch.cat([cut.places for cut in cuts.values() if cut is not None])
+            back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+            MatrixRows(sorted_out).take(back, out)
+
+    def _span(self, all_rows: Tensor, host: int) -> Tensor:
+        return all_rows[self._starts[host] : self._starts[host + 1]]
+
+    def add(self, entry: Entry, timeout_s: float) -> None:
+        """Take one add, checked; see :meth:`Sharded.add`."""
+        waiting, parts = Waiting(timeout_s), self.remote_parts(entry.worker)
+        if entry.unchecked and not all_finite(entry.delta):
+            raise NotFinite
+        entries = self._entries(entry._replace(unchecked=False))
+        with ExitStack() as held:
+            for host in entries:  # in the order of hosts, so that two threads never hold crosswise
+                if host in parts:
+                    held.enter_context(parts[host].remote.adding)
+            pendings = [
+                (parts[host], parts[host].begin_add(each))
+                for host, each in entries.items()
+                if host in parts
+            ]
+            mine = entries.get(self._hosts.me)
+            if mine is not None:
+                self.local.add(mine, timeout_s)
+            _wait_for(pendings, waiting)
+
+    def _entries(self, entry: Entry) -> dict[int, Entry]:
+        """Cut an add by host, in the order of their numbers."""
+        if entry.rows is None:
+            return {
+                host: entry._replace(delta=self._span(entry.delta, host))
+                for host in range(self._hosts.num_hosts)
+            }
+        cuts = self._cut(entry.rows)
+        if len(cuts) == 1:
+            host, cut = next(iter(cuts.items()))
+            return {host: entry._replace(rows=cut.rows)}
+        return {
+            host: entry._replace(rows=cut.rows, delta=entry.delta[cut.places])
+            for host, cut in cuts.items()
+        }
+
+    def _cut(self, rows: Tensor) -> dict[int, _Cut]:
+        """Cut rows by host; those of one host stay in their order."""
+        numbers = rows.numpy()
+        owners = self._owners(numbers)
+        first = int(owners[0]) if len(owners) else self._hosts.me
+        if (owners == first).all():
+            start = 0 if self.spec.has_keys else self._starts[first]
+            return {first: _Cut(rows - start if start else rows, torch.arange(len(rows)))}
+        cuts = {}
+        for host in np.unique(owners).tolist():
+            places = np.flatnonzero(owners == host)
+            start = 0 if self.spec.has_keys else self._starts[host]
+            cuts[host] = _Cut(torch.from_numpy(numbers[places] - start), torch.from_numpy(places))
+        return cuts
+
+    def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self.spec.has_keys:
+            mixed = mix(rows ^ _KEYS_SEED) >> np.uint64(32)
+            return (mixed % np.uint64(self._hosts.num_hosts)).astype(np.int64)
+        return np.searchsorted(self._bounds, rows, side="right")
+
+    # --- all of it ----------------------------------------------------------------------------
+
+    def copy_all(self, timeout_s: float) -> list[Tensor]:
+        """Return copies of all parts, joined; each host's is of a moment of its own."""
+        found = {self._hosts.me: self.local.copy_all(timeout_s)}
+        for host, part in self._any_parts().items():
+            found[host] = part.copy_all(timeout_s)
+        joined = [torch.cat(each) for each in zip(*(found[h] for h in sorted(found)), strict=True)]
+        if self.spec.has_keys:
+            keys, order = joined[0].sort()
+            joined = [keys, *(part[order] for part in joined[1:])]
+        return joined
+
+    def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
+        """Replace everything; see :meth:`Storage.replace_all`."""
+        hosts: dict[int, Storage | KeyStorage | RemotePart] = dict(self._any_parts())
+        hosts[self._hosts.me] = self.local
+        owners = torch.from_numpy(self._owners(parts[0].numpy())) if self.spec.has_keys else None
+        for host in sorted(hosts):
+            if owners is None:
+                own = [self._span(part, host) for part in parts]
+            else:
+                own = [part[owners == host] for part in parts]
+            hosts[host].replace_all(own, timeout_s)
+
+    def num_keys(self) -> int:
+        """Return how many keys are there."""
+        return self._local_keys().num_keys() + sum(counts[1] for counts in self._counts())
+
+    def keys(self, timeout_s: float) -> Tensor:
+        """Return the keys that are there, in ascending order."""
+        others = [part.keys(timeout_s) for part in self._any_parts().values()]
+        return torch.cat([self._local_keys().keys(timeout_s), *others]).sort().values
+
+    def _local_keys(self) -> KeyStorage:
+        assert isinstance(self.local, KeyStorage)
+        return self.local
+
+    @property
+    def num_undone(self) -> int:
+        """How many interrupted adds were undone, by anybody, on all hosts."""
+        return self.local.num_undone + sum(counts[0] for counts in self._counts())
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory this host's part takes, logs apart."""
+        return self.local.nbytes
+
+    def _counts(self) -> list[tuple[int, int, int]]:
+        return [part.counts(_COUNTS_S) for part in self._any_parts().values()]
+
+    def close(self, timeout_s: float) -> None:
+        """Let go of this host's part."""
+        self.local.close(timeout_s)
+
+
+_COUNTS_S = 30.0
+
+
+class _SpreadArrival(NamedTuple):
+    local: Any  # the arrival at this host's round
+    number: int
+    worker: int
+
+
+class SpreadRounds:
+    """The rounds of a bulk-synchronous table: the same round on each host.
+
+    Args:
+        storage: The table.
+    """
+
+    def __init__(self, storage: SpreadStorage) -> None:
+        self._storage = storage
+
+    def put(self, entry: Entry) -> None:
+        """Put an add down for its worker's round, on every host that has rows of it."""
+        storage = self._storage
+        parts, rounds = storage.remote_parts(entry.worker), storage.local.rounds
+        number = rounds.clock_of(entry.worker) + 1
+        entries = storage._entries(entry)
+        pendings = [
+            (parts[host], parts[host].begin_put(each, number))
+            for host, each in entries.items()
+            if host in parts
+        ]
+        for host, each in entries.items():
+            if host not in parts:
+                rounds.put_into(each, number)
+        _wait_for(pendings, Waiting(_COUNTS_S))
+
+    def arrive(self, worker: int) -> _SpreadArrival:
+        """Say that ``worker`` has put down all of its round."""
+        storage = self._storage
+        local = storage.local.rounds.arrive(worker)
+        parts = storage.remote_parts(worker).values()
+        _wait_for([(p, p.begin_arrive(local.number)) for p in parts], Waiting(_COUNTS_S))
+        return _SpreadArrival(local, local.number, worker)
+
+    def finish(self, arrival: _SpreadArrival, timeout_s: float) -> None:
+        """Wait until the round is in on every host; see :meth:`Rounds.finish`."""
+        parts = self._storage.remote_parts(arrival.worker)
+        pendings = [(part, part.begin_finish(arrival.number, timeout_s)) for part in parts.values()]
+        waiting = Waiting(timeout_s + 5.0)  # the servers' own errors name who stays away
+        try:
+            self._storage.local.rounds.finish(arrival.local, timeout_s)
+        except BaseException:
+            with suppress(PhalanxError):
+                _wait_for(pendings, waiting)
+            raise
+        _wait_for(pendings, waiting)
+
+
+class SpreadBarrier:
+    """The barriers of a run on several hosts: all workers come to those of the first one.
+
+    Args:
+        local: This host's, where it is the first.
+        hosts: The hosts.
+    """
+
+    def __init__(self, local: Barrier, hosts: HostsOfRun) -> None:
+        self._local = local
+        self._hosts = hosts
+
+    def wait(self, worker: int, name: str, timeout_s: float) -> int:
+        """Come, wait for the others, and return the round; see :meth:`Barrier.wait`."""
+        if self._hosts.me == 0:
+            return self._local.wait(worker, name, timeout_s)
+        return self._hosts.remotes_of(worker)[0].wait_at_barrier(name, timeout_s)
+
+
+def _wait_for(pendings: Sequence[tuple[RemotePart, PendingCall]], waiting: Waiting) -> None:
+    for part, pending in pendings:
+        part.wait(pending, max(0.001, waiting.remaining_s()))

@@ -1,0 +1,173 @@
+"""A run on several hosts, as one process of it sees it: its own host's memory, and the others'."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from phalanx.cluster import Connection, CurveKeys, Endpoint
+from phalanx.errors import PhalanxError
+from phalanx.ipc import Region, Waiting
+from phalanx.tables.host_operations import Operation, part_of
+from phalanx.tables.membership import Membership
+from phalanx.tables.remote_part import RemoteHost
+from phalanx.tables.run_context import RunContext, S
+from phalanx.tables.run_regions import RunRegions
+from phalanx.tables.spec import TableSpec
+from phalanx.tables.spread import HostsOfRun, SpreadBarrier, SpreadStorage
+
+__all__ = ["OtherHosts", "SpreadContext"]
+
+_LEAVE_S = 5.0
+_LOCK_S = 30.0
+
+
+class OtherHosts:
+    """The servers of the other hosts, and the connections of this process's workers to them.
+
+    Args:
+        me: This host's number.
+        endpoints: Of all hosts, by number.
+        keys: Those that servers admit; None without encryption.
+    """
+
+    def __init__(self, me: int, endpoints: Sequence[Endpoint], keys: CurveKeys | None) -> None:
+        self.me = me
+        self.num_hosts = len(endpoints)
+        self._endpoints = [each for each in endpoints if each.host != me]
+        self._keys = keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._mutex = threading.Lock()
+        self._remotes: dict[int, dict[int, RemoteHost]] = {}
+
+    def connect(self) -> dict[int, RemoteHost]:
+        """Return new connections to all of them, by host, for a worker without a number yet."""
+        return {
+            endpoint.host: RemoteHost(Connection(self._context, endpoint, self._keys, 0))
+            for endpoint in self._endpoints
+        }
+
+    def keep(self, worker: int, remotes: dict[int, RemoteHost]) -> None:
+        """Keep the connections of a worker that has entered."""
+        with self._mutex:
+            self._remotes[worker] = remotes
+
+    def of(self, worker: int) -> dict[int, RemoteHost]:
+        """Return the connections of a worker."""
+        return self._remotes[worker]
+
+    def all_call(
+        self, worker: int, operation: Operation, what: str, timeout_s: float, **asked: Any
+    ) -> None:
+        """Ask the same of all hosts."""
+        for remote in self._remotes.get(worker, {}).values():
+            remote.call(operation, what, timeout_s, **asked)
+
+    def close(self) -> None:
+        """Let go of all sockets."""
+        for remotes in self._remotes.values():
+            for remote in remotes.values():
+                remote.connection.close()
+        self._remotes = {}
+        self._context.destroy(linger=0)
+
+
+class SpreadMembership(Membership):
+    """This host's page of workers; what they say of themselves goes to the other hosts', too.
+
+    Args:
+        region: As for :class:`Membership`.
+        label: The run.
+        others: The other hosts.
+    """
+
+    def __init__(self, region: Region, label: str, others: OtherHosts) -> None:
+        super().__init__(region, label)
+        self._others = others
+
+    def enter(
+        self,
+        *,
+        worker: int | None,
+        num_expected: int | None,
+        timeout_s: float,
+        elsewhere: bool = False,
+    ) -> int:
+        """Write a new worker down on every host's page; the first host gives the numbers out."""
+        waiting, remotes, me = Waiting(timeout_s), self._others.connect(), self._others.me
+        first = remotes.get(0)
+        if worker is None and first is not None:
+            worker = first.enter(None, num_expected, (me, 0), waiting.remaining_s())
+        number = super().enter(
+            worker=worker, num_expected=num_expected, timeout_s=timeout_s, elsewhere=elsewhere
+        )
+        home = (me, self.incarnation(number))
+        try:
+            for remote in remotes.values():
+                remote.enter(number, num_expected, home, waiting.remaining_s())
+        except BaseException:
+            super().leave(number, home[1], timeout_s)
+            raise
+        self._others.keep(number, remotes)
+        return number
+
+    def leave(self, worker: int, incarnation: int, timeout_s: float) -> None:
+        """Stop counting ``worker`` on all hosts; one that does not answer finds out by itself."""
+        super().leave(worker, incarnation, timeout_s)
+        for remote in self._others.of(worker).values():
+            with suppress(PhalanxError):
+                remote.call(Operation.LEAVE, "`leave`", min(timeout_s, _LEAVE_S))
+
+    def advance(self, worker: int) -> int:
+        """Count a tick of ``worker`` on all hosts."""
+        clock = super().advance(worker)
+        self._others.all_call(worker, Operation.TICK, "a tick", _LOCK_S, args=(clock,))
+        return clock
+
+
+class SpreadContext(RunContext):
+    """As a :class:`RunContext`, of a run on several hosts.
+
+    Args:
+        run: The run's name on this host.
+        meet: Finds the other hosts, where this one's regions are there.
+    """
+
+    def __init__(self, run: str, meet: Callable[[RunRegions], OtherHosts]) -> None:
+        self._meet = meet
+        self._spread: dict[str, SpreadStorage] = {}
+        super().__init__(run, create=True)
+
+    def _open_membership(self, create: bool) -> Membership:
+        others = self._others = self._meet(self.regions)
+        page = self.regions.open_region("members", Membership.needed_bytes(), create=create)
+        membership = SpreadMembership(page, str(self.run), others)
+        self._hosts = HostsOfRun(
+            others.me,
+            others.num_hosts,
+            others.of,
+            lambda worker: membership.master(worker, _LOCK_S),
+        )
+        return membership
+
+    def storage(self, kind: type[S], spec: TableSpec, timeout_s: float) -> Any:  # Any: as S is used
+        """Return the table's memory on all hosts."""
+        mine = part_of(spec, self._hosts.me, self._hosts.num_hosts)
+        local = super().storage(kind, mine, timeout_s)
+        with self._mutex:
+            if spec.name not in self._spread:
+                self._spread[spec.name] = SpreadStorage(spec, local, self._hosts)
+            return self._spread[spec.name]
+
+    def barrier(self) -> Any:  # Any: waits as a Barrier does
+        """Return the run's barriers."""
+        return SpreadBarrier(super().barrier(), self._hosts)
+
+    def close(self, timeout_s: float) -> None:
+        """Let go of this host's memory and of the connections."""
+        super().close(timeout_s)
+        self._others.close()

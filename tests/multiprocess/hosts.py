@@ -1,0 +1,85 @@
+"""Workers on several hosts, played on one machine: `PHALANX_HOST` says which is which.
+
+In contract tests the server of a host is a thread of its first worker, so that no test has to wait
+for processes that import torch. Tests of faults start real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+import torch
+
+from phalanx import tables
+from phalanx.tables import host_rendezvous, host_server
+from tests.multiprocess.children import Children, Parent
+
+DEADLINE_S = 60.0
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago, for a job's store."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def variables(run: str, worker: int, num_workers: int, num_hosts: int, port: int) -> dict[str, str]:
+    """Return what torchrun tells a worker; workers are spread evenly, in their order."""
+    host = worker * num_hosts // num_workers
+    return {
+        "RANK": str(worker),
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_WORLD_SIZE": str(-(-num_workers // num_hosts)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": run,
+        "PHALANX_HOST": f"host-{host}",
+    }
+
+
+def _serve_in_a_thread(threads: list[threading.Thread]) -> None:
+    """Let `join` start a host's server as a thread of this process, without a standby."""
+    host_server._OVER_S = 0.05
+
+    def start(spec: host_server.ServerSpec) -> None:
+        if spec.is_first:
+            thread = threading.Thread(target=host_server.main, args=(json.dumps(spec),))
+            threads.append(thread)
+            thread.start()
+
+    host_server.start_server = host_rendezvous.start_server = start
+
+
+def _worker(parent: Parent, given: dict[str, str], body: Callable, how: dict) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(given)
+    threads: list[threading.Thread] = []
+    _serve_in_a_thread(threads)
+    with tables.join(timeout_s=DEADLINE_S, **how) as world:
+        result = body(world)
+        parent.tell((world.worker_id, result))
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), "a server outlives its workers"
+    parent.tell("ended")
+
+
+def run_hosts(num_hosts: int, run: str, num_workers: int, body: Callable, **how: object) -> list:
+    """Run ``body`` as each of the workers; return what they return, by number."""
+    port = free_port()
+    with Children() as children:
+        started = [
+            children.start(_worker, variables(run, worker, num_workers, num_hosts, port), body, how)
+            for worker in range(num_workers)
+        ]
+        results = dict(child.get() for child in started)
+        for child in started:
+            assert child.get() == "ended"
+            child.process.join(DEADLINE_S)
+    assert sorted(results) == list(range(num_workers))
+    return [results[worker] for worker in range(num_workers)]

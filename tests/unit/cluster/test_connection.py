@@ -1,0 +1,193 @@
+"""A server and its clients in one process: what is asked comes back, and strangers get nothing."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import zmq
+
+from phalanx.cluster import Answer, Caps, Connection, Endpoint, Head, Request, Secret, Server
+from phalanx.cluster.frames import PIECE_BYTES, Kind
+from phalanx.cluster.secret import make_secret
+from phalanx.errors import ConfigError, InternalError, PeerTimeout
+from phalanx.ipc import wait_until
+
+ECHO, WAIT, FAIL, REFUSE = range(1, 5)
+DEADLINE_S = 30.0
+
+
+class Echo:
+    """Gives back what it is given."""
+
+    def __init__(self) -> None:
+        self.answered: list[int] = []
+        self.go_on = threading.Event()
+
+    def payload_bytes(self, head: Head, text: str) -> int:
+        if head.operation == REFUSE:
+            raise ConfigError("`x` must be y, but is z.")
+        return head.args[0]
+
+    def waits(self, head: Head) -> bool:
+        return head.operation == WAIT
+
+    def answer(self, request: Request) -> Answer:
+        self.answered.append(request.head.operation)
+        if request.head.operation == FAIL:
+            raise ZeroDivisionError("with a path /home/somebody in it")
+        if request.head.operation == WAIT:
+            assert self.go_on.wait(DEADLINE_S)
+        return Answer((7, 8), [request.payload], request.text.upper())
+
+
+class Served:
+    def __init__(self, server: Server, echo: Echo, context: zmq.Context, secret: Secret | None):
+        self.server = server
+        self.echo = echo
+        self._context = context
+        self._secret = secret
+
+    def connect(self, secret: Secret | None = None) -> Connection:
+        secret = secret or self._secret
+        public = None if self._secret is None else self._secret.keys("server").public
+        keys = None if secret is None else secret.keys("client")
+        endpoint = Endpoint(1, "Host 1 (b)", self.server.address, public)
+        return Connection(self._context, endpoint, keys, worker=3)
+
+
+@contextmanager
+def serving(secret: Secret | None, caps: Caps = Caps()) -> Iterator[Served]:  # noqa: B008
+    echo, ended = Echo(), threading.Event()
+    server = Server(
+        echo,
+        "tcp://127.0.0.1:*",
+        keys=secret and secret.keys("server"),
+        client_public=secret and secret.keys("client").public,
+        caps=caps,
+    )
+    thread = threading.Thread(target=server.serve, args=(lambda: not ended.is_set(),))
+    thread.start()
+    context = zmq.Context()
+    try:
+        yield Served(server, echo, context, secret)
+    finally:
+        ended.set()
+        echo.go_on.set()
+        thread.join(DEADLINE_S)
+        server.close()
+        context.destroy(linger=0)
+
+
+@pytest.fixture
+def secret(tmp_path) -> Secret:
+    make_secret(tmp_path / "secret")
+    return Secret.read(tmp_path / "secret")
+
+
+def there_and_back(connection: Connection, count: int) -> None:
+    sent, back = torch.randn(count), torch.empty(count)
+    reply = connection.call(
+        ECHO,
+        "an echo",
+        DEADLINE_S,
+        args=(4 * count,),
+        text="abc",
+        payload=[memoryview(sent.numpy())],
+        out=[memoryview(back.numpy())],
+    )
+    assert (reply.args[:2], reply.text) == ((7, 8), "ABC")
+    assert torch.equal(sent, back)
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_payloads_of_any_length_come_back(secret, encrypted):
+    with serving(secret if encrypted else None) as served:
+        connection = served.connect()
+        for count in (0, 1, 1000, PIECE_BYTES // 4, PIECE_BYTES // 4 + 1, 3 * PIECE_BYTES // 4 + 7):
+            there_and_back(connection, count)
+
+
+def test_several_requests_are_under_way_and_one_that_waits_holds_nobody_up(secret):
+    with serving(secret) as served:
+        connection = served.connect()
+        waiting = connection.begin(WAIT, "a wait", text="w")
+        others = [connection.begin(ECHO, "an echo", text=str(i)) for i in range(20)]
+        assert [connection.wait(o, DEADLINE_S).text for o in reversed(others)] == [
+            str(i) for i in reversed(range(20))
+        ]
+        served.echo.go_on.set()
+        assert connection.wait(waiting, DEADLINE_S).text == "W"
+
+
+def test_a_request_that_is_asked_again_while_it_waits_is_answered_once(secret, monkeypatch):
+    monkeypatch.setattr("phalanx.cluster.connection._RETRY_S", 0.05)
+    with serving(secret) as served:
+        connection = served.connect()
+        waiting = connection.begin(WAIT, "a wait", text="w")
+        with pytest.raises(PeerTimeout, match=r"Host 1 \(b\) \(server at tcp://127\.0\.0\.1"):
+            connection.wait(waiting, 0.4)
+        assert connection.num_retries > 2
+        served.echo.go_on.set()
+        there_and_back(connection, 5)
+        assert served.echo.answered.count(WAIT) == 1
+
+
+def test_refusals_are_our_errors_and_faults_tell_nothing_of_the_server(secret):
+    with serving(secret) as served:
+        connection = served.connect()
+        with pytest.raises(ConfigError, match="`x` must be y, but is z"):
+            connection.call(REFUSE, "a refusal", DEADLINE_S)
+        with pytest.raises(InternalError, match="met a ZeroDivisionError") as caught:
+            connection.call(FAIL, "a fault", DEADLINE_S)
+        assert "/home" not in str(caught.value)
+        there_and_back(connection, 3)
+
+
+def test_who_has_no_secret_or_another_gets_nothing(secret, tmp_path):
+    make_secret(tmp_path / "other")
+    with serving(secret) as served:
+        stranger = served.connect(Secret.read(tmp_path / "other"))
+        with pytest.raises(PeerTimeout):
+            stranger.call(ECHO, "an echo", 0.5, text="abc")
+        plain = zmq.Context()
+        socket = plain.socket(zmq.DEALER)
+        socket.connect(served.server.address)
+        socket.send_multipart([Head(0, ECHO, 0, 0, bytes(16), 1, 0, (0,) * 4, 0).encode(), b""])
+        assert socket.poll(500) == 0
+        plain.destroy(linger=0)
+        there_and_back(served.connect(), 3)
+        assert served.echo.answered == [ECHO]
+
+
+def test_mutated_messages_do_no_harm_to_good_clients():
+    """Ten thousand of them, from a peer that is admitted."""
+    chance, caps = random.Random(1), Caps(payload_bytes=1 << 16, in_flight_bytes=1 << 17)
+    head = Head(Kind.REQUEST, ECHO, 3, 0, bytes(16), 9, 0, (8, 0, 0, 0), 8, 3)
+    with serving(None, caps) as served:
+        connection = served.connect()
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.connect(served.server.address)
+        for number in range(10_000):
+            frames = [bytearray(head.encode()), bytearray(b"abc"), bytearray(8)]
+            for _ in range(chance.randint(1, 5)):
+                frame = chance.choice(frames)
+                if frame:
+                    frame[chance.randrange(len(frame))] = chance.randrange(256)
+            if chance.random() < 0.3:
+                frames = chance.choices(frames, k=chance.randint(0, 5)) or [bytearray()]
+            socket.send_multipart(frames)
+            if number % 1000 == 0:
+                there_and_back(connection, 100)
+        there_and_back(connection, 100)
+        assert wait_until(lambda: served.server.num_dropped > 1000, DEADLINE_S)
+        for peer in served.server._peers.values():
+            held = sum(len(each.payload) for each in peer.assemblies.values())
+            assert held <= caps.in_flight_bytes
+        context.destroy(linger=0)

@@ -1,0 +1,50 @@
+"""Heads from the network: ours come back as they were, all others are dropped."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from phalanx.cluster.frames import MAX_TEXT_BYTES, BadFrame, Caps, Head, Kind
+
+HEAD = Head(Kind.REQUEST, 8, 3, 2, bytes(range(16)), 77, 5, (7, -1, 1 << 40, 0), 4096, 12)
+
+
+def test_a_head_comes_back_as_it_was():
+    assert Head.decode(HEAD.encode(), Caps()) == HEAD
+    assert len(HEAD.encode()) == 96
+
+
+@pytest.mark.parametrize(
+    ("frame", "why"),
+    [
+        (b"", "another length"),
+        (HEAD.encode()[:-1], "another length"),
+        (HEAD.encode() + b"\0", "another length"),
+        (b"HTTP" + HEAD.encode()[4:], "no head"),
+        (HEAD.encode()[:4] + b"\2\0" + HEAD.encode()[6:], "version 2"),
+        (HEAD._replace(payload_bytes=1 << 60).encode(), "more bytes"),
+        (HEAD._replace(text_bytes=MAX_TEXT_BYTES + 1).encode(), "more bytes"),
+    ],
+)
+def test_what_is_no_head_of_ours_is_dropped(frame, why):
+    with pytest.raises(BadFrame, match=why):
+        Head.decode(frame, Caps())
+
+
+def test_a_hundred_thousand_mutated_heads_are_heads_within_the_caps_or_dropped():
+    chance, caps = random.Random(0), Caps(payload_bytes=1 << 20, in_flight_bytes=1 << 21)
+    good = HEAD.encode()
+    for _ in range(100_000):
+        frame = bytearray(good)
+        for _ in range(chance.randint(1, 4)):
+            frame[chance.randrange(len(frame))] = chance.randrange(256)
+        if chance.random() < 0.1:
+            del frame[chance.randrange(len(frame)) :]
+        try:
+            head = Head.decode(bytes(frame), caps)
+        except BadFrame:
+            continue
+        assert head.payload_bytes <= caps.payload_bytes
+        assert head.text_bytes <= MAX_TEXT_BYTES
