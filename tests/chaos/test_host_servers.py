@@ -1,0 +1,193 @@
+"""A host's server is killed in the middle of an add, at any point: the add counts once, and whole.
+
+Worker 0 is on host 0 and adds to rows of host 1, whose server kills itself at a fail point. Another
+one is started, maps the same memory, and the worker, which has had no answer, asks again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx import tables
+from phalanx.cluster import connection
+from phalanx.ipc import RunDirectory, inject, wait_until
+from phalanx.tables import host_rendezvous, host_server
+from phalanx.tables.applied_numbers import AppliedNumbers
+from phalanx.tables.hash_segment import POINTS as NEW_KEYS
+from phalanx.tables.run_regions import RunRegions
+from phalanx.tables.shard import POINTS, TableShard
+from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
+from tests.multiprocess.hosts import free_port, variables
+
+NUM_HOSTS = 2
+ADDS = 3
+ONCE = [sum(10.0**number for number in range(ADDS))]
+
+
+def counted_twice() -> None:
+    """A shard does not know which adds it has taken."""
+    AppliedNumbers.taken = lambda self, worker, number, version: False  # type: ignore[method-assign]
+
+
+def undone_counts() -> None:
+    """An add that was undone counts as taken."""
+    TableShard._withdraw = lambda self, word: None  # type: ignore[method-assign]
+
+
+BUGS = {"counted_twice": counted_twice, "undone_counts": undone_counts}
+
+
+def serve(parent: Parent, spec: str, dies_at: str | None, bug: str | None) -> None:
+    """Serve a host; kill this process when the second add passes ``dies_at``, or its first keys."""
+    host_server._OVER_S = 0.05
+    host_server.start_server = lambda spec: None
+    if bug is not None:
+        BUGS[bug]()
+    passed = itertools.count(int(dies_at in NEW_KEYS))
+
+    def fault(point: str, worker: int) -> None:
+        if point == dies_at and next(passed) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if dies_at is not None:
+        inject(fault)
+    host_server.main(spec)
+    parent.tell("ended")
+
+
+def work(parent: Parent, given: dict[str, str], kind: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(given)
+    host_rendezvous.start_server = lambda spec: None  # the test starts them
+    connection._RETRY_S = 0.1
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        parent.tell("joined")
+        assert parent.hear() == "go on"
+        if kind == "keys":
+            table, rows = world.keys(2, name="t", capacity=4), list(range(40))
+        else:
+            # More than one block, all of host 1.
+            table, rows = world.matrix(6000, 2, name="t"), list(range(3100, 6000))
+        if world.worker_id == 0:
+            for number in range(ADDS):
+                table.add(torch.full((len(rows), 2), 10.0**number), rows=rows)
+        world.barrier()
+        parent.tell(table.get(rows).unique().tolist())
+    parent.tell("left")
+
+
+def play(tmp_path: Path, kind: str, point: str, bug: str | None = None) -> list[list[float]]:
+    """Return which values both workers read at the end."""
+    name = f"s{os.getpid()}-{tmp_path.name}"
+    cluster, port = f"torchrun-{name}-0", free_port()
+    with Children() as children:
+
+        def start(host: int, dies_at: str | None) -> Child:
+            spec = host_server.ServerSpec(f"{cluster}-{host}", host, cluster, "127.0.0.1", None)
+            return children.start(serve, json.dumps(spec), dies_at, bug)
+
+        start(0, None)
+        first = start(1, point)
+        workers = [
+            children.start(work, variables(name, worker, NUM_HOSTS, NUM_HOSTS, port), kind)
+            for worker in range(NUM_HOSTS)
+        ]
+        for worker in workers:
+            assert worker.get() == "joined"
+        for worker in workers:
+            worker.put("go on")
+        first.process.join(DEADLINE_S)
+        assert first.process.exitcode == -signal.SIGKILL, f"nobody passed {point!r}"
+        second = start(1, None)
+        got = [worker.get() for worker in workers]
+        for worker in workers:
+            assert worker.get() == "left"
+        assert second.get() == "ended"
+    return got
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path):
+    yield
+    RunDirectory.sweep()
+    name = f"s{os.getpid()}-{tmp_path.name}"  # a server ends a moment after its workers
+    assert wait_until(lambda: not any(name in each for each in os.listdir("/dev/shm")), DEADLINE_S)
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("kind", ["rows", pytest.param("keys", marks=pytest.mark.night)])
+def test_an_add_counts_once_wherever_the_server_dies(tmp_path, kind, point):
+    assert play(tmp_path, kind, point) == [ONCE] * 2
+
+
+def test_keys_that_were_coming_when_the_server_died_come_once(tmp_path):
+    assert play(tmp_path, "keys", "keys indexed") == [ONCE] * 2
+
+
+@pytest.mark.parametrize(
+    ("bug", "point"),
+    [("counted_twice", "after unlock"), ("undone_counts", "half the rows written")],
+)
+def test_a_planted_bug_is_caught(tmp_path, bug, point):
+    got = play(tmp_path, "rows", point, bug)
+    assert got != [ONCE] * 2
+
+
+def test_the_standby_takes_the_same_address(tmp_path):
+    """Real servers, as `join` starts them: the first is killed, and the call goes on."""
+    name = f"s{os.getpid()}-{tmp_path.name}"
+    port = free_port()
+    with Children() as children:
+        workers = [
+            children.start(add_beside_kills, variables(name, w, NUM_HOSTS, NUM_HOSTS, port))
+            for w in range(NUM_HOSTS)
+        ]
+        regions = None
+        for worker in workers:
+            assert worker.get() == "joined"
+        regions = RunRegions(f"torchrun-{name}-0-1")
+        page = host_server.ServerPage(regions, create=False)
+        server, address = page.server, page.read()["address"]
+        assert server is not None
+        workers[0].put("go on")
+        assert workers[0].get() == "adding"
+        os.kill(server.pid, signal.SIGKILL)
+        assert wait_until(lambda: page.server not in (None, server), DEADLINE_S)
+        assert page.read()["address"] == address
+        workers[0].put("enough")
+        num_adds = workers[0].get()
+        workers[1].put("go on")
+        assert workers[1].get() == num_adds > 0
+        for worker in workers:
+            assert worker.get() == "left"
+        assert wait_until(lambda: page.is_over, DEADLINE_S)
+        regions.close()
+
+
+def add_beside_kills(parent: Parent, given: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(given)
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        table = world.array(2, name="t")
+        world.barrier()
+        parent.tell("joined")
+        assert parent.hear() == "go on"
+        if world.worker_id == 0:
+            table.add([1.0], rows=[1])
+            parent.tell("adding")
+            num_adds = 1
+            while not parent.connection.poll(0):
+                table.add([1.0], rows=[1])
+                num_adds += 1
+            assert parent.hear() == "enough"
+            parent.tell(float(num_adds))
+        else:
+            parent.tell(table.get([1]).item())
+    parent.tell("left")
