@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from phalanx.cluster import Connection, CurveKeys, Endpoint
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, UnsupportedError
 from phalanx.ipc import Region, Waiting
 from phalanx.tables.host_operations import Operation, part_of
 from phalanx.tables.membership import Membership
@@ -155,7 +155,17 @@ class SpreadContext(RunContext):
         return membership
 
     def storage(self, kind: type[S], spec: TableSpec, timeout_s: float) -> Any:  # Any: as S is used
-        """Return the table's memory on all hosts."""
+        """Return the table's memory on all hosts.
+
+        Raises:
+            UnsupportedError: Its updater is a function that was registered here.
+        """
+        if spec.updater.runs_user_code:
+            raise UnsupportedError(
+                "`updater` must be a built-in one for tables on several hosts, but is "
+                f"{spec.updater.options()['name']!r}, which was registered in this process: "
+                "servers run no code of yours."
+            )
         mine = part_of(spec, self._hosts.me, self._hosts.num_hosts)
         local = super().storage(kind, mine, timeout_s)
         with self._mutex:

@@ -69,6 +69,7 @@ class Updater:
         any_dtype: Whether it serves tables of integers.
         merges_rounds: How the adds of a bulk-synchronous round, all of them of the whole table,
             become one before it is taken: "sum" or "mean". None takes one after the other.
+        runs_user_code: Whether it is a function that was registered in this process.
     """
 
     name: ClassVar[str] = ""
@@ -76,6 +77,7 @@ class Updater:
     keeps_backups: ClassVar[bool] = False
     any_dtype: ClassVar[bool] = False
     merges_rounds: ClassVar[str | None] = None
+    runs_user_code: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -355,6 +357,7 @@ class _Registered(Updater):
     """A function of the user's, by the name that it was registered under."""
 
     any_dtype: ClassVar[bool] = True
+    runs_user_code: ClassVar[bool] = True
     function: RowFunction
     registered_as: str
 

@@ -1,0 +1,112 @@
+"""One script on two hosts, started by each of the launchers; hosts are played on one machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.cluster import make_secret
+from phalanx.ipc import wait_until
+from tests.multiprocess.hosts import free_port
+
+DEADLINE_S = 150.0
+SCRIPT = """
+import os
+os.environ["PHALANX_HOST"] = "host-" + str(int(os.environ[os.environ["RANKS"]]) // 2)
+import torch
+from phalanx import tables
+with tables.join(timeout_s=100.0) as world:
+    table = world.matrix(5, 2, name="t")
+    bulk = world.array(3, name="b", sync=True)
+    table.add(torch.ones(5, 2))
+    bulk.add([1.0, 2.0, 3.0])
+    seen = bulk.get().tolist()
+    world.barrier()
+    print("worker", world.worker_id, "sees", table.get([4, 0])[:, 0].tolist(), seen, flush=True)
+    world.barrier()
+"""
+EXPECTED = {f"worker {worker} sees [4.0, 4.0] [4.0, 8.0, 12.0]" for worker in range(4)}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    make_secret(tmp_path / "secret")
+    return path
+
+
+def play(script: Path, ranks: str, commands: list[list[str]], **variables: str) -> None:
+    """Run the commands at once; see that all four workers have met, and nothing is left."""
+    before = set(os.listdir("/dev/shm"))
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "PHALANX_HOST"},
+        "PHALANX_SECRET_FILE": str(script.parent / "secret"),
+        "OMP_NUM_THREADS": "1",
+        "RANKS": ranks,
+        **variables,
+    }
+    started = [
+        subprocess.Popen(
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for command in commands
+    ]
+    try:
+        told = [process.communicate(timeout=DEADLINE_S)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    lines = "".join(told)
+    assert {line for line in EXPECTED if line in lines} == EXPECTED, lines
+    assert [process.returncode for process in started] == [0] * len(started), lines
+    assert wait_until(lambda: set(os.listdir("/dev/shm")) <= before, 30.0)
+
+
+def test_phalanx_launch_on_each_host(script):
+    port = free_port()
+    command = [sys.executable, "-c", "from phalanx.cli.app import main; main()", "launch"]
+    command += ["-n", "2", "--nnodes", "2", "--endpoint", f"localhost:{port}"]
+    command += ["--secret-file", str(script.parent / "secret"), str(script)]
+    play(script, "RANK", [command] * 2)
+
+
+@pytest.mark.night
+def test_torchrun_on_each_host(script):
+    port = free_port()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    command += ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", f"t{port}"]
+    command += ["--rdzv-endpoint", f"localhost:{port}", str(script)]
+    play(script, "RANK", [command] * 2)
+
+
+@pytest.mark.night
+@pytest.mark.skipif(shutil.which("mpirun.openmpi") is None, reason="needs Open MPI")
+def test_mpirun(script):
+    # One mpirun, whose processes say themselves that two are on each host.
+    text = script.read_text()
+    script.write_text("import os; os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'] = '2'\n" + text)
+    command = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
+    command += [sys.executable, str(script)]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    play(script, "OMPI_COMM_WORLD_RANK", [command], **variables)
+
+
+@pytest.mark.night
+def test_srun_by_its_variables(script):
+    port = free_port()
+    commands = [["env", f"SLURM_PROCID={rank}", sys.executable, str(script)] for rank in range(4)]
+    variables = {
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": str(port),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    play(script, "SLURM_PROCID", commands, **variables)
