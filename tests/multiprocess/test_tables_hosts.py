@@ -27,7 +27,8 @@ with tables.join(timeout_s=100.0) as world:
     bulk.add([1.0, 2.0, 3.0])
     seen = bulk.get().tolist()
     world.barrier()
-    print("worker", world.worker_id, "sees", table.get([4, 0])[:, 0].tolist(), seen, flush=True)
+    rows = table.get([4, 0])[:, 0].tolist()
+    os.write(1, f"worker {world.worker_id} sees {rows} {seen}\\n".encode())  # whole, beside others
     world.barrier()
 """
 EXPECTED = {f"worker {worker} sees [4.0, 4.0] [4.0, 8.0, 12.0]" for worker in range(4)}

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.console import make_console
+from phalanx.errors import UnsupportedError
 
 __all__ = ["secret"]
 
@@ -20,8 +21,13 @@ def secret(
     Bring the same file to every host, by means that nobody else reads along, and name it there in
     PHALANX_SECRET_FILE.
     """
-    from phalanx.cluster import make_secret  # late: needs pyzmq, which is an extra
-
+    try:
+        from phalanx.cluster import make_secret  # late: needs pyzmq, which is an extra
+    except ImportError as exc:
+        raise UnsupportedError(
+            f"Tables on several hosts need pyzmq, which cannot be imported: {exc}. Say "
+            "`pip install 'phalanx[cluster]'`."
+        ) from exc
     make_secret(path)
     make_console().print(
         f"Made {path}. Bring it to every host (scp keeps it between you and the host), and say "

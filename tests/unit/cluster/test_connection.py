@@ -39,7 +39,7 @@ class Echo:
     def answer(self, request: Request) -> Answer:
         self.answered.append(request.head.operation)
         if request.head.operation == FAIL:
-            raise ZeroDivisionError("with a path /home/somebody in it")
+            raise ZeroDivisionError("with a path /srv/models in it")
         if request.head.operation == WAIT:
             assert self.go_on.wait(DEADLINE_S)
         return Answer((7, 8), [request.payload], request.text.upper())
@@ -144,7 +144,7 @@ def test_refusals_are_our_errors_and_faults_tell_nothing_of_the_server(secret):
             connection.call(REFUSE, "a refusal", DEADLINE_S)
         with pytest.raises(InternalError, match="met a ZeroDivisionError") as caught:
             connection.call(FAIL, "a fault", DEADLINE_S)
-        assert "/home" not in str(caught.value)
+        assert "/srv" not in str(caught.value)
         there_and_back(connection, 3)
 
 
