@@ -21,7 +21,7 @@ from phalanx import errors
 from phalanx.clock import now_s
 from phalanx.cluster.frames import PIECE_BYTES, BadFrame, Caps, Head, Kind, pieces_of
 from phalanx.cluster.secret import CurveKeys
-from phalanx.errors import InternalError, PeerError, PeerTimeout, PhalanxError
+from phalanx.errors import ConfigError, InternalError, PeerError, PeerTimeout, PhalanxError
 
 __all__ = ["Connection", "Endpoint", "PendingCall", "Reply"]
 
@@ -99,7 +99,7 @@ class Connection:
         endpoint: Endpoint,
         keys: CurveKeys | None,
         worker: int,
-        caps: Caps = Caps(),  # noqa: B008 - a value
+        caps: Caps = Caps(1 << 40, 1 << 40),  # noqa: B008 - a value; a snapshot may be long
     ) -> None:
         self.endpoint = endpoint
         self.incarnation = 0
@@ -154,11 +154,19 @@ class Connection:
             payload: Memory that follows; it must stay as it is until the answer is there.
             out: Where the answer's payload goes; its length must be right. None where it is not
                 known: the answer brings it.
+
+        Raises:
+            ConfigError: The payload is longer than servers take.
         """
+        encoded, total = text.encode(), sum(part.nbytes for part in payload)
+        if total > Caps().payload_bytes:
+            raise ConfigError(
+                f"What is sent to another host at once must be at most {Caps().payload_bytes} "
+                f"bytes, but {title} has {total}. Make it in parts."
+            )
         with self._mutex:
             self._num_calls += 1
             call = self._num_calls
-        encoded, total = text.encode(), sum(part.nbytes for part in payload)
         padded = (*args, 0, 0, 0, 0)
         head = Head(
             Kind.REQUEST,
