@@ -39,11 +39,22 @@ def flat_of(tensor: Tensor, name: str) -> FlatTensor:
 
     Raises:
         UnsupportedError: It is on another device, sparse, or has no memory.
+        ConfigError: It is quantized or nested.
     """
     if not tensor.is_cpu:
         raise UnsupportedError(
             f"`{name}` must be on the CPU, but is on {tensor.device}. Use a group of another "
             'backend for it, such as `new_group(backend="nccl")`.'
+        )
+    if tensor.is_quantized:
+        raise ConfigError(
+            f"`{name}` must hold numbers as they are, but is quantized ({tensor.dtype}). Give "
+            "`.dequantize()`, or `.int_repr()` where all ranks have one scale and zero point."
+        )
+    if tensor.is_nested:
+        raise ConfigError(
+            f"`{name}` must have one shape, but is nested. Give each of `.unbind()`, or a padded "
+            "one (`torch.nested.to_padded_tensor`)."
         )
     if tensor.layout is not torch.strided:
         raise UnsupportedError(
@@ -66,7 +77,7 @@ def output_of(tensor: Tensor, name: str) -> FlatTensor:
 
     Raises:
         UnsupportedError: As :func:`flat_of`.
-        ConfigError: Several of its elements are one in memory.
+        ConfigError: As there, or several of its elements are one in memory.
     """
     flat = flat_of(tensor, name)
     shape = zip(tensor.shape, tensor.stride(), strict=True) if flat.copied else ()
