@@ -199,6 +199,40 @@ def test_ranks_in_one_call_with_different_sizes_are_told_so(ranks):
     assert not any("only some ranks" in text for text in told)
 
 
+def other_parts(rank: int) -> list[str]:
+    """Rank 1 cuts as many elements otherwise."""
+    found, sizes = [], [1, 2, 4] if rank == 1 else [0, 3, 4]
+    parts = [torch.ones(size) for size in sizes]
+    for call in (
+        lambda group: dist.all_gather(parts, torch.ones(sizes[rank]), group),
+        lambda group: dist.reduce_scatter(torch.ones(sizes[rank]), parts, group=group),
+    ):
+        group = make()
+        with pytest.raises((StateError, PeerError)) as caught:
+            call(group)
+        found.append(str(caught.value))
+        dist.destroy_process_group(group)
+    return found
+
+
+def check_other_parts(ranks: Ranks) -> None:
+    gathered, scattered = zip(*ranks.run(other_parts), strict=True)
+    for texts, words in ((gathered, "all_gather #1 ("), (scattered, "reduce_scatter #1 (SUM of ")):
+        told = [text for text in texts if "must make the same calls" in text]
+        assert told
+        assert all(f"{words}7 × float32 in unequal parts)" in text for text in told)
+        assert all("tensors of the same sizes, by rank" in text for text in told)
+
+
+def test_ranks_whose_parts_differ_but_for_their_sum_are_told_so(ranks):
+    check_other_parts(ranks)
+
+
+def test_so_are_those_of_one_host_among_several():
+    with Ranks(3, hosts="aab") as ranks:
+        check_other_parts(ranks)
+
+
 def one_does_not_come(rank: int) -> tuple[str, str, int | None]:
     group = make(timeout_s=1.0)
     dist.barrier(group=group)

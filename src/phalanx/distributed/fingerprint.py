@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from zlib import crc32
+
 import torch
 
 from phalanx.distributed.status_pages import Fingerprint
 from phalanx.errors import StateError
 
-__all__ = ["Desync", "describe", "pack", "unpack"]
+__all__ = ["Desync", "describe", "has_unequal_parts", "pack", "unpack"]
 
 _KINDS = (
     "nothing",
@@ -32,14 +35,33 @@ _NUMBER_BY_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _NO_ROOT = 0xFFFFFF
 
 
-def pack(kind: str, dtype: torch.dtype, *, reduction: int = 0, root: int | None = None) -> int:
-    """Put what must agree into one number of 56 bits.
+def pack(
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    reduction: int = 0,
+    root: int | None = None,
+    sizes: Sequence[int] = (),
+) -> int:
+    """Put what must agree into one number of 58 bits.
+
+    Args:
+        kind: One of those above.
+        dtype: Of the tensors.
+        reduction: Its number, where there is one.
+        root: The rank that gives or takes, where there is one.
+        sizes: Of the part of each rank, where there is no root and they may differ. What differs
+            is kept as a hash, in the place of the root.
 
     Example:
         >>> unpack(pack("broadcast", torch.float32, root=2))
         ('broadcast', torch.float32, 0, 2)
+        >>> has_unequal_parts(pack("all_gather", torch.float32, sizes=[1, 2]))
+        True
     """
     packed = _KINDS.index(kind) | _NUMBER_BY_DTYPE[dtype] << 8 | reduction << 16
+    if sizes and min(sizes) != max(sizes):
+        return packed | _NO_ROOT + 1 + crc32(repr([*sizes]).encode()) << 24
     return packed | (_NO_ROOT if root is None else root) << 24
 
 
@@ -50,8 +72,13 @@ def unpack(packed: int) -> tuple[str, torch.dtype, int, int | None]:
         _KINDS[packed & 0xFF],
         _DTYPES[packed >> 8 & 0xFF],
         packed >> 16 & 0xFF,
-        None if root == _NO_ROOT else root,
+        None if root >= _NO_ROOT else root,
     )
+
+
+def has_unequal_parts(packed: int) -> bool:
+    """Tell whether the parts of the ranks differ in size."""
+    return packed >> 24 > _NO_ROOT
 
 
 def describe(fingerprint: Fingerprint) -> str:
@@ -64,11 +91,15 @@ def describe(fingerprint: Fingerprint) -> str:
         return f"barrier #{number}"
     reduced = f"{_REDUCTIONS[reduction]} of " if "reduce" in kind else ""
     at = "" if root is None else f", root {root}"
-    return f"{kind} #{number} ({reduced}{num_elements} × {str(dtype).removeprefix('torch.')}{at})"
+    parts = " in unequal parts" if has_unequal_parts(what) else ""
+    name = str(dtype).removeprefix("torch.")
+    return f"{kind} #{number} ({reduced}{num_elements} × {name}{parts}{at})"
 
 
 def _way_out(ours: Fingerprint, theirs: Fingerprint) -> str:
     if ours[0] == theirs[0] != 0 and unpack(ours[1])[0] == unpack(theirs[1])[0]:
+        if has_unequal_parts(ours[1]) or has_unequal_parts(theirs[1]):
+            return "Give it tensors of the same sizes, by rank, and of one dtype, on all ranks."
         return "Give it tensors of one size and dtype, one reduction and one root, on all ranks."
     return "Look for a call that only some ranks make."
 

@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store
 from phalanx.distributed.collective_buffers import CollectiveBuffers, Steps
 from phalanx.distributed.engine import REMOTE_GRACE_S
 from phalanx.distributed.error_store import ErrorStore
-from phalanx.distributed.fingerprint import pack
+from phalanx.distributed.fingerprint import has_unequal_parts, pack
 from phalanx.distributed.hosts import Hosts
 from phalanx.distributed.intra_host import IntraHost, pieces
 from phalanx.distributed.ops import ReduceOperation
@@ -183,11 +183,12 @@ class Hierarchical:
         self, output: Tensor, inputs: Sequence[Tensor], reduction: ReduceOperation
     ) -> Steps:
         """Reduce over the ranks what each holds for this one, into ``output``."""
-        longest = max(len(part) for part in inputs)
-        count = sum(len(part) for part in inputs)
-        fingerprint = self._fingerprint("reduce_scatter", output.dtype, count, reduction.number)
+        lengths = [len(part) for part in inputs]
+        what = "reduce_scatter", output.dtype, sum(lengths), reduction.number
+        fingerprint = self._fingerprint(*what, sizes=lengths)
+        yield from self._agree_on_parts(fingerprint)
         stage, ranks = reduction.stage, self._hosts.ranks
-        for piece in pieces(longest, max(1, _PIECE_BYTES // output.itemsize // self.size)):
+        for piece in pieces(max(lengths), max(1, _PIECE_BYTES // output.itemsize // self.size)):
             cuts = [inputs[rank][piece] for on_host in ranks for rank in on_host]
             total = stage.of(torch.cat(cuts))
             sizes = [sum(len(inputs[rank][piece]) for rank in on_host) for on_host in ranks]
@@ -202,8 +203,8 @@ class Hierarchical:
                 mine.copy_(self._in_host_order(mine, theirs, stage))
                 reduction.finish(mine, self.size, share)
             yield from self._on_this_host(self._here.broadcast(share, 0))
-            lengths = [len(inputs[rank][piece]) for rank in ranks[self._host]]
-            output[piece].copy_(share.split(lengths)[self._here.rank])
+            shares = share.split([len(inputs[rank][piece]) for rank in ranks[self._host]])
+            output[piece].copy_(shares[self._here.rank])
 
     def broadcast(self, flat: Tensor, root: int) -> Steps:
         """Give every rank the bytes of ``root``."""
@@ -223,8 +224,9 @@ class Hierarchical:
 
     def all_gather(self, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
         """Give every rank the tensors of all, which may differ in length."""
-        count = sum(len(output) for output in outputs)
-        fingerprint = self._fingerprint("all_gather", flat.dtype, count)
+        lengths = [len(output) for output in outputs]
+        fingerprint = self._fingerprint("all_gather", flat.dtype, sum(lengths), sizes=lengths)
+        yield from self._agree_on_parts(fingerprint)
         data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
         ranks, transport = self._hosts.ranks, self._leaders
         longest = max(len(result) for result in results)
@@ -284,11 +286,24 @@ class Hierarchical:
         if self._here.size > 1:
             yield from steps
 
+    def _agree_on_parts(self, fingerprint: Fingerprint) -> Steps:
+        """See that the ranks of this host cut alike: the leaders compare for themselves alone."""
+        _, what, count = fingerprint
+        if has_unequal_parts(what):
+            yield from self._on_this_host(self._here.agree(what, count))
+
     def _fingerprint(
-        self, kind: str, dtype: torch.dtype, count: int, reduction: int = 0, root: int | None = None
+        self,
+        kind: str,
+        dtype: torch.dtype,
+        count: int,
+        reduction: int = 0,
+        root: int | None = None,
+        sizes: Sequence[int] = (),
     ) -> Fingerprint:
         self._number += 1
-        return Fingerprint(self._number, pack(kind, dtype, reduction=reduction, root=root), count)
+        what = pack(kind, dtype, reduction=reduction, root=root, sizes=sizes)
+        return Fingerprint(self._number, what, count)
 
 
 def _first(fingerprint: Fingerprint, piece: slice) -> Fingerprint | None:

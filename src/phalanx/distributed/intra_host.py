@@ -65,8 +65,12 @@ class IntraHost:
 
     def barrier(self) -> Steps:
         """Wait until all ranks have come."""
+        return self.agree(pack("barrier", torch.uint8), 0)
+
+    def agree(self, what: int, num_elements: int) -> Steps:
+        """Wait until all ranks have come, and see that it is to one operation."""
         buffers = self._buffers
-        buffers.begin(pack("barrier", torch.uint8), 0)
+        buffers.begin(what, num_elements)
         yield from buffers.begin_piece()
         buffers.publish()
         yield from buffers.published()
@@ -175,10 +179,11 @@ class IntraHost:
         """
         buffers = self._buffers
         me, dtype = self.rank, output.dtype
-        what = pack("reduce_scatter", dtype, reduction=reduction.number)
-        buffers.begin(what, sum(len(part) for part in inputs))
+        sizes = [len(part) for part in inputs]
+        what = pack("reduce_scatter", dtype, reduction=reduction.number, sizes=sizes)
+        buffers.begin(what, sum(sizes))
         per_rank = buffers.slot_bytes // dtype.itemsize // self.size
-        for piece in pieces(max(len(part) for part in inputs), per_rank):
+        for piece in pieces(max(sizes), per_rank):
             yield from buffers.begin_piece()
             slots = buffers.slots(dtype)
             own = slots[me]
@@ -217,22 +222,25 @@ class IntraHost:
 
     def all_gather(self, outputs: Sequence[Tensor], flat: Tensor) -> Steps:
         """Give every rank the tensors of all, which may differ in length."""
-        return self._gather("all_gather", sum(map(len, outputs)), outputs, flat, None)
+        sizes = [len(output) for output in outputs]
+        what = pack("all_gather", flat.dtype, sizes=sizes)
+        return self._gather(what, sum(sizes), outputs, flat, None)
 
     def gather(self, outputs: Sequence[Tensor], flat: Tensor, root: int) -> Steps:
         """Give ``root`` the tensors of all, which have one length; others have no ``outputs``."""
-        return self._gather("gather", flat.numel(), outputs, flat, root)
+        what = pack("gather", flat.dtype, root=root)
+        return self._gather(what, flat.numel(), outputs, flat, root)
 
     def _gather(
         self,
-        kind: str,
+        what: int,
         num_elements: int,
         outputs: Sequence[Tensor],
         flat: Tensor,
         root: int | None,
     ) -> Steps:
         buffers = self._buffers
-        buffers.begin(pack(kind, flat.dtype, root=root), num_elements)
+        buffers.begin(what, num_elements)
         data, results = as_bytes(flat), [as_bytes(output) for output in outputs]
         longest = max((len(result) for result in results), default=len(data))
         for piece in pieces(longest, buffers.slot_bytes):
