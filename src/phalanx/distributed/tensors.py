@@ -80,8 +80,9 @@ def output_of(tensor: Tensor, name: str) -> FlatTensor:
         ConfigError: As there, or several of its elements are one in memory.
     """
     flat = flat_of(tensor, name)
-    shape = zip(tensor.shape, tensor.stride(), strict=True) if flat.copied else ()
-    if any(size > 1 and stride == 0 for size, stride in shape):
+    if flat.copied and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
         raise ConfigError(
             f"`{name}` must have memory for each of its elements, but is expanded (shape "
             f"{tuple(tensor.shape)}, strides {tensor.stride()}). Give `.contiguous()` and keep it."
