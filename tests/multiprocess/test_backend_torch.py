@@ -460,6 +460,8 @@ def raised(rank: int, backend: str) -> list[int]:
     dist.all_gather(lists[0], line, group)
     dist.gather(line, lists[1] if rank == 0 else None, 0, group)
     dist.all_to_all(lists[2], [line, line], group)
+    lists.append([torch.zeros(3), torch.zeros(2)])
+    group.allreduce_coalesced(lists[3]).wait()
     dist.destroy_process_group(group)
     return [tensor._version for outputs in lists for tensor in outputs]
 

@@ -151,7 +151,9 @@ class SharedGroup(DescribedGroup):
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
         """Reduce several tensors over all ranks, in place."""
-        return self._all_reduce(tensors, options(dist.AllreduceCoalescedOptions, opts))
+        work = self._all_reduce(tensors, options(dist.AllreduceCoalescedOptions, opts))
+        count_as_changed(tensors)
+        return work
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:
         if any(map(is_sparse, tensors)):

@@ -97,7 +97,7 @@ def as_bytes(flat: Tensor) -> Tensor:
 
 
 def count_as_changed(tensors: Iterable[Tensor]) -> None:
-    """Raise the version counters of outputs, where gloo raises them: mostly lists of outputs."""
+    """Raise the version counters of outputs, where gloo raises them: mostly of lists."""
     increment_version([one for one in tensors if not one.is_inference()])
 
 
