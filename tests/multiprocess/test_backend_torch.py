@@ -139,6 +139,7 @@ def results(rank: int, backend: str) -> dict[str, tuple[Any, Any]]:
         "reduce": lambda: group.reduce(mine(), root=1, op=dist.ReduceOp.MAX),
         "all_gather": lambda: group.allgather([parts()], [mine()]),
         "all_gather of one": lambda: group.allgather(parts(), mine()),
+        "all_gather into one": lambda: group._allgather_base(torch.zeros(4), mine()),
         "gather": lambda: group.gather([parts()] if rank == 0 else [], [mine()], at_root),
         "gather by root": lambda: group.gather(parts() if rank == 1 else [], mine(), root=1),
         "scatter by root": lambda: group.scatter(

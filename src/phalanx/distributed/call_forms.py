@@ -91,7 +91,7 @@ def share_memory(flats: Sequence[Tensor]) -> bool:
 
 
 def cut_by_rank(size: int, whole: Tensor, part: Tensor, *, filled: bool) -> list[Tensor]:
-    """Cut an input, or an output that is filled, into one part per rank, each as large as ``part``.
+    """Cut an input, or an output that is filled, into one part per rank, each shaped as ``part``.
 
     Raises:
         ConfigError: It has another number of elements, or dtype, or is filled and its parts would
@@ -105,7 +105,7 @@ def cut_by_rank(size: int, whole: Tensor, part: Tensor, *, filled: bool) -> list
         )
     if filled and not whole.is_contiguous():
         raise ConfigError("`output` must be contiguous, but is not. Give `.contiguous()`.")
-    return list(whole.reshape(size, -1).unbind()) if part.numel() else [whole] * size
+    return list(whole.reshape(size, *part.shape).unbind())
 
 
 def cut_rows(

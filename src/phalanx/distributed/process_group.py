@@ -284,7 +284,8 @@ class SharedGroup(DescribedGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """Give every rank the tensors of all, one after the other in one."""
-        return self._all_gather([(self._cut(output, input, filled=True), input)], [output], opts)
+        parts = self._cut(output, input, filled=True)
+        return self._all_gather([(parts, input)], parts, opts)
 
     _allgather_base = all_gather_single
 
