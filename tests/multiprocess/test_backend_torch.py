@@ -506,6 +506,8 @@ def sparse_sums_of_both(rank: int) -> tuple[Any, Any]:
         dist.all_reduce(tensor.half(), group=group)
     with pytest.raises(UnsupportedError, match="must be SUM for sparse tensors, but is MAX"):
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    with pytest.raises(ConfigError, match="must be no leaf that requires grad"):
+        dist.all_reduce(tensor.clone().requires_grad_(), group=group)
     with pytest.raises(ConfigError, match=r"one shape on all ranks.*\(3, 3\), \(3, 4\)"):
         dist.all_reduce(torch.ones(3, 3 + rank).to_sparse(), group=group)
     dist.destroy_process_group(group)

@@ -34,8 +34,14 @@ def all_reduce_sparse(
 
     Raises:
         UnsupportedError: The operation is another than SUM, or torch cannot add this dtype.
-        ConfigError: The ranks' tensors differ in shape; all ranks raise.
+        ConfigError: The tensor is a leaf that requires grad; or the ranks' tensors differ in shape,
+            and all ranks raise.
     """
+    if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
+        raise ConfigError(
+            "`tensor` must be no leaf that requires grad where it is sparse, but is one. Give "
+            "`.detach()`."
+        )
     if not reduction.is_plain_sum or reduction.factor is not None:
         raise UnsupportedError(
             f"`op` must be SUM for sparse tensors, but is {reduction.name}. Give `.to_dense()`."
