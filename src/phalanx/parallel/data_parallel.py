@@ -49,6 +49,7 @@ from phalanx.replicas import (
     uncompiled,
     use_channels_last,
     wants_channels_last,
+    warn_of_second_run,
 )
 from phalanx.types import Device, LossFn, Nested, WeightFn
 
@@ -495,12 +496,14 @@ class DataParallel(Container, Unwrapped):
         try:
             return run()
         except Exception as error:  # whatever a user's model raises; a true fault is raised below
-            restore_memory_format(self.module, error)
+            restore_memory_format(self.module)
+            cause = error
         try:
             outputs = run()
         except Exception:  # the user's own fault, raised again
             self.close()  # nothing was found out: the next batch is tried again
             raise
+        warn_of_second_run(cause)
         self._channels_last = False
         return outputs
 

@@ -29,6 +29,7 @@ from phalanx.replicas.memory_format import (
     restore_memory_format,
     use_channels_last,
     wants_channels_last,
+    warn_of_second_run,
 )
 from phalanx.replicas.modes import CallerModes
 from phalanx.replicas.packing import (
@@ -156,5 +157,6 @@ __all__ = [
     "uncompiled",
     "use_channels_last",
     "wants_channels_last",
+    "warn_of_second_run",
     "write_statistics",
 ]

@@ -16,7 +16,13 @@ import warnings
 import torch
 from torch import nn
 
-__all__ = ["KNOWN_KINDS", "restore_memory_format", "use_channels_last", "wants_channels_last"]
+__all__ = [
+    "KNOWN_KINDS",
+    "restore_memory_format",
+    "use_channels_last",
+    "wants_channels_last",
+    "warn_of_second_run",
+]
 
 # Each gives the same outputs and gradients in both layouts: a test compares them.
 KNOWN_KINDS = frozenset(
@@ -70,11 +76,15 @@ def use_channels_last(module: nn.Module) -> None:
     _reorder(module, torch.channels_last)
 
 
-def restore_memory_format(module: nn.Module, cause: Exception) -> None:
-    """Put all 4-D parameters back into the order of their dims, and say why the model runs anew."""
+def restore_memory_format(module: nn.Module) -> None:
+    """Put all 4-D parameters back into the order of their dims."""
     _reorder(module, torch.contiguous_format)
+
+
+def warn_of_second_run(cause: Exception) -> None:
+    """Say that a batch succeeded only without channels_last weights, and so ran twice."""
     warnings.warn(
-        "The first batch failed with channels_last weights, so it runs once more without "
+        "The first batch failed with channels_last weights, so it ran once more without "
         f"({type(cause).__name__}: {cause}). Give channels_last=False.",
         stacklevel=2,
     )

@@ -30,7 +30,7 @@ def read_rows(given: object, spec: TableSpec) -> Tensor | None:
     if given is None:
         if spec.has_keys:
             raise ConfigError(
-                f"`rows` must be the keys that are meant of table {spec.name!r}, but is None. Give "
+                f"`rows` must be keys of table {spec.name!r} to read or add to, but is None. Give "
                 "`table.keys()` for all that are there."
             )
         return None

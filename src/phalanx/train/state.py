@@ -303,7 +303,7 @@ def _check_model(module: nn.Module, stored: Mapping[str, Tensor], folder: Path) 
     if missing or extra:
         raise CheckpointError(
             f"Checkpoint `{folder}` must be of this model, but lacks {missing[:3]} and holds "
-            f"{extra[:3]} that the model has not. Build the model that was saved."
+            f"{extra[:3]} that the model does not have. Build the model that was saved."
         )
     for name, tensor in ours.items():
         if tensor.shape != stored[name].shape or tensor.dtype != stored[name].dtype:

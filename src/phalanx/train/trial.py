@@ -10,7 +10,12 @@ from torch import nn
 
 from phalanx.execution import ThreadExecutor
 from phalanx.plan import flatten, unflatten
-from phalanx.replicas import restore_memory_format, use_channels_last, wants_channels_last
+from phalanx.replicas import (
+    restore_memory_format,
+    use_channels_last,
+    wants_channels_last,
+    warn_of_second_run,
+)
 from phalanx.train.formation import Formation, candidates, try_out
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import Objective, TrainTask
@@ -58,8 +63,9 @@ class Trial:
         try:
             self._run_once(home)
         except Exception as error:  # whatever a user's model raises
-            restore_memory_format(self._module, error)
+            restore_memory_format(self._module)
             self._run_once(home)  # a fault of the batch or the model is raised here, not settled
+            warn_of_second_run(error)
 
     def choose(
         self, home: torch.device, intra_op: int | None, workloads: Sequence[float] | None

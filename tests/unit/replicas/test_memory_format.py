@@ -145,7 +145,7 @@ def test_a_trainer_says_that_a_batch_runs_without_channels_last() -> None:
     with phalanx.Trainer(
         net, loss, lambda own: torch.optim.SGD(own, lr=0.1), executor="inline", replicas=1
     ) as trainer:
-        with pytest.warns(UserWarning, match="runs once more without .*view"):
+        with pytest.warns(UserWarning, match="ran once more without .*view"):
             trainer.step(batch)
         trainer.step(batch)
     assert net[0].weight.is_contiguous()
@@ -159,6 +159,6 @@ def test_a_container_says_that_a_batch_runs_without_channels_last() -> None:
 
     net[0].register_forward_hook(look)
     with phalanx.DataParallel(net, ["cpu", "cpu"]) as model:
-        with pytest.warns(UserWarning, match="runs once more without"):
+        with pytest.warns(UserWarning, match="ran once more without"):
             model(torch.ones(4, 3, 6, 6))
         model(torch.ones(4, 3, 6, 6))

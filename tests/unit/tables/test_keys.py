@@ -199,7 +199,11 @@ def test_a_snapshot_of_a_matrix_is_not_one_of_a_keys_table(tmp_path):
 @pytest.mark.parametrize(
     ("delta", "rows", "message"),
     [
-        (torch.ones(2, 3), None, "`rows` must be the keys that are meant of table 'embed', but is"),
+        (
+            torch.ones(2, 3),
+            None,
+            "`rows` must be keys of table 'embed' to read or add to, but is",
+        ),
         (torch.ones(2, 3), [0.5, 1.5], "`rows` must hold integers, but holds torch.float32"),
         (torch.ones(2, 3), [[1, 2]], r"`rows` must be a list of row numbers, but has shape"),
         (torch.ones(1, 3), [1 << 63], "`rows` must be a list of integers"),
@@ -283,7 +287,7 @@ def test_gets_go_into_out_and_several_may_be_open(world):
     assert out.tolist() == [[1.0, 2.0], [0.0, 0.0]]
     pending = [table.async_get([key]) for key in (3, -1)]
     assert [p.wait().tolist() for p in pending] == [[[0.0, 0.0]], [[1.0, 2.0]]]
-    with pytest.raises(ConfigError, match="`rows` must be the keys that are meant"):
+    with pytest.raises(ConfigError, match="`rows` must be keys of table"):
         table.get()
 
 
