@@ -89,9 +89,9 @@ def read_join_request(
         >>> read_join_request(
         ...     None, None, {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a"}
         ... )
-        JoinRequest(run='torchrun-a-0', worker=1, num_workers=2)
+        JoinRequest(run='torchrun-a-0', worker=1, num_workers=2, is_spread=False)
         >>> read_join_request(None, None, {})
-        JoinRequest(run=None, worker=None, num_workers=None)
+        JoinRequest(run=None, worker=None, num_workers=None, is_spread=False)
     """
     if run is not None:
         return JoinRequest(run, None, num_workers)
