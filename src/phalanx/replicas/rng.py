@@ -53,15 +53,20 @@ _WRITTEN_IN_C = (
     WrapperDescriptorType,
 )
 _PLAIN_MODULES = {"torch.nn.functional", "torch.functional", "torch._tensor"}
-# Where in a call they are told whether to draw, by which name, and what holds if they are not.
-_TOLD: dict[Any, tuple[int, str, Any]] = {
-    F.dropout: (2, "training", True),
-    F.dropout1d: (2, "training", True),
-    F.dropout2d: (2, "training", True),
-    F.dropout3d: (2, "training", True),
-    F.alpha_dropout: (2, "training", False),
-    F.feature_alpha_dropout: (2, "training", False),
-    F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
+_Told = tuple[tuple[int, str, Any], ...]  # Any: of any argument
+_DROPOUT: _Told = ((1, "p", 0.5), (2, "training", True))
+_ALPHA: _Told = ((1, "p", 0.5), (2, "training", False))
+# Arguments that all must be true for a function to draw: where in a call they stand, by which name,
+# and what holds if they are not given.
+_TOLD: dict[Any, _Told] = {
+    F.dropout: _DROPOUT,
+    F.dropout1d: _DROPOUT,
+    F.dropout2d: _DROPOUT,
+    F.dropout3d: _DROPOUT,
+    F.alpha_dropout: _ALPHA,
+    F.feature_alpha_dropout: _ALPHA,
+    F.scaled_dot_product_attention: ((4, "dropout_p", 0.0),),
+    F.multi_head_attention_forward: ((10, "dropout_p", 0.0), (13, "training", True)),
 }
 _AUTOGRAD = {"autograd", "backward", "ops"}
 
@@ -213,8 +218,10 @@ class CallRng(TorchFunctionMode):
 
 
 def _is_told_to_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    position, name, default = _TOLD[func]
-    return bool(args[position] if position < len(args) else kwargs.get(name, default))
+    return all(
+        args[position] if position < len(args) else kwargs.get(name, default)
+        for position, name, default in _TOLD[func]
+    )
 
 
 def run_backward(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import UnsupportedError
@@ -171,17 +171,22 @@ def test_calls_that_are_told_not_to_draw_are_not_looked_into(
         return enter(self)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(RngMode, "__enter__", note)
-    heads = X.view(1, 2, 3, 10)
+    heads, rows = X.view(1, 2, 3, 10), X.view(1, 6, 10)
+    quiet, drawing = (nn.MultiheadAttention(10, 2, dropout=p) for p in (0.0, 0.5))
     with MicrobatchRng(7, RngPlan(), RngUse()):
         F.dropout(X, 0.5, training=False)
         F.dropout(X, 0.5, False)
         F.dropout1d(X, 0.5, False)
         F.alpha_dropout(X, 0.5)
         F.scaled_dot_product_attention(heads, heads, heads, None, 0.0, True)
+        F.dropout(X, 0.0)
+        F.dropout(X, p=0)
+        quiet(rows, rows, rows)
         assert entered == []
         F.dropout(X)
         F.scaled_dot_product_attention(heads, heads, heads, None, 0.5)
-    assert len(entered) == 2
+        drawing(rows, rows, rows)
+    assert len(entered) == 3
 
 
 def test_a_generator_of_the_models_own_is_left_alone() -> None:
