@@ -15,7 +15,7 @@ from rich.text import Text
 
 from phalanx.cli.console import make_console
 from phalanx.cli.launch import launch
-from phalanx.cli.secret import secret
+from phalanx.cli.secret_file import secret
 from phalanx.cli.train import INTERRUPTED, train
 from phalanx.errors import InternalError, PhalanxError
 

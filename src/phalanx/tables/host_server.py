@@ -22,6 +22,7 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -36,11 +37,19 @@ from phalanx.tables.host_service import HostService
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.run_regions import RunRegions
 
-__all__ = ["HOST_LOST_S", "ServerPage", "ServerSpec", "client_keys", "server_keys", "start_server"]
+__all__ = [
+    "ServerPage",
+    "ServerSpec",
+    "client_keys",
+    "main",
+    "server_keys",
+    "start_server",
+    "wait_for_server",
+]
 
 _log = logging.getLogger(__name__)
 
-HOST_LOST_S = 10.0
+_HOST_LOST_S = 10.0
 _ASK_EVERY_S = 0.5
 _NOBODY_CAME_S = 120.0
 _OVER_S = 1.0
@@ -209,17 +218,18 @@ def _serve(spec: ServerSpec, context: RunContext, page: ServerPage, secret: Secr
         watch.join(2.0)
 
 
-class _until_all_have_left:
-    def __init__(self, service: HostService) -> None:
-        self._service = service
-        self._since_s = now_s()
-        self._came = False
+def _until_all_have_left(service: HostService) -> Callable[[], bool]:
+    """Return what tells whether to go on: workers are here, or may still come."""
+    came, since_s = False, now_s()
 
-    def __call__(self) -> bool:
+    def go_on() -> bool:
+        nonlocal came, since_s
         now = now_s()
-        if not self._service.is_over():
-            self._came, self._since_s = True, now
-        return now < self._since_s + (_OVER_S if self._came else _NOBODY_CAME_S)
+        if not service.is_over():
+            came, since_s = True, now
+        return now < since_s + (_OVER_S if came else _NOBODY_CAME_S)
+
+    return go_on
 
 
 # --- the other hosts ------------------------------------------------------------------------------
@@ -252,7 +262,7 @@ def _watch(
                 _compare(connections[host], service)
                 heard_s[host] = now_s()
             except PeerTimeout:
-                if now_s() > heard_s[host] + HOST_LOST_S:
+                if now_s() > heard_s[host] + _HOST_LOST_S:
                     for worker, incarnation, _ in service.elsewhere(host):
                         service.mark_lost(worker, incarnation)
             except PhalanxError as exc:
