@@ -100,7 +100,7 @@ class Server:
         service: What is served.
         address: Where, as `tcp://host:port`; port 0 or `*` is any that is free.
         keys: The server's own; None without encryption, in a network that is trusted.
-        client_public: The public key of those who are admitted.
+        client_public: The public key of admitted clients.
         caps: How much a peer may announce.
 
     Attributes:

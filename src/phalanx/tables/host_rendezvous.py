@@ -75,7 +75,7 @@ class Place(NamedTuple):
 
 
 def read_trust(secret_file: str | None, trusted_network: bool) -> Trust:
-    """Return who may speak to servers.
+    """Return the trust that a run puts in its network.
 
     Raises:
         ConfigError: Both a secret and a trusted network are given, or the secret cannot be used.

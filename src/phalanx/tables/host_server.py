@@ -90,7 +90,7 @@ def client_keys(secret: Secret | None, cluster: str) -> CurveKeys | None:
 
 
 class ServerPage:
-    """Where a host's server says where it is, and is told where the others are.
+    """A page of shared memory with the address of this host's server, and those of the others.
 
         words   | PID | START | OVER | LENGTH | NUM_HOSTS |      then JSON: address, endpoints
 

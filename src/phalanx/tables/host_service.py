@@ -5,7 +5,7 @@ workers, has its line in every table, and its adds go through the same shards an
 rounds, clocks and barriers need to know nothing of the network. What differs: its process is
 elsewhere (`Membership.is_elsewhere`), so its own host's server is asked whether it lives.
 
-A request may come twice. What would then count twice is told apart:
+A request may come twice. Each that must count once carries what tells a repetition:
 
     add                  a number, which the shard keeps with the effect (applied_numbers.py)
     add of a round       its index in the round's log
