@@ -2,8 +2,8 @@
 Write files whole or not at all, and files of tensors as other files are written.
 
 A pipe where a file is expected would be waited for without end, a device may have none, and opening
-some devices does something. What is no regular file is refused before it is opened. A link in the
-place of a new file would lead the write elsewhere: what lies there is removed, never written to.
+some devices does something. What is no regular file is refused before it is opened. A new file
+removes what lies in its place, and is never written through it: a link would lead elsewhere.
 """
 
 from __future__ import annotations
