@@ -30,8 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell starts its background jobs with SIGINT ignored, and Python then raises no interrupt.
+    # A shell starts its background jobs with SIGINT ignored, and Python then raises no interrupt;
+    # `nohup` ignores SIGHUP. The processes that tests start would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     name = config.getoption("--device")
     try:
         torch.empty(0, device=name)

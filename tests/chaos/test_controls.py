@@ -142,11 +142,10 @@ def test_stale_statistics_are_caught(course: Course, monkeypatch: pytest.MonkeyP
     """A replacement starts from the buffers of the day when the executor was opened."""
     course.await_workers()
     executor = course.executor
-    nowhere = [None] * len(executor._sync.handles)
     workers = executor._workers
-    old = workers._stored(
-        WorkerInit(executor._packed_module(), nowhere, executor._gradient_buffers.layout)
-    )
+    nowhere = [None] * len(executor._sync.handles)
+    now = executor._packed_module(), executor._objects.packed
+    old = workers._stored(WorkerInit(*now, nowhere, executor._gradient_buffers.layout))
     with monkeypatch.context() as patch:
         patch.setattr(workers, "_init", old)
         course.suffer({1: Order("shard taken")})

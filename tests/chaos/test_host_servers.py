@@ -70,10 +70,9 @@ def work(parent: Parent, given: dict[str, str], kind: str) -> None:
     with tables.join(timeout_s=DEADLINE_S) as world:
         parent.tell("joined")
         assert parent.hear() == "go on"
-        if kind == "keys":
-            table, rows = world.keys(2, name="t", capacity=4), list(range(40))
-        else:
-            # More than one block, all of host 1.
+        if kind == "keys":  # more than one block on each host; so below
+            table, rows = world.keys(2, name="t", capacity=4), list(range(6000))
+        else:  # all of host 1
             table, rows = world.matrix(6000, 2, name="t"), list(range(3100, 6000))
         if world.worker_id == 0:
             for number in range(ADDS):

@@ -1,6 +1,6 @@
 """Where parameters and gradients lie, and what computes on them."""
 
-from phalanx.memory.allocator import keep_freed_memory
+from phalanx.memory.allocator import keep_freed_memory, return_freed_memory
 from phalanx.memory.awake import keep_awake
 from phalanx.memory.blocks import (
     PAST_CACHE_BYTES,

@@ -142,8 +142,8 @@ def _check_entry(name: str, key: str, value: Any, parameter: Tensor) -> None:
         if value is not None:
             _count(name, value)
     elif key == STEP:
-        if value.numel() != 1 or value.dim() > 0 or value.is_complex():
-            raise ValueError(f"{name!r} is no single real number")
+        if value.numel() != 1 or value.dim() > 0 or not value.is_floating_point():
+            raise ValueError(f"{name!r} is no single number of a floating dtype")
         _count(name, value.item())
     elif not _can_be_moment(value, parameter):
         raise ValueError(f"{name!r} is {value.dtype} of a parameter that is {parameter.dtype}")
