@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         StateError,
         UnsupportedError,
     )
-    from phalanx.execution import Processes, Span, WorkerLost
+    from phalanx.execution import Processes, Ranks, Span, WorkerLost
     from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
     from phalanx.parallel import (
         AbstractParallel,
@@ -75,6 +75,7 @@ __all__ = [
     "PeerTimeout",
     "PhalanxError",
     "Processes",
+    "Ranks",
     "Span",
     "StateError",
     "StepDone",
@@ -110,7 +111,7 @@ _NAMES_BY_ROOM = {
         "StateError",
         "UnsupportedError",
     ),
-    "phalanx.execution": ("Processes", "Span", "WorkerLost"),
+    "phalanx.execution": ("Processes", "Ranks", "Span", "WorkerLost"),
     "phalanx.executor_group": ("DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor"),
     "phalanx.parallel": (
         "AbstractParallel",

@@ -17,6 +17,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
         "--log-dir",
         "--max-restarts",
         "--nnodes",
+        "--rank-restarts",
         "--ranks",
         "--run-id",
         "--secret-file",

@@ -36,6 +36,14 @@ def launch(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Start all ranks again, so often, after one has failed.")
     ] = 0,
+    rank_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Start each rank again by itself, so often, while the others go on: for ranks "
+            "that survive the loss of others.",
+        ),
+    ] = 0,
     log_dir: Annotated[
         Path | None, typer.Option(help="Keep each rank's output in files there, too.")
     ] = None,
@@ -70,6 +78,7 @@ def launch(
         endpoint=endpoint,
         run_id=run_id,
         max_restarts=max_restarts,
+        rank_restarts=rank_restarts,
         log_dir=log_dir,
         colour=console.is_terminal and not console.no_color,
     )

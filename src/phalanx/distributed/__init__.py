@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.distributed.backend import SharedGroup, make_group
 from phalanx.distributed.codec_hook import CodecHook, codec_hook
+from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged
 from phalanx.distributed.exchange import Exchange, num_ranks_here
 from phalanx.distributed.hosts import hosts_of, this_host
 from phalanx.distributed.merge_hook import Hook, merge_hook
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CodecHook",
+    "ElasticExchange",
     "Exchange",
+    "GroupChanged",
     "Hook",
     "Job",
     "RankFailed",

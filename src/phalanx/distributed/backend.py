@@ -9,9 +9,10 @@ With NCCL it is a CudaGroup, which gives that the CUDA tensors.
 from __future__ import annotations
 
 import datetime
+import os
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.cuda_group import CudaGroup, nccl_is_here
 from phalanx.distributed.group_rendezvous import GroupRendezvous
@@ -22,11 +23,18 @@ from phalanx.distributed.point_to_point import PointToPoint
 from phalanx.distributed.process_group import NAME, SharedGroup
 from phalanx.distributed.transport import Transport
 
-__all__ = ["NAME", "SharedGroup", "make_group"]
+__all__ = ["NAME", "SharedGroup", "make_group", "open_group"]
 
 
 def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> SharedGroup:
     """Make the group of these ranks; what ``torch.distributed`` calls."""
+    # A job that is started again may have the store of the attempt before.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return open_group(PrefixStore(f"attempt/{attempt}/", store), rank, size, timeout)
+
+
+def open_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> SharedGroup:
+    """Make the group of these ranks, which meet in ``store`` and nobody else does."""
     timeout_s = timeout.total_seconds()
     rendezvous = GroupRendezvous(store, rank, size, timeout_s)
     hosts = rendezvous.find_hosts()

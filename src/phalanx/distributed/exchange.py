@@ -23,10 +23,13 @@ class Exchange:
     Attributes:
         rank: Ours.
         size: How many ranks there are.
+        generation: How often the group has changed.
 
     Raises:
         StateError: There is no group.
     """
+
+    generation = 0
 
     def __init__(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -52,8 +55,8 @@ class Exchange:
         """Return every rank's tensor, by rank; all are of one shape and dtype."""
         found = torch.empty((self.size, *own.shape), dtype=own.dtype, device=self._device)
         if own.numel():
-            with _telling():
-                dist.all_gather(list(found.unbind()), own.to(self._device))
+            with self._telling():
+                self._all_gather(list(found.unbind()), own.to(self._device))
         return found.cpu()
 
     def swap(
@@ -67,20 +70,44 @@ class Exchange:
             received: 1-D, of the same dtype; the slices by sender.
             sizes: Elements of each.
         """
-        with _telling():
-            dist.all_to_all_single(received, sent, list(sizes), list(sent_sizes))
+        with self._telling():
+            self._all_to_all(received, sent, list(sizes), list(sent_sizes))
 
     def spread(self, slices: Sequence[tuple[Tensor, int]]) -> None:
         """Make each tensor everywhere what it is at its owner: pairs of (tensor, owner's rank)."""
-        with _telling():
-            pending = [
-                dist.broadcast(tensor, owner, async_op=True)
-                for tensor, owner in slices
-                if tensor.numel()
-            ]
+        with self._telling():
+            pending = [self._broadcast(tensor, owner) for tensor, owner in slices if tensor.numel()]
             for work in pending:
                 if work is not None:
                     work.wait()
+
+    # --- by whom it is carried --------------------------------------------------------------------
+
+    def _all_gather(self, found: list[Tensor], own: Tensor) -> None:
+        dist.all_gather(found, own)
+
+    def _all_to_all(
+        self, received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int]
+    ) -> None:
+        dist.all_to_all_single(received, sent, sizes, sent_sizes)
+
+    def _broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
+        work: dist.Work | None = dist.broadcast(tensor, owner, async_op=True)
+        return work
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Say what a backend's error means; our own backend's says it itself."""
+        try:
+            yield
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            raise PeerLost(
+                f"All ranks must take part in every step, but one is gone or late: {error}. The "
+                "model may be in the middle of a step: start the job again from its last "
+                "checkpoint."
+            ) from error
 
 
 def num_ranks_here() -> int:
@@ -94,17 +121,3 @@ def _device_of_documents() -> torch.device:
     if backend == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-@contextlib.contextmanager
-def _telling() -> Iterator[None]:
-    """Say what a backend's error means; our own backend's says it itself."""
-    try:
-        yield
-    except PeerError:
-        raise
-    except RuntimeError as error:
-        raise PeerLost(
-            f"All ranks must take part in every step, but one is gone or late: {error}. The model "
-            "may be in the middle of a step: start the job again from its last checkpoint."
-        ) from error

@@ -22,7 +22,6 @@ noticed at the deadline only.)
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -107,9 +106,7 @@ class GroupRendezvous:
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        # A job that is started again may have the store of the attempt before.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._common = PrefixStore(f"phalanx/{attempt}/", store)
+        self._common = PrefixStore("phalanx/", store)
         self.store: Store = self._common
         self.rank = rank
         self.size = size

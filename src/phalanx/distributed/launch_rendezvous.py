@@ -41,13 +41,16 @@ from phalanx.distributed.hosts import INTERFACES, loopback
 from phalanx.ipc import late_peers, wait_until
 from phalanx.torch_internals import rendezvous_handlers
 
-__all__ = ["ONE_HOST", "SEVERAL_HOSTS", "meet_in_folder"]
+__all__ = ["FOLDER", "ONE_HOST", "SEVERAL_HOSTS", "meet_in_folder"]
 
 ONE_HOST = "phalanx-one-host"
 """The launcher's rendezvous for a job on one host, by the name that torch's launcher takes."""
 
 SEVERAL_HOSTS = "phalanx-several-hosts"
 """That for several hosts."""
+
+FOLDER = "PHALANX_JOB_FOLDER"
+"""The variable that tells the ranks of a job on one host where it keeps what outlives them."""
 
 _DEFAULT_PORT = 29400  # torch's
 _STORE_S = 60.0
@@ -166,6 +169,7 @@ def meet_in_folder(folder: Path) -> None:
     A script may destroy its group and make another, which must not find the addresses of the first.
     So rank 0 makes a new file for each, and the others wait for it: they take the files in order.
     """
+    os.environ[FOLDER] = str(folder)
     interface = loopback()
     if interface is not None:
         os.environ.setdefault(INTERFACES, interface)

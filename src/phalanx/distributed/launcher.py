@@ -56,6 +56,7 @@ __all__ = [
     "launch_script",
 ]
 
+_RESTARTS = str(Path(__file__).with_name("rank_restarts.py"))
 _LAST_WORDS_LINES = 12
 _AFTER_WORDS = "\n\nAt:\n"  # of an error that came through C++: its way through Python follows
 _SIGTERM = 15  # what the launcher ends the others with
@@ -85,6 +86,8 @@ class Job:
         endpoint: ``host:port`` where the hosts meet; empty for one host alone.
         run_id: What the hosts of one job have in common; on one host alone a part of what is drawn.
         max_restarts: How often all ranks are started again after one has failed.
+        rank_restarts: How often each rank is started again by itself before that, while the others
+            go on: for a script whose ranks survive the loss of others (`Ranks`).
         log_dir: Where each rank's output is kept; None for nowhere.
         colour: Whether the line prefixes bear colours.
     """
@@ -94,6 +97,7 @@ class Job:
     endpoint: str = ""
     run_id: str = "phalanx"
     max_restarts: int = 0
+    rank_restarts: int = 0
     log_dir: Path | None = None
     colour: bool = False
 
@@ -105,6 +109,7 @@ class Job:
     def __post_init__(self) -> None:
         read_count("ranks", self.ranks, 1, "rank")
         read_count("max_restarts", self.max_restarts, 0)
+        read_count("rank_restarts", self.rank_restarts, 0)
         fewest, most = self.nodes
         if not 1 <= fewest <= most:
             raise ConfigError(
@@ -192,7 +197,9 @@ def launch_script(script: Path, args: Sequence[str], job: Job) -> None:
         raise ConfigError(f"`script` must be a Python file, but there is no file {str(script)!r}.")
     prefix = "\x1b[9${local_rank}m[rank ${rank}]\x1b[0m " if job.colour else "[rank ${rank}] "
     how = {"tee": Std.ALL, "log_line_prefix_template": prefix}
-    words = ("-u", "-c", "from phalanx.distributed.rank_start import main; main()")
+    words: tuple[str, ...] = ("-u", "-c", "from phalanx.distributed.rank_start import main; main()")
+    if job.rank_restarts:
+        words = ("-u", _RESTARTS, str(job.rank_restarts))
     _run(job, how, sys.executable, (str(script), *args), words)
 
 

@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from pathlib import Path
 
-from torch.distributed import Store, rendezvous
+from torch.distributed import FileStore, Store, TCPStore, rendezvous
 
-from phalanx.errors import PeerTimeout
+from phalanx.distributed.launch_rendezvous import FOLDER
+from phalanx.errors import ConfigError, PeerTimeout
 
-__all__ = ["open_store"]
+__all__ = ["open_lasting_store", "open_store", "read_rank"]
+
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+_ONCE = -1  # of a file's store: nobody counts who has opened it
+
+
+def read_rank() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, as torch's variables have them.
+
+    Raises:
+        ConfigError: They are not set, or no such numbers.
+    """
+    for name in ("RANK", "WORLD_SIZE"):
+        if not os.environ.get(name, "").isdecimal():
+            raise ConfigError(
+                f"`{name}` must be set to a number for ranks, but is {os.environ.get(name)!r}. "
+                "Start them by `phalanx launch`, torchrun, or another launcher that sets it."
+            )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= size:
+        raise ConfigError(f"`RANK` must be below `WORLD_SIZE` ({size}), but is {rank}.")
+    return rank, size
+
+
+def open_lasting_store(rank: int, size: int, timeout_s: float) -> Store:
+    """Return a store that outlives the ranks of the job, where its launcher keeps one.
+
+    That is a file in the folder of `phalanx launch`, or torchrun's store at MASTER_ADDR. Where the
+    launcher keeps none, rank 0 does, and the job cannot do without that one.
+
+    Raises:
+        ConfigError: The variables do not say where it is.
+        PeerTimeout: It is not there in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    folder = os.environ.get(FOLDER)
+    if folder:
+        found: Store = FileStore(str(Path(folder) / "lasting-store"), _ONCE)
+        found.set_timeout(timeout)
+        return found
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise ConfigError(
+            "`MASTER_ADDR` and `MASTER_PORT` must say where the ranks meet, but are "
+            f"{address!r} and {port!r}. `phalanx launch` and torchrun set them."
+        )
+    if os.environ.get(_AGENT) != "True":
+        return open_store(address, int(port), rank, size, timeout_s)
+    try:
+        return TCPStore(address, int(port), None, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as exc:
+        raise _not_there(address, int(port), timeout_s, exc) from exc
 
 
 def open_store(address: str, port: int, rank: int, size: int, timeout_s: float) -> Store:
@@ -25,10 +79,14 @@ def open_store(address: str, port: int, rank: int, size: int, timeout_s: float) 
         )
         store: Store = next(found)[0]
     except RuntimeError as exc:
-        raise PeerTimeout(
-            f"The store of the job at {address}:{port} was not there within {timeout_s:g} s: "
-            f"{exc}. See that rank 0 runs, and that its host lets this one connect.",
-            0,
-        ) from exc
+        raise _not_there(address, port, timeout_s, exc) from exc
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
+
+
+def _not_there(address: str, port: int, timeout_s: float, error: RuntimeError) -> PeerTimeout:
+    return PeerTimeout(
+        f"The store of the job at {address}:{port} was not there within {timeout_s:g} s: {error}. "
+        "See that rank 0 runs, and that its host lets this one connect.",
+        0,
+    )

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from phalanx.clock import wall_clock_s
 from phalanx.distributed.backend import NAME
+from phalanx.distributed.elastic_membership import RunEnded
 from phalanx.distributed.launch_rendezvous import meet_in_folder
 from phalanx.errors import PeerError, PhalanxError
 from phalanx.files import written_whole
@@ -57,6 +58,9 @@ def record_failures(run: Callable[[], object]) -> None:
     """Call ``run``; if it fails, write down how and when, and let the error go on."""
     try:
         run()
+    except RunEnded as exc:  # nothing is left to be done: no failure
+        sys.stderr.write(f"{exc}\n")
+        sys.exit(0)
     except SystemExit as exc:
         if exc.code:
             _record(exc)

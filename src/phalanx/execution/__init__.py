@@ -1,5 +1,6 @@
 """Executors run microbatches on replicas, reduce gradients and step shards of the optimizer."""
 
+from phalanx.distributed import GroupChanged
 from phalanx.execution.contract import (
     CachedPayload,
     Executor,
@@ -19,10 +20,12 @@ from phalanx.execution.opening import (
     ExecutorMaker,
     PoolGroup,
     Processes,
+    Ranks,
     refuse_moved,
 )
 from phalanx.execution.partial_sums import Gradients, PartialSum
 from phalanx.execution.processes import ProcessExecutor, check_shareable
+from phalanx.execution.ranks import described
 from phalanx.execution.sent_once import SentOnce
 from phalanx.execution.sharded_optimizer import (
     Stepper,
@@ -44,12 +47,14 @@ __all__ = [
     "FailureLog",
     "GradientHook",
     "Gradients",
+    "GroupChanged",
     "MicrobatchContext",
     "MicrobatchResult",
     "PartialSum",
     "PoolGroup",
     "ProcessExecutor",
     "Processes",
+    "Ranks",
     "RunResult",
     "SentOnce",
     "SourceVersion",
@@ -62,6 +67,7 @@ __all__ = [
     "WorkerLost",
     "check_shareable",
     "default_intra_op",
+    "described",
     "norm_of_gradients",
     "refuse_moved",
 ]

@@ -172,9 +172,11 @@ class Reduction(ABC):
 
     Attributes:
         operands: The gradients still to be added, in flat order; empty where they are elsewhere.
+        shares_all: Whether all of the gradient is needed here for every step, and not a part.
     """
 
     operands: Sequence[Sequence[Tensor | None]] = ()
+    shares_all: bool = False
 
     @abstractmethod
     def take(self, result: RunResult) -> list[int]:
@@ -338,6 +340,17 @@ class Executor(ABC):
 
     def agree_to_open_anew(self) -> None:  # noqa: B027 - most are alone
         """Tell all processes of the job that what is trained was changed; see `RankExecutor`."""
+
+    @property
+    def generation(self) -> int:
+        """How often the processes of the job have changed."""
+        return 0
+
+    def mark_done(self) -> None:  # noqa: B027 - most are alone
+        """Count a run whose outcome is kept here: ranks that were cut off from it do it alone."""
+
+    def admit(self) -> None:  # noqa: B027 - most take in nobody
+        """Let new processes of the job in, between two steps, where some wait."""
 
     def check_alike(self) -> None:  # noqa: B027 - most have no others
         """Compare the weights of all processes of the job.

@@ -11,7 +11,7 @@ from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerLost
 from phalanx.plan import read_count, read_number
 
-__all__ = ["FailureLog", "WorkerFailure", "WorkerLost", "check_limits"]
+__all__ = ["FailureLog", "WorkerFailure", "WorkerLost", "check_limits", "check_seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +110,14 @@ class FailureLog:
             )
 
 
+def check_seconds(name: str, seconds: float) -> None:
+    """Refuse what is no time to wait."""
+    if not read_number(name, seconds) > 0:
+        raise ConfigError(f"`{name}` must be above 0 seconds, but is {seconds!r}.")
+
+
 def check_limits(timeout_s: float, max_failures: int | None) -> None:
     """Refuse what is no time to wait for an answer, and no number of losses."""
-    if not read_number("timeout_s", timeout_s) > 0:
-        raise ConfigError(f"`timeout_s` must be above 0 seconds, but is {timeout_s!r}.")
+    check_seconds("timeout_s", timeout_s)
     if max_failures is not None:
         read_count("max_failures", max_failures, 0, way_out="Give None for any number.")

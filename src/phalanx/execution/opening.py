@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.distributed import ElasticExchange, Exchange
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.execution.contract import Executor
-from phalanx.execution.failures import FailureLog, WorkerLost, check_limits
+from phalanx.execution.elastic_ranks import ElasticRankExecutor, write_once_elastic
+from phalanx.execution.failures import FailureLog, WorkerLost, check_limits, check_seconds
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import RankExecutor, write_once
 from phalanx.execution.shared_stepping import is_worth_sending
 from phalanx.execution.threads import ThreadExecutor
-from phalanx.memory import Allocate, SharedMemoryPool, zeros
+from phalanx.memory import Allocate, SharedMemoryPool, return_freed_memory, zeros
 from phalanx.plan import BufferRules, check_argument, check_function
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "ExecutorMaker",
     "PoolGroup",
     "Processes",
+    "Ranks",
     "refuse_moved",
 ]
 
@@ -70,29 +73,71 @@ class Processes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Ranks that survive the loss of others, as ``executor=`` takes them.
+
+    When a rank dies, those left form another group and do the step again: the weights are the same
+    bits as if nothing had happened, given ``microbatches``. A process that comes in its place, or
+    later, is given the state by a peer between two steps. They meet in a group of their own, so the
+    script calls no `init_process_group()`; ``RANK`` and ``WORLD_SIZE`` say who comes at first.
+
+    Every rank holds all of the optimizer's state, where ``executor="ranks"`` holds a slice.
+
+    Args:
+        timeout_s: How long a rank that lives may take for its part of a step.
+        lost_after_s: After how long without a sign of life a rank of another host counts as lost;
+            a process that ends is noticed at once.
+
+    Raises:
+        ConfigError: An option cannot work.
+
+    Example:
+        >>> Ranks(timeout_s=60.0).lost_after_s
+        10.0
+    """
+
+    timeout_s: float = 300.0
+    lost_after_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "lost_after_s"):
+            check_seconds(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExecutorChoice:
     """What was given as ``executor=``.
 
     Attributes:
         kind: "threads", "processes", "inline" or "ranks".
         options: Those of worker processes.
+        elastic: The ranks that survive the loss of others; None for any others.
     """
 
     kind: str
     options: Processes
+    elastic: ElasticExchange | None = None
 
     @staticmethod
     def read(given: Any, kinds: Sequence[str]) -> ExecutorChoice:  # Any: whatever the user wrote
-        """Read one of ``kinds``, or `Processes`.
+        """Read one of ``kinds``, or `Processes`, or `Ranks` where ranks are one of them.
 
         Raises:
             ConfigError: It is neither.
         """
         named = ", ".join(map(repr, kinds))
-        known = isinstance(given, Processes) or (isinstance(given, str) and given in kinds)
-        check_argument(known, "executor", f"be one of {named}, or `Processes(…)`", given)
+        others = "`Processes(…)` or `Ranks(…)`" if "ranks" in kinds else "`Processes(…)`"
+        known = (
+            isinstance(given, Processes)
+            or (isinstance(given, Ranks) and "ranks" in kinds)
+            or (isinstance(given, str) and given in kinds)
+        )
+        check_argument(known, "executor", f"be one of {named}, or {others}", given)
         if isinstance(given, Processes):
             return ExecutorChoice(kind="processes", options=given)
+        if isinstance(given, Ranks):
+            elastic = ElasticExchange(timeout_s=given.timeout_s, lost_after_s=given.lost_after_s)
+            return ExecutorChoice(kind="ranks", options=Processes(), elastic=elastic)
         return ExecutorChoice(kind=given, options=Processes())
 
     @property
@@ -102,10 +147,17 @@ class ExecutorChoice:
 
     def write_once(self, write: Callable[[], None]) -> None:
         """Call what writes files: once, however many processes there are."""
-        if self.kind == "ranks":
-            write_once(write)
+        if self.elastic is not None:
+            write_once_elastic(write, self.elastic)
+        elif self.kind == "ranks":
+            write_once(write, Exchange())
         else:
             write()
+
+    def leave(self, *, finished: bool) -> None:
+        """Take no part any more in ranks that survive the loss of others."""
+        if self.elastic is not None:
+            self.elastic.leave(finished=finished)
 
     def refuse_devices(self, devices: Sequence[torch.device]) -> None:
         """Refuse devices that replicas of this kind cannot lie on.
@@ -205,8 +257,7 @@ class ExecutorMaker:
     ) -> Executor:
         """Open the executor."""
         if self._pool is None:
-            kind = RankExecutor if self._choice.kind == "ranks" else ThreadExecutor
-            executor = kind(
+            executor = self._kind()(
                 self._module,
                 devices,
                 workloads=workloads,
@@ -217,13 +268,13 @@ class ExecutorMaker:
             )
             if isinstance(executor, RankExecutor):
                 try:
-                    executor.join()
+                    executor.join(self._choice.elastic)
                 except BaseException:
                     executor.close()
                     raise
             return executor
         num_elements = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
-        return ProcessExecutor(
+        processes = ProcessExecutor(
             self._module,
             len(devices),
             pool=self._pool,
@@ -235,6 +286,13 @@ class ExecutorMaker:
             timeout_s=self._choice.options.timeout_s,
             on_failure=self._failures.add,
         )
+        return_freed_memory()  # of the parameters, which lie in shared memory now
+        return processes
+
+    def _kind(self) -> type[ThreadExecutor]:
+        if self._choice.elastic is not None:
+            return ElasticRankExecutor
+        return RankExecutor if self._choice.kind == "ranks" else ThreadExecutor
 
 
 def refuse_moved(given: Mapping[str, object]) -> None:

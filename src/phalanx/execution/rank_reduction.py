@@ -31,6 +31,7 @@ class RankReduction(Reduction):
         places: Where each of the flat parameters stands among the executor's, or -1.
         counts: Replicas by rank.
         exchange: The job's ranks.
+        shares_all: Whether every rank steps all parameters.
 
     Attributes:
         slices: By rank, its ranges of the segments: (start, stop) each.
@@ -42,7 +43,10 @@ class RankReduction(Reduction):
         places: Sequence[int],
         counts: Sequence[int],
         exchange: Exchange,
+        *,
+        shares_all: bool = False,
     ) -> None:
+        self.shares_all = shares_all
         self._flat = flat
         self._exchange = exchange
         self._places = places

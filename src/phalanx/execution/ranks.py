@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from numbers import Real
 from typing import Any
@@ -43,7 +43,7 @@ from phalanx.plan import flatten, workload_sizes
 from phalanx.replicas import Statistic, merge_statistics
 from phalanx.types import Nested
 
-__all__ = ["RankExecutor", "write_once"]
+__all__ = ["RankExecutor", "described", "write_once"]
 
 _TRACED = 64  # elements of each microbatch that tell one batch from another
 _ANEW = "opened anew"  # what a message says in the place of a step
@@ -62,17 +62,19 @@ class RankExecutor(ThreadExecutor):
 
     keeps_gradients = False
 
-    def join(self) -> None:
+    def join(self, exchange: Exchange | None = None) -> None:
         """Compare what all ranks train, and begin with rank 0's parameters and buffers.
+
+        Args:
+            exchange: The ranks; default: those of the default group.
 
         Raises:
             StateError: This process is in no group.
             ConfigError: Ranks differ in their model; it says which.
         """
         self._module = module = self.sources[0]
-        self.exchange = exchange = Exchange()
-        frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
-        own = {"workloads": self.workloads, "model": _digest_of(module), "frozen": frozen}
+        self.exchange = exchange = Exchange() if exchange is None else exchange
+        own = described(module, self.workloads)
         told = [json.loads(each) for each in exchange.gather(json.dumps(own).encode())]
         for rank, each in enumerate(told):
             if each["model"] != told[0]["model"]:
@@ -87,10 +89,13 @@ class RankExecutor(ThreadExecutor):
                     f"All ranks must train the same parameters, but `{differing[0]}` is frozen on "
                     f"rank {here} and not on rank {rank - here}. Freeze it in every process."
                 )
-        self.counts = [len(each["workloads"]) for each in told]
-        self._all_workloads = [share for each in told for share in each["workloads"]]
-        self._powers = [sum(each["workloads"]) for each in told]
+        self._take_shares([each["workloads"] for each in told])
         self.align(module)
+
+    def _take_shares(self, by_rank: Sequence[Sequence[float]]) -> None:
+        self.counts = [len(each) for each in by_rank]
+        self._powers = [sum(each) for each in by_rank]
+        self._all_workloads = [share for each in by_rank for share in each]
 
     def all_workloads(self, own: Sequence[float]) -> Sequence[float]:  # noqa: ARG002 - fixed
         """Return the relative shares of all ranks' replicas, rank after rank."""
@@ -136,6 +141,7 @@ class RankExecutor(ThreadExecutor):
             "step": [seed, [each.hex() for each in weights], _trace_of(microbatches)],
             "whole": steps_whole,
             "groups": [] if self.optimizer is None else _options_of(self.optimizer),
+            **self._tells(),
         }
         fingerprint = json.dumps(own)
         try:
@@ -155,12 +161,20 @@ class RankExecutor(ThreadExecutor):
             raise
         messages = [RankMessage.read(each) for each in self.exchange.gather(packed)]
         _check(messages)
+        self._hears(json.loads(messages[0].fingerprint))
         for message in messages:
             for index, computed in message.results.items():
                 result.results[index] = computed
         result.operands = _statistics_of(messages, len(microbatches))
         result.absent = [message.absent for message in messages]
         return result
+
+    def _tells(self) -> Mapping[str, Any]:  # Any: JSON; so below
+        """Return what else this rank tells the others in each run."""
+        return {}
+
+    def _hears(self, first: Mapping[str, Any]) -> None:
+        """Take note of what rank 0 has told."""
 
     def _own(self, num_microbatches: int, pinned: bool) -> range:
         """Return which microbatches are this rank's."""
@@ -218,14 +232,13 @@ class RankExecutor(ThreadExecutor):
                     tensor.copy_(whole)
 
 
-def write_once(write: Callable[[], None]) -> None:
+def write_once(write: Callable[[], None], exchange: Exchange) -> None:
     """Let rank 0 write for all; every rank returns when it has.
 
     Raises:
         Exception: What ``write`` raised, at rank 0.
         PeerError: It raised something there; at the others.
     """
-    exchange = Exchange()
     failure = ""
     try:
         if exchange.rank == 0:
@@ -332,6 +345,15 @@ def _checksum_of(parameter: Tensor) -> int:
     if values.is_complex():
         values = torch.view_as_real(values)
     return int(values.view(_WORDS[values.itemsize]).sum(dtype=torch.int64))
+
+
+def described(module: nn.Module, workloads: Sequence[float]) -> dict[str, Any]:  # Any: JSON
+    """Return what a rank trains: all but "workloads" must be the same in all ranks."""
+    return {
+        "workloads": list(workloads),
+        "model": _digest_of(module),
+        "frozen": [name for name, each in module.named_parameters() if not each.requires_grad],
+    }
 
 
 def _digest_of(module: nn.Module) -> str:

@@ -46,6 +46,7 @@ __all__ = [
     "is_compiled",
     "keep_awake",
     "keep_freed_memory",
+    "return_freed_memory",
     "sum_to",
     "zeros",
 ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from phalanx.errors import ConfigError
+from phalanx.execution import GroupChanged, RunResult
 from phalanx.metrics import ReplicaMetrics
 from phalanx.plan import check_iterable
+from phalanx.train.microbatches import Microbatches
 from phalanx.train.objective import EvaluateTask
 from phalanx.train.step_engine import StepEngine, loss_of, outputs_of, run_task
 from phalanx.types import Nested
@@ -70,9 +73,8 @@ def evaluate(
                 engine = open_engine(batch)
                 metrics.reset()
                 module.eval()
-            microbatches = engine.split(batch, workloads())
-            with torch.no_grad():
-                result = run_task(engine.executor, microbatches, task, (*seed, place))
+            microbatches, result = _run(engine, batch, workloads, task, (*seed, place))
+            engine.executor.mark_done()
             metrics.update(outputs_of(result))
             total += loss_of(microbatches, result) * microbatches.weight
             weight += microbatches.weight
@@ -82,3 +84,17 @@ def evaluate(
     if engine is None:
         raise ConfigError("`loader` must yield at least one batch, but yields none.")
     return {"loss": total / weight, **metrics.compute()}
+
+
+def _run(
+    engine: StepEngine,
+    batch: Nested,
+    workloads: Callable[[], Sequence[float]],
+    task: EvaluateTask,
+    seed: tuple[int, ...],
+) -> tuple[Microbatches, RunResult]:
+    """Run ``task`` on one batch; again where ranks have changed under it."""
+    while True:
+        microbatches = engine.split(batch, workloads())
+        with torch.no_grad(), contextlib.suppress(GroupChanged):
+            return microbatches, run_task(engine.executor, microbatches, task, seed)

@@ -84,7 +84,6 @@ class StepEngine:
     def __init__(self, spec: EngineSpec, formation: Formation) -> None:
         self._spec = spec
         self._torn = False  # whether a step failed when the optimizer had begun
-        self._num_steps = 0
         refuse_lazy(spec.module)
         refuse_aliases(spec.module)
         refuse_scripts(spec.module)
@@ -107,6 +106,7 @@ class StepEngine:
             self.executor.optimizer = spec.optimizer
             self._parts = self._flat.parts(len(self.executor))
             self._reduction = self.executor.open_reduction(self._flat)
+            self._generation = self.executor.generation
             # One replica with one slice, and nothing to clip: there is nothing to add or to share.
             self._alone = (
                 self.executor.keeps_gradients
@@ -219,6 +219,9 @@ class StepEngine:
                     parameter.grad = None
             untouched = self._stepper.is_untouched()
             whole = self._stepper.whole or not untouched
+            if self._generation != self.executor.generation:
+                self._generation = self.executor.generation
+                self._reduction = self.executor.open_reduction(self._flat)
             result = run_task(self.executor, microbatches, task, seed, feedback, steps_whole=whole)
             statistics = sum_statistics([operand.statistics for operand in result.operands])
             buffers = self._buffers() if statistics else {}
@@ -229,6 +232,7 @@ class StepEngine:
             if missing or not untouched:
                 self._step_whole_from_now_on()
             summed = self._spec.clip_norm is not None or self._stepper.whole
+            summed = summed or self._reduction.shares_all
             if summed and not self._alone:
                 self.executor.each(self._reduction.sum_part)
                 self._reduction.share()
@@ -245,6 +249,7 @@ class StepEngine:
                 self._spec.history.buffers.update(statistics)
                 self._torn = False
                 self.executor.outdate()
+                self.executor.mark_done()
                 commit(loss)
 
             spans = self._step(finish, summed=summed)
@@ -253,8 +258,7 @@ class StepEngine:
                 feedback.rollback()
         self._reduction.forget()
         self._spec.untrained.note([self._flat.parameters[index] for index in missing])
-        self._num_steps += 1
-        if self._num_steps.bit_count() == 1:  # 1, 2, 4, 8, …: it costs a pass over all weights
+        if (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs a pass over all weights
             self.executor.check_alike()
         rows, work_s = self._work_of_replicas(microbatches.sizes, result)
         spans = [*result.spans, *spans]

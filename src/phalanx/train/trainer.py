@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.clock import now_s
 from phalanx.codecs import Codec, Feedback
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, StateError
 from phalanx.execution import (
     EXECUTORS,
     ExecutorChoice,
     ExecutorMaker,
     FailureLog,
+    GroupChanged,
     Processes,
+    Ranks,
     RunResult,
+    described,
     refuse_moved,
 )
 from phalanx.metrics import ReplicaMetrics
-from phalanx.plan import Balancer, Decision, Layout, check_workloads, fixed_workloads
+from phalanx.plan import Balancer, Layout, check_workloads, fixed_workloads
 from phalanx.replicas import caller_intra_op
 from phalanx.train.evaluation import enter_training, evaluate, leave_evaluation
 from phalanx.train.events import Callback, EpochDone, EventDispatcher, FormationChosen, StepDone
@@ -34,6 +38,7 @@ from phalanx.train.formation import Formation, read_replicas
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import EvaluateTask, Objective, TrainTask
 from phalanx.train.order import Reader, is_complete
+from phalanx.train.peer_state import pack_state_of, unpacked_state
 from phalanx.train.position import Loss, Position, RunHistory
 from phalanx.train.sharding import Loaders
 from phalanx.train.state import (
@@ -57,6 +62,7 @@ from phalanx.train.trainer_arguments import (
     make_scheduler,
     read_folder,
 )
+from phalanx.train.trainer_facts import TrainerFacts
 from phalanx.train.trial import Trial
 from phalanx.train.untrained import Untrained
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
@@ -66,7 +72,7 @@ __all__ = ["Trainer"]
 _END = object()
 
 
-class Trainer:
+class Trainer(TrainerFacts):
     """Train ``module`` on several replicas as plain PyTorch would on one.
 
     Every batch is cut into microbatches; their gradients, weighted by what they stand for, are
@@ -93,7 +99,7 @@ class Trainer:
             die. "inline": the one replica runs in the caller's thread, where a debugger finds it.
             "ranks": every process of a `torch.distributed` job has such a trainer, is given the
             same batches, and computes its share of them with its replicas; each steps and keeps a
-            slice of the optimizer's state (ZeRO, stage 1).
+            slice of the optimizer's state (ZeRO, stage 1). `Ranks` survive the loss of others.
         shard_loading: Let the replicas read the data; loaders must then be `DataLoader` objects
             over data sets with `__getitem__`. What these draw is the same in every formation.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
@@ -138,7 +144,7 @@ class Trainer:
         microbatches: int | None = None,
         intra_op: int | None = None,
         seed: int = 0,
-        executor: str | Processes = "threads",
+        executor: str | Processes | Ranks = "threads",
         shard_loading: bool = False,
         weight: WeightFn | None = None,
         forward: ForwardFn | None = None,
@@ -161,6 +167,8 @@ class Trainer:
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
         self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
+        if choice.elastic is not None and replicas == "auto":
+            replicas = 1  # ranks that come later begin in the middle, without a trial
         self._formation = read_replicas(replicas, self._home, self._intra_op, choice.kind)
         self._next_formation: Formation | None = None  # what `resize()` asked for
         fixed = fixed_workloads(workloads)
@@ -197,58 +205,6 @@ class Trainer:
         self._resumed = False  # and no `fit` since
         self._in_step = self._closed = self._stopped = False
 
-    # -- what is known -----------------------------------------------
-
-    @property
-    def steps(self) -> int:
-        """Optimizer updates done since the beginning."""
-        return self._position.steps
-
-    @property
-    def epochs(self) -> int:
-        """Epochs finished since the beginning."""
-        return self._position.epochs
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the last :meth:`fit` was ended by :meth:`stop`."""
-        return self._stopped
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The device of each replica; empty until the trial of `replicas="auto"`."""
-        return self._formation.devices if self._formation is not None else ()
-
-    @property
-    def intra_op(self) -> int | None:
-        """Threads inside operators, per replica; None until the trial of `replicas="auto"`."""
-        return self._formation.intra_op if self._formation is not None else None
-
-    @property
-    def workloads(self) -> tuple[float, ...]:
-        """Each replica's relative share of the next batch; empty until replicas are chosen."""
-        if self._spec.workloads is not None:
-            return tuple(self._spec.workloads)
-        if self._balancer is not None:
-            return self._balancer.workloads
-        return (1.0,) * len(self.devices)
-
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        """The worker processes' numbers; empty without any, and before the first step."""
-        return () if self._engine is None else tuple(self._engine.executor.worker_pids)
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """What `workloads="auto"` has decided after each step, and why."""
-        return () if self._balancer is None else self._balancer.trace
-
-    def __repr__(self) -> str:
-        formation = str(self._formation) if self._formation is not None else "replicas to be chosen"
-        count = self._spec.splitter.microbatches
-        split = "" if count is None else f", {count} microbatches"
-        return f"Trainer({type(self.module).__name__} on {formation}{split}, step {self.steps})"
-
     # -- training ----------------------------------------------------
 
     def fit(
@@ -278,6 +234,7 @@ class Trainer:
         """
         check_fit(loader, validate, epochs, steps)
         check_moment(closed=self._closed)
+        self.join()
         if epochs is None and steps is None:
             epochs = 1
         begin, resumed, self._resumed = self._position, self._resumed, False
@@ -306,14 +263,38 @@ class Trainer:
             self._position = self._position._replace(target=None)
         return finished
 
+    def join(self) -> None:
+        """Be one of the ranks of ``executor=Ranks(…)``; a late one is given the state by a peer.
+
+        :meth:`fit` begins with it. A loop of your own calls it before it reads ``steps``, and goes
+        on from there; without such ranks it does nothing. It waits until all ranks are here, or
+        let this one in between two steps.
+
+        Raises:
+            PeerTimeout: The other ranks did not come.
+            StateError: They train something else, or have finished.
+        """
+        check_moment(closed=self._closed, in_step=self._in_step)
+        elastic = self._choice.elastic
+        if elastic is None or elastic.entered:
+            return
+        received = elastic.enter(
+            lambda: described(self.module, self.workloads), lambda: pack_state_of(self._state())
+        )
+        if received is not None:
+            with unpacked_state(received) as folder:
+                self._restore(folder)
+
     def step(self, batch: Nested) -> StepDone:
         """Do one optimizer update on ``batch``.
 
         Raises:
             ConfigError: The batch cannot work, or its loss is not finite; nothing has changed then.
+            StateError: This rank is given other ranks' state first: call :meth:`join` before.
             Exception: What the module or the loss raised, with a note that names the replica.
         """
         check_moment(closed=self._closed)
+        self._join_at(self.steps)
         self._spec.splitter.check_rows(batch)
         with caller_intra_op(1):
             leave_evaluation(self.module)
@@ -352,6 +333,7 @@ class Trainer:
         The loss is the weighted mean over everything; metrics are exact however batches were cut.
         """
         check_moment(closed=self._closed)
+        self._join_at(self.steps)
         with caller_intra_op(1):
             found = evaluate(
                 self._loaders.open(loader),
@@ -412,11 +394,34 @@ class Trainer:
         self._events.tell(done)
         return done
 
+    def _join_at(self, steps: int) -> None:
+        """Join, where the ranks are at the step that a batch is at hand for."""
+        self.join()
+        if self.steps != steps:
+            raise StateError(
+                f"A rank that comes later must go on from the step of the others, {self.steps}, "
+                f"but is given a batch for step {steps}. Call `join()` first, and begin at `steps`."
+            )
+
     def _step(self, batch: Nested, *, in_epoch: bool) -> StepDone:
-        """Do one update, move the position on, and tell; metrics are an epoch's, as its loss is."""
-        before = self._position
-        engine = self._open_engine(batch)
+        """Do one update, again where ranks have changed under it, and tell."""
         start_s = now_s()
+        engine = self._open_engine(batch)
+        engine.executor.admit()
+        while True:
+            with suppress(GroupChanged):
+                done = self._update(engine, batch, start_s, in_epoch=in_epoch)
+                break
+        if self._balancer is not None:
+            self._balancer.observe(done.shares, done.work_s)
+        self._events.tell(done)
+        return done
+
+    def _update(
+        self, engine: StepEngine, batch: Nested, start_s: float, *, in_epoch: bool
+    ) -> StepDone:
+        """Do one update, and move the position on; metrics are an epoch's, as its loss is."""
+        before = self._position
         microbatches = engine.split(batch, self.workloads)
         counts = in_epoch and bool(self._metrics)
 
@@ -448,10 +453,7 @@ class Trainer:
         finally:
             self._in_step = False
             if self._closed:  # since it has begun
-                self._close_engine()
-        if self._balancer is not None:
-            self._balancer.observe(done.shares, done.work_s)
-        self._events.tell(done)
+                self.close()
         return done
 
     # -- state -------------------------------------------------------
@@ -483,9 +485,11 @@ class Trainer:
             StateError: As with :meth:`save`.
         """
         check_moment(closed=self._closed, in_step=self._in_step)
+        self._restore(read_folder(folder))
+
+    def _restore(self, path: Path) -> None:
         state = self._state()
         metrics = self._metrics.copy()
-        path = read_folder(folder)
         restored = restore_state(state, path, lambda rest: metrics.restore(rest.counted))
         self._position = restored.position
         self._resumed = True
@@ -497,24 +501,24 @@ class Trainer:
         self._balancer = self._open_balancer(restored.workloads)
         if self._engine is not None:
             self._engine.reload_state()
-        warn_of_changes(
-            restored, state.progress
-        )  # last: where warnings are errors, all is in place
+        # Last: where warnings are errors, all is in place.
+        warn_of_changes(restored, state.progress)
 
     def close(self) -> None:
         """Dismiss the replicas and give the parameters memory of their own; idempotent.
 
         Called in the middle of a step, by a signal's handler say, it lets the step end first.
         """
-        self._closed = True
-        if not self._in_step:
-            self._close_engine()
+        self.__exit__(None)
 
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exc: object) -> None:
+        self._closed = True
+        if not self._in_step:
+            self._close_engine()
+            self._choice.leave(finished=kind is None)
 
     def _state(self) -> TrainerState:
         formation = self._formation

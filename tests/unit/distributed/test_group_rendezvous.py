@@ -26,7 +26,7 @@ class Liar:
 
     def __init__(self, said: Callable[[str], str | None]) -> None:
         self.store = HashStore()
-        self._common = PrefixStore("phalanx/0/", self.store)
+        self._common = PrefixStore("phalanx/", self.store)
         self._own = PrefixStore(f"{NAMESPACE}/", self._common)
         self._said = said
         self._thread = threading.Thread(target=self._speak)

@@ -1,0 +1,268 @@
+"""Exchange between ranks that may be lost and replaced: a group for each epoch of the membership.
+
+# Note [Left behind]
+A collective may have ended for one rank and fail for another, when a third one dies in it. The one
+for which it ended may be a run ahead then, and waits for the others there. So after every change of
+the group a rank that has done fewer runs than the others does its last one once more, alone: it
+computes all microbatches itself, and the fixed tree makes the result the same, bit for bit.
+
+# Note [In step]
+Between two runs there are collectives, too: ranks compare their weights, or let one of them write.
+After a change of the group some may be past these and some not. So nobody does them until a run is
+done together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from phalanx.distributed.backend import SharedGroup, open_group
+from phalanx.distributed.elastic_membership import About, Epoch, Membership, Report
+from phalanx.distributed.exchange import Exchange
+from phalanx.distributed.open_store import open_lasting_store, read_rank
+from phalanx.errors import GroupAborted, PeerLost, PeerTimeout, PhalanxError, StateError
+
+__all__ = ["ElasticExchange", "GroupChanged"]
+
+_LOSSES = (PeerLost, PeerTimeout, GroupAborted)
+_WORD = torch.int64
+
+
+class GroupChanged(PeerLost):
+    """A rank was lost in a collective, and those left have formed another group.
+
+    Nothing of the collective counts; what it was for is to be done again.
+    """
+
+
+class ElasticExchange(Exchange):
+    """The ranks that train together now.
+
+    Args:
+        timeout_s: How long an operation may take, and a living rank to come.
+        lost_after_s: After how long without a sign of life a rank of another host is lost.
+
+    Attributes:
+        about: What each rank trains, by rank.
+        num_done: How many runs this rank has done.
+        is_behind: Whether the others have done one more. See Note [Left behind].
+        in_step: Whether all ranks are at the same place between two runs. See Note [In step].
+        entered: Whether this process is, or was, one of them.
+    """
+
+    def __init__(self, *, timeout_s: float, lost_after_s: float) -> None:
+        self.entered = False
+        self.about: list[About] = []
+        self.num_done = 0
+        self.is_behind = False
+        self.in_step = False
+        self.rank, self.size = 0, 1
+        self._device = torch.device("cpu")
+        self._timeout_s = timeout_s
+        self._lost_after_s = lost_after_s
+        self._store: Store
+        self._membership: Membership
+        self._describe: Callable[[], About] = dict
+        self._give: Callable[[], bytes] = bytes
+        self._group: SharedGroup | None = None
+        self._has_state = False
+
+    def enter(self, describe: Callable[[], About], give: Callable[[], bytes]) -> bytes | None:
+        """Become one of the ranks, and return the state that a peer has given; None from the first.
+
+        Args:
+            describe: Returns what this rank trains; all but "workloads" must be alike.
+            give: Returns the state that others begin with.
+
+        Raises:
+            PeerTimeout: The others did not come.
+            StateError: They train something else, or have finished.
+
+        Blocks: Until all are here, or let this one in between two steps.
+        """
+        self._describe, self._give = describe, give
+        rank, size = read_rank()
+        self._store = open_lasting_store(rank, size, self._timeout_s)
+        self._membership = Membership(
+            self._store, rank, size, timeout_s=self._timeout_s, lost_after_s=self._lost_after_s
+        )
+        self.entered = True
+        received = self._settle(admits=False)
+        self._has_state = True
+        return received
+
+    def admit(self) -> None:
+        """Let those in that wait; every rank calls it, between two steps.
+
+        Raises:
+            PeerError: As for :meth:`enter`.
+        """
+        self._settle(admits=True)
+
+    @property
+    def newcomers_wait(self) -> bool:
+        """Whether others want to come in, as far as this rank knows."""
+        return self._membership.newcomers_wait
+
+    def mark_done(self) -> None:
+        """Count a run that is done here."""
+        self.num_done += 1
+        if self.is_behind:
+            self.is_behind = False
+            self._take_place()
+        else:
+            self.in_step = True
+
+    def leave(self, *, finished: bool) -> None:
+        """Take no part any more; idempotent."""
+        if self.entered:
+            self._membership.leave(finished=finished)
+            self._close_group()
+
+    # --- from one group to the next ---------------------------------------------------------------
+
+    def _settle(self, *, admits: bool) -> bytes | None:
+        """Form the next group, and another as long as one is lost on the way."""
+        received: bytes | None = None
+        while True:
+            done = self.num_done if self._has_state else None
+            report = Report(done=done, admits=admits, about=self._describe())
+            self._close_group()
+            epoch = self._membership.next_epoch(report)
+            self._epoch = epoch
+            self._place = epoch.members.index(self._membership.number)
+            self.is_behind = done is not None and done < epoch.done
+            self.in_step = len(epoch.new) == len(epoch.members)
+            try:
+                self._open_group(epoch)
+                received = self._pass_state(epoch) or received
+            except _LOSSES:
+                admits = False
+                continue
+            self._take_place()
+            return received
+
+    def _take_place(self) -> None:
+        """Be what the epoch says, or alone while the others are ahead."""
+        self.generation += 1
+        if self.is_behind:
+            self.rank, self.size, self.about = 0, 1, [self._describe()]
+        else:
+            self.rank, self.size = self._place, len(self._epoch.members)
+            self.about = self._epoch.about
+
+    def _open_group(self, epoch: Epoch) -> None:
+        size = len(epoch.members)
+        if size > 1:
+            store = PrefixStore(f"group/{self._membership.epoch}/", self._store)
+            timeout = datetime.timedelta(seconds=self._timeout_s)
+            self._group = open_group(store, self._place, size, timeout)
+
+    def _close_group(self) -> None:
+        """Leave the group; whoever still waits for this rank there hears of it."""
+        group, self._group = self._group, None
+        if group is not None:
+            with warnings.catch_warnings():  # of operations that have failed
+                warnings.simplefilter("ignore")
+                group.abort()
+
+    def _pass_state(self, epoch: Epoch) -> bytes | None:
+        """Give the state to those that are new; return it to this one if it is."""
+        if not epoch.new:
+            return None
+        if self._place == epoch.source:
+            state = self._state_to_give()
+            header = torch.tensor([self.num_done, len(state)], dtype=_WORD)
+            packed = torch.tensor(bytearray(state), dtype=torch.uint8)
+            for place, number in enumerate(epoch.members):
+                if number in epoch.new and place != self._place:
+                    self._send(header, place)
+                    if state:
+                        self._send(packed, place)
+            received = None
+        elif self._membership.number in epoch.new:
+            header = torch.empty(2, dtype=_WORD)
+            self._receive(header, epoch.source)
+            self.num_done, length = header.tolist()
+            if length == 0:
+                raise StateError(
+                    "A rank that comes later must be given the state by a peer, but that cannot "
+                    f"pack it; rank {epoch.source} says why. All ranks must come at the start."
+                )
+            packed = torch.empty(length, dtype=torch.uint8)
+            self._receive(packed, epoch.source)
+            received = packed.numpy().tobytes()
+        else:
+            return None
+        if self._membership.number in epoch.new:
+            self._membership.state_received()
+            self._has_state = True
+        return received
+
+    def _state_to_give(self) -> bytes:
+        """Return the state; nothing, and a warning, where there is none that can be packed."""
+        try:
+            return self._give()
+        except PhalanxError as error:
+            warnings.warn(f"No rank can come later or in a lost one's place: {error}", stacklevel=2)
+            return b""
+
+    def _send(self, tensor: Tensor, place: int) -> None:
+        assert self._group is not None
+        self._group.send([tensor], place, 0).wait()
+
+    def _receive(self, tensor: Tensor, place: int) -> None:
+        assert self._group is not None
+        self._group.recv([tensor], place, 0).wait()
+
+    # --- by whom it is carried --------------------------------------------------------------------
+
+    def gather(self, document: bytes) -> list[bytes]:
+        """Return every rank's document, by rank."""
+        return [document] if self.size == 1 else super().gather(document)
+
+    def _all_gather(self, found: list[Tensor], own: Tensor) -> None:
+        assert self._group is not None
+        self._group.allgather([found], [own]).wait()
+
+    def _all_to_all(
+        self, received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int]
+    ) -> None:
+        if self.size == 1:
+            received.copy_(sent)
+            return
+        assert self._group is not None
+        self._group.all_to_all_single(received, sent, sizes, sent_sizes).wait()
+
+    def _broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
+        if self.size == 1:
+            return None
+        assert self._group is not None
+        options = dist.BroadcastOptions()
+        options.rootRank = owner
+        options.asyncOp = True
+        return self._group.broadcast([tensor], options)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Form another group where a rank is lost.
+
+        Raises:
+            GroupChanged: It was, and the new one stands.
+        """
+        try:
+            yield
+        except _LOSSES as error:
+            lost = error
+        else:
+            return
+        self._settle(admits=False)
+        raise GroupChanged(f"The ranks have changed: {lost}", lost.rank) from lost

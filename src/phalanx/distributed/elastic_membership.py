@@ -1,0 +1,376 @@
+"""Which processes train together, from epoch to epoch: agreed through a store that outlives them.
+
+    epoch 1    0 1 2    all have come
+    epoch 2    0   2    one died in the middle of a step: those left report, and one of them decides
+    epoch 3    0 3 2    a new process has come, and was let in between two steps
+
+    count            how many processes have come so far; each takes its number from it, from 1
+    card/N           who process N is
+    beat/N           a number that process N changes all the time, where others are elsewhere
+    left/N           process N has finished, or was found dead by another of its host
+    waiting/N        process N wants to be let in, and what it is about to train
+    report/E/N       what process N knows as it asks for epoch E
+    epoch/E          who is in it; written once, by whoever is first
+
+Any process may find that the group must change; all of it then ask for the next epoch. The one with
+the lowest number that lives decides, when all that live have reported. Two may take themselves for
+that one: the store keeps the first word.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from torch.distributed import Store
+
+from phalanx.clock import now_s, pause
+from phalanx.distributed.hosts import this_host
+from phalanx.errors import PeerLost, PeerTimeout, StateError
+from phalanx.ipc import ProcessIdentity
+
+__all__ = ["Epoch", "Membership", "Report", "RunEnded", "decide"]
+
+_BEAT_S = 0.5
+_FINISHED, _LOST = "finished", "lost"
+_FIRST_PAUSE_S = 1e-3
+_LONGEST_PAUSE_S = 20e-3
+
+About = Mapping[str, Any]
+"""What a process trains, as JSON has it."""
+
+
+class RunEnded(StateError):
+    """The run that a process wants to join has done all there was to do."""
+
+
+class _Card(NamedTuple):
+    rank: int
+    host: str
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a process knows as it asks for another epoch.
+
+    Attributes:
+        done: How many runs it has done; None for a process that has no state yet.
+        admits: Whether it asks between two steps, where new processes may come in.
+        about: What it trains.
+    """
+
+    done: int | None
+    admits: bool
+    about: About
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """A group, from one change to the next.
+
+    Attributes:
+        members: Processes by rank.
+        new: Those of them that need the state.
+        done: How many runs are done; a member that has done fewer does the last one alone.
+        about: What each member trains, by rank.
+        refused: What is wrong with processes that wanted to come in, by number.
+    """
+
+    members: list[int]
+    new: list[int]
+    done: int
+    about: list[About]
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def source(self) -> int:
+        """The rank that gives the state to those that need it."""
+        return next((rank for rank, n in enumerate(self.members) if n not in self.new), 0)
+
+
+def decide(
+    members: Collection[int],
+    reports: Mapping[int, Report],
+    waiting: Mapping[int, About],
+    ranks: Mapping[int, int],
+    size: int,
+) -> Epoch | None:
+    """Return the next epoch; None while it has to wait.
+
+    Args:
+        members: Those of the epoch before that live.
+        reports: What they have said so far.
+        waiting: Processes that live and want to come in.
+        ranks: Every process's place, by number: that which its launcher gave it.
+        size: How many there are when a run begins.
+
+    Example:
+        >>> lost = Report(done=7, admits=False, about={})
+        >>> decide([1, 3], {1: lost, 3: lost}, {}, {1: 0, 3: 2}, 3).members
+        [1, 3]
+    """
+    if any(number not in reports for number in members):
+        return None
+    about = {n: reports[n].about for n in members if reports[n].done is not None}
+    if about:
+        done = {number: reports[number].done or 0 for number in about}
+        admits = len({*done.values()}) == 1 and all(reports[n].admits for n in about)
+        first = about[min(about, key=lambda n: (ranks[n], n))]
+        others = {n: each for n, each in waiting.items() if n not in about} if admits else {}
+        new = {n: each for n, each in others.items() if not _differing(each, first)}
+        refused = {str(n): _differing(each, first) for n, each in others.items() if n not in new}
+        return _epoch({**about, **new}, new, max(done.values()), ranks, refused)
+    if len(waiting) < size:
+        return None
+    return _epoch(waiting, waiting, 0, ranks, {})
+
+
+def _epoch(
+    about: Mapping[int, About],
+    new: Collection[int],
+    done: int,
+    ranks: Mapping[int, int],
+    refused: dict[str, str],
+) -> Epoch:
+    members = sorted(about, key=lambda number: (ranks[number], number))
+    return Epoch(
+        members=members,
+        new=[number for number in members if number in new],
+        done=done,
+        about=[about[number] for number in members],
+        refused=refused,
+    )
+
+
+def _differing(about: About, first: About) -> str:
+    """Name what a new process would train otherwise than those that it wants to join."""
+    names = [name for name in first if name != "workloads" and about.get(name) != first[name]]
+    return ", ".join(names)
+
+
+class Membership:
+    """This process's part in the group.
+
+    Args:
+        store: Where the processes meet; it outlives each of them.
+        rank: The place that the launcher gave this one.
+        size: How many there are when a run begins.
+        timeout_s: How long a living process may take to come.
+        lost_after_s: After how long without a sign of life a process of another host is lost.
+
+    Attributes:
+        number: Ours; no other process of the run ever has it.
+        epoch: The number of the last epoch.
+        newcomers_wait: Whether others want to come in.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, *, timeout_s: float, lost_after_s: float
+    ) -> None:
+        self.epoch = 0
+        self.newcomers_wait = False
+        self._store = store
+        self._size = size
+        self._timeout_s = timeout_s
+        self._lost_after_s = lost_after_s
+        self._host = this_host()
+        self._members: Sequence[int] = ()
+        self._cards: dict[int, _Card] = {}
+        self._gone: set[int] = set()
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self.number = store.add("count", 1)
+        card = _Card(rank, self._host, *ProcessIdentity.current())
+        store.set(f"card/{self.number}", json.dumps(card))
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="phalanx beat", daemon=True)
+        self._thread.start()
+        atexit.register(self.leave)
+
+    def leave(self, *, finished: bool = False) -> None:
+        """Tell the others that this process takes no part any more; idempotent.
+
+        Args:
+            finished: It has done what there was to do, so that nobody shall come in its place.
+        """
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join(_BEAT_S)
+        atexit.unregister(self.leave)
+        with contextlib.suppress(RuntimeError):  # the store is gone, and everybody with it
+            self._store.set(f"left/{self.number}", _FINISHED if finished else _LOST)
+
+    def next_epoch(self, report: Report) -> Epoch:
+        """Return the next epoch that this process is in.
+
+        Raises:
+            PeerTimeout: Others did not come.
+            PeerLost: The others have gone on without this process, or the store is gone.
+            StateError: The run has ended, or trains something else.
+
+        Blocks: Until all that live have asked for it.
+        """
+        try:
+            return self._next_epoch(report)
+        except RuntimeError as error:
+            if isinstance(error, StateError):
+                raise
+            raise PeerLost(
+                f"The store where ranks meet must outlive them, but is gone: {error}. Start the "
+                "job again from its last checkpoint."
+            ) from error
+
+    def _next_epoch(self, report: Report) -> Epoch:
+        if report.done is None:
+            self._store.set(f"waiting/{self.number}", json.dumps(report.about))
+        asked = -1
+        begin_s, pause_s = now_s(), _FIRST_PAUSE_S
+        while True:
+            found = self._read_epochs(report)
+            if found is not None:
+                return found
+            if self.epoch != asked:
+                asked = self.epoch
+                if self.number in self._members:
+                    key = f"report/{asked + 1}/{self.number}"
+                    self._store.set(key, json.dumps(asdict(report)))
+            late = now_s() - begin_s > self._timeout_s
+            self._tell_of_dead_here()
+            self._decide(late=late)
+            if late and self.number not in self._members:
+                raise PeerTimeout(
+                    f"{self._size} ranks must come to begin, or let this one in between two steps, "
+                    f"but did not within {self._timeout_s:g} s. See that the others run.",
+                    None,
+                )
+            pause(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _read_epochs(self, report: Report) -> Epoch | None:
+        """Read the epochs that were decided since; return the one that this process is in."""
+        while self._store.check([f"epoch/{self.epoch + 1}"]):
+            epoch = Epoch(**json.loads(self._store.get(f"epoch/{self.epoch + 1}")))
+            self.epoch += 1
+            self._members = epoch.members
+            if self.number in epoch.members:
+                return epoch
+            if report.done is not None:
+                raise PeerLost(
+                    "This rank gave no sign of life in time, so the others have gone on without "
+                    "it. Start it again: it is given the state."
+                )
+            refused = epoch.refused.get(str(self.number))
+            if refused is not None:
+                raise StateError(
+                    "A rank that comes later must train what the others train, but differs in: "
+                    f"{refused}. Build it from the same arguments in every process."
+                )
+        return None
+
+    def state_received(self) -> None:
+        """Tell the others that this process has the state."""
+        self._store.delete_key(f"waiting/{self.number}")
+
+    # --- deciding ---------------------------------------------------------------------------------
+
+    def _decide(self, *, late: bool) -> None:
+        """Decide on the next epoch, where that is up to this process and all is known."""
+        living = [number for number in self._members if not self._is_gone(number)]
+        reports = {number: each for number in living if (each := self._report(number))}
+        if late:
+            living = list(reports)
+        waiting = self._waiting()
+        if not living and self._has_ended():
+            raise RunEnded(
+                "The run that this rank would join must go on, but has ended: all its ranks have "
+                "left. Start all ranks for another run."
+            )
+        if min(living or waiting, default=0) != self.number:
+            return
+        places = {n: self._card(n).rank for n in (*living, *waiting)}
+        epoch = decide(living, reports, waiting, places, self._size)
+        if epoch is not None:
+            self._store.compare_set(f"epoch/{self.epoch + 1}", "", json.dumps(asdict(epoch)))
+
+    def _report(self, number: int) -> Report | None:
+        key = f"report/{self.epoch + 1}/{number}"
+        if not self._store.check([key]):
+            return None
+        return Report(**json.loads(self._store.get(key)))
+
+    def _waiting(self) -> dict[int, About]:
+        found: dict[int, About] = {}
+        for number in range(1, self._store.add("count", 0) + 1):
+            if number in self._gone or not self._store.check([f"waiting/{number}"]):
+                continue
+            if not self._is_gone(number):
+                found[number] = json.loads(self._store.get(f"waiting/{number}"))
+        return found
+
+    def _has_ended(self) -> bool:
+        """Tell whether a member of the last epoch has finished."""
+        return any(self._left(number) == _FINISHED for number in self._members)
+
+    def _left(self, number: int) -> str:
+        key = f"left/{number}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _tell_of_dead_here(self) -> None:
+        """Write down which members of this host are dead: those elsewhere would wait for a beat."""
+        for number in self._members:
+            card = self._card(number)
+            if number not in self._gone and card.host == self._host and self._is_gone(number):
+                self._store.set(f"left/{number}", self._left(number) or _LOST)
+
+    def _is_gone(self, number: int) -> bool:
+        if number == self.number:
+            return False
+        if number not in self._gone and (self._left(number) or not self._shows_life(number)):
+            self._gone.add(number)
+        return number in self._gone
+
+    def _shows_life(self, number: int) -> bool:
+        card = self._card(number)
+        if card.host == self._host:
+            return ProcessIdentity(card.pid, card.start_ticks).alive()
+        key, now = f"beat/{number}", now_s()
+        beat = bytes(self._store.get(key)) if self._store.check([key]) else b""
+        last, since_s = self._beats.get(number, (b"", now))
+        if beat != last:
+            self._beats[number] = beat, now
+            return True
+        return now - since_s <= self._lost_after_s
+
+    def _card(self, number: int) -> _Card:
+        if number not in self._cards:
+            self._cards[number] = _Card(*json.loads(self._store.get(f"card/{number}")))
+        return self._cards[number]
+
+    # --- beside the training ----------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Give signs of life, and see who wants to come in, until this process leaves."""
+        beats = 0
+        while True:
+            beats += 1
+            try:
+                numbers = range(1, self._store.add("count", 0) + 1)
+                come = [number for number in numbers if self._store.check([f"card/{number}"])]
+                if any(self._card(number).host != self._host for number in come):
+                    self._store.set(f"beat/{self.number}", str(beats))
+                known = {*self._members, *self._gone}
+                self.newcomers_wait = any(
+                    number not in known and self._store.check([f"waiting/{number}"])
+                    for number in come
+                )
+            except RuntimeError:
+                return  # the store is gone: who needs it next says so
+            if self._ended.wait(_BEAT_S):
+                return

@@ -1,0 +1,138 @@
+"""Ranks of which some may be lost and others come: see `elastic_exchange`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from phalanx.distributed import ElasticExchange, Exchange, GroupChanged
+from phalanx.execution.contract import MicrobatchContext, RunResult
+from phalanx.execution.rank_reduction import RankReduction
+from phalanx.execution.ranks import RankExecutor, write_once
+from phalanx.execution.sharded_optimizer import Stepper
+from phalanx.execution.threads import ThreadExecutor
+from phalanx.memory import FlatParameters
+from phalanx.types import Nested
+
+__all__ = ["ElasticRankExecutor", "write_once_elastic"]
+
+
+class ElasticRankExecutor(RankExecutor):
+    """This rank's replicas, whose peers may be others from run to run.
+
+    A run, and what follows it, raises `GroupChanged` where they are: nothing has changed here then,
+    and the batch is to be cut and run again. Every rank holds all of the optimizer's state, so that
+    none is lost with a rank.
+    """
+
+    exchange: ElasticExchange
+
+    def join(self, exchange: Exchange | None = None) -> None:
+        """Take part in ``exchange``, whose ranks have one state already."""
+        assert isinstance(exchange, ElasticExchange)
+        self._module = self.sources[0]
+        self.exchange = exchange
+        self._newcomers_wait = False
+        self._follow()
+
+    def _follow(self) -> None:
+        """Take note of who the ranks are now."""
+        shares = self._all_workloads if self.exchange.is_behind else None
+        self._followed = self.exchange.generation
+        self._newcomers_wait = False
+        self._take_shares([each["workloads"] for each in self.exchange.about])
+        if shares is not None:  # the batch is cut as those have cut it that are ahead
+            self._all_workloads = shares
+
+    @property
+    def generation(self) -> int:
+        """How often the ranks have changed."""
+        return self.exchange.generation
+
+    def all_workloads(self, own: Sequence[float]) -> Sequence[float]:
+        """Return the relative shares of all ranks' replicas, rank after rank."""
+        if self._followed != self.exchange.generation:
+            self._follow()
+        return super().all_workloads(own)
+
+    def open_reduction(self, flat: FlatParameters) -> RankReduction:
+        """Sum gradients into ``flat``, each rank its slice, and give all ranks all of it."""
+        return RankReduction(
+            flat, self.places_of(flat), self.counts, self.exchange, shares_all=True
+        )
+
+    def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
+        """Share the optimizer's step among this rank's threads."""
+        return ThreadExecutor.open_optimizer(self, optimizer, flat)
+
+    def run(
+        self,
+        microbatches: Sequence[Nested],
+        task: Callable[[MicrobatchContext], Any],
+        *,
+        pinned: bool = False,
+        **options: Any,
+    ) -> RunResult:
+        """Run this rank's microbatches, or all of them where the others are ahead.
+
+        Raises:
+            Exception: As for `RankExecutor.run`.
+            GroupChanged: The ranks are others now.
+        """
+        return super().run(
+            microbatches, task, pinned=pinned and not self.exchange.is_behind, **options
+        )
+
+    def _tells(self) -> Mapping[str, Any]:
+        return {"newcomers_wait": self.exchange.newcomers_wait}
+
+    def _hears(self, first: Mapping[str, Any]) -> None:
+        self._newcomers_wait = first["newcomers_wait"]
+
+    def admit(self) -> None:
+        """Let new ranks in, where rank 0 has said in the last run that some wait."""
+        if self._newcomers_wait and self._followed == self.exchange.generation:
+            self.exchange.admit()
+
+    def mark_done(self) -> None:
+        """Count a run whose outcome is kept here."""
+        self.exchange.mark_done()
+
+    def agree_to_open_anew(self) -> None:
+        """Tell all ranks that what is trained here is not what it was; all must tell the same."""
+        if self.exchange.in_step:
+            with contextlib.suppress(GroupChanged):  # some may have passed it: nobody repeats it
+                super().agree_to_open_anew()
+
+    def check_alike(self) -> None:
+        """Compare the parameters of all ranks by a checksum."""
+        if self.exchange.in_step:
+            with contextlib.suppress(GroupChanged):
+                super().check_alike()
+
+
+def write_once_elastic(write: Callable[[], None], exchange: ElasticExchange) -> None:
+    """Let rank 0 write for all; where that is lost meanwhile, its successor writes.
+
+    Where ranks have changed since the last run, nobody waits for the one that writes.
+
+    Raises:
+        Exception: What ``write`` raised, at rank 0.
+        PeerError: It raised something there; at the others.
+    """
+    written = False
+
+    def note() -> None:
+        nonlocal written
+        write()
+        written = True
+
+    if exchange.in_step:
+        with contextlib.suppress(GroupChanged):
+            write_once(note, exchange)
+            return
+    if exchange.rank == 0 and not written:
+        write()

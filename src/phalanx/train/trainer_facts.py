@@ -1,0 +1,75 @@
+"""What a trainer tells of itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from phalanx.plan import Balancer, Decision
+from phalanx.train.formation import Formation
+from phalanx.train.position import Position
+from phalanx.train.step_engine import EngineSpec, StepEngine
+
+__all__ = ["TrainerFacts"]
+
+
+class TrainerFacts:
+    """The properties of a `Trainer`, which it has as its base for this alone."""
+
+    module: nn.Module
+    _spec: EngineSpec
+    _position: Position
+    _formation: Formation | None
+    _balancer: Balancer | None
+    _engine: StepEngine | None
+    _stopped: bool
+
+    @property
+    def steps(self) -> int:
+        """Optimizer updates done since the beginning."""
+        return self._position.steps
+
+    @property
+    def epochs(self) -> int:
+        """Epochs finished since the beginning."""
+        return self._position.epochs
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last :meth:`fit` was ended by :meth:`stop`."""
+        return self._stopped
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each replica; empty until the trial of `replicas="auto"`."""
+        return self._formation.devices if self._formation is not None else ()
+
+    @property
+    def intra_op(self) -> int | None:
+        """Threads inside operators, per replica; None until the trial of `replicas="auto"`."""
+        return self._formation.intra_op if self._formation is not None else None
+
+    @property
+    def workloads(self) -> tuple[float, ...]:
+        """Each replica's relative share of the next batch; empty until replicas are chosen."""
+        if self._spec.workloads is not None:
+            return tuple(self._spec.workloads)
+        if self._balancer is not None:
+            return self._balancer.workloads
+        return (1.0,) * len(self.devices)
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The worker processes' numbers; empty without any, and before the first step."""
+        return () if self._engine is None else tuple(self._engine.executor.worker_pids)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What `workloads="auto"` has decided after each step, and why."""
+        return () if self._balancer is None else self._balancer.trace
+
+    def __repr__(self) -> str:
+        formation = str(self._formation) if self._formation is not None else "replicas to be chosen"
+        count = self._spec.splitter.microbatches
+        split = "" if count is None else f", {count} microbatches"
+        return f"Trainer({type(self.module).__name__} on {formation}{split}, step {self.steps})"

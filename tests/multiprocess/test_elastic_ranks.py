@@ -1,0 +1,512 @@
+"""Ranks that survive the loss of others: the bits of an undisturbed run, wherever one dies."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+import phalanx
+from phalanx.distributed import ElasticExchange
+from phalanx.distributed.elastic_membership import Report, decide
+from phalanx.errors import PeerLost, StateError
+from phalanx.execution.elastic_ranks import ElasticRankExecutor
+from phalanx.ipc import wait_until
+from phalanx.train import peer_state
+from tests.conformance.test_executors_same_bits import (
+    STEPS,
+    Everything,
+    Run,
+    assert_same_bits,
+    batches,
+    made,
+    result,
+    train,
+    trainer,
+)
+from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent, wait_for_exit
+
+SIZE = 3
+TIMEOUT_S = 30.0
+PLACES = [
+    "before the messages",
+    "after the messages",
+    "before the slices",
+    "after the slices",
+    "before sharing",
+    "after sharing",
+    "committed",
+]
+DIES_AT = 8  # whose step ends with a comparison of all weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+
+
+class Plan(NamedTuple):
+    """What happens in a rank: at a place of step `step`, something is done."""
+
+    place: str
+    act: str = "die"
+    step: int = DIES_AT
+
+
+def plant(plan: Plan, trained: phalanx.Trainer) -> None:
+    """Let this rank die, or find a peer lost, at a place."""
+
+    def act(exchange: ElasticExchange | None = None) -> None:
+        if trained.steps + 1 == plan.step or (plan.place == "committed" and trained.steps == 8):
+            if plan.act == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if plan.act == "halt":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            plans.clear()
+            if plan.act == "fail":
+                raise PeerLost("planted")
+
+    plans = [plan]
+    when, _, where = plan.place.partition(" ")
+    names = {"the messages": "gather", "the slices": "swap", "sharing": "spread"}
+    if where:
+        name = names[where]
+        real = getattr(ElasticExchange, name)
+
+        def collective(self: ElasticExchange, *args: Any) -> Any:
+            if when == "before" and plans:
+                act()
+            found = real(self, *args)
+            if when == "after" and plans:
+                with self._telling():
+                    act()
+            return found
+
+        setattr(ElasticExchange, name, collective)
+    else:
+        done = ElasticExchange.mark_done
+
+        def mark_done(self: ElasticExchange) -> None:
+            done(self)
+            if plans:
+                act()
+
+        ElasticExchange.mark_done = mark_done  # type: ignore[method-assign]
+
+
+def rank_main(
+    parent: Parent, given: dict[str, str], plan: Plan | None, body: Callable, *more: Any
+) -> None:
+    os.environ.update(given)
+    torch.set_num_threads(1)
+    losses: list[float] = []
+    net = made() if given["RANK"] == "0" else Everything()  # rank 0's weights count
+    executor = phalanx.Ranks(timeout_s=TIMEOUT_S if not more else more[0], lost_after_s=3.0)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        trainer(executor, 1, losses, net) as trained,  # type: ignore[arg-type]
+    ):
+        if plan is not None:
+            plant(plan, trained)
+        parent.tell(pickle.dumps(body(parent, trained, losses)))  # tensors by value
+
+
+def fit(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run:
+    trained.fit(batches(), epochs=3)
+    assert trained.steps == STEPS
+    return result(trained, losses)
+
+
+class Job:
+    """Ranks, each to be started and killed by itself, with a folder as `phalanx launch` has one."""
+
+    def __init__(self, children: Children, folder: Path, hosts: int = 1, size: int = SIZE) -> None:
+        self._children = children
+        self.size = size
+        self._hosts = hosts
+        self._store: TCPStore | None = None
+        if hosts > 1:
+            self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        self._folder = folder
+
+    def start(self, rank: int, plan: Plan | None = None, body: Callable = fit, *more: Any) -> Child:
+        given = {"RANK": str(rank), "WORLD_SIZE": str(self.size)}
+        if self._store is None:
+            given["PHALANX_JOB_FOLDER"] = str(self._folder)
+        else:
+            given |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "PHALANX_HOST": f"host-{rank * self._hosts // self.size}",
+            }
+        return self._children.start(rank_main, given, plan, body, *more)
+
+    def start_all(self, plans: dict[int, Plan], body: Callable = fit, *more: Any) -> list[Child]:
+        return [self.start(rank, plans.get(rank), body, *more) for rank in range(self.size)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Run:
+    return train("threads", 1, between=lambda _, __: None)
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    with Children() as started:
+        yield started
+
+
+def outcome(child: Child) -> Any:
+    return pickle.loads(child.get())
+
+
+# --- a rank is lost ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [
+        pytest.param(place, rank, marks=[pytest.mark.night] * (at % 2 == rank // 2))
+        for at, place in enumerate(PLACES)
+        for rank in (0, 2)
+    ],
+)
+def test_those_left_finish_with_the_bits_of_an_undisturbed_run(
+    place: str, rank: int, children: Children, tmp_path: Path, expected: Run
+) -> None:
+    ranks = Job(children, tmp_path).start_all({rank: Plan(place)})
+    lost = ranks.pop(rank)
+    for each in ranks:
+        assert_same_bits(outcome(each), expected)
+    lost.process.join(TIMEOUT_S)
+    assert lost.process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("place", ["after the messages", "after sharing"])
+def test_on_two_hosts_too(place: str, children: Children, tmp_path: Path, expected: Run) -> None:
+    job = Job(children, tmp_path, hosts=2)
+    ranks = job.start_all({2: Plan(place)})  # alone on its host
+    for each in ranks[:2]:
+        assert_same_bits(outcome(each), expected)
+
+
+def test_the_last_one_goes_on_alone(children: Children, tmp_path: Path, expected: Run) -> None:
+    plans = {0: Plan("before the slices"), 1: Plan("after sharing", step=20)}
+    ranks = Job(children, tmp_path).start_all(plans)
+    assert_same_bits(outcome(ranks[2]), expected)
+
+
+@pytest.mark.parametrize("place", ["after the messages", "after sharing"])
+def test_a_rank_that_missed_what_the_others_have_does_it_alone(
+    place: str, children: Children, tmp_path: Path, expected: Run
+) -> None:
+    plans = {1: Plan(place, "fail"), 2: Plan("after sharing")}
+    ranks = Job(children, tmp_path).start_all(plans)
+    for each in ranks[:2]:
+        assert_same_bits(outcome(each), expected)
+
+
+def evaluated(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> list[float]:
+    trained.fit(batches(), steps=DIES_AT - 1)
+    with torch.autocast("cpu", enabled=False):  # torch's fused attention does not work with it
+        return [trained.evaluate(batches())["loss"] for _ in range(2)]
+
+
+@pytest.mark.parametrize("plans", [{}, {2: Plan("after the messages")}])
+def test_an_evaluation_is_finished(
+    plans: dict[int, Plan], children: Children, tmp_path: Path
+) -> None:
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        trainer("threads", 1, [], made()) as trained,
+    ):
+        trained.fit(batches(), steps=DIES_AT - 1)
+        with torch.autocast("cpu", enabled=False):
+            wanted = trained.evaluate(batches())["loss"]
+    behind = {1: Plan("after the messages", "fail")} if plans else {}
+    ranks = Job(children, tmp_path).start_all({**plans, **behind}, evaluated)
+    for each in ranks[:2]:
+        assert outcome(each) == [wanted] * 2
+
+
+def saved(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> bool:
+    trained.fit(batches(), steps=DIES_AT - 1)
+    trained.save(parent.hear())
+    return True
+
+
+def test_a_checkpoint_is_written_though_the_writer_dies(
+    children: Children, tmp_path: Path, expected: Run
+) -> None:
+    ranks = Job(children, tmp_path).start_all({0: Plan("before the messages")}, saved)
+    for each in ranks:
+        each.put(tmp_path / "checkpoint")
+    assert [outcome(each) for each in ranks[1:]] == [True, True]
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        trainer("threads", 2, [], made()) as trained,
+    ):
+        trained.resume(tmp_path / "checkpoint")
+        assert trained.steps == DIES_AT - 1
+
+
+# --- a rank comes --------------------------------------------------------------------------------
+
+
+def meeting(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run:
+    """After step 10, wait for a rank that wants to come in."""
+
+    def note(event: object) -> None:
+        if isinstance(event, phalanx.StepDone) and event.step == 10:
+            assert wait_until(lambda: elastic_of(trained).newcomers_wait, DEADLINE_S)
+
+    trained._events._callbacks += (note,)
+    return fit(parent, trained, losses)
+
+
+def elastic_of(trained: phalanx.Trainer) -> ElasticExchange:
+    found = trained._choice.elastic
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank"),
+    [(1, 0), (2, 1), *(pytest.param(*each, marks=pytest.mark.night) for each in [(1, 1), (2, 0)])],
+)
+def test_a_rank_that_is_started_again_is_given_the_state(
+    hosts: int, rank: int, children: Children, tmp_path: Path, expected: Run
+) -> None:
+    job = Job(children, tmp_path, hosts)
+    ranks = job.start_all({rank: Plan("after the messages")}, meeting)
+    wait_for_exit(ranks[rank].pid)
+    ranks[rank] = job.start(rank)
+    runs = [outcome(each) for each in ranks]
+    late = runs.pop(rank)
+    for run in runs:
+        assert_same_bits(run, expected)
+    assert late.losses == expected.losses[-len(late.losses) :]
+    assert 0 < len(late.losses) <= STEPS - 10
+    assert_same_bits(dataclasses.replace(late, losses=expected.losses), expected)
+
+
+def lost_in_the_hand_over(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run:
+    """Die while the state is given to a rank that comes."""
+    elastic_of(trained)._send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    return meeting(parent, trained, losses)
+
+
+def test_the_giver_dies_while_it_gives(children: Children, tmp_path: Path, expected: Run) -> None:
+    """The first rank gives at the start, so it is the second's turn to die."""
+    job = Job(children, tmp_path)
+    ranks = [
+        job.start(0, Plan("after the messages")),
+        job.start(1, None, lost_in_the_hand_over),
+        job.start(2, None, meeting),
+    ]
+    wait_for_exit(ranks[0].pid)
+    ranks[0] = job.start(0)
+    wait_for_exit(ranks[1].pid)
+    assert_same_bits(outcome(ranks[2]), expected)
+    late = dataclasses.replace(outcome(ranks[0]), losses=expected.losses)
+    assert_same_bits(late, expected)
+
+
+def looped(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run:
+    """A loop of the user's own."""
+    data = batches()[:19] * 4  # the last batch has too few rows
+    if not parent.hear():
+        with pytest.raises(StateError, match=r"Call `join\(\)` first"):
+            trained.step(data[0])
+    trained.join()
+    for step in range(trained.steps, STEPS):
+        trained.step(data[step])
+        if step == 10 and elastic_of(trained).rank == 0:
+            assert wait_until(lambda: elastic_of(trained).newcomers_wait, DEADLINE_S)
+    return result(trained, losses)
+
+
+def test_a_loop_of_the_users_own(children: Children, tmp_path: Path) -> None:
+    job = Job(children, tmp_path)
+    ranks = job.start_all({2: Plan("before the slices")}, looped)
+    for each in ranks:
+        each.put(True)
+    wait_for_exit(ranks[2].pid)
+    ranks[2] = job.start(2, None, looped)
+    ranks[2].put(False)
+    losses: list[float] = []
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        trainer("threads", 1, losses, made()) as trained,
+    ):
+        for batch in (batches()[:19] * 4)[:STEPS]:
+            trained.step(batch)
+        expected = result(trained, losses)
+    *runs, late = [outcome(each) for each in ranks]
+    for run in runs:
+        assert_same_bits(run, expected)
+    assert 0 < len(late.losses) <= STEPS - 10
+    assert_same_bits(dataclasses.replace(late, losses=losses), expected)
+
+
+def test_a_run_whose_ranks_have_all_died_begins_anew(
+    children: Children, tmp_path: Path, expected: Run
+) -> None:
+    job = Job(children, tmp_path)
+    ranks = job.start_all(dict.fromkeys(range(SIZE), Plan("committed")))
+    for each in ranks:
+        wait_for_exit(each.pid)
+    for each in job.start_all({}):
+        assert_same_bits(outcome(each), expected)
+
+
+def told_to_go(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
+    try:
+        trained.fit(batches(), epochs=3)
+    except (PeerLost, StateError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_who_comes_after_the_end_is_told(children: Children, tmp_path: Path) -> None:
+    job = Job(children, tmp_path)
+    assert [outcome(each) for each in job.start_all({}, told_to_go)] == [""] * SIZE
+    told = outcome(job.start(1, None, told_to_go))
+    assert told.startswith("RunEnded: The run that this rank would join must go on, but has ended")
+
+
+def another(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
+    trained.module.out.weight.requires_grad_(False)
+    return told_to_go(parent, trained, losses)
+
+
+def test_who_comes_with_another_model_is_refused_alone(
+    children: Children, tmp_path: Path, expected: Run
+) -> None:
+    job = Job(children, tmp_path)
+    ranks = job.start_all({2: Plan("before the slices")}, meeting)
+    wait_for_exit(ranks[2].pid)
+    told = outcome(job.start(2, None, another))
+    assert told.startswith("StateError: A rank that comes later must train what the others train")
+    assert "frozen" in told
+    for each in ranks[:2]:
+        assert_same_bits(outcome(each), expected)
+
+
+def test_a_rank_that_was_halted_too_long_is_told(
+    children: Children, tmp_path: Path, expected: Run
+) -> None:
+    job = Job(children, tmp_path)
+    ranks = [
+        job.start(0, None, fit, 2.0),
+        job.start(1, Plan("before the slices", "halt"), told_to_go, 2.0),
+        job.start(2, None, fit, 2.0),
+    ]
+    for rank in (0, 2):
+        assert_same_bits(outcome(ranks[rank]), expected)
+    os.kill(ranks[1].pid, signal.SIGCONT)
+    assert outcome(ranks[1]).startswith("PeerLost: This rank gave no sign of life in time")
+
+
+# --- the decision, and bugs that must be caught --------------------------------------------------
+
+
+def test_who_decides_waits_for_all_that_live() -> None:
+    said = Report(done=4, admits=True, about={"model": "a", "workloads": [1.0]})
+    waiting = {7: {"model": "a", "workloads": [2.0]}, 8: {"model": "b", "workloads": [1.0]}}
+    ranks = {1: 0, 2: 1, 3: 2, 7: 1, 8: 0}
+    assert decide([1, 3], {1: said}, waiting, ranks, 3) is None
+    epoch = decide([1, 3], {1: said, 3: said}, waiting, ranks, 3)
+    assert epoch is not None
+    assert (epoch.members, epoch.new, epoch.source, epoch.done) == ([1, 7, 3], [7], 0, 4)
+    assert epoch.refused == {"8": "model"}
+    behind = Report(done=3, admits=False, about=said.about)
+    epoch = decide([1, 3], {1: said, 3: behind}, waiting, ranks, 3)
+    assert epoch is not None
+    assert (epoch.members, epoch.new, epoch.done) == ([1, 3], [], 4)
+    assert decide([], {}, waiting, ranks, 3) is None
+    fresh = decide([], {}, {**waiting, 2: said.about}, ranks, 3)
+    assert fresh is not None
+    assert (fresh.members, fresh.new, fresh.source) == ([8, 2, 7], [8, 2, 7], 0)
+
+
+def nobody_is_behind() -> None:
+    """A rank that missed a step goes on with the next."""
+    real = ElasticExchange._settle
+
+    def settle(self: ElasticExchange, *, admits: bool) -> bytes | None:
+        found = real(self, admits=admits)
+        if self.is_behind:
+            self.mark_done()
+        return found
+
+    ElasticExchange._settle = settle  # type: ignore[method-assign]
+
+
+def moments_are_forgotten() -> None:
+    """A rank that comes is given the weights, and not what the optimizer keeps."""
+    real = peer_state.capture_state
+
+    def capture(state: Any, folder: Path) -> None:
+        kept = state.optimizer.state.values()
+        moments = [each["exp_avg"] for each in kept]
+        for each in kept:
+            each["exp_avg"] = torch.zeros_like(each["exp_avg"])
+        real(state, folder)
+        for each, moment in zip(kept, moments, strict=True):
+            each["exp_avg"] = moment
+
+    peer_state.capture_state = capture  # type: ignore[attr-defined]
+
+
+def slices_are_not_shared() -> None:
+    """After a loss, ranks keep to the slices that they had."""
+    ElasticRankExecutor.generation = 0  # type: ignore[assignment, method-assign]
+
+
+BUGS = {
+    each.__name__: each for each in (nobody_is_behind, moments_are_forgotten, slices_are_not_shared)
+}
+
+
+def with_bug(
+    parent: Parent, trained: phalanx.Trainer, losses: list[float], bug: str = ""
+) -> Run | str:
+    BUGS[bug]()
+    try:
+        return (
+            meeting(parent, trained, losses)
+            if bug == "moments_are_forgotten"
+            else fit(parent, trained, losses)
+        )
+    except Exception as error:  # whatever such a bug leads to
+        return f"{type(error).__name__}: {error}"
+
+
+def assert_right(rank: Child, expected: Run) -> None:
+    run = outcome(rank)
+    assert isinstance(run, Run)
+    assert_same_bits(dataclasses.replace(run, losses=expected.losses), expected)
+
+
+@pytest.mark.parametrize("bug", list(BUGS))
+def test_a_planted_bug_is_caught(
+    bug: str, children: Children, tmp_path: Path, expected: Run
+) -> None:
+    job = Job(children, tmp_path)
+    plans = {2: Plan("after sharing")}
+    if bug == "nobody_is_behind":
+        plans[1] = Plan("after sharing", "fail")
+    ranks = job.start_all(plans, partial(with_bug, bug=bug))
+    if bug == "moments_are_forgotten":
+        wait_for_exit(ranks[2].pid)
+        ranks[1:] = [job.start(2)]
+    with pytest.raises(AssertionError):
+        assert_right(ranks[1], expected)
