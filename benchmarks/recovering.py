@@ -132,19 +132,60 @@ def _run_rank(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
             )
 
 
+def _run_survivor(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
+    """Be a rank that survives the loss of others, or comes in the place of one."""
+    module, batch = build(job.model)
+    changes: list[phalanx.RanksChanged] = []
+
+    def note(event: object) -> None:
+        if isinstance(event, phalanx.RanksChanged):
+            changes.append(event)
+
+    with phalanx.Trainer(
+        module, loss_of, sgd, executor=phalanx.Ranks(), intra_op=1, callbacks=[note]
+    ) as trainer:
+        trainer.join()
+        pids: dict[int, int] = {}
+        first = False
+        while True:
+            lost = []
+            started_s = now_s()
+            trainer.step(batch)
+            stop_s = now_s()
+            if changes:
+                lost = [pids[rank] for rank in changes[0].lost if rank in pids]
+                [now] = changes
+                pids = dict(zip(now.ranks, now.pids, strict=True))
+                first = now.rank == 0
+                changes.clear()
+            if first:
+                tell(
+                    Beat(
+                        stop_s=stop_s,
+                        seconds=stop_s - started_s,
+                        life=0,
+                        working=len(pids),
+                        pids=tuple(pids.get(rank, 0) for rank in range(job.workers)),
+                        lost=tuple(lost),
+                    )
+                )
+
+
 CONTESTANTS: dict[str, Callable[[RecoveryJob, Callable[[Beat], None]], None]] = {
     "processes": _run_trainer,
     "torchrun": _run_rank,
     "launch": _run_rank,
+    "ranks": _run_survivor,
 }
 
 
 def command(job: RecoveryJob, *, max_restarts: int) -> Command:
     """Return the command line of a contestant."""
     plain = command_of(job)
-    if job.contestant == "launch":
+    if job.contestant in ("launch", "ranks"):
         ours = "from phalanx.cli.app import main; main()"
-        options = (f"-n{job.workers}", f"--max-restarts={max_restarts}")
+        again = "--max-restarts" if job.contestant == "launch" else "--rank-restarts"
+        options = (f"-n{job.workers}", f"{again}={max_restarts}")
         return (sys.executable, "-c", ours, "launch", *options, __file__, plain[-1])
     if job.contestant == "torchrun":
         return (

@@ -46,6 +46,7 @@ TITLES = {
     "processes": "worker processes",
     "torchrun": "torchrun, gloo",
     "launch": "phalanx launch",
+    "ranks": "ranks that survive",
 }
 JUDGED = "processes"
 EXTRA_S = {50: 0.1, 99: 0.5}  # by percentile: beyond an ordinary step, at most
@@ -112,6 +113,9 @@ def percentile(values: Sequence[float], percent: int) -> float:
 def recovery(
     model: Model = "mlp",
     kills: Annotated[int, typer.Option(min=1, help="Workers of Phalanx that are killed.")] = 20,
+    rank_kills: Annotated[
+        int, typer.Option(min=0, help="Ranks of `executor=Ranks()` that are killed; 0: left out.")
+    ] = 20,
     restarts: Annotated[
         int, typer.Option(min=0, help="Ranks that are killed, of each launcher; 0 leaves them out.")
     ] = 5,
@@ -121,13 +125,19 @@ def recovery(
 ) -> None:
     """Kill worker processes in mid-step, and time how soon the training goes on.
 
-    Beside it, in the same table, torchrun over gloo and `phalanx launch` over phalanx, both with
-    --max-restarts, on the same model. A missed target is marked and is no error, nor is a torchrun
-    that does not go on after a kill; a contestant of ours that failed is: exit code 1.
+    Beside it, in the same table, ranks that survive the loss of others, and torchrun over gloo and
+    `phalanx launch` over phalanx, both with --max-restarts, on the same model. A missed target is
+    marked and is no error, nor is a torchrun that does not go on after a kill; a contestant of ours
+    that failed is: exit code 1.
     """
     check_model(model)
     console, machine = begin()
-    kills_by_name = {"processes": kills, "torchrun": restarts, "launch": restarts}
+    kills_by_name = {
+        "processes": kills,
+        "ranks": rank_kills,
+        "torchrun": restarts,
+        "launch": restarts,
+    }
     results: list[Disturbed] = []
     failures: dict[str, str] = {}
     what = ", ".join(f"{name}: {num_kills} kills" for name, num_kills in kills_by_name.items())
@@ -145,7 +155,13 @@ def recovery(
                 if results[-1].end:
                     failures[name] = results[-1].end
     again = command_line(
-        "recovery", model=model, kills=kills, restarts=restarts, workers=workers, seed=seed
+        "recovery",
+        model=model,
+        kills=kills,
+        rank_kills=rank_kills,
+        restarts=restarts,
+        workers=workers,
+        seed=seed,
     )
     report = report_recovery(
         results, failures, machine, again, model=model, workers=workers, seed=seed

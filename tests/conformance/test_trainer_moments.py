@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.errors import StateError
-from phalanx.execution import FailureLog, Processes, WorkerFailure, WorkerLost, opening
+from phalanx.execution import (
+    ExecutorChoice,
+    FailureLog,
+    Processes,
+    WorkerFailure,
+    WorkerLost,
+    opening,
+)
 from phalanx.train import FormationChosen, StepDone, trial
 from phalanx.train.events import EventDispatcher
 
@@ -187,7 +194,8 @@ def test_a_loss_that_was_not_told_of_is_told_of_the_next_time() -> None:
         if lost.worker == 0:
             raise KeyError(lost.worker)
 
-    dispatcher = EventDispatcher((), hear, failures)
+    choice = ExecutorChoice(kind="processes", options=Processes(on_failure=hear))
+    dispatcher = EventDispatcher((), choice, failures)
     with pytest.raises(KeyError):
         dispatcher.tell_of_failures(1)
     dispatcher.tell_of_failures(2)

@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -30,10 +31,31 @@ from phalanx.distributed.exchange import Exchange
 from phalanx.distributed.open_store import open_lasting_store, read_rank
 from phalanx.errors import GroupAborted, PeerLost, PeerTimeout, PhalanxError, StateError
 
-__all__ = ["ElasticExchange", "GroupChanged"]
+__all__ = ["ElasticExchange", "GroupChanged", "RanksChanged"]
 
 _LOSSES = (PeerLost, PeerTimeout, GroupAborted)
 _WORD = torch.int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksChanged:
+    """Ranks of ``executor=Ranks()`` were lost or have come; told before the step's `StepDone`.
+
+    Attributes:
+        step: How many updates are done, the one included in which it was noticed.
+        rank: This process's place among those that train now.
+        ranks: Who they are: each one's ``RANK``, as its launcher gave it.
+        pids: Their process numbers.
+        lost: The ``RANK`` of each that is gone.
+        came: That of each that is new.
+    """
+
+    step: int
+    rank: int
+    ranks: tuple[int, ...]
+    pids: tuple[int, ...]
+    lost: tuple[int, ...]
+    came: tuple[int, ...]
 
 
 class GroupChanged(PeerLost):
@@ -74,6 +96,7 @@ class ElasticExchange(Exchange):
         self._give: Callable[[], bytes] = bytes
         self._group: SharedGroup | None = None
         self._has_state = False
+        self._told: list[int] = []  # the processes that `take_change` has told of
 
     def enter(self, describe: Callable[[], About], give: Callable[[], bytes]) -> bytes | None:
         """Become one of the ranks, and return the state that a peer has given; None from the first.
@@ -120,6 +143,23 @@ class ElasticExchange(Exchange):
             self._take_place()
         else:
             self.in_step = True
+
+    def take_change(self, step: int) -> RanksChanged | None:
+        """Return how the ranks differ from those of the last time; None if they do not."""
+        if not self.entered or self._told == self._epoch.members:
+            return None
+        before, now = self._told, self._epoch.members
+        self._told = now
+        process_of = self._membership.process_of
+        processes = [process_of(number) for number in now]
+        return RanksChanged(
+            step=step,
+            rank=self._place,
+            ranks=tuple(rank for rank, _ in processes),
+            pids=tuple(pid for _, pid in processes),
+            lost=tuple(process_of(number)[0] for number in before if number not in now),
+            came=tuple(process_of(number)[0] for number in now if number not in before),
+        )
 
     def leave(self, *, finished: bool) -> None:
         """Take no part any more; idempotent."""

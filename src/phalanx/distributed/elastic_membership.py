@@ -207,6 +207,11 @@ class Membership:
         with contextlib.suppress(RuntimeError):  # the store is gone, and everybody with it
             self._store.set(f"left/{self.number}", _FINISHED if finished else _LOST)
 
+    def process_of(self, number: int) -> tuple[int, int]:
+        """Return the place that the launcher gave a process, and its process number."""
+        card = self._card(number)
+        return card.rank, card.pid
+
     def next_epoch(self, report: Report) -> Epoch:
         """Return the next epoch that this process is in.
 

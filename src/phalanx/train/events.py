@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.execution import FailureLog, Span, WorkerLost
+from phalanx.distributed import RanksChanged
+from phalanx.execution import ExecutorChoice, FailureLog, Span, WorkerLost
 
 __all__ = [
     "Callback",
@@ -13,6 +14,7 @@ __all__ = [
     "Event",
     "EventDispatcher",
     "FormationChosen",
+    "RanksChanged",
     "Span",
     "StepDone",
     "WorkerLost",
@@ -85,7 +87,7 @@ class EpochDone:
     validation: Mapping[str, float] | None
 
 
-Event = FormationChosen | StepDone | EpochDone | WorkerLost
+Event = FormationChosen | StepDone | EpochDone | WorkerLost | RanksChanged
 Callback = Callable[[Event], None]
 
 
@@ -94,28 +96,33 @@ class EventDispatcher:
 
     Args:
         callbacks: Called with every event.
-        on_failure: Called with every loss of a worker, before them.
+        choice: What was given as ``executor=``: `on_failure` is called with every loss of a worker
+            before them, and the ranks may change.
         failures: Where losses are noted.
     """
 
     def __init__(
         self,
         callbacks: Sequence[Callback],
-        on_failure: Callable[[WorkerLost], object] | None,
+        choice: ExecutorChoice,
         failures: FailureLog,
     ) -> None:
+        self._elastic = choice.elastic
         self._callbacks = tuple(callbacks)
-        self._on_failure = on_failure
+        self._on_failure = choice.options.on_failure
         self._failures = failures
 
     def tell(self, event: Event) -> None:
-        """Tell of ``event``, and before a step of the workers that were lost in it.
+        """Tell of ``event``, and before a step of the workers and ranks that were lost in it.
 
         Callbacks hear of every step that is done, whatever telling of a loss raises.
         """
         try:
             if isinstance(event, StepDone):
                 self.tell_of_failures(event.step)
+                changed = self._elastic and self._elastic.take_change(event.step)
+                if changed:
+                    self.tell(changed)
         finally:
             for callback in self._callbacks:
                 callback(event)

@@ -114,7 +114,7 @@ class Trainer(TrainerFacts):
             feedback: "fp16", "bf16", "one_bit", "top_k", or a codec; default: none.
         channels_last: Lay convolution weights out channels_last; default: on the CPU, where all the
             model's layers are known to compute the same so.
-        callbacks: Called with every `StepDone`, `EpochDone` and `FormationChosen`.
+        callbacks: Called with every `StepDone`, `EpochDone`, `FormationChosen`, `RanksChanged`.
 
     Raises:
         ConfigError: An argument cannot work.
@@ -188,7 +188,7 @@ class Trainer(TrainerFacts):
         self._choice = choice
         failures = FailureLog(choice.options.max_failures)
         maker = partial(ExecutorMaker, choice, module, failures)
-        self._events = EventDispatcher(callbacks, choice.options.on_failure, failures)
+        self._events = EventDispatcher(callbacks, choice, failures)
         self._spec = EngineSpec(
             module=module,
             optimizer=self.optimizer,
