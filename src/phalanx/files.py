@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "open_new",
@@ -89,6 +90,8 @@ def save_tensors(
         SafetensorError: The same, as safetensors says it.
         ValueError: A tensor cannot be stored.
     """
+    from safetensors.torch import save_file  # needs torch, which who reads a file does without
+
     with open_new(path) as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
