@@ -140,7 +140,7 @@ _NAMES_BY_ROOM = {
     ),
 }
 _ROOM_BY_NAME = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
-_ROOMS = {"codecs", "compat", "metrics", "tables"} | {
+_ROOMS = {"cluster", "codecs", "compat", "metrics", "tables"} | {
     room.removeprefix("phalanx.") for room in _NAMES_BY_ROOM
 }
 

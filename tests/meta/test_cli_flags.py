@@ -13,12 +13,15 @@ from tests.meta.commands import flags_by_command, root_command
 FROZEN: dict[str, tuple[str, ...]] = {
     "": ("--version",),
     "launch": (
+        "--address",
+        "--cpus-per-worker",
         "--endpoint",
         "--log-dir",
         "--max-restarts",
         "--nnodes",
         "--rank-restarts",
         "--ranks",
+        "--ray",
         "--run-id",
         "--secret-file",
         "--trusted-network",

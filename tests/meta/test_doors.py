@@ -165,6 +165,7 @@ DOORS: dict[str, Door] = {
         names("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"),
         allowed=(
             *("cli/app.py", "cli/launch.py"),  # for processes that are started
+            *("cluster/ray_launcher.py", "cluster/ray_worker.py"),
             "tables/joining.py",
             "distributed/exchange.py",
             "distributed/hosts.py",
@@ -231,10 +232,15 @@ DOORS: dict[str, Door] = {
             ),
         ),
         # `toc_print` of MXNet's monitor has no console to be given.
+<<<<<<< HEAD
         allowed=(
             *("cli/console.py", "compat/mxnet_monitor.py"),
             *("distributed/rank_restarts.py", "distributed/rank_start.py"),  # beside the script
         ),
+=======
+        # What workers on Ray print, the driver prints.
+        allowed=("cli/console.py", "compat/mxnet_monitor.py", "cluster/ray_launcher.py"),
+>>>>>>> e554a9f (phalanx launch --ray and phalanx.cluster.on_ray: Ray places the workers)
         caught=(
             "print('a')",
             "from rich.console import Console\nconsole = Console()",
@@ -301,6 +307,7 @@ DOORS: dict[str, Door] = {
             "distributed/rank_restarts.py",
             "execution/worker_client.py",
             "tables/host_server.py",  # a server outlives the worker that started it
+            "cluster/ray_worker.py",
         ),
         caught=(
             "import subprocess",
@@ -393,6 +400,7 @@ DOORS: dict[str, Door] = {
         allowed=(
             "train/peer_state.py",
             "cluster/secret.py",
+            "cluster/ray_worker.py",  # files without a name
             "files.py",  # opens to read, in a way that does not wait
             "train/checkpoint.py",
             "tables/snapshots.py",
@@ -403,7 +411,7 @@ DOORS: dict[str, Door] = {
             "distributed/launcher.py",  # a folder for the ranks' output
             "distributed/wake_up_pipes.py",  # pipes of other ranks
             "distributed/contention.py",  # opens /proc to read, without a buffer
-            "distributed/rank_start.py",  # how a rank has failed, for the launcher
+            "distributed/rank_start.py",  # how a rank has ended, for the launcher
             "ipc/locks.py",  # opens the file anew, for locks of its own
         ),
         caught=(
@@ -452,7 +460,11 @@ DOORS: dict[str, Door] = {
             calls("builtins.eval", "builtins.exec", "builtins.compile", "code.interact"),
             keywords(shell=True, allow_pickle=True),
         ),
-        allowed=("replicas/packing.py",),
+        allowed=(
+            "replicas/packing.py",
+            # Functions and what they return, on connections of Ray's, which pickles itself.
+            *("cluster/ray_launcher.py", "distributed/rank_start.py"),
+        ),
         caught=(
             "import pickle",
             "eval('1')",

@@ -18,7 +18,9 @@ from tests.meta.source import (
 
 SLOW = {
     "phalanx.metrics.group_metrics",  # needs torchmetrics, which takes half as long as torch
-    *("phalanx.distributed.launcher", "phalanx.distributed.launch"),  # need torch's launcher
+    # Need torch's launcher.
+    *("phalanx.distributed.launcher", "phalanx.distributed.launch"),
+    *("phalanx.distributed.rank_start", "phalanx.cluster.ray_launcher"),
     # Need torch, which the command line does without until a command runs.
     *("phalanx.cli.losses", "phalanx.cli.session", "phalanx.codecs", "phalanx.distributed"),
     # Need pyzmq, an extra.

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.console import make_console
+from phalanx.cli.secret_file import import_cluster
 from phalanx.errors import ConfigError
 
 __all__ = ["launch"]
@@ -57,6 +58,18 @@ def launch(
             help="In place of a secret: whoever reaches this job's hosts may change its tables.",
         ),
     ] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Let Ray place the ranks; needs `phalanx[ray]`.")
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="With --ray: where it is.", show_default="the one here, or a new one here alone"
+        ),
+    ] = None,
+    cpus_per_worker: Annotated[
+        int, typer.Option(min=1, help="With --ray: CPUs, and threads, of each rank.")
+    ] = 1,
 ) -> None:
     """Run a script in several ranks, as torchrun does, with defaults for CPUs.
 
@@ -64,28 +77,54 @@ def launch(
     divided by the ranks as threads, unless OMP_NUM_THREADS says otherwise. Of several failures the
     first cause is told last, and its exit code is the command's.
     """
+    of_hosts = {
+        "--nnodes": nnodes != "1",
+        "--endpoint": endpoint,
+        "--run-id": run_id != "phalanx",
+        "--log-dir": log_dir,
+        "--trusted-network": trusted_network,
+    }
+    of_ray = {"--address": address, "--cpus-per-worker": cpus_per_worker != 1}
+    for name, is_given in (of_hosts if ray else of_ray).items():
+        if is_given:
+            raise ConfigError(
+                f"`{name}` must be left out {'with' if ray else 'without'} `--ray`, but is given."
+            )
     # Late, as it needs torch, which takes seconds: `--help` does without.
     from phalanx.distributed import Job, RankFailed, available_cores, launch_script
 
-    if secret_file is not None:
-        os.environ[_SECRET_FILE] = str(secret_file.resolve())
-    if trusted_network:
-        os.environ[_TRUSTED_NETWORK] = "1"
     console = make_console(stderr=True)
-    job = Job(
-        ranks=available_cores() if ranks is None else ranks,
-        nodes=parse_nodes(nnodes),
-        endpoint=endpoint,
-        run_id=run_id,
-        max_restarts=max_restarts,
-        rank_restarts=rank_restarts,
-        log_dir=log_dir,
-        colour=console.is_terminal and not console.no_color,
-    )
+    colour = console.is_terminal and not console.no_color
     try:
+        if ray:
+            cluster = import_cluster()
+            on_ray = cluster.RayJob(
+                workers=ranks,
+                cpus_per_worker=cpus_per_worker,
+                address=address,
+                max_restarts=max_restarts,
+                secret_file=None if secret_file is None else str(secret_file),
+                colour=colour,
+            )
+            cluster.launch_script_on_ray(script.resolve(), args or [], on_ray)
+            return
+        if secret_file is not None:
+            os.environ[_SECRET_FILE] = str(secret_file.resolve())
+        if trusted_network:
+            os.environ[_TRUSTED_NETWORK] = "1"
+        job = Job(
+            ranks=available_cores() if ranks is None else ranks,
+            nodes=parse_nodes(nnodes),
+            endpoint=endpoint,
+            run_id=run_id,
+            max_restarts=max_restarts,
+            rank_restarts=rank_restarts,
+            log_dir=log_dir,
+            colour=colour,
+        )
         launch_script(script, args or [], job)
     except RankFailed as exc:
-        console.print(str(exc), style="bold red")
+        console.print("\n".join([str(exc), *getattr(exc, "__notes__", ())]), style="bold red")
         raise typer.Exit(exc.exit_code) from None
 
 

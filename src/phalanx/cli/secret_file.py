@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from phalanx.cli.console import make_console
 from phalanx.errors import UnsupportedError
 
-__all__ = ["secret"]
+__all__ = ["import_cluster", "secret"]
 
 
 def secret(
@@ -21,16 +22,25 @@ def secret(
     Bring the same file to every host, by means that nobody else reads along, and name it there in
     PHALANX_SECRET_FILE.
     """
-    try:
-        from phalanx.cluster import make_secret  # late: needs pyzmq, which is an extra
-    except ImportError as exc:
-        raise UnsupportedError(
-            f"Tables on several hosts need pyzmq, which cannot be imported: {exc}. Say "
-            "`pip install 'phalanx[cluster]'`."
-        ) from exc
-    make_secret(path)
+    import_cluster().make_secret(path)
     make_console().print(
         f"Made {path}. Bring it to every host (scp keeps it between you and the host), and say "
         f"there: export PHALANX_SECRET_FILE={path}",
         soft_wrap=True,
     )
+
+
+def import_cluster() -> ModuleType:
+    """Return the room `phalanx.cluster`.
+
+    Raises:
+        UnsupportedError: pyzmq is not there.
+    """
+    try:
+        from phalanx import cluster  # late: needs pyzmq, which is an extra
+    except ImportError as exc:
+        raise UnsupportedError(
+            f"Tables on several hosts need pyzmq, which cannot be imported: {exc}. Say "
+            "`pip install 'phalanx[cluster]'`."
+        ) from exc
+    return cluster

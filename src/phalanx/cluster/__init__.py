@@ -1,9 +1,19 @@
-"""How workers reach the servers of other hosts: sealed connections, and what goes over them."""
+"""How workers reach the servers of other hosts: sealed connections, and what goes over them.
+
+And how Ray starts workers on them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from phalanx.cluster.connection import Connection, Endpoint, PendingCall, Reply
 from phalanx.cluster.frames import Caps, Head
 from phalanx.cluster.secret import CurveKeys, Secret, make_secret
 from phalanx.cluster.server import Answer, Request, Server, Service
+
+if TYPE_CHECKING:
+    from phalanx.cluster.ray_launcher import RayJob, launch_script_on_ray, on_ray
 
 __all__ = [
     "Answer",
@@ -13,10 +23,24 @@ __all__ = [
     "Endpoint",
     "Head",
     "PendingCall",
+    "RayJob",
     "Reply",
     "Request",
     "Secret",
     "Server",
     "Service",
+    "launch_script_on_ray",
     "make_secret",
+    "on_ray",
 ]
+
+_OF_THE_LAUNCHER = {"RayJob", "launch_script_on_ray", "on_ray"}
+
+
+def __getattr__(name: str) -> object:
+    """Import the launcher when it is used: it needs torch, which actors of Ray do without."""
+    if name not in _OF_THE_LAUNCHER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from phalanx.cluster import ray_launcher  # late: see above
+
+    return getattr(ray_launcher, name)

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
         Job,
         RankFailed,
         available_cores,
+        describe_failures,
         launch,
         launch_script,
+        process_failure,
     )
+    from phalanx.distributed.rank_start import run_script
 
 __all__ = [
     "CodecHook",
@@ -33,6 +36,7 @@ __all__ = [
     "SharedGroup",
     "available_cores",
     "codec_hook",
+    "describe_failures",
     "hosts_of",
     "launch",
     "launch_script",
@@ -40,16 +44,22 @@ __all__ = [
     "merge_hook",
     "num_ranks_here",
     "open_store",
+    "process_failure",
+    "run_script",
     "this_host",
 ]
 
-_OF_THE_LAUNCHER = {"Job", "RankFailed", "available_cores", "launch", "launch_script"}
+_OF_THE_LAUNCHER = {
+    *("Job", "RankFailed", "available_cores"),
+    *("describe_failures", "process_failure"),
+    *("launch", "launch_script", "run_script"),
+}
 
 
 def __getattr__(name: str) -> object:
     """Import the launcher when it is used: torch's, below it, takes a quarter of a second."""
     if name not in _OF_THE_LAUNCHER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from phalanx.distributed import launcher  # late: see above
+    from phalanx.distributed import launcher, rank_start  # late: see above
 
-    return getattr(launcher, name)
+    return getattr(rank_start if name == "run_script" else launcher, name)

@@ -54,6 +54,7 @@ __all__ = [
     "first_failure",
     "launch",
     "launch_script",
+    "process_failure",
 ]
 
 _RESTARTS = str(Path(__file__).with_name("rank_restarts.py"))
@@ -364,6 +365,17 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> int:
 def _told(failure: ProcessFailure) -> dict[str, Any] | None:
     message = failure.error_file_data.get("message")
     return message.get("extraInfo") if isinstance(message, dict) else None
+
+
+# Any: JSON of a rank's own.
+def process_failure(
+    local_rank: int, pid: int, exit_code: int, note: dict[str, Any] | None
+) -> ProcessFailure:
+    """Return the failure of a rank that torch's launcher has not started, as that describes one."""
+    failure = ProcessFailure(local_rank, pid, exit_code, "")
+    if note is not None:
+        failure.error_file_data = note
+    return failure
 
 
 def describe_failures(failures: Mapping[int, ProcessFailure]) -> RankFailed:

@@ -1,21 +1,25 @@
-"""The start of a rank of ``phalanx launch``: our backend as the default, then the user's script.
+"""The start of a rank: our backend as the default, then the user's script or function.
 
-    phalanx launch ──> python -u -c '…main()' launcher folder script.py args…
+    phalanx launch    ──> python -u -c '…main()' launcher folder script.py args…
+    an actor of Ray's ──> python -u -c '…call()' launcher descriptor < function, arguments
 
 Where the script fails, the moment and the traceback go into the file that the launcher has named,
-so that the first failure can be told from those that it caused.
+so that the first failure can be told from those that it caused. `call` leaves the same, or what the
+function has returned, in a file without a name, which ends with its readers.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,11 +28,11 @@ from phalanx.clock import wall_clock_s
 from phalanx.distributed.backend import NAME
 from phalanx.distributed.elastic_membership import RunEnded
 from phalanx.distributed.launch_rendezvous import meet_in_folder
-from phalanx.errors import PeerError, PhalanxError
+from phalanx.errors import ConfigError, PeerError, PhalanxError
 from phalanx.files import written_whole
 from phalanx.ipc import die_with_parent
 
-__all__ = ["main", "prepare", "record_failures"]
+__all__ = ["call", "main", "prepare", "record_failures", "run_script"]
 
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -74,9 +78,16 @@ def _record(exc: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
+    # Whole or not at all: the launcher may end this rank at any moment, and reads what is there.
+    with written_whole(Path(path)) as draft:
+        draft.write_text(json.dumps(_failure_note(exc)), encoding="utf-8")
+
+
+def _failure_note(exc: BaseException) -> dict[str, object]:
+    """Return what a launcher is told of a failure, in the form that torch's launcher reads."""
     at_s = wall_clock_s()
     code = exc.code if isinstance(exc, SystemExit) else None
-    said = {
+    return {
         "message": {
             "message": f"{type(exc).__name__}: {exc}",
             "extraInfo": {
@@ -89,9 +100,6 @@ def _record(exc: BaseException) -> None:
             },
         }
     }
-    # Whole or not at all: the launcher may end this rank at any moment, and reads what is there.
-    with written_whole(Path(path)) as draft:
-        draft.write_text(json.dumps(said), encoding="utf-8")
 
 
 def _from_user_on(exc: BaseException) -> TracebackType | None:
@@ -117,15 +125,61 @@ def _said(exc: BaseException) -> str:
     )
 
 
-def main() -> None:
-    """Run the script that the command line names, as Python itself would."""
-    _, launcher, folder, *sys.argv = sys.argv
-    script = sys.argv[0]
+def run_script(script: str, args: Sequence[str]) -> None:
+    """Run a script as Python itself would.
+
+    Raises:
+        ConfigError: This host has no such file.
+    """
+    if not Path(script).is_file():
+        raise ConfigError(
+            f"`script` must be a Python file on every host, but {os.uname().nodename} has no file "
+            f"{script!r}. Put it at the same path on all, or on a disk that they share."
+        )
+    sys.argv = [script, *args]
     sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def main() -> None:
+    """Run the script that the command line names."""
+    _, launcher, folder, script, *args = sys.argv
     prepare(int(launcher), folder)
     try:
-        record_failures(lambda: runpy.run_path(script, run_name="__main__"))
+        record_failures(lambda: run_script(script, args))
     except Exception as exc:
-        exc.__traceback__ = _from_user_on(exc)
-        sys.excepthook(type(exc), exc, exc.__traceback__)
-        sys.exit(1)
+        _end_by(exc)
+
+
+def call() -> None:
+    """Call the function that stands on stdin, and leave what comes of it.
+
+    The file of the descriptor on the command line gets, pickled: None and what was returned, or
+    how it failed and the error; both pickled by themselves, since only their reader needs the
+    code that they belong to.
+    """
+    _, launcher, descriptor = sys.argv
+    prepare(int(launcher), "")
+    with os.fdopen(int(descriptor), "wb") as outcome:
+        try:
+            function, args = pickle.load(sys.stdin.buffer)
+            pickle.dump((None, pickle.dumps(function(*args))), outcome)
+        except BaseException as exc:
+            pickle.dump((_failure_note(exc), _pickled(exc)), outcome)
+            if isinstance(exc, Exception):
+                _end_by(exc)
+            raise
+
+
+def _pickled(exc: BaseException) -> bytes:
+    """Return an error as bytes; none where it cannot be pickled, as the note then says it all."""
+    try:
+        return pickle.dumps(exc)
+    except Exception:
+        return b""
+
+
+def _end_by(exc: Exception) -> NoReturn:
+    exc.__traceback__ = _from_user_on(exc)
+    sys.excepthook(type(exc), exc, exc.__traceback__)
+    sys.exit(1)
