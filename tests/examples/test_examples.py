@@ -30,11 +30,18 @@ PROMISES = {
         r"\b(day|weekday|year|date|datetime|locale)\b"
     ),
     "08_diloco.py": r"20x fewer syncs, within 1 %: True",
+    "09_on_ray.py": r"2 workers: .*\nthe same line in all: True\nnear 3 x -1: True",
 }
-ARGUMENTS = {"06_kill_a_worker.py": ["--steps", "60"], "07_word_vectors.py": ["--small"]}
+ARGUMENTS = {
+    "06_kill_a_worker.py": ["--steps", "60"],
+    "07_word_vectors.py": ["--small"],
+    "09_on_ray.py": ["--workers", "2"],
+}
+NEEDS = {"09_on_ray.py": "ray"}
 BY_NIGHT = {
     "06_kill_a_worker.py",  # docs/process_executor.md kills one by day
     "08_diloco.py",  # its figures want 600 steps; test_shared_module.py holds what it shows
+    "09_on_ray.py",  # test_ray.py starts a Ray by day
 }
 
 
@@ -95,6 +102,8 @@ def test_every_example_is_run() -> None:
 )
 def test_example(name: str, promise: str, tmp_path: Path) -> None:
     script = ROOT / "examples" / name
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"needs {NEEDS[name]}")
     if name in FORKED:
         said = run_forked(script, tmp_path)
     else:

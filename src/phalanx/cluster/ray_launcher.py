@@ -32,7 +32,13 @@ from typing import Any, NamedTuple
 
 from phalanx.cluster.ray_worker import Ended, RayWorker
 from phalanx.cluster.secret import Secret
-from phalanx.distributed import RankFailed, describe_failures, process_failure, run_script
+from phalanx.distributed import (
+    RankFailed,
+    describe_failures,
+    process_failure,
+    run_script,
+    signals_put_back,
+)
 from phalanx.errors import ConfigError, PeerTimeout, UnsupportedError
 from phalanx.ipc import Waiting
 from phalanx.plan import check_function, read_count
@@ -246,7 +252,8 @@ def _connected(address: str | None) -> Iterator[Any]:
         yield ray
         return
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        with signals_put_back():  # SIGTERM ends a driver as before, and Ray then ends its actors
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError) as exc:
         raise ConfigError(
             f"`address` must be where a Ray cluster is, but is {address!r}, and Ray says: {exc} "

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         launch,
         launch_script,
         process_failure,
+        signals_put_back,
     )
     from phalanx.distributed.rank_start import run_script
 
@@ -46,12 +47,13 @@ __all__ = [
     "open_store",
     "process_failure",
     "run_script",
+    "signals_put_back",
     "this_host",
 ]
 
 _OF_THE_LAUNCHER = {
     *("Job", "RankFailed", "available_cores"),
-    *("describe_failures", "process_failure"),
+    *("describe_failures", "process_failure", "signals_put_back"),
     *("launch", "launch_script", "run_script"),
 }
 

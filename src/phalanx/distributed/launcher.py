@@ -55,6 +55,7 @@ __all__ = [
     "launch",
     "launch_script",
     "process_failure",
+    "signals_put_back",
 ]
 
 _RESTARTS = str(Path(__file__).with_name("rank_restarts.py"))
@@ -312,15 +313,15 @@ def _environment(job: Job) -> Iterator[None]:
         # It repeats, before the end and for each rank, what we say once at the end.
         stack.callback(agent.setLevel, agent.level)
         agent.setLevel(logging.CRITICAL)
-        stack.enter_context(_signals_put_back())
+        stack.enter_context(signals_put_back())
         os.environ.update(wanted)
         stack.callback(_put_back, before)
         yield
 
 
 @contextmanager
-def _signals_put_back() -> Iterator[None]:
-    """Undo what the launcher does to signals: afterwards Ctrl-C is the caller's again."""
+def signals_put_back() -> Iterator[None]:
+    """Undo what a launcher does to signals: afterwards Ctrl-C is the caller's again."""
     mine = threading.current_thread() is threading.main_thread()  # else nobody can change them
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if mine else ()
     before = {number: signal.getsignal(number) for number in numbers}

@@ -1,0 +1,90 @@
+"""Which rank runs where, and what is refused before Ray is asked for anything."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from phalanx.cli.app import main
+from phalanx.cluster import RayJob, on_ray
+from phalanx.cluster.ray_launcher import plan_ranks
+from phalanx.errors import ConfigError, UnsupportedError
+
+
+@pytest.mark.parametrize(
+    ("nodes", "planned"),
+    [
+        ("a", ["0a 0/1 0/1"]),
+        ("aa", ["0a 0/2 0/1", "1a 1/2 0/1"]),
+        ("aba", ["0a 0/2 0/2", "2a 1/2 0/2", "1b 0/1 1/2"]),
+        ("cab", ["0c 0/1 0/3", "1a 0/1 1/3", "2b 0/1 2/3"]),
+    ],
+)
+def test_ranks_are_numbered_node_by_node(nodes, planned):
+    found = plan_ranks(list(nodes))
+    assert [
+        f"{each.bundle}{each.node} {each.local_rank}/{each.num_local} "
+        f"{each.node_rank}/{each.num_nodes}"
+        for each in found
+    ] == planned
+
+
+def test_a_rank_is_told_what_torchrun_would_tell_it_and_its_node():
+    place = plan_ranks(["a", "b", "a"])[1]
+    assert place.variables(1, 3) == {
+        "RANK": "1",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "3",
+        "ROLE_NAME": "default",
+        "PHALANX_HOST": "ray-a",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"workers": 0}, "`workers` must be at least 1 worker, but is 0."),
+        ({"cpus_per_worker": 0}, "`cpus_per_worker` must be at least 1 CPU, but is 0."),
+        ({"max_restarts": -1}, "`max_restarts` must be at least 0, but is -1."),
+        ({"timeout_s": 0.0}, "`timeout_s` must be above 0 seconds, but is 0.0."),
+        ({"timeout_s": float("nan")}, "`timeout_s` must be above 0 seconds, but is nan."),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused(arguments, sentence):
+    with pytest.raises(ConfigError) as refused:
+        RayJob(**arguments)
+    assert str(refused.value).startswith(sentence)
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(ConfigError, match="`function` must "):
+        on_ray(7)
+
+
+def test_without_ray_the_way_out_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UnsupportedError, match=r"Say `pip install 'phalanx\[ray\]'`\."):
+        on_ray(print)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--ray", "--nnodes", "2"], "`--nnodes` must be left out with `--ray`, but is given."),
+        (["--ray", "--trusted-network"], "`--trusted-network` must be left out with `--ray`"),
+        (["--address", "auto"], "`--address` must be left out without `--ray`, but is given."),
+        (["--ray"], "`script` must be a Python file, but there is no file "),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(words, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["phalanx", "launch", *words, "none.py"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())
