@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import nn
 from phalanx import PeerTimeout, Trainer
 from phalanx.cluster import on_ray
 from phalanx.distributed import RankFailed
+from phalanx.files import written_whole
 from phalanx.ipc import wait_until
 from tests.multiprocess.test_tables_hosts import DEADLINE_S, EXPECTED, SCRIPT
 
@@ -146,6 +148,41 @@ def test_a_kill_ends_the_run_or_starts_all_workers_again(cluster, actor):
     assert ("is lost: " if actor else "It ran on Ray's node ") in note
     found = on_ray(killed_once, 3, args=(actor,), address=cluster.address, max_restarts=1)
     assert found == [(1, 6)] * 3
+
+
+def wait_in_the_first_attempt(folder: str) -> str:
+    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+    if attempt == "0":
+        with written_whole(Path(folder, rank)) as draft:
+            draft.write_text(os.environ["PHALANX_HOST"])
+        signal.pause()
+    return attempt
+
+
+@pytest.mark.night
+def test_workers_of_a_lost_node_start_again_on_the_others(cluster, tmp_path):
+    cluster.add_node(num_cpus=1)  # what is lost is as much
+    nodes = {f"ray-{node.node_id}": node for node in cluster.worker_nodes}
+
+    def remove_a_node() -> None:
+        hosts = [tmp_path / str(rank) for rank in range(4)]
+        assert wait_until(lambda: all(host.exists() for host in hosts), DEADLINE_S)
+        used = next(nodes[host.read_text()] for host in hosts if host.read_text() in nodes)
+        cluster.remove_node(used, allow_graceful=False)
+
+    removal = threading.Thread(target=remove_a_node)
+    removal.start()
+    try:
+        started = on_ray(
+            wait_in_the_first_attempt,
+            4,
+            args=(str(tmp_path),),
+            address=cluster.address,
+            max_restarts=1,
+        )
+    finally:
+        removal.join()
+    assert started == ["1"] * 4
 
 
 # --- training -------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ Ranks are numbered node by node. A worker finds the variables that torchrun sets
 runs under all launchers. A node of Ray is a host, also where one machine plays several.
 
 # Note [Which workers start again]
-After a failure all workers of the attempt end, and all are started, in the places that Ray has kept
-or found anew, with a new port and a higher TORCHELASTIC_RESTART_COUNT: what `max_restarts` means
-under `phalanx launch`. That serves every script, since survivors cannot be expected to take a
-newcomer in. Where they can, `_Attempt.follow` is the place to start a single worker again.
+After a failure all workers of the attempt end, and all are started, where Ray places them anew (a
+group that it keeps may lie on a node that is gone), with a new port and a higher
+TORCHELASTIC_RESTART_COUNT: what `max_restarts` means under `phalanx launch`. That serves every
+script, since survivors cannot be expected to take a newcomer in. Where they can, `_Attempt.follow`
+is the place to start a single worker again.
 """
 
 from __future__ import annotations
@@ -266,13 +267,10 @@ def _connected(address: str | None) -> Iterator[Any]:
 
 
 @contextmanager
-def _reserved(ray: Any, job: RayJob) -> Iterator[Any]:
+def _reserved(workers: int, job: RayJob) -> Iterator[Any]:
     """Yield a placement group with a bundle for each worker, few nodes before many."""
     from ray.util import placement_group, remove_placement_group  # an extra
 
-    workers = job.workers
-    if workers is None:
-        workers = max(1, int(ray.cluster_resources().get("CPU", 0)) // job.cpus_per_worker)
     group = placement_group([{"CPU": job.cpus_per_worker}] * workers, strategy="PACK")
     try:
         yield group
@@ -302,7 +300,10 @@ def _place(ray: Any, group: Any, job: RayJob) -> list[RankPlace]:
 def _run(job: RayJob, function: Callable[..., Any], args: Sequence[object]) -> list[bytes]:
     """Call the function in every worker; return what they return, pickled, by rank."""
     secret = Secret.read(job.secret_file).content if job.secret_file else None
-    with _connected(job.address) as ray, _reserved(ray, job) as group:
+    with _connected(job.address) as ray:
+        workers = job.workers
+        if workers is None:
+            workers = max(1, int(ray.cluster_resources().get("CPU", 0)) // job.cpus_per_worker)
         call = ray.cloudpickle.dumps((function, tuple(args)))
         variables = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(job.cpus_per_worker)),
@@ -313,12 +314,13 @@ def _run(job: RayJob, function: Callable[..., Any], args: Sequence[object]) -> l
         count = 0
         while True:
             variables["TORCHELASTIC_RESTART_COUNT"] = str(count)
-            attempt = _Attempt(ray, group, _place(ray, group, job), job)
-            try:
-                attempt.start(call, variables, secret)
-                attempt.follow()
-            finally:
-                attempt.close()
+            with _reserved(workers, job) as group:
+                attempt = _Attempt(ray, group, _place(ray, group, job), job)
+                try:
+                    attempt.start(call, variables, secret)
+                    attempt.follow()
+                finally:
+                    attempt.close()
             if count == job.max_restarts or not attempt.failures():
                 return attempt.values()
             count += 1
@@ -344,6 +346,7 @@ class _Attempt:
             for place in places
         ]
         self._asked: dict[Any, int] = {}  # the rank that each reference will tell of
+        self._pids: dict[int, int] = {}
         self._ended: dict[int, Ended] = {}
         self._lost: dict[int, str] = {}
 
@@ -387,6 +390,9 @@ class _Attempt:
             self._ended[rank] = found
             return
         self._asked[self._workers[rank].read.remote()] = rank
+        if isinstance(found, int):
+            self._pids[rank] = found
+            return
         colour, plain = (f"\x1b[9{self._places[rank].local_rank % 8}m", "\x1b[0m")
         before = f"{colour}[rank {rank}]{plain} " if self._colour else f"[rank {rank}] "
         for stream, lines in found:
@@ -396,7 +402,7 @@ class _Attempt:
 
     def _lose(self, rank: int, exc: Exception) -> None:
         """Note that a worker's actor is gone; the kernel has killed its process with it."""
-        self._ended[rank] = Ended(getattr(exc, "pid", None) or 0, _KILLED, b"")
+        self._ended[rank] = Ended(self._pids.get(rank, 0), _KILLED, b"")
         self._lost[rank] = " ".join(str(exc).split())
 
     def _end_others(self) -> list[Any]:

@@ -65,10 +65,8 @@ class RayWorker:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
-    def start(
-        self, call: bytes, folder: str, variables: Mapping[str, str], secret: bytes
-    ) -> list[Lines]:
-        """Start the process.
+    def start(self, call: bytes, folder: str, variables: Mapping[str, str], secret: bytes) -> int:
+        """Start the process; return its number.
 
         Args:
             call: The function and its arguments, pickled.
@@ -107,7 +105,7 @@ class RayWorker:
             os.set_blocking(pipe.fileno(), False)
             self._waiting.register(pipe.fileno(), selectors.EVENT_READ, stream)
             self._rest[stream] = b""
-        return []
+        return self._process.pid
 
     def read(self) -> list[Lines] | Ended:
         """Return what the worker has written since the last call, or how it has ended.
