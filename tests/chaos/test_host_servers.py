@@ -18,13 +18,13 @@ import torch
 from phalanx import tables
 from phalanx.cluster import connection
 from phalanx.ipc import RunDirectory, inject, wait_until
-from phalanx.tables import host_rendezvous, host_server
+from phalanx.tables import host_server, host_supervisor
 from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.hash_segment import POINTS as NEW_KEYS
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import POINTS, TableShard
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
-from tests.multiprocess.hosts import free_port, variables
+from tests.multiprocess.hosts import free_port, serve_here, variables
 
 NUM_HOSTS = 2
 ADDS = 3
@@ -47,7 +47,7 @@ BUGS = {"counted_twice": counted_twice, "undone_counts": undone_counts}
 def serve(parent: Parent, spec: str, dies_at: str | None, bug: str | None) -> None:
     """Serve a host; kill this process when the second add passes ``dies_at``, or its first keys."""
     host_server._OVER_S = 0.05
-    host_server.start_server = lambda spec: None
+    host_supervisor.run_server = serve_here
     if bug is not None:
         BUGS[bug]()
     passed = itertools.count(int(dies_at in NEW_KEYS))
@@ -58,14 +58,17 @@ def serve(parent: Parent, spec: str, dies_at: str | None, bug: str | None) -> No
 
     if dies_at is not None:
         inject(fault)
-    host_server.main(spec)
+    regions = RunRegions(json.loads(spec)[0])
+    host_server.ServerPage(regions)  # as the worker does that starts a supervisor
+    host_supervisor.main(spec)
+    regions.close()
     parent.tell("ended")
 
 
 def work(parent: Parent, given: dict[str, str], kind: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(given)
-    host_rendezvous.start_server = lambda spec: None  # the test starts them
+    host_supervisor.start_supervisor = lambda spec: None  # the test starts them
     connection._RETRY_S = 0.1
     with tables.join(timeout_s=DEADLINE_S) as world:
         parent.tell("joined")
@@ -153,13 +156,13 @@ def test_the_standby_takes_the_same_address(tmp_path):
             assert worker.get() == "joined"
         regions = RunRegions(f"torchrun-{name}-0-1")
         page = host_server.ServerPage(regions, create=False)
-        server, address = page.server, page.read()["address"]
+        server, address = page.server, page.address
         assert server is not None
         workers[0].put("go on")
         assert workers[0].get() == "adding"
         os.kill(server.pid, signal.SIGKILL)
         assert wait_until(lambda: page.server not in (None, server), DEADLINE_S)
-        assert page.read()["address"] == address
+        assert page.address == address
         workers[0].put("enough")
         num_adds = workers[0].get()
         workers[1].put("go on")

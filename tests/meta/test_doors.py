@@ -273,6 +273,7 @@ DOORS: dict[str, Door] = {
             "distributed/transport.py",
             "cluster/server.py",  # answers that wait for other workers
             "tables/host_server.py",  # asks the other hosts who lives
+            "tables/host_supervisor.py",  # a worker waits for the supervisor's death
         ),
         caught=(
             "import threading\nthreading.Thread(target=f).start()",
@@ -306,8 +307,8 @@ DOORS: dict[str, Door] = {
         allowed=(
             "distributed/rank_restarts.py",
             "execution/worker_client.py",
-            "tables/host_server.py",  # a server outlives the worker that started it
             "cluster/ray_worker.py",
+            "tables/host_supervisor.py",  # a server outlives the worker that started it
         ),
         caught=(
             "import subprocess",

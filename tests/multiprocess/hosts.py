@@ -6,7 +6,6 @@ for processes that import torch. Tests of faults start real ones.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -15,7 +14,8 @@ from collections.abc import Callable
 import torch
 
 from phalanx import tables
-from phalanx.tables import host_rendezvous, host_server
+from phalanx.cluster import Secret
+from phalanx.tables import host_server, host_supervisor
 from tests.multiprocess.children import Children, Parent
 
 DEADLINE_S = 60.0
@@ -43,16 +43,22 @@ def variables(run: str, worker: int, num_workers: int, num_hosts: int, port: int
 
 
 def _serve_in_a_thread(threads: list[threading.Thread]) -> None:
-    """Let `join` start a host's server as a thread of this process, without a standby."""
+    """Let `join` start a host's server as a thread of this process, which nobody kills."""
     host_server._OVER_S = 0.05
 
     def start(spec: host_server.ServerSpec) -> None:
-        if spec.is_first:
-            thread = threading.Thread(target=host_server.main, args=(json.dumps(spec),))
-            threads.append(thread)
-            thread.start()
+        thread = threading.Thread(target=host_supervisor.supervise, args=(spec,))
+        threads.append(thread)
+        thread.start()
 
-    host_server.start_server = host_rendezvous.start_server = start
+    host_supervisor.start_supervisor = start
+    host_supervisor.run_server = serve_here
+
+
+def serve_here(spec: host_server.ServerSpec, secret: Secret | None) -> bool:
+    """Be the server, in place of a process that is forked."""
+    host_server.serve(spec, secret)
+    return True
 
 
 def _worker(parent: Parent, given: dict[str, str], body: Callable, how: dict) -> None:

@@ -1,9 +1,10 @@
 """The end of the network at which a worker is: asks the server of another host, and asks again.
 
-A request is sent again where no answer comes for a second: it may be lost, or its answer, or the
-server has been killed and started again. So whatever changes something carries a number by which
-the other side knows it (`Head.number`, or an operation that may be done twice). Several requests
-may be under way: `begin` sends, `wait` takes answers in until its own is there.
+A request is sent again when the link to the server is cut, as it is when the server is killed, and
+where nothing of the answer has come for a second, then for two, for four: on a slow link it may
+still be on its way. So whatever changes something carries a number by which the other side knows
+it (`Head.number`, or an operation that may be done twice). Several requests may be under way:
+`begin` sends, `wait` takes answers in until its own is there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from phalanx import errors
 from phalanx.clock import now_s
@@ -25,8 +27,9 @@ from phalanx.errors import ConfigError, InternalError, PeerError, PeerTimeout, P
 
 __all__ = ["Connection", "Endpoint", "PendingCall", "Reply"]
 
-_RETRY_S = 1.0
+_RETRY_S, _LONGEST_RETRY_S = 1.0, 8.0
 _CLOSE_MS = 0
+_UP, _CUT = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 
 
 class Endpoint(NamedTuple):
@@ -61,7 +64,8 @@ class PendingCall:
     out: Sequence[memoryview] | None
     head: Head
     title: str
-    sent_s: float = 0.0
+    heard_s: float = 0.0  # when it was sent, or a part of the answer came
+    retry_s: float = 0.0  # how much later it is sent again
     answer: Head | None = None
     text: str = ""
     taken: int = 0
@@ -74,6 +78,24 @@ class PendingCall:
         if self.error is not None:
             return True
         return self.answer is not None and self.taken == self.answer.payload_bytes
+
+
+@dataclass
+class _Link:
+    """A thread's socket, and what is under way over it.
+
+    Attributes:
+        socket: Connects again by itself.
+        events: Tells when it has done so, and when it was cut off.
+        is_up: Whether the server has admitted us since it was.
+        calls: By the number that their answers carry.
+    """
+
+    socket: zmq.Socket[bytes]
+    events: zmq.Socket[bytes]
+    poller: zmq.Poller
+    is_up: bool = False
+    calls: dict[int, PendingCall] = field(default_factory=dict)
 
 
 class Connection:
@@ -112,7 +134,7 @@ class Connection:
         self._mutex = threading.Lock()
         self._num_calls = 0
         self._local = threading.local()
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self._links: list[_Link] = []
 
     def call(
         self,
@@ -195,8 +217,10 @@ class Connection:
         pending = PendingCall(
             messages, None if out is None else [part.cast("B") for part in out], head, title
         )
-        self._calls()[call] = pending
-        self._send(pending)
+        link = self._link()
+        self._notice_cuts(link)
+        link.calls[call] = pending
+        self._send(link, pending, _RETRY_S)
         return pending
 
     def wait(self, pending: PendingCall, timeout_s: float) -> Reply:
@@ -207,7 +231,7 @@ class Connection:
             PhalanxError: What the server refused.
         """
         deadline_s = now_s() + timeout_s
-        socket = self._socket()
+        link = self._link()
         try:
             while not pending.done:
                 now = now_s()
@@ -217,16 +241,17 @@ class Connection:
                         f"{pending.title} within {timeout_s:g} s. See whether that host and the "
                         "network are up; what was asked may still be done there."
                     )
-                again_s = pending.sent_s + _RETRY_S
+                again_s = pending.heard_s + pending.retry_s
                 if now >= again_s:
-                    self.num_retries += 1
-                    pending.answer, pending.taken = None, 0
-                    self._send(pending)
+                    self._send_again(link, pending)
                     continue
-                if socket.poll(1 + int(1e3 * (min(deadline_s, again_s) - now))):
-                    self._take(socket)
+                ready = dict(link.poller.poll(1 + int(1e3 * (min(deadline_s, again_s) - now))))
+                if link.events in ready:
+                    self._notice_cuts(link)
+                if link.socket in ready:
+                    self._take(link)
         finally:
-            self._calls().pop(pending.head.call, None)
+            link.calls.pop(pending.head.call, None)
         if pending.error is not None:
             raise pending.error
         assert pending.answer is not None
@@ -235,20 +260,18 @@ class Connection:
     def close(self) -> None:
         """Let go of the sockets, of all threads."""
         with self._mutex:
-            sockets, self._sockets = self._sockets, []
-        for socket in sockets:
-            socket.close(_CLOSE_MS)
+            links, self._links = self._links, []
+        for link in links:
+            link.socket.disable_monitor()
+            link.events.close(_CLOSE_MS)
+            link.socket.close(_CLOSE_MS)
 
     # --- sockets ----------------------------------------------------------------------------------
 
-    def _calls(self) -> dict[int, PendingCall]:
-        self._socket()
-        calls: dict[int, PendingCall] = self._local.calls
-        return calls
-
-    def _socket(self) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] | None = getattr(self._local, "socket", None)
-        if socket is None:
+    def _link(self) -> _Link:
+        """Return this thread's link, made where it has none."""
+        link: _Link | None = getattr(self._local, "link", None)
+        if link is None:
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, _CLOSE_MS)
             socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + 4096)
@@ -260,26 +283,45 @@ class Connection:
                 socket.curve_serverkey = self.endpoint.public
                 socket.curve_publickey = self._keys.public
                 socket.curve_secretkey = self._keys.private
+            events = socket.get_monitor_socket(_UP | _CUT)
             socket.connect(self.endpoint.address)
-            self._local.socket, self._local.calls = socket, {}
+            poller = zmq.Poller()
+            poller.register(socket, zmq.POLLIN)
+            poller.register(events, zmq.POLLIN)
+            link = self._local.link = _Link(socket, events, poller)
             with self._mutex:
-                self._sockets.append(socket)
-        return socket
+                self._links.append(link)
+        return link
 
-    def _send(self, pending: PendingCall) -> None:
-        socket = self._socket()
+    def _send(self, link: _Link, pending: PendingCall, retry_s: float) -> None:
         for message in pending.messages:
-            socket.send_multipart(message)
-        pending.sent_s = now_s()
+            link.socket.send_multipart(message)
+        pending.heard_s, pending.retry_s = now_s(), retry_s
 
-    def _take(self, socket: zmq.Socket[bytes]) -> None:
+    def _send_again(self, link: _Link, pending: PendingCall) -> None:
+        self.num_retries += 1
+        self._send(link, pending, min(2 * pending.retry_s, _LONGEST_RETRY_S))
+
+    def _notice_cuts(self, link: _Link) -> None:
+        """Send again what was under way when the link was cut; it goes out when there is one."""
+        while int(link.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event = recv_monitor_message(link.events)["event"]
+            if event == _CUT and link.is_up:  # else it was cut before anything could be sent
+                for pending in link.calls.values():
+                    if not pending.done:
+                        self._send_again(link, pending)
+            link.is_up = event == _UP
+
+    def _take(self, link: _Link) -> None:
+        socket = link.socket
         frames = [socket.recv(copy=False)]
         while socket.getsockopt(zmq.RCVMORE):
             frames.append(socket.recv(copy=False))
         try:
             head = Head.decode(frames[0].buffer, self._caps)
-            pending = self._calls().get(head.call)
+            pending = link.calls.get(head.call)
             if pending is not None:  # else it was answered twice, or given up
+                pending.heard_s = now_s()
                 self._take_answer(pending, head, [frame.buffer for frame in frames[1:]])
         except BadFrame as exc:
             raise InternalError(

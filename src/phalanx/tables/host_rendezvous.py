@@ -24,9 +24,9 @@ from phalanx.tables.host_server import (
     ServerSpec,
     client_keys,
     server_keys,
-    start_server,
     wait_for_server,
 )
+from phalanx.tables.host_supervisor import SupervisorWatch, ensure_supervisor
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spread_run import OtherHosts
 
@@ -64,7 +64,7 @@ class Place(NamedTuple):
         run: Its name on this host: one machine may play several.
         host: This host's number.
         num_hosts: How many there are.
-        leads: Whether this is the host's first process, which starts its server.
+        leads: Whether this is the host's first process, which tells the others of its server.
     """
 
     cluster: str
@@ -136,7 +136,7 @@ def find_place(store: JobStore, trust: Trust, run: str, rank: int, size: int) ->
 
 def meet_hosts(
     store: JobStore, trust: Trust, place: Place, master: str, regions: RunRegions, timeout_s: float
-) -> OtherHosts:
+) -> tuple[OtherHosts, SupervisorWatch]:
     """See that this host has a server, and find those of the others.
 
     Args:
@@ -147,24 +147,26 @@ def meet_hosts(
         regions: This host's memory.
         timeout_s: How long to wait for the others.
 
+    Returns:
+        The others, and what sees that this host's server is started again.
+
     Raises:
         ConfigError: Nobody may speak to servers.
         PeerTimeout: Another host has no server in time.
     """
     signed = _SignedStore(store, trust.secret)
     page, waiting = ServerPage(regions), Waiting(timeout_s + _START_S)
+    bind = own_address(master)
+    if trust.secret is None and not trust.network and not _is_loopback(bind):
+        raise ConfigError(
+            "`secret_file` must be given for tables on several hosts, or `trusted_network` be "
+            "True, but neither is. Make a secret by `phalanx secret FILE`, bring the file to "
+            f"every host, and set PHALANX_SECRET_FILE there; without one, whoever "
+            f"reaches {bind} reads and changes the tables."
+        )
+    spec = ServerSpec(place.run, place.host, place.cluster, bind, trust.secret_file)
+    ensure_supervisor(page, spec, waiting.remaining_s())
     if place.leads:
-        bind = own_address(master)
-        if trust.secret is None and not trust.network and not _is_loopback(bind):
-            raise ConfigError(
-                "`secret_file` must be given for tables on several hosts, or `trusted_network` be "
-                "True, but neither is. Make a secret by `phalanx secret FILE`, bring the file to "
-                f"every host, and set PHALANX_SECRET_FILE there; without one, whoever "
-                f"reaches {bind} reads and changes the tables."
-            )
-        if page.server is None or not page.server.alive():
-            spec = ServerSpec(place.run, place.host, place.cluster, bind, trust.secret_file)
-            start_server(spec)
         address = wait_for_server(page, waiting.remaining_s())
         name = f"Host {place.host} ({socket.gethostname()})"
         signed.put(f"server/{place.host}", [name, address])
@@ -176,9 +178,9 @@ def meet_hosts(
         keys = server_keys(trust.secret, place.cluster, host)
         public = None if keys is None else keys.public
         endpoints.append(Endpoint(host, str(found[0]), str(found[1]), public))
-    if place.leads:
-        page.write(endpoints=[[each.host, each.name, each.address] for each in endpoints])
-    return OtherHosts(place.host, endpoints, client_keys(trust.secret, place.cluster))
+    page.tell_endpoints([(each.host, each.name, each.address) for each in endpoints])
+    others = OtherHosts(place.host, endpoints, client_keys(trust.secret, place.cluster))
+    return others, SupervisorWatch(page, spec)
 
 
 def own_address(other: str) -> str:

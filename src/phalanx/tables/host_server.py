@@ -1,13 +1,7 @@
 """The server of one host: a process that serves the rows of this host to the others.
 
-    standby ──the server has died──► server ──starts the next──► standby
-                                        │ every worker has left
-                                        ▼
-                                      ended
-
-The memory belongs to the host: server and standby are members of the run's directory, and the
-server holds a lock that the kernel frees when it dies. The standby has imported everything and
-waits for that; it takes the same address, so nobody has to be told.
+The memory belongs to the host: a server that is killed loses nothing. The next one
+(host_supervisor.py) maps the same memory and takes the same address, so nobody has to be told.
 
 A second thread asks the servers of the other hosts whether the workers that have come from there
 live. A host that does not answer for 10 s is lost, with its workers.
@@ -17,20 +11,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import select
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from array import array
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import zmq
 
 from phalanx.clock import now_s
 from phalanx.cluster import Connection, CurveKeys, Endpoint, Secret, Server
-from phalanx.errors import ConfigError, PeerTimeout, PhalanxError, StateError
+from phalanx.errors import PeerTimeout, PhalanxError
 from phalanx.ipc import LockFile, ProcessIdentity, wait_until
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_service import HostService
@@ -41,9 +31,8 @@ __all__ = [
     "ServerPage",
     "ServerSpec",
     "client_keys",
-    "main",
+    "serve",
     "server_keys",
-    "start_server",
     "wait_for_server",
 ]
 
@@ -53,9 +42,10 @@ _HOST_LOST_S = 10.0
 _ASK_EVERY_S = 0.5
 _NOBODY_CAME_S = 120.0
 _OVER_S = 1.0
+_LOCK_S = 10.0
 _PAGE_BYTES = 1 << 16
-_PID, _START, _OVER, _LENGTH, _NUM_HOSTS = range(5)
-_TEXT = 64
+_SERVER, _SUPERVISOR, _OVER, _ADDRESS, _ENDPOINTS = 0, 2, 4, 5, 6  # words
+_TEXTS = {_ADDRESS: slice(64, 1024), _ENDPOINTS: slice(1024, _PAGE_BYTES)}
 _NOBODY = 0xFFFFFFFF  # a server asks in nobody's name
 
 
@@ -68,7 +58,6 @@ class ServerSpec(NamedTuple):
         cluster: Name of the run, the same on all hosts: keys are derived for it.
         bind: The address of the network interface that it listens at.
         secret_file: The path of the run's secret; None for a network that is trusted.
-        is_first: Whether there was no server before: one that comes later finds the run, or ends.
     """
 
     run: str
@@ -76,7 +65,6 @@ class ServerSpec(NamedTuple):
     cluster: str
     bind: str
     secret_file: str | None
-    is_first: bool = True
 
 
 def server_keys(secret: Secret | None, cluster: str, host: int) -> CurveKeys | None:
@@ -90,114 +78,125 @@ def client_keys(secret: Secret | None, cluster: str) -> CurveKeys | None:
 
 
 class ServerPage:
-    """A page of shared memory with the address of this host's server, and those of the others.
+    """A page of shared memory: who serves this host, and where.
 
-        words   | PID | START | OVER | LENGTH | NUM_HOSTS |      then JSON: address, endpoints
+        words of 8 bytes   | server, 2 | supervisor, 2 | OVER | length of ADDRESS, of ENDPOINTS |
+        from byte 64       the address of the server
+        from byte 1024     the servers of all hosts, as JSON
+
+    A text counts when its length is written, and is written once: a death in between leaves none.
 
     Args:
         regions: Of the run on this host.
         create: Whether to make the page if nobody has.
+
+    Attributes:
+        serving: Held by the server.
+        starting: Held by a worker that starts a supervisor.
     """
 
     def __init__(self, regions: RunRegions, *, create: bool = True) -> None:
         region = regions.open_region("server", _PAGE_BYTES, create=create)
         self._buffer = region.buffer
-        self._words = region.buffer[:_TEXT].cast("q")
+        self._words = region.buffer[:64].cast("q")
         file = LockFile(region)
         self.serving = file.range(0, 8, label="serving")
-        self._writing = file.range(8, 8, label="server page")
+        self.starting = file.range(8, 8, label="starting a server")
+        self._writing = file.range(16, 8, label="server page")
 
     @property
     def server(self) -> ProcessIdentity | None:
         """The process that serves, or served last."""
-        pid = self._words[_PID]
-        return ProcessIdentity(pid, self._words[_START]) if pid else None
+        return self._identity(_SERVER)
+
+    @property
+    def supervisor(self) -> ProcessIdentity | None:
+        """The process that starts the server again, or did so last."""
+        return self._identity(_SUPERVISOR)
+
+    def _identity(self, at: int) -> ProcessIdentity | None:
+        with self._writing.exclusive(_LOCK_S):
+            pid, start_ticks = self._words[at : at + 2]
+        return ProcessIdentity(pid, start_ticks) if pid else None
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether there is a supervisor that lives."""
+        supervisor = self.supervisor
+        return supervisor is not None and supervisor.alive()
 
     @property
     def is_over(self) -> bool:
-        """Whether the server has ended because all workers have."""
+        """Whether nobody needs to serve any more."""
         return bool(self._words[_OVER])
 
-    def read(self) -> dict[str, object]:
-        """Return what is written down: `address`, and `endpoints` when they are known."""
-        with self._writing.exclusive(10.0):
-            length = self._words[_LENGTH]
-            text = bytes(self._buffer[_TEXT : _TEXT + length])
-        found: dict[str, object] = json.loads(text) if text else {}
-        return found
+    @property
+    def address(self) -> str | None:
+        """Where the server listens; None before the first one does."""
+        return self._text(_ADDRESS)
 
-    def write(self, **values: object) -> None:
-        """Write values down beside those that are there."""
-        text = json.dumps({**self.read(), **values}).encode()
-        with self._writing.exclusive(10.0):
-            self._buffer[_TEXT : _TEXT + len(text)] = text
-            self._words[_LENGTH] = len(text)
+    @property
+    def endpoints(self) -> list[tuple[int, str, str]]:
+        """Number, name and address of each host's server; none before they are known."""
+        text = self._text(_ENDPOINTS)
+        return [] if text is None else [(*each,) for each in json.loads(text)]
 
-    def begin(self) -> None:
+    def _text(self, which: int) -> str | None:
+        length = self._words[which]
+        return bytes(self._buffer[_TEXTS[which]][:length]).decode() if length else None
+
+    def tell_endpoints(self, endpoints: Sequence[tuple[int, str, str]]) -> None:
+        """Write the servers of all hosts down, if nobody has."""
+        self._write_once(_ENDPOINTS, json.dumps(endpoints))
+
+    def _write_once(self, which: int, text: str) -> None:
+        encoded = text.encode()
+        with self._writing.exclusive(_LOCK_S):
+            if not self._words[which]:
+                self._buffer[_TEXTS[which]][: len(encoded)] = encoded
+                self._words[which] = len(encoded)
+
+    def begin(self, address: str) -> None:
         """Say that this process serves."""
-        me = ProcessIdentity.current()
-        self._words[_OVER] = 0
-        self._words[_START] = me.start_ticks
-        self._words[_PID] = me.pid
+        self._write_once(_ADDRESS, address)
+        with self._writing.exclusive(_LOCK_S):
+            self._words[_SERVER : _SERVER + 2] = _as_words(ProcessIdentity.current())
+
+    def supervise(self) -> bool:
+        """Say that this process is the supervisor; return False where another one is."""
+        with self._writing.exclusive(_LOCK_S):
+            pid, start_ticks = self._words[_SUPERVISOR : _SUPERVISOR + 2]
+            if pid and ProcessIdentity(pid, start_ticks).alive():
+                return False
+            self._words[_SUPERVISOR : _SUPERVISOR + 2] = _as_words(ProcessIdentity.current())
+        return True
 
     def end(self) -> None:
         """Say that nobody needs to serve any more."""
         self._words[_OVER] = 1
 
 
-def start_server(spec: ServerSpec) -> None:
-    """Start a server, or a standby where there is one, that outlives this process."""
-    subprocess.Popen(
-        [sys.executable, "-m", "phalanx.tables.host_server", json.dumps(spec)],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def _as_words(process: ProcessIdentity) -> memoryview:
+    return memoryview(array("q", process))
 
 
-def main(arguments: str) -> None:
-    """Serve, or stand by until the server dies."""
-    spec = ServerSpec(*json.loads(arguments))
-    secret = None if spec.secret_file is None else Secret.read(spec.secret_file)
+def serve(spec: ServerSpec, secret: Secret | None) -> None:
+    """Serve this host's rows until all workers have left."""
+    context = RunContext(spec.run, create=True)
     try:
-        context = RunContext(spec.run, create=spec.is_first)
-    except StateError:
-        if spec.is_first:
-            raise
-        return  # the run was over before this standby had begun
-    try:
-        page = ServerPage(context.regions, create=spec.is_first)
-        if _stand_by(page):
-            with page.serving.exclusive(10.0):
-                _serve(spec, context, page, secret)
+        page = ServerPage(context.regions, create=False)
+        with page.serving.exclusive(_LOCK_S):
+            _serve(spec, context, page, secret)
     finally:
-        context.close(10.0)
-
-
-def _stand_by(page: ServerPage) -> bool:
-    """Wait until nobody serves; tell whether somebody has to."""
-    while not page.is_over:
-        server = page.server
-        if server is None or not server.alive():
-            return True
-        with suppress(ProcessLookupError):
-            process = os.pidfd_open(server.pid)
-            try:
-                if server.alive():  # so the descriptor is its, and no later process's
-                    select.select([process], [], [], 10.0)
-            finally:
-                os.close(process)
-    return False
+        context.close(_LOCK_S)
 
 
 def _serve(spec: ServerSpec, context: RunContext, page: ServerPage, secret: Secret | None) -> None:
-    if page.is_over:
-        return
     service = HostService(context)
-    known = page.read().get("address")
     clients = client_keys(secret, spec.cluster)
     server = Server(
         service,
-        str(known) if known else f"tcp://{spec.bind}:*",
+        page.address or f"tcp://{spec.bind}:*",
         keys=server_keys(secret, spec.cluster, spec.host),
         client_public=None if clients is None else clients.public,
     )
@@ -206,9 +205,7 @@ def _serve(spec: ServerSpec, context: RunContext, page: ServerPage, secret: Secr
         target=_watch, args=(spec, page, service, secret, ended), name="phalanx watch", daemon=True
     )
     try:
-        page.write(address=server.address)
-        page.begin()
-        start_server(spec._replace(is_first=False))  # the next one
+        page.begin(server.address)
         watch.start()
         server.serve(_until_all_have_left(service))
         page.end()
@@ -247,10 +244,7 @@ def _watch(
     connections: dict[int, Connection] = {}
     heard_s: dict[int, float] = {}
     while not ended.wait(_ASK_EVERY_S):
-        endpoints = page.read().get("endpoints")
-        if not isinstance(endpoints, list):
-            continue
-        for host, name, address in endpoints:
+        for host, name, address in page.endpoints:
             if host == spec.host:
                 continue
             if host not in connections:
@@ -291,17 +285,11 @@ def wait_for_server(page: ServerPage, timeout_s: float) -> str:
 
     def ready() -> bool:
         server = page.server
-        return server is not None and server.alive() and "address" in page.read()
+        return server is not None and server.alive()
 
     if not wait_until(ready, timeout_s):
         raise PeerTimeout(
             f"This host's server did not begin to listen within {timeout_s:g} s. Its own output "
             "says why."
         )
-    return str(page.read()["address"])
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise ConfigError("A server must be started by `tables.join`.")
-    main(sys.argv[1])
+    return str(page.address)

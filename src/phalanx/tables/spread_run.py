@@ -13,6 +13,7 @@ from phalanx.cluster import Connection, CurveKeys, Endpoint
 from phalanx.errors import PhalanxError, UnsupportedError
 from phalanx.ipc import Region, Waiting
 from phalanx.tables.host_operations import Operation, part_of
+from phalanx.tables.host_supervisor import SupervisorWatch
 from phalanx.tables.membership import Membership
 from phalanx.tables.remote_part import RemoteHost
 from phalanx.tables.run_context import RunContext, S
@@ -134,16 +135,20 @@ class SpreadContext(RunContext):
 
     Args:
         run: The run's name on this host.
-        meet: Finds the other hosts, where this one's regions are there.
+        meet: Finds the other hosts, where this one's regions are there, and begins to watch over
+            this one's server.
     """
 
-    def __init__(self, run: str, meet: Callable[[RunRegions], OtherHosts]) -> None:
+    def __init__(
+        self, run: str, meet: Callable[[RunRegions], tuple[OtherHosts, SupervisorWatch]]
+    ) -> None:
         self._meet = meet
         self._spread: dict[str, SpreadStorage] = {}
         super().__init__(run, create=True)
 
     def _open_membership(self, create: bool) -> Membership:
-        others = self._others = self._meet(self.regions)
+        others, self._watch = self._meet(self.regions)
+        self._others = others
         page = self.regions.open_region("members", Membership.needed_bytes(), create=create)
         membership = SpreadMembership(page, str(self.run), others)
         self._hosts = HostsOfRun(
@@ -179,5 +184,6 @@ class SpreadContext(RunContext):
 
     def close(self, timeout_s: float) -> None:
         """Let go of this host's memory and of the connections."""
+        self._watch.close(timeout_s)
         super().close(timeout_s)
         self._others.close()
