@@ -64,6 +64,7 @@ class PendingCall:
     out: Sequence[memoryview] | None
     head: Head
     title: str
+    begun_s: float = field(default_factory=now_s)
     heard_s: float = 0.0  # when it was sent, or a part of the answer came
     retry_s: float = 0.0  # how much later it is sent again
     answer: Head | None = None
@@ -238,8 +239,8 @@ class Connection:
                 if now >= deadline_s:
                     raise PeerTimeout(
                         f"{self.endpoint.name} (server at {self.endpoint.address}) did not answer "
-                        f"{pending.title} within {timeout_s:g} s. See whether that host and the "
-                        "network are up; what was asked may still be done there."
+                        f"{pending.title} within {now - pending.begun_s:.3g} s. See whether that "
+                        "host and the network are up; what was asked may still be done there."
                     )
                 again_s = pending.heard_s + pending.retry_s
                 if now >= again_s:

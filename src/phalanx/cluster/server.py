@@ -3,8 +3,10 @@
     socket ──► head checked ──► service: how long must the payload be? ──► payload, in pieces
                                 service: answer ──► at once, or from a thread where it has to wait
 
-One thread has the socket. A request whose payload does not come is dropped with its peer's next
-request of that number; an answer to a peer that is gone is dropped, too: it asks again.
+One thread has the socket. A request is known by its client and its number there, whichever link it
+comes over: who was cut off asks again over a new one. So a request that is asked again takes the
+place of one whose payload has not come whole, and waits for one that is being answered. An answer
+goes over the link by which was asked last; where that is gone, it is dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import zmq
@@ -67,20 +69,13 @@ class Service(Protocol):
 
 @dataclass
 class _Assembly:
-    """A request whose payload is coming."""
+    """A request whose payload is coming over a link."""
 
+    link: bytes
     head: Head
     text: str
     payload: bytearray
     missing: int
-
-
-@dataclass
-class _Peer:
-    """One socket of a worker, by the name that ours gave to it."""
-
-    assemblies: dict[int, _Assembly] = field(default_factory=dict)
-    running: set[int] = field(default_factory=set)
 
 
 class _Admitted:
@@ -122,8 +117,9 @@ class Server:
     ) -> None:
         self._service = service
         self._caps = caps
-        self._peers: dict[bytes, _Peer] = {}
-        self._done: deque[tuple[bytes, Head, Answer | BaseException]] = deque()
+        self._assemblies: dict[tuple[bytes, int], _Assembly] = {}  # by client and call
+        self._links: dict[tuple[bytes, int], bytes] = {}  # of requests that wait to be answered
+        self._done: deque[tuple[Head, Answer | BaseException]] = deque()
         self._pool = ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="phalanx server")
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = zmq.Context()
@@ -162,14 +158,15 @@ class Server:
             if self._wake in ready:
                 os.eventfd_read(self._wake)
                 while self._done:
-                    self._send(*self._done.popleft())
+                    head, answer = self._done.popleft()
+                    self._send(self._links.pop(_key(head)), head, answer)
             if self._socket in ready:
                 for _ in range(_REQUESTS_PER_TURN):
                     try:
-                        peer = self._socket.recv(zmq.NOBLOCK)
+                        link = self._socket.recv(zmq.NOBLOCK)
                     except zmq.Again:
                         break
-                    self._take(peer)
+                    self._take(link)
 
     def close(self) -> None:
         """Stop listening."""
@@ -182,30 +179,28 @@ class Server:
 
     # --- in ---------------------------------------------------------------------------------------
 
-    def _take(self, name: bytes) -> None:
+    def _take(self, link: bytes) -> None:
         frames = []
         while self._socket.getsockopt(zmq.RCVMORE):
             frames.append(self._socket.recv(copy=False))
-        peer = self._peers.setdefault(name, _Peer())
         try:
             if not frames:
                 raise BadFrame("no head")
             head = Head.decode(frames[0].buffer, self._caps)
             if head.kind == Kind.PIECE:
-                self._take_piece(name, peer, head, frames[1:])
+                self._take_piece(link, head, frames[1:])
             elif head.kind == Kind.REQUEST:
-                self._take_request(name, peer, head, frames[1:])
+                self._take_request(link, head, frames[1:])
             else:
                 raise BadFrame("no request")
         except BadFrame:
             self.num_dropped += 1
 
-    def _take_request(
-        self, name: bytes, peer: _Peer, head: Head, frames: Sequence[zmq.Frame]
-    ) -> None:
-        if head.call in peer.running:
-            return  # asked again while the answer is waited for
-        peer.assemblies.pop(head.call, None)  # asked again: from the begin
+    def _take_request(self, link: bytes, head: Head, frames: Sequence[zmq.Frame]) -> None:
+        if _key(head) in self._links:  # asked again while the answer is waited for
+            self._links[_key(head)] = link
+            return
+        self._assemblies.pop(_key(head), None)  # asked again: from the beginning
         if not 1 <= len(frames) <= 2 or len(frames[0].buffer) != head.text_bytes:
             raise BadFrame("a text of another length")
         try:
@@ -220,49 +215,47 @@ class Server:
                     "announced."
                 )
         except Exception as exc:
-            self._send(name, head, exc)
+            self._send(link, head, exc)
             return
         if len(frames) == 2 or expected == 0:
             payload = memoryview(bytearray(frames[1].buffer if len(frames) == 2 else b""))
             if len(payload) != expected:
                 raise BadFrame("a payload of another length")
-            self._run(name, peer, Request(head, text, payload))
+            self._run(link, Request(head, text, payload))
             return
-        in_flight = sum(len(each.payload) for each in peer.assemblies.values())
+        in_flight = sum(len(a.payload) for a in self._assemblies.values() if a.link == link)
         if in_flight + expected > self._caps.in_flight_bytes:
             raise BadFrame("too much announced at once")
-        peer.assemblies[head.call] = _Assembly(head, text, bytearray(expected), expected)
+        self._assemblies[_key(head)] = _Assembly(link, head, text, bytearray(expected), expected)
 
-    def _take_piece(
-        self, name: bytes, peer: _Peer, head: Head, frames: Sequence[zmq.Frame]
-    ) -> None:
-        assembly = peer.assemblies.get(head.call)
-        if assembly is None or len(frames) != 1:
+    def _take_piece(self, link: bytes, head: Head, frames: Sequence[zmq.Frame]) -> None:
+        assembly = self._assemblies.get(_key(head))
+        if assembly is None or assembly.link != link or len(frames) != 1:
             raise BadFrame("a piece of nothing")
         data, start = frames[0].buffer, head.number
         total = len(assembly.payload)
-        # Pieces of one socket come in order, so what is missing says where the next one begins.
+        # Pieces of one link come in order, so what is missing says where the next one begins.
         if start != total - assembly.missing or not 0 < len(data) <= assembly.missing:
             raise BadFrame("a piece of another place")
         assembly.payload[start : start + len(data)] = data
         assembly.missing -= len(data)
         if assembly.missing == 0:
-            del peer.assemblies[head.call]
+            del self._assemblies[_key(head)]
             payload = memoryview(assembly.payload)
-            self._run(name, peer, Request(assembly.head, assembly.text, payload))
+            self._run(link, Request(assembly.head, assembly.text, payload))
 
     # --- out --------------------------------------------------------------------------------------
 
-    def _run(self, name: bytes, peer: _Peer, request: Request) -> None:
+    def _run(self, link: bytes, request: Request) -> None:
         head = request.head
         if not self._service.waits(head):
-            self._send(name, head, self._answer(request))
+            self._send(link, head, self._answer(request))
             return
-        peer.running.add(head.call)
+        self._links[_key(head)] = link
 
         def wait() -> None:
             answer = self._answer(request)
-            self._done.append((name, head, answer))
+            self._done.append((head, answer))
             os.eventfd_write(self._wake, 1)
 
         self._pool.submit(wait)
@@ -273,12 +266,11 @@ class Server:
         except Exception as exc:
             return exc
 
-    def _send(self, name: bytes, asked: Head, answer: Answer | BaseException) -> None:
-        self._peers.setdefault(name, _Peer()).running.discard(asked.call)
+    def _send(self, link: bytes, asked: Head, answer: Answer | BaseException) -> None:
         if isinstance(answer, BaseException):
             text = error_text(answer).encode()
             head = asked._replace(kind=Kind.ERROR, number=0, payload_bytes=0, text_bytes=len(text))
-            self._socket.send_multipart([name, head.encode(), text])
+            self._socket.send_multipart([link, head.encode(), text])
             return
         args = (*answer.args, 0, 0, 0, 0)
         text, total = answer.text.encode(), sum(part.nbytes for part in answer.payload)
@@ -291,17 +283,21 @@ class Server:
         )
         parts = [part.cast("B") for part in answer.payload if part.nbytes]
         if total == 0 or (total <= PIECE_BYTES and len(parts) == 1):
-            self._socket.send_multipart([name, head.encode(), text, *parts])
+            self._socket.send_multipart([link, head.encode(), text, *parts])
             return
-        self._socket.send_multipart([name, head.encode(), text])
+        self._socket.send_multipart([link, head.encode(), text])
         offset = 0
         for part in parts:
             for start, length in pieces_of(len(part)):
                 piece = asked._replace(kind=Kind.PIECE, number=offset + start)
                 self._socket.send_multipart(
-                    [name, piece.encode(), part[start : start + length]], copy=True
+                    [link, piece.encode(), part[start : start + length]], copy=True
                 )
             offset += len(part)
+
+
+def _key(head: Head) -> tuple[bytes, int]:
+    return head.client, head.call
 
 
 def error_text(error: BaseException) -> str:

@@ -16,6 +16,8 @@ from phalanx.cluster.frames import PIECE_BYTES, Kind
 from phalanx.cluster.secret import make_secret
 from phalanx.errors import ConfigError, InternalError, PeerTimeout
 from phalanx.ipc import wait_until
+from tests.chaos.proxy import Proxy, replay
+from tests.unit.cluster.mutations import mutated_message
 
 ECHO, WAIT, FAIL, REFUSE = range(1, 5)
 DEADLINE_S = 30.0
@@ -52,11 +54,11 @@ class Served:
         self._context = context
         self._secret = secret
 
-    def connect(self, secret: Secret | None = None) -> Connection:
+    def connect(self, secret: Secret | None = None, address: str | None = None) -> Connection:
         secret = secret or self._secret
         public = None if self._secret is None else self._secret.keys("server").public
         keys = None if secret is None else secret.keys("client")
-        endpoint = Endpoint(1, "Host 1 (b)", self.server.address, public)
+        endpoint = Endpoint(1, "Host 1 (b)", address or self.server.address, public)
         return Connection(self._context, endpoint, keys, worker=3)
 
 
@@ -137,6 +139,39 @@ def test_a_request_that_is_asked_again_while_it_waits_is_answered_once(secret, m
         assert served.echo.answered.count(WAIT) == 1
 
 
+def wait_over_a_link_that_is_cut(secret: Secret) -> int:
+    """Return how often a request was answered whose link was cut while it waited."""
+    with serving(secret) as served, Proxy(served.server.address) as proxy:
+        connection = served.connect(address=proxy.address)
+        replies: list[str] = []
+        asking = threading.Thread(
+            target=lambda: replies.append(connection.call(WAIT, "a wait", 5.0, text="w").text)
+        )
+        asking.start()
+        assert wait_until(lambda: served.echo.answered == [WAIT], DEADLINE_S)
+        first = list(served.server._links.values())
+        proxy.cut()
+        assert wait_until(lambda: list(served.server._links.values()) != first, DEADLINE_S)
+        served.echo.go_on.set()
+        asking.join()
+        assert replies == ["W"]
+        return served.echo.answered.count(WAIT)
+
+
+def test_who_was_cut_off_asks_again_and_gets_the_answer_of_the_first_try(secret):
+    assert wait_over_a_link_that_is_cut(secret) == 1
+
+
+def test_a_server_that_knows_a_request_by_its_link_answers_it_twice(secret, monkeypatch):
+    take = Server._take_request
+
+    def by_link(self, link, head, frames):
+        take(self, link, head._replace(client=link.ljust(16)), frames)
+
+    monkeypatch.setattr(Server, "_take_request", by_link)
+    assert wait_over_a_link_that_is_cut(secret) == 2
+
+
 def test_refusals_are_our_errors_and_faults_tell_nothing_of_the_server(secret):
     with serving(secret) as served:
         connection = served.connect()
@@ -164,6 +199,20 @@ def test_who_has_no_secret_or_another_gets_nothing(secret, tmp_path):
         assert served.echo.answered == [ECHO]
 
 
+def test_recorded_traffic_gets_nothing_and_changes_nothing(secret):
+    with serving(secret) as served, Proxy(served.server.address) as proxy:
+        connection = served.connect(address=proxy.address)
+        there_and_back(connection, 1000)
+        (session,) = proxy.sessions
+        assert len(session) > 4000
+        answered = list(served.echo.answered)
+        told = replay(served.server.address, bytes(session), 2.0)
+        assert len(told) < 512  # the server's half of a handshake that comes to nothing
+        assert served.echo.answered == answered
+        there_and_back(connection, 1000)
+        assert len(proxy.sessions) == 1
+
+
 def test_mutated_messages_do_no_harm_to_good_clients():
     """Ten thousand of them, from a peer that is admitted."""
     chance, caps = random.Random(1), Caps(payload_bytes=1 << 16, in_flight_bytes=1 << 17)
@@ -175,19 +224,11 @@ def test_mutated_messages_do_no_harm_to_good_clients():
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.connect(served.server.address)
         for number in range(10_000):
-            frames = [bytearray(head.encode()), bytearray(b"abc"), bytearray(8)]
-            for _ in range(chance.randint(1, 5)):
-                frame = chance.choice(frames)
-                if frame:
-                    frame[chance.randrange(len(frame))] = chance.randrange(256)
-            if chance.random() < 0.3:
-                frames = chance.choices(frames, k=chance.randint(0, 5)) or [bytearray()]
-            socket.send_multipart(frames)
+            socket.send_multipart(mutated_message(chance, [head.encode(), b"abc", bytes(8)]))
             if number % 1000 == 0:
                 there_and_back(connection, 100)
         there_and_back(connection, 100)
         assert wait_until(lambda: served.server.num_dropped > 1000, DEADLINE_S)
-        for peer in served.server._peers.values():
-            held = sum(len(each.payload) for each in peer.assemblies.values())
-            assert held <= caps.in_flight_bytes
+        held = sum(len(each.payload) for each in served.server._assemblies.values())
+        assert held <= caps.in_flight_bytes
         context.destroy(linger=0)
