@@ -7,6 +7,7 @@
 #                       two cores; a test that ends its process ends the run, and is named; 0: none beside its own)
 #   N=200               how many faults `make chaos` commits in a training,
 #   KILLS=2000          how many workers of parameter tables it kills,
+#   SERVER_KILLS=2000   how many servers of hosts,
 #   RANK_KILLS=300      and how many ranks of process groups
 
 .DEFAULT_GOAL := help
@@ -18,6 +19,7 @@ ARGS ?=
 WORKERS ?= 2
 N ?= 200
 KILLS ?= 2000
+SERVER_KILLS ?= 2000
 RANK_KILLS ?= 300
 
 VENV := .venv
@@ -95,6 +97,7 @@ $(BENCHMARKS): bench-%: $(STAMP)
 chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and groups; bits and books must stay
 	@$(BIN)/python -m tests.chaos.soak --kills $(N) $(ARGS)
 	@$(BIN)/python -m tests.chaos.ledger --kills $(KILLS)
+	@$(BIN)/python -m tests.chaos.server_kills --kills $(SERVER_KILLS)
 	@$(BIN)/python -m tests.chaos.rank_kills --kills $(RANK_KILLS)
 
 night: $(STAMP)  ## every kind of fault at every point in every worker, whole products, torch's own distributed tests

@@ -142,7 +142,7 @@ def test_a_planted_bug_is_caught(tmp_path, bug, point):
     assert got != [ONCE] * 2
 
 
-def test_the_standby_takes_the_same_address(tmp_path):
+def test_the_next_server_takes_the_same_address(tmp_path):
     """Real servers, as `join` starts them: the first is killed, and the call goes on."""
     name = f"s{os.getpid()}-{tmp_path.name}"
     port = free_port()

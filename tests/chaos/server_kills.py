@@ -1,0 +1,278 @@
+"""Servers of hosts, killed at random under workers that keep books: ``make chaos``.
+
+Eight clients on three hosts add, over and over, lines that count themselves: (1, q, q²) for a
+client's q-th add. A lost add and a doubled one cannot cancel in the three sums. Two books:
+
+    rows     int64 matrix; on each host a row per client, and a tail that every add raises by 1
+    keys     int64 by key: the client's key twice over, and a key of its own for each q
+
+An add is whole or absent per host: there the tail's rows are always equal. Meanwhile a host's
+server is killed at a random moment, again and again, and now and then its supervisor with it. How
+long it takes until the host answers is measured from the kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import zmq
+from rich.console import Console
+
+from phalanx import tables
+from phalanx.cluster import Connection, Endpoint, Secret, make_secret
+from phalanx.ipc import ProcessIdentity, wait_until
+from phalanx.tables.host_operations import Operation
+from phalanx.tables.host_server import ServerPage, client_keys, server_keys
+from phalanx.tables.run_regions import RunRegions
+from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
+from tests.multiprocess.hosts import free_port, variables
+
+HOSTS = 3
+CLIENTS = 8
+TAIL = 301
+ROWS = CLIENTS + TAIL  # of a host
+LONGEST_GAP_S = 0.1
+BOTH_EVERY = 100  # kills; starting a supervisor takes seconds
+DEADLINE_S = 60.0
+NOBODY = 0xFFFFFFFF
+_numbers = itertools.count()
+
+
+class Books:
+    """Both tables, as one client has them open."""
+
+    def __init__(self, world: tables.TableGroup) -> None:
+        self.rows = world.matrix(HOSTS * ROWS, 3, torch.int64, name="rows", init=0)
+        self.keys = world.keys(3, torch.int64, name="keys", capacity=1)
+
+    def add(self, client: int, q: int) -> None:
+        """Add the client's q-th line to both."""
+        line = torch.tensor([1, q, q * q])
+        delta = torch.ones(HOSTS, 1 + TAIL, 3, dtype=torch.int64)
+        delta[:, 0] = line
+        rows = [
+            host * ROWS + row for host in range(HOSTS) for row in (client, *range(CLIENTS, ROWS))
+        ]
+        self.rows.add(delta.flatten(0, 1), rows=rows)
+        self.keys.add(torch.stack([line] * 3), rows=[-1 - client, own_key(client, q), -1 - client])
+
+    def check(self, client: int, q: int) -> None:
+        """Fail unless exactly the first ``q`` adds of a client are there, each once and whole."""
+        line = sums(q)
+        there = self.rows.get([host * ROWS + client for host in range(HOSTS)])
+        assert there.tolist() == [line] * HOSTS, f"rows of client {client}: {there.tolist()}"
+        by_key = self.keys.get([-1 - client])[0]
+        assert by_key.tolist() == [2 * each for each in line], f"keys: {by_key.tolist()}"
+
+    def check_tail(self, host: int) -> int:
+        """Return how many adds the tail of a host shows; fail where it shows half of one."""
+        seen = self.rows.get(range(host * ROWS + CLIENTS, (host + 1) * ROWS)).unique()
+        assert len(seen) == 1, f"half of an add on host {host}: {seen.tolist()}"
+        return int(seen)
+
+    def check_all(self, counts: Sequence[int]) -> None:
+        """Fail unless so many adds of each client are there, and nothing else."""
+        for client, q in enumerate(counts):
+            self.check(client, q)
+        assert [self.check_tail(host) for host in range(HOSTS)] == [sum(counts)] * HOSTS
+        own = {own_key(c, q): [1, q, q * q] for c, n in enumerate(counts) for q in range(1, n + 1)}
+        expected = sorted([*own, *(-1 - client for client in range(CLIENTS))])
+        assert self.keys.keys().tolist() == expected, "a key is lost, or there without its add"
+        assert self.keys.get(list(own)).tolist() == list(own.values())
+
+
+def own_key(client: int, q: int) -> int:
+    return (client + 1 << 40) + 977 * q
+
+
+def sums(n: int) -> list[int]:
+    return [n, n * (n + 1) // 2, n * (n + 1) * (2 * n + 1) // 6]
+
+
+def keep_books(parent: Parent, given: dict[str, str]) -> None:
+    """Be a client: add and read back until the parent speaks, then compare all books."""
+    torch.set_num_threads(1)
+    os.environ.update(given)
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        books, me, q = Books(world), world.worker_id, 0
+        world.barrier()
+        parent.tell("here")
+        while not parent.connection.poll():
+            q += 1
+            books.add(me, q)
+            books.check(me, q)
+            books.check_tail(q % HOSTS)
+        assert parent.hear() == "enough"
+        parent.tell(q)
+        books.check_all(parent.hear())
+        parent.tell(books.rows.stats().undone + books.keys.stats().undone)
+        world.barrier()
+    parent.tell("left")
+
+
+@dataclass
+class Result:
+    """What was seen.
+
+    Attributes:
+        adds: Of all clients, to both books; each was acknowledged.
+        recoveries_s: Times from a kill of a server to the host's next answer.
+        both_s: The same where the supervisor was killed as well.
+        undone: Adds that a kill interrupted and the next server undid.
+        seconds: How long the kills took.
+    """
+
+    adds: int = 0
+    recoveries_s: list[float] = field(default_factory=list)
+    both_s: list[float] = field(default_factory=list)
+    undone: int = 0
+    kills: Counter[int] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def p50_s(self) -> float:
+        return statistics.median(self.recoveries_s)
+
+    def __str__(self) -> str:
+        p99_s = sorted(self.recoveries_s)[int(0.99 * len(self.recoveries_s))]
+        both = ", ".join(f"{each:.1f}" for each in self.both_s) or "none"
+        return (
+            f"{sum(self.kills.values())} kills in {self.seconds:.0f} s: {self.adds} adds of "
+            f"{CLIENTS} clients, none lost and none doubled; {self.undone} were undone, and made "
+            f"again\nrecovery: p50 {1e3 * self.p50_s:.0f} ms, p99 {1e3 * p99_s:.0f} ms, longest "
+            f"{1e3 * max(self.recoveries_s):.0f} ms; with the supervisor: {both} s"
+        )
+
+
+class Target:
+    """A host's server, as the one who kills it sees it."""
+
+    def __init__(self, cluster: str, host: int, secret: Secret) -> None:
+        self.host = host
+        self._regions = RunRegions(f"{cluster}-{host}")
+        self._page = ServerPage(self._regions, create=False)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        keys, address = server_keys(secret, cluster, host), self._page.address
+        assert keys is not None
+        assert address is not None
+        endpoint = Endpoint(host, f"Host {host}", address, keys.public)
+        self._connection = Connection(self._context, endpoint, client_keys(secret, cluster), NOBODY)
+        self.ask()
+
+    def ask(self) -> None:
+        """Wait for an answer of the server."""
+        self._connection.call(Operation.MEMBERS, "who lives", DEADLINE_S)
+
+    def kill(self, *, both: bool) -> float:
+        """Kill the server; return how long it took until the host answered."""
+        server, supervisor = self._page.server, self._page.supervisor
+        assert server is not None
+        assert supervisor is not None
+        began = time.perf_counter()
+        if both:  # first the one that would start the other again
+            kill(supervisor)
+        kill(server)
+        self.ask()
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self._connection.close()
+        self._context.destroy(linger=0)
+        self._regions.close()
+
+
+def kill(process: ProcessIdentity) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    wait_for_exit(process.pid)
+
+
+@contextmanager
+def clients_on_hosts(name: str, secret_file: Path) -> Iterator[list[Child]]:
+    """Start the clients, which add when this is entered."""
+    port = free_port()
+    with Children() as children:
+        clients = []
+        for worker in range(CLIENTS):
+            given = variables(name, worker, CLIENTS, HOSTS, port)
+            given["PHALANX_SECRET_FILE"] = str(secret_file)
+            clients.append(children.start(keep_books, given))
+        for client in clients:
+            assert client.get() == "here"
+        yield clients
+
+
+def soak(
+    kills: int, seed: int, folder: Path, progress: Callable[[int], None] = lambda _: None
+) -> Result:
+    """Kill so many servers; fail where the books are not right."""
+    result, draw = Result(), random.Random(seed)
+    name = f"kills{os.getpid()}-{next(_numbers)}"
+    make_secret(folder / name)
+    secret = Secret.read(folder / name)
+    with clients_on_hosts(name, folder / name) as clients:
+        targets = [Target(f"torchrun-{name}-0", host, secret) for host in range(HOSTS)]
+        began = time.perf_counter()
+        for number in range(1, kills + 1):
+            threading.Event().wait(draw.uniform(0.0, LONGEST_GAP_S))
+            target, both = draw.choice(targets), number % BOTH_EVERY == 0
+            (result.both_s if both else result.recoveries_s).append(target.kill(both=both))
+            result.kills[target.host] += 1
+            for client in clients:
+                if client.connection.poll():  # it says nothing yet, unless it has failed
+                    client.get()
+            progress(number)
+        result.seconds = time.perf_counter() - began
+        for client in clients:
+            client.put("enough")
+        counts = [client.get() for client in clients]
+        result.adds = 2 * sum(counts)
+        for client in clients:
+            client.put(counts)
+        result.undone = max(client.get() for client in clients)
+        for target in targets:
+            target.close()
+        for client in clients:
+            assert client.get() == "left"
+    assert min(counts) > 0
+    gone = wait_until(lambda: not any(name in each for each in os.listdir("/dev/shm")), DEADLINE_S)
+    assert gone, "something is left of the run"
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    console = Console()
+    with (
+        console.status("keeping books") as status,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        result = soak(
+            options.kills,
+            options.seed,
+            Path(folder),
+            lambda n: status.update(f"server {n} of {options.kills} is killed"),
+        )
+    console.print(f"Servers of {HOSTS} hosts, killed (seed {options.seed})\n{result}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
