@@ -1,17 +1,21 @@
 """How the processes of a run on several hosts find each other, over the store of their job.
 
-    place/<rank>     what is equal for processes that can share memory      every process says it
-    run              the name of the run                                    rank 0
+    place/<rank>     what is equal for processes that can share memory,     every process says it
+                     and a number that it has drawn
+    run              the name of the run, and all those numbers             rank 0
     server/<host>    name of the host, address of its server                the first process there
 
-Values are signed with the secret of the run. The store is open to whoever reaches its port, so what
-is not signed, or by somebody else, is refused; no key travels through it.
+The store is open to whoever reaches its port; no key travels through it. Values are signed with the
+secret, so one that somebody else has written is refused. One that an earlier start of the run has
+signed is, too: a process finds the number that it has drawn in `run`, and what is written from then
+on holds the first of the numbers.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import json
+import secrets
 import socket
 from typing import NamedTuple, Protocol
 
@@ -64,6 +68,7 @@ class Place(NamedTuple):
         run: Its name on this host: one machine may play several.
         host: This host's number.
         num_hosts: How many there are.
+        start: Drawn for this start of the run.
         leads: Whether this is the host's first process, which tells the others of its server.
     """
 
@@ -71,6 +76,7 @@ class Place(NamedTuple):
     run: str
     host: int
     num_hosts: int
+    start: str
     leads: bool
 
 
@@ -90,12 +96,13 @@ def read_trust(secret_file: str | None, trusted_network: bool) -> Trust:
 
 
 class _SignedStore:
-    def __init__(self, store: JobStore, secret: Secret | None) -> None:
+    def __init__(self, store: JobStore, secret: Secret | None, start: str = "") -> None:
         self._store = store
         self._secret = secret
+        self._start = start
 
     def put(self, key: str, value: object) -> None:
-        text = json.dumps([key, value]).encode()
+        text = json.dumps([key, self._start, value]).encode()
         signed = text if self._secret is None else self._secret.sign(text)
         self._store.set(f"phalanx/tables/{key}", signed.hex())
 
@@ -113,25 +120,46 @@ class _SignedStore:
             signed = b""
         text = signed if self._secret is None else self._secret.verify(signed)
         try:
-            named, value = json.loads(text)
+            named, start, value = json.loads(text)
         except (ValueError, TypeError, RecursionError) as exc:
             raise ConfigError(f"{key!r} in the store must be JSON, but is not.") from exc
         if named != key:  # a value that was signed for another key
             raise ConfigError(f"{key!r} in the store must be its own, but is {named!r}'s.")
+        if start != self._start:
+            raise _not_of_this_start(key)
         return value
+
+
+def _not_of_this_start(key: str) -> ConfigError:
+    return ConfigError(
+        f"{key!r} in the store must be of this start of the run, but is of another one: somebody "
+        "writes older values to the store, or two runs use one. Start again, with a store of its "
+        "own."
+    )
 
 
 def find_place(store: JobStore, trust: Trust, run: str, rank: int, size: int) -> Place:
     """Say where this process is, and hear where all others are."""
-    signed = _SignedStore(store, trust.secret)
+    signed, mine = _SignedStore(store, trust.secret), secrets.token_hex(16)
+    signed.put(f"place/{rank}", [this_host(), mine])
+    places = [_pair(signed, f"place/{each}") for each in range(size)]
+    drawn = [number for _, number in places]
     if rank == 0:
-        signed.put("run", run)
-    signed.put(f"place/{rank}", this_host())
-    hosts = hosts_of([str(signed.take(f"place/{each}")) for each in range(size)])
+        signed.put("run", [run, drawn])
+    cluster, known = _pair(signed, "run")
+    if drawn[rank] != mine or known != drawn:
+        raise _not_of_this_start("run")
+    hosts = hosts_of([str(host) for host, _ in places])
     host = hosts.host_of(rank)
-    cluster = str(signed.take("run"))
     leads = hosts.ranks[host][0] == rank
-    return Place(cluster, f"{cluster}-{host}", host, len(hosts.ranks), leads)
+    return Place(str(cluster), f"{cluster}-{host}", host, len(hosts.ranks), str(drawn[0]), leads)
+
+
+def _pair(signed: _SignedStore, key: str) -> list[object]:
+    found = signed.take(key)
+    if not isinstance(found, list) or len(found) != 2:
+        raise ConfigError(f"{key!r} in the store must be two values, but is not.")
+    return found
 
 
 def meet_hosts(
@@ -154,7 +182,7 @@ def meet_hosts(
         ConfigError: Nobody may speak to servers.
         PeerTimeout: Another host has no server in time.
     """
-    signed = _SignedStore(store, trust.secret)
+    signed = _SignedStore(store, trust.secret, place.start)
     page, waiting = ServerPage(regions), Waiting(timeout_s + _START_S)
     bind = own_address(master)
     if trust.secret is None and not trust.network and not _is_loopback(bind):
@@ -167,17 +195,14 @@ def meet_hosts(
     spec = ServerSpec(place.run, place.host, place.cluster, bind, trust.secret_file)
     ensure_supervisor(page, spec, waiting.remaining_s())
     if place.leads:
-        address = wait_for_server(page, waiting.remaining_s())
-        name = f"Host {place.host} ({socket.gethostname()})"
-        signed.put(f"server/{place.host}", [name, address])
+        here = f"Host {place.host} ({socket.gethostname()})"
+        signed.put(f"server/{place.host}", [here, wait_for_server(page, waiting.remaining_s())])
     endpoints = []
     for host in range(place.num_hosts):
-        found = signed.take(f"server/{host}")
-        if not isinstance(found, list) or len(found) != 2:
-            raise ConfigError(f"'server/{host}' in the store must be a name and an address.")
+        name, address = _pair(signed, f"server/{host}")
         keys = server_keys(trust.secret, place.cluster, host)
         public = None if keys is None else keys.public
-        endpoints.append(Endpoint(host, str(found[0]), str(found[1]), public))
+        endpoints.append(Endpoint(host, str(name), str(address), public))
     page.tell_endpoints([(each.host, each.name, each.address) for each in endpoints])
     others = OtherHosts(place.host, endpoints, client_keys(trust.secret, place.cluster))
     return others, SupervisorWatch(page, spec)
