@@ -42,8 +42,15 @@ def variables(run: str, worker: int, num_workers: int, num_hosts: int, port: int
     }
 
 
-def _serve_in_a_thread(threads: list[threading.Thread]) -> None:
-    """Let `join` start a host's server as a thread of this process, which nobody kills."""
+def become_worker(given: dict[str, str]) -> list[threading.Thread]:
+    """Let `join` find ``given``, and start a host's server as a thread of this process.
+
+    Returns:
+        The thread, once it is started.
+    """
+    torch.set_num_threads(1)
+    os.environ.update(given)
+    threads: list[threading.Thread] = []
     host_server._OVER_S = 0.05
 
     def start(spec: host_server.ServerSpec) -> None:
@@ -53,6 +60,7 @@ def _serve_in_a_thread(threads: list[threading.Thread]) -> None:
 
     host_supervisor.start_supervisor = start
     host_supervisor.run_server = serve_here
+    return threads
 
 
 def serve_here(spec: host_server.ServerSpec, secret: Secret | None) -> bool:
@@ -62,17 +70,19 @@ def serve_here(spec: host_server.ServerSpec, secret: Secret | None) -> bool:
 
 
 def _worker(parent: Parent, given: dict[str, str], body: Callable, how: dict) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(given)
-    threads: list[threading.Thread] = []
-    _serve_in_a_thread(threads)
+    threads = become_worker(given)
     with tables.join(timeout_s=DEADLINE_S, **how) as world:
         result = body(world)
         parent.tell((world.worker_id, result))
+    wait_for_servers(threads)
+    parent.tell("ended")
+
+
+def wait_for_servers(threads: list[threading.Thread]) -> None:
+    """Wait until the servers that are threads of this process have ended."""
     for thread in threads:
         thread.join(DEADLINE_S)
         assert not thread.is_alive(), "a server outlives its workers"
-    parent.tell("ended")
 
 
 def run_hosts(num_hosts: int, run: str, num_workers: int, body: Callable, **how: object) -> list:
