@@ -53,7 +53,7 @@ def be_worker(
 ) -> None:
     threads = become_worker(given)
     connection._RETRY_S, connection._LONGEST_RETRY_S = 0.1, 0.5
-    host_server._HOST_LOST_S, host_server._ASK_EVERY_S = 0.5, 0.05
+    host_server._HOST_LOST_S, host_server._LOOK_EVERY_S = 0.5, 0.05
     if bug is not None:
         BUGS[bug]()
     body(parent, *args)
@@ -207,7 +207,7 @@ def a_host_is_killed(run: str, bug: str | None, folder: Path) -> None:
                 told = worker.get()
                 assert told.startswith("Host 1 (")
                 assert "(server at tcp://127.0.0.1:" in told
-                assert f"did not answer {asked} of table 't' within 3 s" in told
+                assert f"did not answer {asked} of table 't' within 3" in told
 
 
 SCENES: dict[str, tuple[Scene, str]] = {

@@ -31,7 +31,6 @@ with tables.join(timeout_s=100.0) as world:
     os.write(1, f"worker {world.worker_id} sees {rows} {seen}\\n".encode())  # whole, beside others
     world.barrier()
 """
-EXPECTED = {f"worker {worker} sees [4.0, 4.0] [4.0, 8.0, 12.0]" for worker in range(4)}
 
 
 @pytest.fixture
@@ -42,8 +41,14 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def play(script: Path, ranks: str, commands: list[list[str]], **variables: str) -> None:
-    """Run the commands at once; see that all four workers have met, and nothing is left."""
+def play(
+    script: Path, ranks: str, commands: list[list[str]], num_workers: int = 4, **variables: str
+) -> None:
+    """Run the commands at once; see that all workers have met, and nothing is left."""
+    n = float(num_workers)
+    expected = {
+        f"worker {worker} sees {[n, n]} {[n, 2 * n, 3 * n]}" for worker in range(num_workers)
+    }
     before = set(os.listdir("/dev/shm"))
     environment = {
         **{name: value for name, value in os.environ.items() if name != "PHALANX_HOST"},
@@ -64,7 +69,7 @@ def play(script: Path, ranks: str, commands: list[list[str]], **variables: str) 
         for process in started:
             process.kill()
     lines = "".join(told)
-    assert {line for line in EXPECTED if line in lines} == EXPECTED, lines
+    assert {line for line in expected if line in lines} == expected, lines
     assert [process.returncode for process in started] == [0] * len(started), lines
     assert wait_until(lambda: set(os.listdir("/dev/shm")) <= before, 30.0)
 

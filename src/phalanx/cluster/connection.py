@@ -231,32 +231,42 @@ class Connection:
             PeerTimeout: It did not come in time; the error names the host.
             PhalanxError: What the server refused.
         """
-        deadline_s = now_s() + timeout_s
-        link = self._link()
         try:
-            while not pending.done:
-                now = now_s()
-                if now >= deadline_s:
-                    raise PeerTimeout(
-                        f"{self.endpoint.name} (server at {self.endpoint.address}) did not answer "
-                        f"{pending.title} within {now - pending.begun_s:.3g} s. See whether that "
-                        "host and the network are up; what was asked may still be done there."
-                    )
-                again_s = pending.heard_s + pending.retry_s
-                if now >= again_s:
-                    self._send_again(link, pending)
-                    continue
-                ready = dict(link.poller.poll(1 + int(1e3 * (min(deadline_s, again_s) - now))))
-                if link.events in ready:
-                    self._notice_cuts(link)
-                if link.socket in ready:
-                    self._take(link)
+            if not self.poll(pending, timeout_s):
+                waited_s = round(now_s() - pending.begun_s, 1)
+                raise PeerTimeout(
+                    f"{self.endpoint.name} (server at {self.endpoint.address}) did not answer "
+                    f"{pending.title} within {waited_s:g} s. See whether that host and the network "
+                    "are up; what was asked may still be done there."
+                )
         finally:
-            link.calls.pop(pending.head.call, None)
+            self._link().calls.pop(pending.head.call, None)
         if pending.error is not None:
             raise pending.error
         assert pending.answer is not None
         return Reply(pending.answer.args, pending.text, pending.brought)
+
+    def poll(self, pending: PendingCall, timeout_s: float) -> bool:
+        """Take answers in until that of ``pending`` is there; tell whether it is.
+
+        It stays under way: :meth:`wait` returns the answer.
+        """
+        deadline_s, link = now_s() + timeout_s, self._link()
+        while not pending.done:
+            now = now_s()
+            again_s = pending.heard_s + pending.retry_s
+            if now >= again_s:
+                self._send_again(link, pending)
+                continue
+            until_s = min(deadline_s, again_s)
+            ready = dict(link.poller.poll(max(0, 1 + int(1e3 * (until_s - now)))))
+            if link.events in ready:
+                self._notice_cuts(link)
+            if link.socket in ready:
+                self._take(link)
+            elif now >= deadline_s:
+                return False
+        return True
 
     def close(self) -> None:
         """Let go of the sockets, of all threads."""

@@ -14,12 +14,13 @@ import logging
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import zmq
 
 from phalanx.clock import now_s
-from phalanx.cluster import Connection, CurveKeys, Endpoint, Secret, Server
+from phalanx.cluster import Connection, CurveKeys, Endpoint, PendingCall, Secret, Server
 from phalanx.errors import PeerTimeout, PhalanxError
 from phalanx.ipc import LockFile, ProcessIdentity, wait_until
 from phalanx.tables.host_operations import Operation
@@ -39,7 +40,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _HOST_LOST_S = 10.0
-_ASK_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.25
 _NOBODY_CAME_S = 120.0
 _OVER_S = 1.0
 _LOCK_S = 10.0
@@ -232,6 +233,23 @@ def _until_all_have_left(service: HostService) -> Callable[[], bool]:
 # --- the other hosts ------------------------------------------------------------------------------
 
 
+@dataclass
+class _Asked:
+    """What another host was asked: which of its workers live.
+
+    Attributes:
+        connection: To its server.
+        pending: The question.
+        known: Its workers that were here before: who came meanwhile is not judged.
+        since_s: When.
+    """
+
+    connection: Connection
+    pending: PendingCall
+    known: list[tuple[int, int, int]]
+    since_s: float
+
+
 def _watch(
     spec: ServerSpec,
     page: ServerPage,
@@ -241,37 +259,41 @@ def _watch(
 ) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     keys = client_keys(secret, spec.cluster)
-    connections: dict[int, Connection] = {}
-    heard_s: dict[int, float] = {}
-    while not ended.wait(_ASK_EVERY_S):
+    asked: dict[int, _Asked] = {}
+    while not ended.wait(_LOOK_EVERY_S):
         for host, name, address in page.endpoints:
             if host == spec.host:
                 continue
-            if host not in connections:
-                public = server_keys(secret, spec.cluster, host)
-                endpoint = Endpoint(host, name, address, None if public is None else public.public)
-                connections[host] = Connection(context, endpoint, keys, _NOBODY)
-                heard_s[host] = now_s()
             try:
-                _compare(connections[host], service)
-                heard_s[host] = now_s()
-            except PeerTimeout:
-                if now_s() > heard_s[host] + _HOST_LOST_S:
+                if host not in asked:
+                    public = server_keys(secret, spec.cluster, host)
+                    endpoint = Endpoint(host, name, address, public and public.public)
+                    asked[host] = _ask(Connection(context, endpoint, keys, _NOBODY), service)
+                elif asked[host].connection.poll(asked[host].pending, 0.0):
+                    _compare(asked[host], service)
+                    asked[host] = _ask(asked[host].connection, service)
+                elif now_s() > asked[host].since_s + _HOST_LOST_S:
                     for worker, incarnation, _ in service.elsewhere(host):
                         service.mark_lost(worker, incarnation)
             except PhalanxError as exc:
                 _log.warning("Server of host %d: %s", spec.host, exc)
-    for connection in connections.values():
-        connection.close()
+                asked.pop(host).connection.close()
+    for each in asked.values():
+        each.connection.close()
     context.destroy(linger=0)
 
 
-def _compare(connection: Connection, service: HostService) -> None:
-    """Ask a host which of its workers live; mark those dead here that do not."""
+def _ask(connection: Connection, service: HostService) -> _Asked:
+    """Ask a host which of its workers live. A slow link may take its time, so nobody waits."""
     known = service.elsewhere(connection.endpoint.host)
-    reply = connection.call(Operation.MEMBERS, "who lives", 1.0)
+    return _Asked(connection, connection.begin(Operation.MEMBERS, "who lives"), known, now_s())
+
+
+def _compare(asked: _Asked, service: HostService) -> None:
+    """Mark those dead here that do not live there."""
+    reply = asked.connection.wait(asked.pending, 0.0)
     alive = {int(worker): incarnation for worker, incarnation in json.loads(reply.text).items()}
-    for worker, incarnation, home in known:  # of before: who came meanwhile is not judged
+    for worker, incarnation, home in asked.known:
         if home and alive.get(worker) != home:
             service.mark_lost(worker, incarnation)
 
