@@ -8,7 +8,8 @@
 #   N=200               how many faults `make chaos` commits in a training,
 #   KILLS=2000          how many workers of parameter tables it kills,
 #   SERVER_KILLS=2000   how many servers of hosts,
-#   RANK_KILLS=300      and how many ranks of process groups
+#   RANK_KILLS=300      and how many ranks of process groups;
+#   FRAMES=10000000     how many mutated frames it has servers and clients read
 
 .DEFAULT_GOAL := help
 BENCHMARKS := bench-step bench-allreduce bench-balance bench-memory bench-recovery bench-tables
@@ -21,6 +22,7 @@ N ?= 200
 KILLS ?= 2000
 SERVER_KILLS ?= 2000
 RANK_KILLS ?= 300
+FRAMES ?= 10000000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -94,11 +96,12 @@ bench: bench-step  ## measure a training step beside its peers; see also bench-a
 $(BENCHMARKS): bench-%: $(STAMP)
 	@$(BIN)/python -m benchmarks $* $(ARGS)
 
-chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and groups; bits and books must stay
+chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and groups; bits and books must stay; mutated frames
 	@$(BIN)/python -m tests.chaos.soak --kills $(N) $(ARGS)
 	@$(BIN)/python -m tests.chaos.ledger --kills $(KILLS)
 	@$(BIN)/python -m tests.chaos.server_kills --kills $(SERVER_KILLS)
 	@$(BIN)/python -m tests.chaos.rank_kills --kills $(RANK_KILLS)
+	@$(BIN)/python -m tests.chaos.frames_fuzz --frames $(FRAMES)
 
 night: $(STAMP)  ## every kind of fault at every point in every worker, whole products, torch's own distributed tests
 	@$(BIN)/python -m pytest -m "night or not night" tests/chaos tests/conformance $(ARGS)

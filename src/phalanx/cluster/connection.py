@@ -334,7 +334,7 @@ class Connection:
             if pending is not None:  # else it was answered twice, or given up
                 pending.heard_s = now_s()
                 self._take_answer(pending, head, [frame.buffer for frame in frames[1:]])
-        except BadFrame as exc:
+        except (BadFrame, UnicodeDecodeError) as exc:
             raise InternalError(
                 f"{self.endpoint.name} sent what no server of this version sends: {exc}."
             ) from exc

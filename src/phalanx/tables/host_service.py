@@ -275,6 +275,11 @@ class HostService:
         storage, head = self._storage(request.text), request.head
         spec = storage.spec
         rows, _ = self._rows(request, spec)
+        if head.args[1] and head.worker >= spec.num_backups:
+            raise ConfigError(
+                f"Table {spec.name!r} must keep a backup for worker {head.worker} to back up a "
+                f"get, but keeps {spec.num_backups}."
+            )
         out = torch.empty((spec.rows if rows is None else len(rows), spec.cols), dtype=spec.dtype)
         storage.read(rows, out, head.worker, _LOCK_S, backs_up=bool(head.args[1]))
         return Answer(payload=[as_memory(out)])
@@ -288,6 +293,11 @@ class HostService:
 
     def _add(self, request: Request) -> Answer:
         head = request.head
+        if not 1 <= head.number < 1 << _INCARNATION_BITS:
+            raise ConfigError(
+                f"`number` must be 1 to {(1 << _INCARNATION_BITS) - 1} for an add, but is "
+                f"{head.number}."
+            )
         number = head.incarnation << _INCARNATION_BITS | head.number
         entry = self._entry(request, number, assigns=bool(head.args[3]))
         self._storage(request.text).add(entry, _LOCK_S)
