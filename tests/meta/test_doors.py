@@ -232,15 +232,11 @@ DOORS: dict[str, Door] = {
             ),
         ),
         # `toc_print` of MXNet's monitor has no console to be given.
-<<<<<<< HEAD
         allowed=(
             *("cli/console.py", "compat/mxnet_monitor.py"),
             *("distributed/rank_restarts.py", "distributed/rank_start.py"),  # beside the script
+            "cluster/ray_launcher.py",  # what workers on Ray print, the driver prints
         ),
-=======
-        # What workers on Ray print, the driver prints.
-        allowed=("cli/console.py", "compat/mxnet_monitor.py", "cluster/ray_launcher.py"),
->>>>>>> e554a9f (phalanx launch --ray and phalanx.cluster.on_ray: Ray places the workers)
         caught=(
             "print('a')",
             "from rich.console import Console\nconsole = Console()",
