@@ -103,6 +103,7 @@ def launch(
                 cpus_per_worker=cpus_per_worker,
                 address=address,
                 max_restarts=max_restarts,
+                rank_restarts=rank_restarts,
                 secret_file=None if secret_file is None else str(secret_file),
                 colour=colour,
             )

@@ -11,11 +11,15 @@ Ranks are numbered node by node. A worker finds the variables that torchrun sets
 runs under all launchers. A node of Ray is a host, also where one machine plays several.
 
 # Note [Which workers start again]
-After a failure all workers of the attempt end, and all are started, where Ray places them anew (a
-group that it keeps may lie on a node that is gone), with a new port and a higher
+Where survivors take newcomers in (`Trainer(executor=Ranks())`), `rank_restarts` starts a worker
+that has failed again by itself: in its actor, or in another, where Ray has room, if the actor or
+its node is gone. They meet in a store that the driver keeps. A worker for which there is no room
+is waited for no longer than the others run.
+
+When these are used up, all workers of the attempt end, and all are started, where Ray places them
+anew (a group that it keeps may lie on a node that is gone), with a new port and a higher
 TORCHELASTIC_RESTART_COUNT: what `max_restarts` means under `phalanx launch`. That serves every
-script, since survivors cannot be expected to take a newcomer in. Where they can, `_Attempt.follow`
-is the place to start a single worker again.
+script.
 """
 
 from __future__ import annotations
@@ -24,16 +28,19 @@ import logging
 import os
 import pickle
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
+from phalanx.clock import pause
 from phalanx.cluster.ray_worker import Ended, RayWorker
 from phalanx.cluster.secret import Secret
 from phalanx.distributed import (
+    STORE,
     RankFailed,
     describe_failures,
     process_failure,
@@ -50,6 +57,7 @@ _SECRET_BYTES = 32
 _GRACE_S = 10.0  # for what a worker does on SIGTERM
 _ENDED_S = 10.0  # and for Ray, to tell the driver
 _KILLED = -9
+_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +70,8 @@ class RayJob:
         address: As `ray.init` takes it. None: the Ray of RAY_ADDRESS or of this machine, or a new
             one on this machine.
         max_restarts: How often all workers are started again after one has failed.
+        rank_restarts: How often each worker is started again by itself before that, while the
+            others go on: for those whose ranks survive the loss of others.
         secret_file: What tables are encrypted with; None for a new secret.
         timeout_s: How long Ray may take to place the workers.
         colour: Whether the line prefixes bear colours.
@@ -71,6 +81,7 @@ class RayJob:
     cpus_per_worker: int = 1
     address: str | None = None
     max_restarts: int = 0
+    rank_restarts: int = 0
     secret_file: str | None = None
     timeout_s: float = 60.0
     colour: bool = False
@@ -80,6 +91,7 @@ class RayJob:
             read_count("workers", self.workers, 1, "worker")
         read_count("cpus_per_worker", self.cpus_per_worker, 1, "CPU")
         read_count("max_restarts", self.max_restarts, 0)
+        read_count("rank_restarts", self.rank_restarts, 0)
         if not self.timeout_s > 0:
             raise ConfigError(f"`timeout_s` must be above 0 seconds, but is {self.timeout_s!r}.")
 
@@ -92,6 +104,7 @@ def on_ray(
     cpus_per_worker: int = 1,
     address: str | None = None,
     max_restarts: int = 0,
+    rank_restarts: int = 0,
     secret_file: str | None = None,
     timeout_s: float = 60.0,
 ) -> list[Any]:
@@ -114,6 +127,9 @@ def on_ray(
             default that, or a new one on this machine alone. Where this process has called
             ``ray.init`` already, that Ray is used.
         max_restarts: How often all are started again after one has failed.
+        rank_restarts: How often each worker is started again by itself before that, while the
+            others go on: for ``phalanx.Trainer(executor=phalanx.Ranks())``. One that comes when
+            the others have finished returns None.
         secret_file: A secret of your own, made by ``phalanx secret``; only here, on no node.
         timeout_s: How long Ray may take to place the workers, in seconds.
 
@@ -142,6 +158,7 @@ def on_ray(
         cpus_per_worker=cpus_per_worker,
         address=address,
         max_restarts=max_restarts,
+        rank_restarts=rank_restarts,
         secret_file=secret_file,
         timeout_s=timeout_s,
     )
@@ -314,7 +331,8 @@ def _run(job: RayJob, function: Callable[..., Any], args: Sequence[object]) -> l
         count = 0
         while True:
             variables["TORCHELASTIC_RESTART_COUNT"] = str(count)
-            with _reserved(workers, job) as group:
+            with _reserved(workers, job) as group, _lasting_store(ray, job) as store:
+                variables[STORE] = store
                 attempt = _Attempt(ray, group, _place(ray, group, job), job)
                 try:
                     attempt.start(call, variables, secret)
@@ -326,6 +344,19 @@ def _run(job: RayJob, function: Callable[..., Any], args: Sequence[object]) -> l
             count += 1
 
 
+@contextmanager
+def _lasting_store(ray: Any, job: RayJob) -> Iterator[str]:
+    """Keep a store for ranks that survive others; yield its address, or nothing without any."""
+    if not job.rank_restarts:
+        yield ""
+        return
+    from torch.distributed import TCPStore  # late: most drivers have no use for torch
+
+    store = TCPStore("0.0.0.0", 0, None, is_master=True, wait_for_workers=False)
+    yield f"{ray.util.get_node_ip_address()}:{store.port}"
+    del store
+
+
 class _Attempt:
     """The workers of one attempt, from their start to the end of the last."""
 
@@ -333,18 +364,22 @@ class _Attempt:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # an extra
 
         self._ray = ray
-        self._places = places
-        self._colour = job.colour
+        self._places = list(places)
+        self._job = job
         self._address_by_node = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         actor = ray.remote(RayWorker)
-        self._workers = [
-            actor.options(
+
+        def new_worker(place: RankPlace) -> Any:
+            return actor.options(
                 num_cpus=job.cpus_per_worker,
                 max_concurrency=2,  # `end` comes while `read` waits
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, place.bundle),
             ).remote()
-            for place in places
-        ]
+
+        self._new_worker = new_worker
+        self._workers = [new_worker(place) for place in places]
+        self._restarts = [0] * len(places)
+        self._starting: set[int] = set()  # ranks that wait for an actor
         self._asked: dict[Any, int] = {}  # the rank that each reference will tell of
         self._pids: dict[int, int] = {}
         self._ended: dict[int, Ended] = {}
@@ -352,24 +387,53 @@ class _Attempt:
 
     def start(self, call: bytes, variables: Mapping[str, str], secret: bytes) -> None:
         """Start all workers."""
-        size = len(self._places)
+        self._call, self._secret = call, secret
         try:
             port = self._ray.get(self._workers[0].free_port.remote())
         except self._ray.exceptions.RayActorError as exc:
             self._lose(0, exc)
             return
-        master = {
+        self._variables = {
+            **variables,
             "MASTER_ADDR": self._address_by_node[self._places[0].node],
             "MASTER_PORT": str(port),
         }
-        for rank, (worker, place) in enumerate(zip(self._workers, self._places, strict=True)):
-            mine = {**variables, **master, **place.variables(rank, size)}
-            self._asked[worker.start.remote(call, os.getcwd(), mine, secret)] = rank
+        for rank in range(len(self._places)):
+            self._start(rank)
+
+    def _start(self, rank: int) -> None:
+        place = self._places[rank].variables(rank, len(self._places))
+        mine = {**self._variables, **place, "PHALANX_RANK_RESTARTS": str(self._restarts[rank])}
+        started = self._workers[rank].start.remote(self._call, os.getcwd(), mine, self._secret)
+        self._asked[started] = rank
+
+    def _start_again(self, rank: int, how: str, *, anew: bool) -> bool:
+        """Start a worker again by itself, in another actor if need be; False if it shall not be."""
+        if self.failures():
+            return False
+        if (
+            rank in self._starting
+        ):  # Ray has not found another place for that of a node that is gone
+            pause(_AGAIN_S)
+        elif self._restarts[rank] == self._job.rank_restarts:
+            return False
+        else:
+            self._restarts[rank] += 1
+            told = (
+                f"Rank {rank} (process {self._pids.get(rank, 0)}) {how}. The others go on, and it "
+                f"is started again ({self._restarts[rank]} of {self._job.rank_restarts})."
+            )
+            self._write(sys.stderr, rank, [told])
+        if anew:
+            self._workers[rank] = self._new_worker(self._places[rank])
+        self._starting.add(rank)
+        self._asked[self._workers[rank].node.remote()] = rank
+        return True
 
     def follow(self) -> None:
         """Show what the workers write, until all have ended; after a failure, end the others."""
         ending: Waiting | None = None
-        while self._asked:
+        while not self._starting.issuperset(self._asked.values()):
             if ending is None and self.failures():
                 self._end_others()
                 ending = Waiting(_GRACE_S + _ENDED_S)
@@ -387,21 +451,34 @@ class _Attempt:
             self._lose(rank, exc)
             return
         if isinstance(found, Ended):
-            self._ended[rank] = found
+            how = f"ended with exit code {found.exit_code}"
+            if found.exit_code < 0:
+                how = f"was killed by {signal.Signals(-found.exit_code).name}"
+            if found.exit_code == 0 or not self._start_again(rank, how, anew=False):
+                self._ended[rank] = found
+            return
+        if isinstance(found, str):  # the node of an actor that is there
+            self._starting.discard(rank)
+            self._places[rank] = self._places[rank]._replace(node=found)
+            self._start(rank)
             return
         self._asked[self._workers[rank].read.remote()] = rank
         if isinstance(found, int):
             self._pids[rank] = found
             return
-        colour, plain = (f"\x1b[9{self._places[rank].local_rank % 8}m", "\x1b[0m")
-        before = f"{colour}[rank {rank}]{plain} " if self._colour else f"[rank {rank}] "
         for stream, lines in found:
-            target = sys.stdout if stream == 1 else sys.stderr
-            target.write("".join(f"{before}{line}\n" for line in lines))
-            target.flush()
+            self._write(sys.stdout if stream == 1 else sys.stderr, rank, lines)
+
+    def _write(self, target: TextIO, rank: int, lines: Sequence[str]) -> None:
+        colour, plain = (f"\x1b[9{self._places[rank].local_rank % 8}m", "\x1b[0m")
+        before = f"{colour}[rank {rank}]{plain} " if self._job.colour else f"[rank {rank}] "
+        target.write("".join(f"{before}{line}\n" for line in lines))
+        target.flush()
 
     def _lose(self, rank: int, exc: Exception) -> None:
         """Note that a worker's actor is gone; the kernel has killed its process with it."""
+        if self._start_again(rank, "has lost its actor", anew=True):
+            return
         self._ended[rank] = Ended(self._pids.get(rank, 0), _KILLED, b"")
         self._lost[rank] = " ".join(str(exc).split())
 
@@ -425,7 +502,10 @@ class _Attempt:
         """Return what each worker has returned, or raise what the first that failed has."""
         failures = self.failures()
         if not failures:
-            return [_read_outcome(self._ended[rank])[1] for rank in range(len(self._places))]
+            return [
+                _read_outcome(self._ended[rank])[1] if rank in self._ended else pickle.dumps(None)
+                for rank in range(len(self._places))
+            ]
         failed = describe_failures(
             {
                 rank: process_failure(

@@ -9,7 +9,7 @@ its actors, leaves alone the server that outlives it. The kernel ends the proces
 The secret, the function and what it returns lie in files without a name, which end with the actor
 and the process, however these end.
 
-The module imports neither torch nor Ray: the actor has no use for them.
+The module imports no torch, and Ray only where Ray has loaded it: the actor has no use for them.
 """
 
 from __future__ import annotations
@@ -58,6 +58,13 @@ class Ended(NamedTuple):
 
 class RayWorker:
     """The actor; its methods are called by the driver, :meth:`end` while :meth:`read` waits."""
+
+    def node(self) -> str:
+        """Return Ray's id of the node where this actor is."""
+        import ray  # an extra
+
+        found: str = ray.get_runtime_context().get_node_id()
+        return found
 
     def free_port(self) -> int:
         """Return a port that is free on this node."""

@@ -10,7 +10,7 @@ from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, 
 from phalanx.distributed.exchange import Exchange, num_ranks_here
 from phalanx.distributed.hosts import hosts_of, this_host
 from phalanx.distributed.merge_hook import Hook, merge_hook
-from phalanx.distributed.open_store import open_store
+from phalanx.distributed.open_store import STORE, open_store
 
 if TYPE_CHECKING:
     from phalanx.distributed.launcher import (
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx.distributed.rank_start import run_script
 
 __all__ = [
+    "STORE",
     "CodecHook",
     "ElasticExchange",
     "Exchange",

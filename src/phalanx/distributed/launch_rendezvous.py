@@ -38,19 +38,17 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from phalanx.distributed.hosts import INTERFACES, loopback
+from phalanx.distributed.open_store import FOLDER
 from phalanx.ipc import late_peers, wait_until
 from phalanx.torch_internals import rendezvous_handlers
 
-__all__ = ["FOLDER", "ONE_HOST", "SEVERAL_HOSTS", "meet_in_folder"]
+__all__ = ["ONE_HOST", "SEVERAL_HOSTS", "meet_in_folder"]
 
 ONE_HOST = "phalanx-one-host"
 """The launcher's rendezvous for a job on one host, by the name that torch's launcher takes."""
 
 SEVERAL_HOSTS = "phalanx-several-hosts"
 """That for several hosts."""
-
-FOLDER = "PHALANX_JOB_FOLDER"
-"""The variable that tells the ranks of a job on one host where it keeps what outlives them."""
 
 _DEFAULT_PORT = 29400  # torch's
 _STORE_S = 60.0

@@ -8,10 +8,15 @@ from pathlib import Path
 
 from torch.distributed import FileStore, Store, TCPStore, rendezvous
 
-from phalanx.distributed.launch_rendezvous import FOLDER
 from phalanx.errors import ConfigError, PeerTimeout
 
-__all__ = ["open_lasting_store", "open_store", "read_rank"]
+__all__ = ["FOLDER", "STORE", "open_lasting_store", "open_store", "read_rank"]
+
+FOLDER = "PHALANX_JOB_FOLDER"
+"""The variable that tells the ranks of a job on one host where it keeps what outlives them."""
+
+STORE = "PHALANX_JOB_STORE"
+"""The variable with the ``host:port`` of a store that outlives the ranks, kept by the launcher."""
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _ONCE = -1  # of a file's store: nobody counts who has opened it
@@ -38,8 +43,8 @@ def read_rank() -> tuple[int, int]:
 def open_lasting_store(rank: int, size: int, timeout_s: float) -> Store:
     """Return a store that outlives the ranks of the job, where its launcher keeps one.
 
-    That is a file in the folder of `phalanx launch`, or torchrun's store at MASTER_ADDR. Where the
-    launcher keeps none, rank 0 does, and the job cannot do without that one.
+    That is a file in the folder of `phalanx launch`, the store of the driver on Ray, or torchrun's
+    at MASTER_ADDR. Where the launcher keeps none, rank 0 does, and the job cannot do without it.
 
     Raises:
         ConfigError: The variables do not say where it is.
@@ -51,13 +56,16 @@ def open_lasting_store(rank: int, size: int, timeout_s: float) -> Store:
         found: Store = FileStore(str(Path(folder) / "lasting-store"), _ONCE)
         found.set_timeout(timeout)
         return found
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    address, _, port = os.environ.get(STORE, "").rpartition(":")
+    is_kept = bool(address) or os.environ.get(_AGENT) == "True"
+    if not address:
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise ConfigError(
             "`MASTER_ADDR` and `MASTER_PORT` must say where the ranks meet, but are "
             f"{address!r} and {port!r}. `phalanx launch` and torchrun set them."
         )
-    if os.environ.get(_AGENT) != "True":
+    if not is_kept:
         return open_store(address, int(port), rank, size, timeout_s)
     try:
         return TCPStore(address, int(port), None, timeout=timeout, wait_for_workers=False)

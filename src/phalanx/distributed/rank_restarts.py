@@ -38,7 +38,7 @@ def _main() -> int:
         signal.signal(number, end)
     status = 0
     for attempt in range(int(restarts) + 1):
-        environment = {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        environment = {**os.environ, "PHALANX_RANK_RESTARTS": str(attempt)}
         words = [sys.executable, *_RANK, str(os.getpid()), folder, *script]
         with subprocess.Popen(words, env=environment) as child:
             try:

@@ -164,6 +164,9 @@ def call() -> None:
         try:
             function, args = pickle.load(sys.stdin.buffer)
             pickle.dump((None, pickle.dumps(function(*args))), outcome)
+        except RunEnded as exc:  # nothing is left to be done: no failure
+            sys.stderr.write(f"{exc}\n")
+            pickle.dump((None, pickle.dumps(None)), outcome)
         except BaseException as exc:
             pickle.dump((_failure_note(exc), _pickled(exc)), outcome)
             if isinstance(exc, Exception):
