@@ -333,6 +333,7 @@ DOORS: dict[str, Door] = {
             "execution/worker_main.py",
             "execution/worker_client.py",
             "distributed/launcher.py",
+            "cluster/ray_launcher.py",  # names them
             "distributed/rank_restarts.py",
         ),
         caught=("import signal", "from signal import SIGINT"),

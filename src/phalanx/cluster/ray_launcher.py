@@ -43,6 +43,7 @@ from phalanx.distributed import (
     STORE,
     RankFailed,
     describe_failures,
+    keep_store,
     process_failure,
     run_script,
     signals_put_back,
@@ -350,9 +351,7 @@ def _lasting_store(ray: Any, job: RayJob) -> Iterator[str]:
     if not job.rank_restarts:
         yield ""
         return
-    from torch.distributed import TCPStore  # late: most drivers have no use for torch
-
-    store = TCPStore("0.0.0.0", 0, None, is_master=True, wait_for_workers=False)
+    store = keep_store()
     yield f"{ray.util.get_node_ip_address()}:{store.port}"
     del store
 

@@ -10,7 +10,7 @@ from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, 
 from phalanx.distributed.exchange import Exchange, num_ranks_here
 from phalanx.distributed.hosts import hosts_of, this_host
 from phalanx.distributed.merge_hook import Hook, merge_hook
-from phalanx.distributed.open_store import STORE, open_store
+from phalanx.distributed.open_store import STORE, keep_store, open_store
 
 if TYPE_CHECKING:
     from phalanx.distributed.launcher import (
@@ -40,6 +40,7 @@ __all__ = [
     "codec_hook",
     "describe_failures",
     "hosts_of",
+    "keep_store",
     "launch",
     "launch_script",
     "make_group",

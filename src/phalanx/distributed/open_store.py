@@ -10,7 +10,7 @@ from torch.distributed import FileStore, Store, TCPStore, rendezvous
 
 from phalanx.errors import ConfigError, PeerTimeout
 
-__all__ = ["FOLDER", "STORE", "open_lasting_store", "open_store", "read_rank"]
+__all__ = ["FOLDER", "STORE", "keep_store", "open_lasting_store", "open_store", "read_rank"]
 
 FOLDER = "PHALANX_JOB_FOLDER"
 """The variable that tells the ranks of a job on one host where it keeps what outlives them."""
@@ -90,6 +90,11 @@ def open_store(address: str, port: int, rank: int, size: int, timeout_s: float) 
         raise _not_there(address, port, timeout_s, exc) from exc
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
+
+
+def keep_store() -> TCPStore:
+    """Return a store at a free port of this host, for ranks that it shall outlive."""
+    return TCPStore("0.0.0.0", 0, None, is_master=True, wait_for_workers=False)
 
 
 def _not_there(address: str, port: int, timeout_s: float, error: RuntimeError) -> PeerTimeout:
