@@ -59,9 +59,10 @@ class RanksChanged:
 
 
 class GroupChanged(PeerLost):
-    """A rank was lost in a collective, and those left have formed another group.
+    """A rank was lost in a collective, of which nothing counts; it is to be done again.
 
-    Nothing of the collective counts; what it was for is to be done again.
+    Before that, `ElasticExchange.settle` forms another group: late, as whatever the collective has
+    kept of the old one is let go with its error.
     """
 
 
@@ -96,6 +97,7 @@ class ElasticExchange(Exchange):
         self._give: Callable[[], bytes] = bytes
         self._group: SharedGroup | None = None
         self._has_state = False
+        self._is_lost = False
         self._told: list[int] = []  # the processes that `take_change` has told of
 
     def enter(self, describe: Callable[[], About], give: Callable[[], bytes]) -> bytes | None:
@@ -135,6 +137,15 @@ class ElasticExchange(Exchange):
         """Whether others want to come in, as far as this rank knows."""
         return self._membership.newcomers_wait
 
+    def settle(self) -> None:
+        """Form another group where a rank was lost.
+
+        Raises:
+            PeerError: As for :meth:`enter`.
+        """
+        if self._is_lost:
+            self._settle(admits=False)
+
     def mark_done(self) -> None:
         """Count a run that is done here."""
         self.num_done += 1
@@ -172,6 +183,7 @@ class ElasticExchange(Exchange):
     def _settle(self, *, admits: bool) -> bytes | None:
         """Form the next group, and another as long as one is lost on the way."""
         received: bytes | None = None
+        self._is_lost = False
         while True:
             done = self.num_done if self._has_state else None
             report = Report(done=done, admits=admits, about=self._describe())
@@ -293,16 +305,14 @@ class ElasticExchange(Exchange):
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Form another group where a rank is lost.
+        """Leave the group where a rank is lost; the next one is formed before the next run.
 
         Raises:
-            GroupChanged: It was, and the new one stands.
+            GroupChanged: It was.
         """
         try:
             yield
         except _LOSSES as error:
-            lost = error
-        else:
-            return
-        self._settle(admits=False)
-        raise GroupChanged(f"The ranks have changed: {lost}", lost.rank) from lost
+            self._is_lost = True
+            self._close_group()
+            raise GroupChanged(f"The ranks have changed: {error}", error.rank) from error

@@ -111,7 +111,7 @@ class Hierarchical:
         """Let the other hosts know of an error that breaks the group."""
         self._error_store.write(error)
         for transport in self._transports:
-            transport.cut()
+            transport.cut(broken=True)
 
     def close(self) -> None:
         """End the connections."""

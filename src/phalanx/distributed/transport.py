@@ -262,18 +262,24 @@ class Transport:
                     self._opened.set(str(self._member), "")
             return self._gloo
 
-    def cut(self) -> None:
+    def cut(self, *, broken: bool = False) -> None:
         """End the connection: members that wait for this one learn so at once, as do our threads.
 
-        gloo's own ``abort`` lets waits go on, and they keep the connection. But a wait that takes
-        too long has gloo close all that it has. (A receive from any member goes on in its thread.)
+        gloo's own ``abort`` lets waits go on, and they keep the connection, as does a failed one
+        that the traceback of its error keeps. But a wait that takes too long has gloo close all
+        that it has. (A receive from any member goes on in its thread.) A wait for a member that is
+        gone fails at once, and closes nothing; so each is waited for.
+
+        Args:
+            broken: An error ends it, and what was sent need not arrive.
         """
         self._is_cut = True
         gloo, self._gloo = self._gloo, None
         if gloo is not None:
-            if self._connected and any(thread.is_alive() for thread in self._threads):
-                with suppress(RuntimeError):
-                    gloo.recv([torch.empty(1)], min(self._connected), _CUT_TAG).wait(_AT_ONCE)
+            if broken or any(thread.is_alive() for thread in self._threads):
+                for member in sorted(self._connected):
+                    with suppress(RuntimeError):
+                        gloo.recv([torch.empty(1)], member, _CUT_TAG).wait(_AT_ONCE)
             gloo.abort()
 
     def close(self) -> None:

@@ -20,6 +20,10 @@ from phalanx.distributed.uncompiled_methods import uncompiled_methods
 __all__ = ["PendingOperation", "SharedWork"]
 
 
+def _no_steps() -> Steps:
+    yield from ()
+
+
 @dataclass(slots=True, eq=False)
 class PendingOperation:
     """One operation under way.
@@ -50,9 +54,14 @@ class PendingOperation:
         self.deadline_s = now_s() + self.timeout_s
 
     def end(self, error: BaseException | None = None) -> None:
-        """Mark the end; the futures are told by :meth:`settle`."""
+        """Mark the end; the futures are told by :meth:`settle`.
+
+        Whoever keeps the work must not keep what the operation was made of: a connection, say,
+        whose other end waits for it to be closed.
+        """
         self.error = error
         self.done = True
+        self.steps = _no_steps()
 
     def settle(self) -> None:
         """Tell each future of the end, once; their callbacks run here.

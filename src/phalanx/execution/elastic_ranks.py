@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -54,6 +54,7 @@ class ElasticRankExecutor(RankExecutor):
 
     def all_workloads(self, own: Sequence[float]) -> Sequence[float]:
         """Return the relative shares of all ranks' replicas, rank after rank."""
+        self.exchange.settle()
         if self._followed != self.exchange.generation:
             self._follow()
         return super().all_workloads(own)
@@ -103,15 +104,27 @@ class ElasticRankExecutor(RankExecutor):
 
     def agree_to_open_anew(self) -> None:
         """Tell all ranks that what is trained here is not what it was; all must tell the same."""
-        if self.exchange.in_step:
-            with contextlib.suppress(GroupChanged):  # some may have passed it: nobody repeats it
+        with _unrepeated(self.exchange) as goes:
+            if goes:
                 super().agree_to_open_anew()
 
     def check_alike(self) -> None:
         """Compare the parameters of all ranks by a checksum."""
-        if self.exchange.in_step:
-            with contextlib.suppress(GroupChanged):
+        with _unrepeated(self.exchange) as goes:
+            if goes:
                 super().check_alike()
+
+
+@contextlib.contextmanager
+def _unrepeated(exchange: ElasticExchange) -> Iterator[bool]:
+    """Say whether a collective between two runs can be done; nobody repeats one that has failed.
+
+    See Note [In step] in `elastic_exchange.py`: some may have passed it.
+    """
+    exchange.settle()
+    with contextlib.suppress(GroupChanged):
+        yield exchange.in_step
+    exchange.settle()
 
 
 def write_once_elastic(write: Callable[[], None], exchange: ElasticExchange) -> None:
@@ -130,8 +143,8 @@ def write_once_elastic(write: Callable[[], None], exchange: ElasticExchange) -> 
         write()
         written = True
 
-    if exchange.in_step:
-        with contextlib.suppress(GroupChanged):
+    with _unrepeated(exchange) as goes:
+        if goes:
             write_once(note, exchange)
             return
     if exchange.rank == 0 and not written:

@@ -93,11 +93,11 @@ class Ranks:
 
     Example:
         >>> Ranks(timeout_s=60.0).lost_after_s
-        10.0
+        5.0
     """
 
     timeout_s: float = 300.0
-    lost_after_s: float = 10.0
+    lost_after_s: float = 5.0
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "lost_after_s"):
