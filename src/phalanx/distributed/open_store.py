@@ -6,8 +6,9 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import FileStore, Store, TCPStore, rendezvous
+from torch.distributed import Store, TCPStore, rendezvous
 
+from phalanx.distributed.folder_store import FolderStore
 from phalanx.errors import ConfigError, PeerTimeout
 
 __all__ = ["FOLDER", "STORE", "keep_store", "open_lasting_store", "open_store", "read_rank"]
@@ -19,7 +20,6 @@ STORE = "PHALANX_JOB_STORE"
 """The variable with the ``host:port`` of a store that outlives the ranks, kept by the launcher."""
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
-_ONCE = -1  # of a file's store: nobody counts who has opened it
 
 
 def read_rank() -> tuple[int, int]:
@@ -43,7 +43,7 @@ def read_rank() -> tuple[int, int]:
 def open_lasting_store(rank: int, size: int, timeout_s: float) -> Store:
     """Return a store that outlives the ranks of the job, where its launcher keeps one.
 
-    That is a file in the folder of `phalanx launch`, the store of the driver on Ray, or torchrun's
+    That is a folder in that of `phalanx launch`, the store of the driver on Ray, or torchrun's
     at MASTER_ADDR. Where the launcher keeps none, rank 0 does, and the job cannot do without it.
 
     Raises:
@@ -53,7 +53,7 @@ def open_lasting_store(rank: int, size: int, timeout_s: float) -> Store:
     timeout = timedelta(seconds=timeout_s)
     folder = os.environ.get(FOLDER)
     if folder:
-        found: Store = FileStore(str(Path(folder) / "lasting-store"), _ONCE)
+        found: Store = FolderStore(Path(folder) / "lasting-store")
         found.set_timeout(timeout)
         return found
     address, _, port = os.environ.get(STORE, "").rpartition(":")
