@@ -78,7 +78,7 @@ class ElasticExchange(Exchange):
         num_done: How many runs this rank has done.
         is_behind: Whether the others have done one more. See Note [Left behind].
         in_step: Whether all ranks are at the same place between two runs. See Note [In step].
-        entered: Whether this process is, or was, one of them.
+        entered: Whether this process is one of them.
     """
 
     def __init__(self, *, timeout_s: float, lost_after_s: float) -> None:
@@ -173,15 +173,26 @@ class ElasticExchange(Exchange):
         )
 
     def leave(self, *, finished: bool) -> None:
-        """Take no part any more; idempotent."""
+        """Take no part any more, unless this process enters again; idempotent."""
         if self.entered:
+            self.entered = self._has_state = False
             self._membership.leave(finished=finished)
             self._close_group()
 
     # --- from one group to the next ---------------------------------------------------------------
 
     def _settle(self, *, admits: bool) -> bytes | None:
-        """Form the next group, and another as long as one is lost on the way."""
+        """Form the next group, and another as long as one is lost on the way.
+
+        Where that fails, this process is none of the ranks any more, and may enter anew.
+        """
+        try:
+            return self._form(admits=admits)
+        except BaseException:
+            self.leave(finished=False)
+            raise
+
+    def _form(self, *, admits: bool) -> bytes | None:
         received: bytes | None = None
         self._is_lost = False
         while True:
@@ -231,7 +242,7 @@ class ElasticExchange(Exchange):
         if not epoch.new:
             return None
         if self._place == epoch.source:
-            state = self._state_to_give()
+            state, refusal = self._state_to_give()
             header = torch.tensor([self.num_done, len(state)], dtype=_WORD)
             packed = torch.tensor(bytearray(state), dtype=torch.uint8)
             for place, number in enumerate(epoch.members):
@@ -239,6 +250,11 @@ class ElasticExchange(Exchange):
                     self._send(header, place)
                     if state:
                         self._send(packed, place)
+            if refusal is not None and len(epoch.new) == len(epoch.members) > 1:
+                raise refusal  # nobody else can begin
+            if refusal is not None:
+                message = f"No rank can come later or in a lost one's place: {refusal}"
+                warnings.warn(message, stacklevel=2)
             received = None
         elif self._membership.number in epoch.new:
             header = torch.empty(2, dtype=_WORD)
@@ -246,8 +262,8 @@ class ElasticExchange(Exchange):
             self.num_done, length = header.tolist()
             if length == 0:
                 raise StateError(
-                    "A rank that comes later must be given the state by a peer, but that cannot "
-                    f"pack it; rank {epoch.source} says why. All ranks must come at the start."
+                    "A rank must be given the state by a peer as it comes, but that cannot pack "
+                    f"it; rank {epoch.source} says why."
                 )
             packed = torch.empty(length, dtype=torch.uint8)
             self._receive(packed, epoch.source)
@@ -255,17 +271,16 @@ class ElasticExchange(Exchange):
         else:
             return None
         if self._membership.number in epoch.new:
-            self._membership.state_received()
+            self._membership.wait_no_longer()
             self._has_state = True
         return received
 
-    def _state_to_give(self) -> bytes:
-        """Return the state; nothing, and a warning, where there is none that can be packed."""
+    def _state_to_give(self) -> tuple[bytes, PhalanxError | None]:
+        """Return the state; nothing, and why, where there is none that can be packed."""
         try:
-            return self._give()
+            return self._give(), None
         except PhalanxError as error:
-            warnings.warn(f"No rank can come later or in a lost one's place: {error}", stacklevel=2)
-            return b""
+            return b"", error
 
     def _send(self, tensor: Tensor, place: int) -> None:
         assert self._group is not None

@@ -8,13 +8,13 @@
     card/N           who process N is
     beat/N           a number that process N changes all the time, where others are elsewhere
     left/N           process N has finished, or was found dead by another of its host
-    waiting/N        process N wants to be let in, and what it is about to train
+    waiting/N        process N wants to be let in, and what it is about to train; empty afterwards
     report/E/N       what process N knows as it asks for epoch E
     epoch/E          who is in it; written once, by whoever is first
 
 Any process may find that the group must change; all of it then ask for the next epoch. The one with
-the lowest number that lives decides, when all that live have reported. Two may take themselves for
-that one: the store keeps the first word.
+the lowest number that lives decides, when all that live have reported; after a deadline whoever is
+left does, on those that have. Two may decide: the store keeps the first word.
 """
 
 from __future__ import annotations
@@ -206,6 +206,7 @@ class Membership:
         atexit.unregister(self.leave)
         with contextlib.suppress(RuntimeError):  # the store is gone, and everybody with it
             self._store.set(f"left/{self.number}", _FINISHED if finished else _LOST)
+            self.wait_no_longer()
 
     def process_of(self, number: int) -> tuple[int, int]:
         """Return the place that the launcher gave a process, and its process number."""
@@ -236,11 +237,17 @@ class Membership:
         if report.done is None:
             self._store.set(f"waiting/{self.number}", json.dumps(report.about))
         asked = -1
-        begin_s, pause_s = now_s(), _FIRST_PAUSE_S
+        begin_s, pause_s, late = now_s(), _FIRST_PAUSE_S, False
         while True:
             found = self._read_epochs(report)
             if found is not None:
                 return found
+            if late and (report.done is None or self.number not in self._members):
+                raise PeerTimeout(
+                    f"{self._size} ranks must come to begin, or let this one in between two steps, "
+                    f"but did not within {self._timeout_s:g} s. See that the others run.",
+                    None,
+                )
             if self.epoch != asked:
                 asked = self.epoch
                 if self.number in self._members:
@@ -249,12 +256,6 @@ class Membership:
             late = now_s() - begin_s > self._timeout_s
             self._tell_of_dead_here()
             self._decide(late=late)
-            if late and self.number not in self._members:
-                raise PeerTimeout(
-                    f"{self._size} ranks must come to begin, or let this one in between two steps, "
-                    f"but did not within {self._timeout_s:g} s. See that the others run.",
-                    None,
-                )
             pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -279,9 +280,9 @@ class Membership:
                 )
         return None
 
-    def state_received(self) -> None:
-        """Tell the others that this process has the state."""
-        self._store.delete_key(f"waiting/{self.number}")
+    def wait_no_longer(self) -> None:
+        """Tell the others that this process has the state, or does not want it any more."""
+        self._store.set(f"waiting/{self.number}", "")
 
     # --- deciding ---------------------------------------------------------------------------------
 
@@ -289,16 +290,22 @@ class Membership:
         """Decide on the next epoch, where that is up to this process and all is known."""
         living = [number for number in self._members if not self._is_gone(number)]
         reports = {number: each for number in living if (each := self._report(number))}
-        if late:
+        if late and self.number in self._members:  # a new process knows nothing of their step
             living = list(reports)
         waiting = self._waiting()
         if not living and self._has_ended():
+            if any(self._is_this_process(number) for number in self._members):
+                raise StateError(
+                    "A script must train with `Ranks()` in one `Trainer`, but this process has "
+                    "been a rank of a run that has ended. Go on with that trainer before it is "
+                    "closed, or start another job."
+                )
             raise RunEnded(
                 "The run that this rank would join must go on, but has ended: all its ranks have "
                 "left. Start all ranks for another run."
             )
-        if min(living or waiting, default=0) != self.number:
-            return
+        if not late and min(living or waiting, default=0) != self.number:
+            return  # who is late decides, too: the one whose turn it is may live and not move
         places = {n: self._card(n).rank for n in (*living, *waiting)}
         epoch = decide(living, reports, waiting, places, self._size)
         if epoch is not None:
@@ -313,15 +320,24 @@ class Membership:
     def _waiting(self) -> dict[int, About]:
         found: dict[int, About] = {}
         for number in range(1, self._store.add("count", 0) + 1):
-            if number in self._gone or not self._store.check([f"waiting/{number}"]):
-                continue
-            if not self._is_gone(number):
-                found[number] = json.loads(self._store.get(f"waiting/{number}"))
+            about = "" if number in self._gone else self._wants(number)
+            if about and not self._is_gone(number):
+                found[number] = json.loads(about)
         return found
+
+    def _wants(self, number: int) -> str:
+        """Return what a process that waits is about to train; empty if it does not wait."""
+        key = f"waiting/{number}"  # never deleted: one that was there can be read
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _has_ended(self) -> bool:
         """Tell whether a member of the last epoch has finished."""
         return any(self._left(number) == _FINISHED for number in self._members)
+
+    def _is_this_process(self, number: int) -> bool:
+        card = self._card(number)
+        mine = ProcessIdentity.current()
+        return card.host == self._host and ProcessIdentity(card.pid, card.start_ticks) == mine
 
     def _left(self, number: int) -> str:
         key = f"left/{number}"
@@ -347,7 +363,7 @@ class Membership:
             return ProcessIdentity(card.pid, card.start_ticks).alive()
         key, now = f"beat/{number}", now_s()
         beat = bytes(self._store.get(key)) if self._store.check([key]) else b""
-        last, since_s = self._beats.get(number, (b"", now))
+        last, since_s = self._beats.setdefault(number, (b"", now))
         if beat != last:
             self._beats[number] = beat, now
             return True
@@ -372,8 +388,7 @@ class Membership:
                     self._store.set(f"beat/{self.number}", str(beats))
                 known = {*self._members, *self._gone}
                 self.newcomers_wait = any(
-                    number not in known and self._store.check([f"waiting/{number}"])
-                    for number in come
+                    number not in known and self._wants(number) for number in come
                 )
             except RuntimeError:
                 return  # the store is gone: who needs it next says so

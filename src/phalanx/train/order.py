@@ -219,10 +219,12 @@ class Reader:
         """Tell whether ``batches`` were opened last, and nothing was put back since."""
         return self._opened is not None and batches is self._opened.batches
 
-    def order(self, done: int) -> EpochOrder | None:
-        """Return what a checkpoint needs after ``done`` batches of the epoch; None for nothing."""
+    def order(self, done: int, epoch: int) -> EpochOrder | None:
+        """Return what is needed to go on after ``done`` batches of ``epoch``; None for nothing."""
         if self._stored is not None:
             return self._stored
+        if done == 0 and self._opened is not None and self._opened.begun == epoch:
+            return self._opened.order  # its first batch is read, and not done
         if done == 0:  # what the next epoch will start from
             return None if self._loader is None else EpochOrder.capture(self._loader)
         if self._opened is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -38,7 +39,7 @@ from phalanx.train.formation import Formation, read_replicas
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import EvaluateTask, Objective, TrainTask
 from phalanx.train.order import Reader, is_complete
-from phalanx.train.peer_state import pack_state_of, unpacked_state
+from phalanx.train.peer_state import join_ranks, pack_state_of
 from phalanx.train.position import Loss, Position, RunHistory
 from phalanx.train.sharding import Loaders
 from phalanx.train.state import (
@@ -203,7 +204,8 @@ class Trainer(TrainerFacts):
         self._engine: StepEngine | None = None
         self._position = Position()
         self._resumed = False  # and no `fit` since
-        self._in_step = self._closed = self._stopped = False
+        self._last_step: int | None = None  # of the `fit` under way, here or where we have joined
+        self._in_step = self._closed = self._stopped = self._in_fit = False
 
     # -- training ----------------------------------------------------
 
@@ -242,13 +244,14 @@ class Trainer(TrainerFacts):
         if last_epoch is None and epochs is not None:
             last_epoch = self.epochs + epochs
         self._position = self._position._replace(target=last_epoch)
-        last_step = None if steps is None else self.steps + steps
-        self._stopped = False
+        if self._last_step is None and steps is not None:
+            self._last_step = self.steps + steps
+        self._stopped, self._in_fit = False, True
         finished: list[EpochDone] = []
         try:
             with caller_intra_op(1):  # the caller's idle pool must not spin beside the replicas
-                while not self._shall_end(last_epoch, last_step):
-                    done = self._run_epoch(loader, validate, last_step)
+                while not self._shall_end(last_epoch):
+                    done = self._run_epoch(loader, validate)
                     if done is None:
                         break
                     finished.append(done)
@@ -257,8 +260,10 @@ class Trainer(TrainerFacts):
                 self._position, self._resumed = begin, resumed
             raise
         finally:
+            self._last_step = None
             if self._position.batch == 0:  # as if the epoch had not been opened
                 self._reader.rewind(self.epochs)
+        self._in_fit = False
         if not self._stopped:
             self._position = self._position._replace(target=None)
         return finished
@@ -266,9 +271,8 @@ class Trainer(TrainerFacts):
     def join(self) -> None:
         """Be one of the ranks of ``executor=Ranks(…)``; a late one is given the state by a peer.
 
-        :meth:`fit` begins with it. A loop of your own calls it before it reads ``steps``, and goes
-        on from there; without such ranks it does nothing. It waits until all ranks are here, or
-        let this one in between two steps.
+        :meth:`fit` and :meth:`save` begin with it. A loop of your own calls it before it reads
+        ``steps``. It waits until all are here, or let this one in; elsewhere it does nothing.
 
         Raises:
             PeerTimeout: The other ranks did not come.
@@ -276,14 +280,10 @@ class Trainer(TrainerFacts):
         """
         check_moment(closed=self._closed, in_step=self._in_step)
         elastic = self._choice.elastic
-        if elastic is None or elastic.entered:
-            return
-        received = elastic.enter(
-            lambda: described(self.module, self.workloads), lambda: pack_state_of(self._state())
-        )
-        if received is not None:
-            with unpacked_state(received) as folder:
-                self._restore(folder)
+        if elastic is not None and not elastic.entered:
+            about = lambda: described(self.module, self.workloads)  # noqa: E731
+            give = lambda: pack_state_of(self._state(), self._last_step)  # noqa: E731
+            self._last_step = join_ranks(elastic, about, give, self._restore)
 
     def step(self, batch: Nested) -> StepDone:
         """Do one optimizer update on ``batch``.
@@ -348,7 +348,7 @@ class Trainer(TrainerFacts):
         return found
 
     def _run_epoch(
-        self, loader: Iterable[Nested], validate: Iterable[Nested] | None, last_step: int | None
+        self, loader: Iterable[Nested], validate: Iterable[Nested] | None
     ) -> EpochDone | None:
         """Run what is left of the current epoch; None when it was left in the middle."""
         begin_s = now_s()
@@ -356,7 +356,7 @@ class Trainer(TrainerFacts):
         loader = self._loaders.open(loader)
         batches = self._reader.batches(loader, self._position.batch, self.epochs)
         while not is_complete(loader, self._position.batch):
-            if self._shall_end(None, last_step):
+            if self._shall_end(None):
                 return None
             if not self._reader.reads(batches):  # a callback has called `resume()`
                 batches = self._reader.batches(loader, self._position.batch, self.epochs)
@@ -374,10 +374,9 @@ class Trainer(TrainerFacts):
             )
         return self._finish_epoch(now_s() - begin_s, validate)
 
-    def _shall_end(self, last_epoch: int | None, last_step: int | None) -> bool:
-        if last_epoch is not None and self.epochs >= last_epoch:
-            return True
-        return self._stopped or (last_step is not None and self.steps >= last_step)
+    def _shall_end(self, last_epoch: int | None) -> bool:
+        ends = [(self.epochs, last_epoch), (self.steps, self._last_step)]
+        return self._stopped or any(end is not None and done >= end for done, end in ends)
 
     def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
         if self._engine is not None:
@@ -453,7 +452,7 @@ class Trainer(TrainerFacts):
         finally:
             self._in_step = False
             if self._closed:  # since it has begun
-                self.close()
+                self.__exit__(StateError)
         return done
 
     # -- state -------------------------------------------------------
@@ -469,6 +468,7 @@ class Trainer(TrainerFacts):
         """
         check_moment(closed=self._closed, in_step=self._in_step)
         path = read_folder(folder)
+        self.join()
         if self._engine is not None:
             self._engine.complete_state()
         self._choice.write_once(partial(capture_state, self._state(), path))
@@ -509,7 +509,7 @@ class Trainer(TrainerFacts):
 
         Called in the middle of a step, by a signal's handler say, it lets the step end first.
         """
-        self.__exit__(None)
+        self.__exit__(sys.exc_info()[0])  # as an error may be why it is closed
 
     def __enter__(self) -> Trainer:
         return self
@@ -518,7 +518,7 @@ class Trainer(TrainerFacts):
         self._closed = True
         if not self._in_step:
             self._close_engine()
-            self._choice.leave(finished=kind is None)
+            self._choice.leave(finished=kind is None and not self._in_fit)
 
     def _state(self) -> TrainerState:
         formation = self._formation
@@ -530,7 +530,7 @@ class Trainer(TrainerFacts):
             history=self._spec.history,
             progress=RunProgress(
                 position=self._position,
-                order=self._reader.order(self._position.batch),
+                order=self._reader.order(self._position.batch, self.epochs),
                 counted=self._metrics.capture() if self._position.batch > 0 else {},
                 seed=self._seed,
                 microbatches=self._spec.splitter.microbatches,

@@ -1,0 +1,291 @@
+"""Ranks that survive, as users' scripts come to them: other loaders, other calls, other endings."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx
+from phalanx.distributed.elastic_membership import Membership
+from phalanx.errors import PeerTimeout, StateError, UnsupportedError
+from phalanx.ipc import wait_until
+from tests.conformance.test_executors_same_bits import (
+    Run,
+    adamw,
+    assert_same_bits,
+    batches,
+    made,
+    result,
+    trainer,
+)
+from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent, wait_for_exit
+from tests.multiprocess.test_elastic_ranks import Job, Plan, elastic_of, outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    with Children() as started:
+        yield started
+
+
+def undisturbed(body: Callable) -> Any:
+    """Return what ``body`` gives in one process."""
+    losses: list[float] = []
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        trainer("threads", 1, losses, made()) as trained,
+    ):
+        return body(None, trained, losses)
+
+
+def await_newcomer(trained: phalanx.Trainer, step: int) -> None:
+    """Let the ranks wait after ``step`` until another wants to come in."""
+
+    def note(event: object) -> None:
+        if isinstance(event, phalanx.StepDone) and event.step == step:
+            assert wait_until(lambda: elastic_of(trained).newcomers_wait, DEADLINE_S)
+
+    if trained._choice.elastic is not None:
+        trained._events._callbacks += (note,)
+
+
+def start_with_a_late_one(job: Job, body: Callable, step: int = 3) -> list[Child]:
+    """Start ranks; the last one dies in ``step``, and is started again."""
+    ranks = job.start_all({job.size - 1: Plan("before the slices", step=step)}, body)
+    wait_for_exit(ranks[-1].pid)
+    ranks[-1] = job.start(job.size - 1, None, body)
+    return ranks
+
+
+def shuffled(parent: Parent | None, trained: phalanx.Trainer, losses: list[float]) -> Run:
+    """A newcomer is let in before the first step of an epoch, whose batch is read by then."""
+    inputs, targets = (torch.cat(each) for each in zip(*batches(), strict=True))
+    loader = DataLoader(TensorDataset(inputs[:52], targets[:52]), 13, shuffle=True)
+    await_newcomer(trained, 7)
+    torch.manual_seed(0)
+    trained.fit(loader, epochs=5)
+    return result(trained, losses[-8:])
+
+
+def test_a_rank_that_comes_at_the_first_step_of_an_epoch_shuffles_alike(
+    children: Children, tmp_path: Path
+) -> None:
+    expected = undisturbed(shuffled)
+    for each in start_with_a_late_one(Job(children, tmp_path), shuffled):
+        assert_same_bits(outcome(each), expected)
+
+
+def counted(parent: Parent | None, trained: phalanx.Trainer, losses: list[float]) -> Run:
+    await_newcomer(trained, 7)
+    trained.fit(batches(), steps=15)
+    return result(trained, losses[-3:])
+
+
+def test_a_rank_that_comes_ends_at_the_step_where_the_others_do(
+    children: Children, tmp_path: Path
+) -> None:
+    expected = undisturbed(counted)
+    for each in start_with_a_late_one(Job(children, tmp_path), counted):
+        assert_same_bits(outcome(each), expected)
+
+
+def closed_at_last(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
+    try:
+        trained.fit(batches() if parent.hear() else (1 / 0 for _ in batches()), epochs=1)
+    except ZeroDivisionError as error:
+        return f"{error}"
+    finally:
+        trained.close()
+    return f"{trained.steps}"
+
+
+def test_who_closes_because_of_an_error_has_not_finished(
+    children: Children, tmp_path: Path
+) -> None:
+    job = Job(children, tmp_path, size=2)
+    ranks = job.start_all({}, closed_at_last)
+    for each in ranks:
+        each.put(False)
+    assert [outcome(each) for each in ranks] == ["division by zero"] * 2
+    for each in ranks:
+        wait_for_exit(each.pid)
+    ranks = job.start_all({}, closed_at_last)
+    for each in ranks:
+        each.put(True)
+    assert [outcome(each) for each in ranks] == ["20"] * 2
+
+
+def twice(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
+    trained.fit(batches(), epochs=1)
+    trained.close()
+    parent.tell("first")
+    parent.hear()
+    again = phalanx.Trainer(
+        made(), torch.nn.functional.cross_entropy, adamw, executor=phalanx.Ranks(timeout_s=5.0)
+    )
+    try:
+        with again:
+            again.fit(batches(), epochs=1)
+    except StateError as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{again.steps}"
+
+
+def test_a_second_trainer_is_no_end_of_the_run(children: Children, tmp_path: Path) -> None:
+    ranks = Job(children, tmp_path, size=2).start_all({}, twice)
+    for each in ranks:
+        assert each.get() == "first"
+    for each in ranks:
+        each.put()
+    for each in ranks:
+        assert outcome(each).startswith("StateError: ")
+
+
+def tried_again(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> int | str:
+    with pytest.raises(PeerTimeout):
+        trained.fit(batches(), epochs=1)
+    parent.tell("refused")
+    parent.hear()
+    try:
+        trained.fit(batches(), epochs=1)
+    except PeerTimeout as error:
+        return f"{error}"
+    return trained.steps
+
+
+def test_a_fit_whose_ranks_did_not_come_trains_nothing_alone(
+    children: Children, tmp_path: Path
+) -> None:
+    rank = Job(children, tmp_path, size=2).start(0, None, tried_again, 1.0)
+    assert rank.get() == "refused"
+    rank.put()
+    assert "2 ranks must come" in outcome(rank)
+
+
+def test_a_fit_whose_ranks_did_not_come_may_be_tried_again(
+    children: Children, tmp_path: Path
+) -> None:
+    job = Job(children, tmp_path, size=2)
+    rank = job.start(0, None, tried_again, 5.0)
+    assert rank.get() == "refused"
+    other = job.start(1, None, lambda_fit)
+    rank.put()
+    assert [outcome(rank), outcome(other)] == [20, 20]
+
+
+def lambda_fit(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> int:
+    trained.fit(batches(), epochs=1)
+    return trained.steps
+
+
+def told_of_the_timeout(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
+    try:
+        trained.fit(batches(), epochs=1)
+    except PeerTimeout as error:
+        return f"{error}"
+    return ""
+
+
+def dies_at_the_group(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> None:
+    elastic_of(trained)._open_group = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    trained.fit(batches(), epochs=1)
+
+
+def test_who_begins_does_not_wait_for_ever_for_one_that_died_then(
+    children: Children, tmp_path: Path
+) -> None:
+    job = Job(children, tmp_path)
+    ranks = [job.start(rank, None, told_of_the_timeout, 3.0) for rank in range(2)]
+    job.start(2, None, dies_at_the_group)
+    for each in ranks:
+        assert "3 ranks must come" in outcome(each)
+
+
+def halts_as_it_decides(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> None:
+    membership = Membership
+
+    def decide(self: Membership, *, late: bool) -> None:
+        if trained.steps > 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        real(self, late=late)
+
+    real = membership._decide
+    membership._decide = decide  # type: ignore[method-assign]
+    trained.fit(batches(), epochs=1)
+
+
+def one_epoch(parent: Parent | None, trained: phalanx.Trainer, losses: list[float]) -> Run:
+    trained.fit(batches(), epochs=1)
+    return result(trained, losses)
+
+
+@pytest.mark.night  # three deadlines of 2 s
+def test_who_halts_when_it_is_its_turn_to_decide_is_left_behind(
+    children: Children, tmp_path: Path
+) -> None:
+    job = Job(children, tmp_path)
+    job.start(0, None, halts_as_it_decides, 2.0)
+    rank = job.start(1, None, one_epoch, 2.0)
+    job.start(2, Plan("before the slices"), one_epoch, 2.0)
+    assert_same_bits(outcome(rank), undisturbed(one_epoch))
+
+
+def test_one_of_another_host_that_never_showed_life_is_lost_too() -> None:
+    store = HashStore()
+    membership = Membership(store, 0, 2, timeout_s=1.0, lost_after_s=0.05)
+    try:
+        store.add("count", 1)
+        store.set("card/2", json.dumps([1, "elsewhere", 1, 1]))
+        assert wait_until(lambda: membership._is_gone(2), DEADLINE_S)
+    finally:
+        membership.leave()
+
+
+def unpackable(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
+    type(trained.module).get_extra_state = lambda _: {"a": 1}  # type: ignore[method-assign]
+    type(trained.module).set_extra_state = lambda *_: None  # type: ignore[method-assign]
+    try:
+        trained.fit(batches(), epochs=1)
+    except (StateError, UnsupportedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{trained.steps}"
+
+
+def test_no_rank_begins_where_the_first_cannot_give_its_state(
+    children: Children, tmp_path: Path
+) -> None:
+    first, second = [
+        outcome(each) for each in Job(children, tmp_path, size=2).start_all({}, unpackable)
+    ]
+    assert first.startswith("UnsupportedError: `state_dict()` must hold tensors only")
+    assert "rank 0 says why" in second
+
+
+def saved_at_first(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> int:
+    trained.save(parent.hear())
+    trained.fit(batches(), epochs=1)
+    return trained.steps
+
+
+def test_a_checkpoint_before_the_first_step_is_written_once(
+    children: Children, tmp_path: Path
+) -> None:
+    ranks = Job(children, tmp_path, size=2).start_all({}, saved_at_first)
+    for rank, each in enumerate(ranks):
+        each.put(tmp_path / f"checkpoint {rank}")
+    assert [outcome(each) for each in ranks] == [20, 20]
+    assert not (tmp_path / "checkpoint 1").exists()
+    with trainer("threads", 1, [], made()) as trained:
+        trained.resume(tmp_path / "checkpoint 0")
+        assert trained.steps == 0
