@@ -8,7 +8,8 @@
 #   N=200               how many faults `make chaos` commits in a training,
 #   KILLS=2000          how many workers of parameter tables it kills,
 #   SERVER_KILLS=2000   how many servers of hosts,
-#   RANK_KILLS=300      and how many ranks of process groups;
+#   RANK_KILLS=300      how many ranks of process groups,
+#   ELASTIC_KILLS=20    and how many of ranks that survive;
 #   FRAMES=10000000     how many mutated frames it has servers and clients read
 
 .DEFAULT_GOAL := help
@@ -22,6 +23,7 @@ N ?= 200
 KILLS ?= 2000
 SERVER_KILLS ?= 2000
 RANK_KILLS ?= 300
+ELASTIC_KILLS ?= 20
 FRAMES ?= 10000000
 
 VENV := .venv
@@ -101,6 +103,7 @@ chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and g
 	@$(BIN)/python -m tests.chaos.ledger --kills $(KILLS)
 	@$(BIN)/python -m tests.chaos.server_kills --kills $(SERVER_KILLS)
 	@$(BIN)/python -m tests.chaos.rank_kills --kills $(RANK_KILLS)
+	@$(BIN)/python -W ignore -m tests.chaos.elastic_kills --kills $(ELASTIC_KILLS)
 	@$(BIN)/python -m tests.chaos.frames_fuzz --frames $(FRAMES)
 
 night: $(STAMP)  ## every kind of fault at every point in every worker, whole products, torch's own distributed tests
