@@ -13,7 +13,7 @@
 #   FRAMES=10000000     how many mutated frames it has servers and clients read
 
 .DEFAULT_GOAL := help
-BENCHMARKS := bench-step bench-allreduce bench-balance bench-memory bench-recovery bench-tables
+BENCHMARKS := bench-step bench-allreduce bench-balance bench-memory bench-recovery bench-tables bench-hosts
 .PHONY: help venv train test check format bits house bench $(BENCHMARKS) chaos night clean .venv/moved
 
 PYTHON ?= python3
@@ -93,7 +93,7 @@ bits: $(STAMP)  ## train three small models in every formation and print hashes 
 house: $(STAMP)  ## print the size of the package, its doubled names, and how far one call walks, beside the aims
 	@$(BIN)/python -W ignore -m tests.meta.house $(ARGS)
 
-bench: bench-step  ## measure a training step beside its peers; see also bench-allreduce, -balance, -memory, -recovery, -tables
+bench: bench-step  ## measure a training step beside its peers; see also bench-allreduce, -balance, -memory, -recovery, -tables, -hosts
 
 $(BENCHMARKS): bench-%: $(STAMP)
 	@$(BIN)/python -m benchmarks $* $(ARGS)

@@ -4,6 +4,7 @@ import typer
 
 from benchmarks.allreduce import allreduce
 from benchmarks.balance import balance
+from benchmarks.hosts import hosts
 from benchmarks.memory import memory
 from benchmarks.recovery import recovery
 from benchmarks.step import step
@@ -18,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (step, allreduce, balance, memory, recovery, tables):
+for command in (step, allreduce, balance, memory, recovery, tables, hosts):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -11,30 +11,22 @@ Every worker has one intra-op thread.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.contestants import use_loopback
 from benchmarks.processes import Command, command_of
+from benchmarks.table_peers import PATIENCE_S, ray_matrix, rpc_matrix
 from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, TASKS, Draws, Steps, take_turn
 from benchmarks.turns import serve_turns
 from phalanx import tables
-from phalanx.clock import now_s, pause
-from phalanx.errors import PeerTimeout
 
-_PATIENCE_S = 120.0
 _NUM_SHARDS = 4
-_RAY_MODE = "RAY_AUTH_MODE"
 _PIECE_BYTES = 1 << 24
 
 
@@ -68,7 +60,7 @@ class TablesJob:
 
 def _join(job: TablesJob) -> tables.TableGroup:
     name = f"bench-{Path(job.folder).name}-{job.contestant}"
-    return tables.join(name, num_workers=2, timeout_s=_PATIENCE_S)
+    return tables.join(name, num_workers=2, timeout_s=PATIENCE_S)
 
 
 @contextmanager
@@ -118,105 +110,17 @@ def _torch(job: TablesJob, draws: Draws) -> Iterator[Steps]:
         )
 
 
-# --- torch RPC ------------------------------------------------------------------------------------
-
-_owned = torch.empty(0, COLS)  # the server's matrix
-
-
-def _rpc_get(rows: Tensor) -> Tensor:
-    return _owned.index_select(0, rows)
-
-
-def _rpc_add(rows: Tensor, delta: Tensor) -> None:
-    _owned.index_add_(0, rows, delta)
-
-
 @contextmanager
 def _rpc(job: TablesJob, draws: Draws) -> Iterator[Steps]:
-    from torch.distributed import rpc  # slow, and nobody else's
-
-    global _owned
-    use_loopback("TP", "GLOO")
-    if job.rank == 2:
-        _owned = torch.zeros(job.rows, COLS)
-    rpc.init_rpc(
-        f"rank{job.rank}",
-        rank=job.rank,
-        world_size=3,
-        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-            init_method=f"file://{job.folder}/rpc", rpc_timeout=_PATIENCE_S
-        ),
-    )
-
-    def get(ids: Tensor, _: Tensor) -> Tensor:
-        received: Tensor = rpc.rpc_sync("rank2", _rpc_get, (ids,))
-        return received
-
-    def add(ids: Tensor, delta: Tensor) -> None:
-        rpc.rpc_sync("rank2", _rpc_add, (ids, delta))
-
-    try:
+    with rpc_matrix(job.rank, 2, job.rows, job.folder) as (get, add):
         makers = {"get": draws.getting(get), "add": draws.adding(add)}
         yield Steps(makers=makers if job.rank < 2 else {})
-    finally:
-        rpc.shutdown(graceful=False)
-
-
-# --- Ray ------------------------------------------------------------------------------------------
-
-
-class _Owner:
-    """The actor; numpy arrays travel without a copy on the side of who receives them."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.matrix = torch.zeros(num_rows, COLS)
-
-    def get(self, rows: Any) -> Any:  # Any: numpy arrays
-        return self.matrix.index_select(0, torch.tensor(rows)).numpy()
-
-    def add(self, rows: Any, delta: Any) -> None:  # Any: numpy arrays
-        self.matrix.index_add_(0, torch.tensor(rows), torch.tensor(delta))
 
 
 @contextmanager
 def _ray(job: TablesJob, draws: Draws) -> Iterator[Steps]:
-    meeting_point = Path(job.folder) / "ray"
-    address = None
-    if job.rank > 0:
-        address, os.environ[_RAY_MODE] = json.loads(_read_when_there(meeting_point))
-    ray: Any = importlib.import_module("ray")  # optional; reads the environment when imported
-    quiet = {"log_to_driver": False, "namespace": "bench", "configure_logging": False}
-    if job.rank > 0:
-        ray.init(address=address, **quiet)
-        owner = ray.get_actor("owner")
-    else:
-        context = ray.init(num_cpus=2, include_dashboard=False, **quiet)
-        owner = ray.remote(_Owner).options(name="owner").remote(job.rows)
-        ray.get(owner.get.remote(torch.zeros(1, dtype=torch.int64).numpy()))
-        draft = meeting_point.with_suffix(".tmp")
-        mode = os.environ.get(_RAY_MODE, "disabled")  # set by Ray itself in who starts it
-        draft.write_text(json.dumps([context.address_info["address"], mode]))
-        draft.replace(meeting_point)
-    try:
-
-        def get(ids: Tensor, _: Tensor) -> Tensor:
-            return torch.from_numpy(ray.get(owner.get.remote(ids.numpy())))
-
-        def add(ids: Tensor, delta: Tensor) -> None:
-            ray.get(owner.add.remote(ids.numpy(), delta.numpy()))
-
+    with ray_matrix(job.rank, job.rows, job.folder) as (get, add):
         yield Steps(makers={"get": draws.getting(get), "add": draws.adding(add)})
-    finally:
-        ray.shutdown()
-
-
-def _read_when_there(file: Path) -> str:
-    until_s = now_s() + _PATIENCE_S
-    while not file.exists():
-        if now_s() > until_s:
-            raise PeerTimeout("Worker 0 must start Ray, but has not.", 0)
-        pause(0.05)
-    return file.read_text()
 
 
 # --- a snapshot -----------------------------------------------------------------------------------
@@ -256,11 +160,6 @@ CONTESTANTS: dict[str, Callable[[TablesJob, Draws], AbstractContextManager[Steps
     "ray": _ray,
     "snapshot": _snapshot,
 }
-
-
-def is_there(name: str) -> bool:
-    """Tell whether a contestant can be imported."""
-    return name != "ray" or importlib.util.find_spec("ray") is not None
 
 
 def commands_of(job: TablesJob) -> list[Command]:

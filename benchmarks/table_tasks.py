@@ -87,17 +87,25 @@ class Steps:
 
 
 class Draws:
-    """What a worker adds, and where: random rows, the same in every contestant."""
+    """What a worker adds, and where: random rows, the same in every contestant.
 
-    def __init__(self, *, rank: int, num_rows: int) -> None:
+    Args:
+        rank: The worker.
+        num_rows: How many rows there are to choose from.
+        first_row: The first of them.
+    """
+
+    def __init__(self, *, rank: int, num_rows: int, first_row: int = 0) -> None:
         self._rank = rank
         self._num_rows = num_rows
+        self._first_row = first_row
 
     def _lists(self, task: TableTask) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(1000 * task.rows + self._rank)
         most = _FRESH_LISTS if task.fresh else 1
         num_lists = max(1 + task.fresh, min(most, _FRESH_ROWS // task.rows))
         lists = torch.randint(self._num_rows, (num_lists, task.rows), generator=generator)
+        lists += self._first_row
         return itertools.cycle(lists.unbind())
 
     def getting(self, get: Callable[[Tensor, Tensor], object]) -> Callable[[TableTask], Step]:
@@ -142,10 +150,11 @@ def take_turn(task: TableTask, rank: int, steps: Steps, turn_s: float) -> list[f
     at_work = rank == 0 or task.both
     if task.kind == "flood":
         return _flood(task, at_work, make(task), steps.meet, turn_s)
-    return _repeat(make(task), turn_s) if at_work else []
+    return repeat(make(task), turn_s) if at_work else []
 
 
-def _repeat(step: Step, turn_s: float) -> list[float]:
+def repeat(step: Step, turn_s: float) -> list[float]:
+    """Make a step over and over; return the seconds of those that count."""
     seconds: list[float] = []
     until_s = now_s() + turn_s
     while now_s() < until_s or len(seconds) < _DROPPED + _FEWEST:

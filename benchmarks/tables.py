@@ -7,7 +7,6 @@ round (see `turns`). Snapshots come last, for they want the memory and the disk 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,15 +14,15 @@ import typer
 
 from benchmarks.command import Out, begin, command_line, progress, read_names
 from benchmarks.report import publish
-from benchmarks.table_contestants import CONTESTANTS, TablesJob, commands_of, is_there
+from benchmarks.table_contestants import CONTESTANTS, TablesJob, commands_of
+from benchmarks.table_peers import is_there
 from benchmarks.table_report import Seconds, report_tables
-from benchmarks.table_tasks import COLS, TASKS, TASKS_OF_DISK, TASKS_OF_MEMORY, TableTask
-from benchmarks.turns import Runner
+from benchmarks.table_tasks import COLS, TASKS, TASKS_OF_DISK, TASKS_OF_MEMORY
+from benchmarks.turns import compete_at
 from phalanx.memory import is_compiled
 
 _DISK_ROUNDS = 3
 _TURN_S = 0.1
-_PATIENCE_S = 180.0
 
 
 def tables(
@@ -70,16 +69,19 @@ def tables(
             (in_memory, rows, TASKS_OF_MEMORY, rounds),
             (on_disk, snapshot_rows, TASKS_OF_DISK, _DISK_ROUNDS),
         ):
-            jobs = [
-                TablesJob(
-                    contestant=name,
-                    rows=num_rows,
-                    folder=str(Path(folder).resolve()),
-                    turn_s=_TURN_S,
+            commands = {
+                name: commands_of(
+                    TablesJob(
+                        contestant=name,
+                        rows=num_rows,
+                        folder=str(Path(folder).resolve()),
+                        turn_s=_TURN_S,
+                    )
                 )
                 for name in some
-            ]
-            compete(jobs, tasks, num_rounds, seconds, failures, show)
+            }
+            numbers = {task: TASKS.index(task) for task in tasks}
+            compete_at(numbers, commands, num_rounds, seconds, failures, show)
     command = command_line(
         "tables",
         contestants=",".join(names),
@@ -98,25 +100,3 @@ def tables(
         rows_compiled=is_compiled(),
     )
     publish(report, console, out)
-
-
-def compete(
-    jobs: Sequence[TablesJob],
-    tasks: Sequence[TableTask],
-    rounds: int,
-    seconds: Seconds,
-    failures: dict[str, str],
-    show: Callable[[str], None],
-) -> None:
-    """Let contestants take turns at each task, and put down what comes of it."""
-    commands = {job.contestant: commands_of(job) for job in jobs}
-    with Runner(commands, patience_s=_PATIENCE_S) as runner:
-        for name in commands:
-            runner.start(name)
-            seconds[name] = {task: [] for task in tasks}
-        for turn in range(rounds):
-            for task in tasks:
-                for name in runner.shuffled(turn):
-                    show(f"round {turn + 1} of {rounds} · {task.kind} · {name}")
-                    seconds[name][task].append(runner.run(name, TASKS.index(task)))
-        failures |= {name: str(error) for name, error in runner.failures.items()}

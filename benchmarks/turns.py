@@ -36,12 +36,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol, TypeVar
 
 from benchmarks.processes import Child, Command, claim_stdout, end, hear
 from phalanx.clock import now_s
 from phalanx.errors import PeerError
 
 _MOST_DROPPED = 100  # of steps that take microseconds
+
+
+class _Task(Protocol):
+    @property
+    def kind(self) -> str: ...
+    def __hash__(self) -> int: ...
+
+
+T = TypeVar("T", bound=_Task)
 
 Step = Callable[[], object]
 Turn = Callable[[int], list[float]]
@@ -124,6 +134,36 @@ def compete(
     finished = {name: turns for name, turns in seconds.items() if name not in runner.failures}
     failures = {name: str(error) for name, error in runner.failures.items()}
     return Outcome(seconds=finished, failures=failures)
+
+
+def compete_at(
+    numbers: Mapping[T, int],
+    commands: Mapping[str, Sequence[Command]],
+    rounds: int,
+    seconds: dict[str, dict[T, list[list[float]]]],
+    failures: dict[str, str],
+    show: Callable[[str], None],
+) -> None:
+    """Let contestants take turns at one task after the other, and put down what comes of it.
+
+    Args:
+        numbers: What processes are told to do each task, which has a ``kind``.
+        commands: The command lines of each contestant's processes; the first one's seconds count.
+        rounds: How many turns at each task.
+        seconds: Takes the seconds of every turn, by contestant and task.
+        failures: Takes why contestants fell out.
+        show: Told what comes before each turn.
+    """
+    with Runner(commands) as runner:
+        for name in commands:
+            runner.start(name)
+            seconds[name] = {task: [] for task in numbers}
+        for turn in range(rounds):
+            for task, number in numbers.items():
+                for name in runner.shuffled(turn):
+                    show(f"round {turn + 1} of {rounds} · {task.kind} · {name}")
+                    seconds[name][task].append(runner.run(name, number))
+        failures |= {name: str(error) for name, error in runner.failures.items()}
 
 
 class Runner:

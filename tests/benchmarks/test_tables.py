@@ -233,7 +233,7 @@ def test_a_contestant_that_fails_is_shown_and_the_command_says_so_at_the_end(tmp
 
 def test_a_contestant_that_is_not_installed_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.tables.is_there", lambda name: name != "ray")
-    monkeypatch.setattr("benchmarks.tables.compete", lambda *_: None)
+    monkeypatch.setattr("benchmarks.tables.compete_at", lambda *_: None)
     result = run_tables(f"--out={tmp_path}")
     assert result.exit_code == 0
     assert "Ray is not installed, so it is left out" in result.output
