@@ -11,6 +11,7 @@ a host when all workers have arrived there.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch import Tensor
 from phalanx.cluster import PendingCall
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting
-from phalanx.memory import MatrixRows, all_finite
+from phalanx.memory import MatrixRows, all_finite, all_within
 from phalanx.tables.hash_index import mix
 from phalanx.tables.host_operations import part_of, part_starts
 from phalanx.tables.key_storage import KeyStorage
@@ -65,6 +66,10 @@ class _Cut(NamedTuple):
 
     rows: Tensor
     places: Tensor
+
+
+_Wanted = dict[int, tuple[Tensor | None, Tensor]]
+"""By host, the rows of its part that are read, None for all, and where they go."""
 
 
 class SpreadStorage:
@@ -128,47 +133,60 @@ class SpreadStorage:
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float, *, backs_up: bool
     ) -> None:
         """Copy rows, checked, into ``out``; see :meth:`Sharded.read`."""
-        waiting, parts, me = Waiting(timeout_s), self.remote_parts(worker), self._hosts.me
         if rows is None:
-            spans = {host: self._span(out, host) for host in range(self._hosts.num_hosts)}
-            cuts: dict[int, _Cut | None] = dict.fromkeys(spans)
-            sorted_out = out
-        else:
-            cuts = dict(self._cut(rows))
-            sorted_out = torch.empty_like(out)
-            spans, at = {}, 0
-            for host, cut in cuts.items():
-                assert cut is not None
-                spans[host] = sorted_out[at : at + len(cut.rows)]
-                at += len(cut.rows)
+            hosts = range(self._hosts.num_hosts)
+            wanted: _Wanted = {host: (None, self._span(out, host)) for host in hosts}
+            self._read_parts(wanted, worker, timeout_s, backs_up=backs_up)
+            return
+        owner = self._owner(rows)
+        if owner is not None:
+            host, own = owner
+            if host == self._hosts.me:
+                self.local.read(own, out, worker, timeout_s, backs_up=backs_up)
+            else:
+                part = self.remote_parts(worker)[host]
+                part.wait(part.begin_read(own, out, backs_up=backs_up), timeout_s)
+            return
+        cuts = self._cut(rows)
+        sorted_out, wanted, at = torch.empty_like(out), {}, 0
+        for host, cut in cuts.items():
+            wanted[host] = (cut.rows, sorted_out[at : at + len(cut.rows)])
+            at += len(cut.rows)
+        self._read_parts(wanted, worker, timeout_s, backs_up=backs_up)
+        order = torch.cat([cut.places for cut in cuts.values()])
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        MatrixRows(sorted_out).take(back, out)
+
+    def _read_parts(
+        self, wanted: _Wanted, worker: int, timeout_s: float, *, backs_up: bool
+    ) -> None:
+        """Read from each host; what is asked of others is under way while this one's is read."""
+        mine = wanted.get(self._hosts.me)
+        waiting, parts = Waiting(timeout_s), self.remote_parts(worker)
         pendings = [
-            (
-                part,
-                part.begin_read(None if cut is None else cut.rows, spans[host], backs_up=backs_up),
-            )
-            for host, cut in cuts.items()
-            if (part := parts.get(host)) is not None
+            (part, part.begin_read(*wanted[host], backs_up=backs_up))
+            for host, part in parts.items()
+            if host in wanted
         ]
-        if me in cuts:
-            mine = cuts[me]
-            self.local.read(
-                None if mine is None else mine.rows, spans[me], worker, timeout_s, backs_up=backs_up
-            )
+        if mine is not None:
+            self.local.read(*mine, worker, timeout_s, backs_up=backs_up)
         _wait_for(pendings, waiting)
-        if rows is not None:
-            order = torch.cat([cut.places for cut in cuts.values() if cut is not None])
-            back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-            MatrixRows(sorted_out).take(back, out)
 
     def _span(self, all_rows: Tensor, host: int) -> Tensor:
         return all_rows[self._starts[host] : self._starts[host + 1]]
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, checked; see :meth:`Sharded.add`."""
+        if entry.unchecked:
+            if not all_finite(entry.delta):
+                raise NotFinite
+            entry = entry._replace(unchecked=False)
+        entries = self._entries(entry)
+        mine = entries.get(self._hosts.me)
+        if mine is not None and len(entries) == 1:
+            self.local.add(mine, timeout_s)
+            return
         waiting, parts = Waiting(timeout_s), self.remote_parts(entry.worker)
-        if entry.unchecked and not all_finite(entry.delta):
-            raise NotFinite
-        entries = self._entries(entry._replace(unchecked=False))
         with ExitStack() as held:
             for host in entries:  # in the order of hosts, so that two threads never hold crosswise
                 if host in parts:
@@ -178,7 +196,6 @@ class SpreadStorage:
                 for host, each in entries.items()
                 if host in parts
             ]
-            mine = entries.get(self._hosts.me)
             if mine is not None:
                 self.local.add(mine, timeout_s)
             _wait_for(pendings, waiting)
@@ -190,23 +207,34 @@ class SpreadStorage:
                 host: entry._replace(delta=self._span(entry.delta, host))
                 for host in range(self._hosts.num_hosts)
             }
+        owner = self._owner(entry.rows)
+        if owner is not None:
+            host, own = owner
+            return {host: entry._replace(rows=own)}
         cuts = self._cut(entry.rows)
-        if len(cuts) == 1:
-            host, cut = next(iter(cuts.items()))
-            return {host: entry._replace(rows=cut.rows)}
         return {
             host: entry._replace(rows=cut.rows, delta=entry.delta[cut.places])
             for host, cut in cuts.items()
         }
 
+    def _owner(self, rows: Tensor) -> tuple[int, Tensor] | None:
+        """Return the host that has all of these rows, and them as it counts; None of several.
+
+        It should not be felt where all are this host's own: it is all that they cost more there.
+        """
+        numbers = rows.numpy()
+        if not numbers.size:
+            return self._hosts.me, rows
+        if self.spec.has_keys:
+            return None
+        host = bisect_right(self._starts, numbers.item(0)) - 1
+        own = torch.from_numpy(numbers - self._starts[host])
+        return (host, own) if all_within(own, self._starts[host + 1] - self._starts[host]) else None
+
     def _cut(self, rows: Tensor) -> dict[int, _Cut]:
         """Cut rows by host; those of one host stay in their order."""
         numbers = rows.numpy()
         owners = self._owners(numbers)
-        first = int(owners[0]) if len(owners) else self._hosts.me
-        if (owners == first).all():
-            start = 0 if self.spec.has_keys else self._starts[first]
-            return {first: _Cut(rows - start if start else rows, torch.arange(len(rows)))}
         cuts = {}
         for host in np.unique(owners).tolist():
             places = np.flatnonzero(owners == host)
