@@ -298,6 +298,26 @@ def test_no_rows_one_element_and_fewer_rows_than_shards(workers, n, run):
     workers(run, n, edges)
 
 
+def every_second_row(world: tables.TableGroup) -> None:
+    values = torch.arange(24, dtype=torch.float32).view(12, 2)
+    table, numbers = world.matrix(12, 2, name="strided", init=values), torch.arange(12)
+    world.barrier()
+    for start in (0, 4, 8):  # of three hosts each has four rows
+        rows = numbers[start : start + 4 : 2]
+        assert torch.equal(table.get(rows), values[rows])
+    world.barrier()
+    for start in (0, 4, 8):
+        table.add(torch.ones(2, 2), rows=numbers[start : start + 4 : 2])
+    values[::2] += world.num_workers
+    world.barrier()
+    assert torch.equal(table.get(), values)
+
+
+@in_every_formation
+def test_rows_of_one_part_may_be_a_strided_tensor(workers, n, run):
+    workers(run, n, every_second_row)
+
+
 def several_gets(world: tables.TableGroup) -> None:
     table = world.matrix(4, 2, name="t", init=3.0)
     pending = [table.async_get([row]) for row in (3, 1, 1)]
