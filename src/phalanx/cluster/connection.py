@@ -21,7 +21,16 @@ from zmq.utils.monitor import recv_monitor_message
 
 from phalanx import errors
 from phalanx.clock import now_s
-from phalanx.cluster.frames import PIECE_BYTES, BadFrame, Caps, Head, Kind, pieces_of
+from phalanx.cluster.frames import (
+    PIECE_BYTES,
+    BadFrame,
+    Caps,
+    Head,
+    Kind,
+    pieces_of,
+    receive_message,
+    send_message,
+)
 from phalanx.cluster.secret import CurveKeys
 from phalanx.errors import ConfigError, InternalError, PeerError, PeerTimeout, PhalanxError
 
@@ -306,7 +315,7 @@ class Connection:
 
     def _send(self, link: _Link, pending: PendingCall, retry_s: float) -> None:
         for message in pending.messages:
-            link.socket.send_multipart(message)
+            send_message(link.socket, message)
         pending.heard_s, pending.retry_s = now_s(), retry_s
 
     def _send_again(self, link: _Link, pending: PendingCall) -> None:
@@ -324,10 +333,7 @@ class Connection:
             link.is_up = event == _UP
 
     def _take(self, link: _Link) -> None:
-        socket = link.socket
-        frames = [socket.recv(copy=False)]
-        while socket.getsockopt(zmq.RCVMORE):
-            frames.append(socket.recv(copy=False))
+        frames = receive_message(link.socket)
         try:
             head = Head.decode(frames[0].buffer, self._caps)
             pending = link.calls.get(head.call)

@@ -24,7 +24,17 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from phalanx import errors
-from phalanx.cluster.frames import PIECE_BYTES, BadFrame, Caps, Head, Kind, pieces_of
+from phalanx.clock import now_s
+from phalanx.cluster.frames import (
+    PIECE_BYTES,
+    BadFrame,
+    Caps,
+    Head,
+    Kind,
+    pieces_of,
+    receive_message,
+    send_message,
+)
 from phalanx.cluster.secret import CurveKeys
 from phalanx.errors import PeerError, PhalanxError
 
@@ -47,7 +57,10 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What goes back: numbers, and buffers that follow each other in the payload."""
+    """What goes back: numbers, and buffers that follow each other in the payload.
+
+    Buffers are sent as they lie, later, so nobody changes them any more.
+    """
 
     args: tuple[int, ...] = ()
     payload: Sequence[memoryview] = ()
@@ -149,11 +162,16 @@ class Server:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def serve(self, go_on: Callable[[], bool]) -> None:
-        """Answer until ``go_on()``, asked every 100 ms, is False."""
+        """Answer until ``go_on()`` is False, which is asked every 100 ms: it may be slow."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
-        while go_on():
+        ask_s = 0.0
+        while True:
+            if now_s() >= ask_s:
+                if not go_on():
+                    return
+                ask_s = now_s() + 1e-3 * _POLL_MS
             ready = dict(poller.poll(_POLL_MS))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
@@ -162,11 +180,9 @@ class Server:
                     self._send(self._links.pop(_key(head)), head, answer)
             if self._socket in ready:
                 for _ in range(_REQUESTS_PER_TURN):
-                    try:
-                        link = self._socket.recv(zmq.NOBLOCK)
-                    except zmq.Again:
+                    self._take()
+                    if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                         break
-                    self._take(link)
 
     def close(self) -> None:
         """Stop listening."""
@@ -179,10 +195,9 @@ class Server:
 
     # --- in ---------------------------------------------------------------------------------------
 
-    def _take(self, link: bytes) -> None:
-        frames = []
-        while self._socket.getsockopt(zmq.RCVMORE):
-            frames.append(self._socket.recv(copy=False))
+    def _take(self) -> None:
+        name, *frames = receive_message(self._socket)
+        link = name.bytes
         try:
             if not frames:
                 raise BadFrame("no head")
@@ -270,7 +285,7 @@ class Server:
         if isinstance(answer, BaseException):
             text = error_text(answer).encode()
             head = asked._replace(kind=Kind.ERROR, number=0, payload_bytes=0, text_bytes=len(text))
-            self._socket.send_multipart([link, head.encode(), text])
+            send_message(self._socket, [link, head.encode(), text])
             return
         args = (*answer.args, 0, 0, 0, 0)
         text, total = answer.text.encode(), sum(part.nbytes for part in answer.payload)
@@ -283,16 +298,15 @@ class Server:
         )
         parts = [part.cast("B") for part in answer.payload if part.nbytes]
         if total == 0 or (total <= PIECE_BYTES and len(parts) == 1):
-            self._socket.send_multipart([link, head.encode(), text, *parts])
+            send_message(self._socket, [link, head.encode(), text, *parts])
             return
-        self._socket.send_multipart([link, head.encode(), text])
+        send_message(self._socket, [link, head.encode(), text])
         offset = 0
         for part in parts:
             for start, length in pieces_of(len(part)):
                 piece = asked._replace(kind=Kind.PIECE, number=offset + start)
-                self._socket.send_multipart(
-                    [link, piece.encode(), part[start : start + length]], copy=True
-                )
+                data = part[start : start + length]
+                send_message(self._socket, [link, piece.encode(), data], copy=False)
             offset += len(part)
 
 

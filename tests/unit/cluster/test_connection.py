@@ -11,6 +11,7 @@ import pytest
 import torch
 import zmq
 
+from phalanx.clock import now_s
 from phalanx.cluster import Answer, Caps, Connection, Endpoint, Head, Request, Secret, Server
 from phalanx.cluster.frames import PIECE_BYTES, Kind
 from phalanx.cluster.secret import make_secret
@@ -28,6 +29,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.answered: list[int] = []
+        self.num_looks = 0
         self.go_on = threading.Event()
 
     def payload_bytes(self, head: Head, text: str) -> int:
@@ -72,7 +74,12 @@ def serving(secret: Secret | None, caps: Caps = Caps()) -> Iterator[Served]:  # 
         client_public=secret and secret.keys("client").public,
         caps=caps,
     )
-    thread = threading.Thread(target=server.serve, args=(lambda: not ended.is_set(),))
+
+    def go_on() -> bool:
+        echo.num_looks += 1
+        return not ended.is_set()
+
+    thread = threading.Thread(target=server.serve, args=(go_on,))
     thread.start()
     context = zmq.Context()
     try:
@@ -112,6 +119,14 @@ def test_payloads_of_any_length_come_back(secret, encrypted):
         connection = served.connect()
         for count in (0, 1, 1000, PIECE_BYTES // 4, PIECE_BYTES // 4 + 1, 3 * PIECE_BYTES // 4 + 7):
             there_and_back(connection, count)
+
+
+def test_whether_to_go_on_is_asked_by_the_clock_and_not_by_the_request(secret):
+    with serving(secret) as served:
+        connection, started_s = served.connect(), now_s()
+        for _ in range(100):
+            connection.call(ECHO, "an echo", DEADLINE_S)
+        assert served.echo.num_looks <= 2 + (now_s() - started_s) / 0.1
 
 
 def test_several_requests_are_under_way_and_one_that_waits_holds_nobody_up(secret):
