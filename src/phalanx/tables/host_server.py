@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -218,14 +219,16 @@ def _serve(spec: ServerSpec, context: RunContext, page: ServerPage, secret: Secr
 
 def _until_all_have_left(service: HostService) -> Callable[[], bool]:
     """Return what tells whether to go on: workers are here, or may still come."""
-    came, since_s = False, now_s()
+    started_s, ended_s = now_s(), math.inf
 
     def go_on() -> bool:
-        nonlocal came, since_s
+        nonlocal ended_s
         now = now_s()
-        if not service.is_over():
-            came, since_s = True, now
-        return now < since_s + (_OVER_S if came else _NOBODY_CAME_S)
+        if service.is_over():  # who came may have left before anybody looked
+            ended_s = min(ended_s, now)
+            return now < ended_s + _OVER_S
+        ended_s = math.inf
+        return service.has_begun() or now < started_s + _NOBODY_CAME_S
 
     return go_on
 

@@ -202,10 +202,14 @@ class HostService:
         """Say that a worker of another host is dead."""
         self._membership.mark_lost(worker, incarnation, _LOCK_S)
 
+    def has_begun(self) -> bool:
+        """Tell whether a worker has come."""
+        return self._membership.has_begun()
+
     def is_over(self) -> bool:
-        """Tell whether every worker has left or died."""
+        """Tell whether workers have come, and every one has left or died."""
         self._membership.mark_dead(_LOCK_S)
-        return not self._membership.awaited()
+        return self.has_begun() and not self._membership.awaited()
 
     def _tick(self, request: Request) -> Answer:
         self._membership.advance_to(request.head.worker, request.head.args[0])

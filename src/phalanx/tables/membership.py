@@ -175,6 +175,10 @@ class Membership:
         """Return the workers that have come and neither left nor were found dead."""
         return [worker for worker, state in enumerate(self._states()) if state == _HERE]
 
+    def has_begun(self) -> bool:
+        """Tell whether any worker has come, even if it has left."""
+        return any(state != _EMPTY for state in self._states())
+
     def awaited(self) -> list[int]:
         """Return the workers that are here, and those expected that never came."""
         expected = self.num_expected
