@@ -22,7 +22,7 @@ TITLES = {
     "socket": "TCP socket",
 }
 _OURS = ("phalanx", "encrypted", "one-host")
-_WAYS = {"": "rows of the other host", "local ": "rows of the client's own host"}
+_WAYS = {"": "the other host's", "local ": "its own host's"}
 _FLOOD = TASKS_OF_ALL[0]
 
 _MOST_US = 500.0  # of a get of 1,000 rows
@@ -130,7 +130,7 @@ def _latencies_sheet(medians: Medians) -> Sheet:
                 cells = tuple(_us(medians[name].get(task)) for name in names)
                 rows.append(Row(f"  {kind} {size:,}", cells))
     columns = tuple(Column(TITLES[name], "µs") for name in names)
-    return Sheet("One client: median", columns, tuple(rows))
+    return Sheet("Rows as one client gets and adds to them: median", columns, tuple(rows))
 
 
 def _rates_sheet(medians: Medians, clients: int) -> Sheet:
@@ -140,9 +140,10 @@ def _rates_sheet(medians: Medians, clients: int) -> Sheet:
     adds = tuple(adds_per_s(medians, name) for name in names)
     rows = (
         Row(f"get {SIZES[-1]:,}, GB/s", rates),
-        Row(f"{clients} clients, adds of {ADDED_ROWS}, per s", adds),
+        Row(f"adds of {ADDED_ROWS}, 1/s", adds),
     )
-    return Sheet("How much per second", tuple(Column(TITLES[name]) for name in names), rows)
+    title = f"How much per second; adds by {clients} clients at once"
+    return Sheet(title, tuple(Column(TITLES[name]) for name in names), rows)
 
 
 def _latencies_panel(medians: Medians) -> Lines:
