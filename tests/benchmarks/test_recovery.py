@@ -192,10 +192,11 @@ def test_a_training_goes_with_the_one_who_reads_it():
 def test_torchrun_restarts_its_ranks_and_phalanx_needs_no_such_thing():
     words_by_name = {
         name: command(RecoveryJob(contestant=name, model="mlp", workers=3), max_restarts=4)
-        for name in ("torchrun", "launch", "processes")
+        for name in ("torchrun", "launch", "ranks", "processes")
     }
     assert {"--nproc-per-node=3", "--max-restarts=4"} <= set(words_by_name["torchrun"])
     assert {"-n3", "--max-restarts=4"} <= set(words_by_name["launch"])
+    assert {"-n3", "--rank-restarts=4"} <= set(words_by_name["ranks"])
     assert not any("restart" in word for word in words_by_name["processes"])
 
 
@@ -214,7 +215,9 @@ def test_real_workers_are_killed_and_the_files_written(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery_module, "_SETTLED_STEPS", 2)
     monkeypatch.setattr(recovery_module, "_ORDINARY_STEPS", 5)
     out = tmp_path / "a" / "b"
-    result = run_recovery("--model=tiny", "--kills=2", "--restarts=0", f"--out={out}")
+    result = run_recovery(
+        "--model=tiny", "--kills=2", "--rank-kills=0", "--restarts=0", f"--out={out}"
+    )
     assert result.exit_code == 0, result.output
     report = json.loads((out / "recovery.json").read_text())
     (ours,) = report["measured"]["contestants"]
@@ -226,7 +229,9 @@ def test_real_workers_are_killed_and_the_files_written(tmp_path, monkeypatch):
 
 def test_a_failed_contestant_is_shown_and_the_command_says_so_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery_module, "command", lambda *_, **__: (sys.executable, "-c", DIES))
-    result = run_recovery("--model=tiny", "--kills=1", "--restarts=1", f"--out={tmp_path}")
+    result = run_recovery(
+        "--model=tiny", "--kills=1", "--rank-kills=1", "--restarts=1", f"--out={tmp_path}"
+    )
     assert result.exit_code == 1
     assert "processes failed." in result.output
     assert "torchrun failed." in result.output
@@ -235,6 +240,7 @@ def test_a_failed_contestant_is_shown_and_the_command_says_so_at_the_end(tmp_pat
         "processes",
         "torchrun",
         "launch",
+        "ranks",
     }
 
 
