@@ -89,9 +89,10 @@ def part_of(spec: TableSpec, host: int, num_hosts: int) -> TableSpec:
 
 def as_memory(tensor: Tensor) -> memoryview:
     """Return a contiguous tensor's bytes, where they lie."""
-    # Of none or one element, torch takes any stride for contiguous, but not for a view.
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return memoryview(flat.view(torch.uint8).numpy().data)
+    if not tensor.numel():
+        return memoryview(b"")
+    known = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor  # to numpy
+    return memoryview(known.numpy().data).cast("B")
 
 
 def from_memory(
