@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
-from phalanx.distributed.elastic_membership import Membership
+from phalanx.distributed.elastic_membership import RankMembership
 from phalanx.errors import PeerTimeout, StateError, UnsupportedError
 from phalanx.ipc import wait_until
 from tests.conformance.test_executors_same_bits import (
@@ -213,9 +213,9 @@ def test_who_begins_does_not_wait_for_ever_for_one_that_died_then(
 
 
 def halts_as_it_decides(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> None:
-    membership = Membership
+    membership = RankMembership
 
-    def decide(self: Membership, *, late: bool) -> None:
+    def decide(self: RankMembership, *, late: bool) -> None:
         if trained.steps > 0:
             os.kill(os.getpid(), signal.SIGSTOP)
         real(self, late=late)
@@ -243,7 +243,7 @@ def test_who_halts_when_it_is_its_turn_to_decide_is_left_behind(
 
 def test_one_of_another_host_that_never_showed_life_is_lost_too() -> None:
     store = HashStore()
-    membership = Membership(store, 0, 2, timeout_s=1.0, lost_after_s=0.05)
+    membership = RankMembership(store, 0, 2, timeout_s=1.0, lost_after_s=0.05)
     try:
         store.add("count", 1)
         store.set("card/2", json.dumps([1, "elsewhere", 1, 1]))

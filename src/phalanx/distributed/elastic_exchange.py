@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.backend import SharedGroup, open_group
-from phalanx.distributed.elastic_membership import About, Epoch, Membership, Report
+from phalanx.distributed.elastic_membership import About, GroupEpoch, RankMembership, Report
 from phalanx.distributed.exchange import Exchange
 from phalanx.distributed.open_store import open_lasting_store, read_rank
 from phalanx.errors import GroupAborted, PeerLost, PeerTimeout, PhalanxError, StateError
@@ -92,7 +92,7 @@ class ElasticExchange(Exchange):
         self._timeout_s = timeout_s
         self._lost_after_s = lost_after_s
         self._store: Store
-        self._membership: Membership
+        self._membership: RankMembership
         self._describe: Callable[[], About] = dict
         self._give: Callable[[], bytes] = bytes
         self._group: SharedGroup | None = None
@@ -116,7 +116,7 @@ class ElasticExchange(Exchange):
         self._describe, self._give = describe, give
         rank, size = read_rank()
         self._store = open_lasting_store(rank, size, self._timeout_s)
-        self._membership = Membership(
+        self._membership = RankMembership(
             self._store, rank, size, timeout_s=self._timeout_s, lost_after_s=self._lost_after_s
         )
         self.entered = True
@@ -222,7 +222,7 @@ class ElasticExchange(Exchange):
             self.rank, self.size = self._place, len(self._epoch.members)
             self.about = self._epoch.about
 
-    def _open_group(self, epoch: Epoch) -> None:
+    def _open_group(self, epoch: GroupEpoch) -> None:
         size = len(epoch.members)
         if size > 1:
             store = PrefixStore(f"group/{self._membership.epoch}/", self._store)
@@ -237,7 +237,7 @@ class ElasticExchange(Exchange):
                 warnings.simplefilter("ignore")
                 group.abort()
 
-    def _pass_state(self, epoch: Epoch) -> bytes | None:
+    def _pass_state(self, epoch: GroupEpoch) -> bytes | None:
         """Give the state to those that are new; return it to this one if it is."""
         if not epoch.new:
             return None

@@ -34,7 +34,7 @@ from phalanx.distributed.hosts import this_host
 from phalanx.errors import PeerLost, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity
 
-__all__ = ["Epoch", "Membership", "Report", "RunEnded", "decide"]
+__all__ = ["GroupEpoch", "RankMembership", "Report", "RunEnded", "decide"]
 
 _BEAT_S = 0.5
 _FINISHED, _LOST = "finished", "lost"
@@ -72,7 +72,7 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Epoch:
+class GroupEpoch:
     """A group, from one change to the next.
 
     Attributes:
@@ -101,7 +101,7 @@ def decide(
     waiting: Mapping[int, About],
     ranks: Mapping[int, int],
     size: int,
-) -> Epoch | None:
+) -> GroupEpoch | None:
     """Return the next epoch; None while it has to wait.
 
     Args:
@@ -138,9 +138,9 @@ def _epoch(
     done: int,
     ranks: Mapping[int, int],
     refused: dict[str, str],
-) -> Epoch:
+) -> GroupEpoch:
     members = sorted(about, key=lambda number: (ranks[number], number))
-    return Epoch(
+    return GroupEpoch(
         members=members,
         new=[number for number in members if number in new],
         done=done,
@@ -155,7 +155,7 @@ def _differing(about: About, first: About) -> str:
     return ", ".join(names)
 
 
-class Membership:
+class RankMembership:
     """This process's part in the group.
 
     Args:
@@ -213,7 +213,7 @@ class Membership:
         card = self._card(number)
         return card.rank, card.pid
 
-    def next_epoch(self, report: Report) -> Epoch:
+    def next_epoch(self, report: Report) -> GroupEpoch:
         """Return the next epoch that this process is in.
 
         Raises:
@@ -233,7 +233,7 @@ class Membership:
                 "job again from its last checkpoint."
             ) from error
 
-    def _next_epoch(self, report: Report) -> Epoch:
+    def _next_epoch(self, report: Report) -> GroupEpoch:
         if report.done is None:
             self._store.set(f"waiting/{self.number}", json.dumps(report.about))
         asked = -1
@@ -259,10 +259,10 @@ class Membership:
             pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _read_epochs(self, report: Report) -> Epoch | None:
+    def _read_epochs(self, report: Report) -> GroupEpoch | None:
         """Read the epochs that were decided since; return the one that this process is in."""
         while self._store.check([f"epoch/{self.epoch + 1}"]):
-            epoch = Epoch(**json.loads(self._store.get(f"epoch/{self.epoch + 1}")))
+            epoch = GroupEpoch(**json.loads(self._store.get(f"epoch/{self.epoch + 1}")))
             self.epoch += 1
             self._members = epoch.members
             if self.number in epoch.members:
