@@ -262,6 +262,9 @@ class Course:
             left -= {index for index in left if self.orders.fired_s(index) is not None}
             if compared:
                 self.compare()
+        while not all(self._was_told(index, REASONS[o.deed]) for index, o in orders.items()):
+            assert time.monotonic() < deadline_s, f"not all told of: {self.disturbed.lost}"
+            self.step()  # a worker that crashes may take longer to be gone than this update
         found = [self.told_of(index, REASONS[orders[index].deed]) for index in sorted(orders)]
         # With little patience, and on a busy machine, others may have been late as well.
         assert self.timeout_s < DEADLINE_S or len(self.disturbed.lost) == len(found)
@@ -269,10 +272,14 @@ class Course:
 
     def told_of(self, index: int, reason: str) -> phalanx.WorkerLost:
         """Return what was told of a worker that was lost for that reason."""
+        found = self._was_told(index, reason)
         told = self.disturbed.lost
-        found = [each for each in told if each.worker == index and reason in each.reason]
         assert found, f"worker {index} should have been lost, {reason!r}, but: {told}"
         return found[0]
+
+    def _was_told(self, index: int, reason: str) -> list[phalanx.WorkerLost]:
+        told = self.disturbed.lost
+        return [each for each in told if each.worker == index and reason in each.reason]
 
     def kill(self, index: int) -> None:
         """Kill a worker from outside, and wait until it is gone."""

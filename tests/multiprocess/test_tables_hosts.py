@@ -41,14 +41,16 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+def expected_lines(num_workers: int) -> set[str]:
+    n = float(num_workers)
+    return {f"worker {worker} sees {[n, n]} {[n, 2 * n, 3 * n]}" for worker in range(num_workers)}
+
+
 def play(
     script: Path, ranks: str, commands: list[list[str]], num_workers: int = 4, **variables: str
 ) -> None:
     """Run the commands at once; see that all workers have met, and nothing is left."""
-    n = float(num_workers)
-    expected = {
-        f"worker {worker} sees {[n, n]} {[n, 2 * n, 3 * n]}" for worker in range(num_workers)
-    }
+    expected = expected_lines(num_workers)
     before = set(os.listdir("/dev/shm"))
     environment = {
         **{name: value for name, value in os.environ.items() if name != "PHALANX_HOST"},
