@@ -174,7 +174,8 @@ def test_nobody_believes_what_the_killed_left_in_the_store(children, tmp_path):
 
 def _until_heard(path: Path, count: int) -> None:
     """Wait until so many ranks have said hello."""
-    store = dist.PrefixStore("phalanx/", dist.FileStore(str(path), SIZE))
+    first = dist.PrefixStore("attempt/0/", dist.FileStore(str(path), SIZE))
+    store = dist.PrefixStore("phalanx/", first)
     store.wait([f"hello/{rank}" for rank in range(count)], datetime.timedelta(seconds=DEADLINE_S))
 
 
