@@ -241,7 +241,7 @@ def _check_plain_like(name: str, value: Any, like: Any) -> None:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool)
         fits = fits or (isinstance(value, Tensor) and value.shape == like.shape)
     elif isinstance(like, bool):
-        fits = isinstance(value, (bool, int)) and value in (0, 1)
+        fits = isinstance(value, bool)  # torch refuses numbers in some of its steps
     elif isinstance(like, (int, float)):
         fits = isinstance(value, (int, float)) and not isinstance(value, bool)
         fits = fits and (isinstance(value, float) or abs(value) <= _LARGEST)
