@@ -10,6 +10,11 @@
 Ranks are numbered node by node. A worker finds the variables that torchrun sets, so the same script
 runs under all launchers. A node of Ray is a host, also where one machine plays several.
 
+# Note [Pickle]
+Functions and what they return travel as pickles: on connections of Ray's, which pickles its own
+arguments, and between a driver and workers that run the same user's code. Nothing else does: tables
+and ranks talk without it.
+
 # Note [Which workers start again]
 Where survivors take newcomers in (`Trainer(executor=Ranks())`), `rank_restarts` starts a worker
 that has failed again by itself: in its actor, or in another, where Ray has room, if the actor or
@@ -163,7 +168,7 @@ def on_ray(
         secret_file=secret_file,
         timeout_s=timeout_s,
     )
-    return [pickle.loads(value) for value in _run(job, function, args)]
+    return [pickle.loads(value) for value in _run(job, function, args)]  # see Note [Pickle]
 
 
 def launch_script_on_ray(script: Path, args: Sequence[str], job: RayJob) -> None:
@@ -379,7 +384,7 @@ class _Attempt:
         self._workers = [new_worker(place) for place in places]
         self._restarts = [0] * len(places)
         self._starting: set[int] = set()  # ranks that wait for an actor
-        self._asked: dict[Any, int] = {}  # the rank that each reference will tell of
+        self._asked: dict[Any, int] = {}  # ranks by reference to their next answer
         self._pids: dict[int, int] = {}
         self._ended: dict[int, Ended] = {}
         self._lost: dict[int, str] = {}
@@ -525,8 +530,8 @@ class _Attempt:
         else:
             failed.add_note(f"It ran {where}.")
         try:
-            error = pickle.loads(_read_outcome(self._ended[rank])[1])
-        except Exception:  # not to be had: a class that is known there only, or a process killed
+            error = pickle.loads(_read_outcome(self._ended[rank])[1])  # see Note [Pickle]
+        except Exception:  # its class is known to the worker only, or the process was killed
             raise failed from None
         if not isinstance(error, Exception):
             raise failed
@@ -538,7 +543,7 @@ class _Attempt:
 def _read_outcome(ended: Ended) -> tuple[dict[str, Any] | None, bytes]:
     """Return the note on a failure, if there is one, and the error or the value, pickled."""
     try:
-        note, content = pickle.loads(ended.outcome)
-    except (EOFError, pickle.UnpicklingError):  # it was killed before it had written, or as it did
+        note, content = pickle.loads(ended.outcome)  # see Note [Pickle]
+    except (EOFError, pickle.UnpicklingError):  # it was killed before or while it wrote
         return None, b""
     return note, content

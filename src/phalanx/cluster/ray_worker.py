@@ -155,7 +155,7 @@ class RayWorker:
 
 
 def _nameless_file() -> IO[bytes]:
-    return tempfile.TemporaryFile()  # of mode 0600; who has the descriptor's path can open it
+    return tempfile.TemporaryFile()  # its mode is 0600; the owner can open /proc/<pid>/fd/<n>
 
 
 def _text(line: bytes) -> str:

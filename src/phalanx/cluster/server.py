@@ -3,10 +3,10 @@
     socket ──► head checked ──► service: how long must the payload be? ──► payload, in pieces
                                 service: answer ──► at once, or from a thread where it has to wait
 
-One thread has the socket. A request is known by its client and its number there, whichever link it
-comes over: who was cut off asks again over a new one. So a request that is asked again takes the
-place of one whose payload has not come whole, and waits for one that is being answered. An answer
-goes over the link by which was asked last; where that is gone, it is dropped.
+One thread has the socket. A client and the client's own number identify a request, over any link: a
+client whose link was cut repeats its requests over a new one. A repeated request replaces one whose
+payload is incomplete, and waits for one that is being answered. The answer takes the link of the
+last repetition; it is dropped if that link is gone.
 """
 
 from __future__ import annotations

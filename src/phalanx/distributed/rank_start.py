@@ -162,6 +162,7 @@ def call() -> None:
     prepare(int(launcher), "")
     with os.fdopen(int(descriptor), "wb") as outcome:
         try:
+            # From the driver, over a connection of Ray's: see Note [Pickle] in `ray_launcher.py`.
             function, args = pickle.load(sys.stdin.buffer)
             pickle.dump((None, pickle.dumps(function(*args))), outcome)
         except RunEnded as exc:  # nothing is left to be done: no failure
