@@ -26,8 +26,8 @@ def write_on(parent: Parent, folder: Path) -> None:
     store = FolderStore(folder)
     while True:
         store.set("value", "x" * 1000)
-        store.add("sum", 1)
         store.compare_set("first", "", "y" * 1000)
+        store.add("sum", 1)  # last: who sees it grow knows that the two are there
 
 
 def test_who_is_killed_in_the_store_leaves_it_whole(children: Children, tmp_path: Path) -> None:
