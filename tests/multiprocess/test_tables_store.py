@@ -1,0 +1,144 @@
+"""Somebody reads and writes the job's store, one of torch's, while a run on three hosts uses it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+from torch.distributed import TCPStore
+
+from phalanx import tables
+from phalanx.cluster import Connection, Endpoint, Secret, make_secret
+from phalanx.errors import ConfigError, PeerTimeout
+from phalanx.tables.host_operations import Operation
+from phalanx.tables.host_server import client_keys, server_keys
+from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
+from tests.multiprocess.hosts import become_worker, variables, wait_for_servers
+
+SIZE = 3
+PLACES = [f"phalanx/tables/place/{rank}" for rank in range(SIZE)]
+RUN = "phalanx/tables/run"
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    with Children() as started:
+        yield started
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> str:
+    make_secret(tmp_path / "secret")
+    return str(tmp_path / "secret")
+
+
+def work(parent: Parent, given: dict[str, str], secret_file: str, is_believing: bool) -> None:
+    """Add before and after the parent says so; tell what the table holds, or what `join` said."""
+    if is_believing:
+        Secret.verify = lambda self, signed: signed[32:]  # the planted bug
+    given["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent keeps the store
+    threads = become_worker(given)
+    try:
+        with tables.join(timeout_s=DEADLINE_S, secret_file=secret_file) as world:
+            table = world.matrix(5, 3, name="t")
+            table.add(torch.ones(5, 3))
+            world.barrier()
+            parent.tell("added")
+            parent.hear()
+            table.add(torch.ones(5, 3))
+            world.barrier()
+            values = table.get()
+            world.barrier()
+    except ConfigError as exc:
+        parent.tell(str(exc))
+        return
+    wait_for_servers(threads)
+    parent.tell(values.tolist())
+
+
+def keep_store() -> TCPStore:
+    return TCPStore(
+        "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+
+
+@contextmanager
+def asking(endpoint: Endpoint, keys: object) -> Iterator[Connection]:
+    context = zmq.Context()
+    try:
+        yield Connection(context, endpoint, keys, worker=1)
+    finally:
+        context.destroy(linger=0)
+
+
+def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
+    children: Children, tmp_path: Path, secret_file: str
+) -> None:
+    store = keep_store()
+    workers = [
+        children.start(work, variables("r", rank, SIZE, SIZE, store.port), secret_file, False)
+        for rank in range(SIZE)
+    ]
+    assert [worker.get() for worker in workers] == ["added"] * SIZE
+
+    seen = TCPStore("127.0.0.1", store.port, wait_for_workers=False)
+    values = {key: bytes.fromhex(seen.get(key).decode()) for key in seen.list_keys() if "/" in key}
+    secret, cluster = Secret.read(secret_file), json.loads(values[RUN][32:])[2][0]
+    everything = b"".join(values.values())
+    assert len(everything) > 500
+    for hidden in (secret.content, client_keys(secret, cluster).private):
+        assert hidden not in everything
+    make_secret(tmp_path / "another")
+    another = Secret.read(tmp_path / "another")
+    for host in range(SIZE):
+        name, address = json.loads(values[f"phalanx/tables/server/{host}"][32:])[2]
+        # Even with the server's public key, which only holders of the secret can compute.
+        public = server_keys(secret, cluster, host).public
+        for keys in (None, client_keys(another, cluster)):
+            endpoint = Endpoint(host, name, address, keys and public)
+            with asking(endpoint, keys) as stranger, pytest.raises(PeerTimeout):
+                stranger.call(Operation.MEMBERS, "the members", 0.3)
+        with asking(Endpoint(host, name, address, public), client_keys(secret, cluster)) as holder:
+            assert holder.call(Operation.MEMBERS, "the members", DEADLINE_S).text
+
+    for key in values:
+        seen.set(key, another.sign(b'["lies", "", []]').hex())
+    for worker in workers:
+        worker.put()
+    expected = torch.full((5, 3), 2.0 * SIZE).tolist()
+    assert [worker.get() for worker in workers] == [expected] * SIZE
+
+
+def forge(store: TCPStore) -> None:
+    """Say, in the place of rank 1, that it is on the host of rank 0."""
+    another = Secret(b"what somebody else might guess..")
+    store.set(PLACES[1], another.sign(json.dumps(["place/1", "", ["host-0", "1"]]).encode()).hex())
+
+
+def meet_beside_a_forger(
+    children: Children, secret_file: str, is_believing: bool
+) -> tuple[TCPStore, list[Child]]:
+    store = keep_store()
+    forge(TCPStore("127.0.0.1", store.port, wait_for_workers=False))
+    given = [variables("r", rank, SIZE, SIZE, store.port) for rank in (0, 2)]
+    return store, [children.start(work, each, secret_file, is_believing) for each in given]
+
+
+def test_a_place_that_somebody_else_writes_ends_the_start_on_all_hosts(
+    children: Children, secret_file: str
+) -> None:
+    store, workers = meet_beside_a_forger(children, secret_file, False)
+    for worker in workers:
+        assert "must be signed with the secret of this run, but is not" in worker.get()
+    assert not store.check([RUN])
+
+
+def test_workers_that_believe_the_store_would_go_on(children: Children, secret_file: str) -> None:
+    store, _ = meet_beside_a_forger(children, secret_file, True)
+    store.wait([RUN], timedelta(seconds=DEADLINE_S))
