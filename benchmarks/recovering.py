@@ -10,11 +10,16 @@ A contestant ends with its stdout's reader.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
+import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,6 +115,11 @@ def _run_rank(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
     torch.set_num_threads(1)
     use_loopback("GLOO")
     dist.init_process_group("phalanx" if job.contestant == "launch" else "gloo")
+    _train_plainly(job, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), tell)
+
+
+def _train_plainly(job: RecoveryJob, life: int, tell: Callable[[Beat], None]) -> None:
+    """Train with DDP, in the group that there is; its first rank tells of each step."""
     pids = torch.zeros(job.workers, dtype=torch.int64)
     pids[dist.get_rank()] = os.getpid()
     dist.all_reduce(pids)
@@ -125,7 +135,7 @@ def _run_rank(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
                 Beat(
                     stop_s=stop_s,
                     seconds=stop_s - started_s,
-                    life=int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+                    life=life,
                     working=job.workers,
                     pids=tuple(pids.tolist()),
                 )
@@ -171,12 +181,58 @@ def _run_survivor(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
                 )
 
 
+def _run_ray(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
+    """Be the driver of Ray Train, which starts all its workers anew when one is lost."""
+    import ray.train  # an extra: `ray[train]`
+    from ray.train.torch import TorchTrainer
+
+    ray.init(num_cpus=job.workers + 1, include_dashboard=False, log_to_driver=False)
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder, "told")
+        os.mkfifo(told)
+        config = {"job": asdict(job), "folder": folder}
+        training = TorchTrainer(
+            _work_for_ray,
+            train_loop_config=config,
+            scaling_config=ray.train.ScalingConfig(num_workers=job.workers),
+            run_config=ray.train.RunConfig(
+                storage_path=folder, failure_config=ray.train.FailureConfig(max_failures=-1)
+            ),
+        )
+        threading.Thread(target=training.fit, daemon=True).start()
+        with open(os.open(told, os.O_RDWR)) as lines:  # for both: no end when a writer is killed
+            for line in lines:
+                beat = Beat.from_line(line.encode())
+                if beat is not None:
+                    tell(beat)
+
+
+def _work_for_ray(config: dict[str, Any]) -> None:
+    """Be a worker of Ray Train: plain DDP, from the beginning each time."""
+    job, folder = RecoveryJob(**config["job"]), Path(config["folder"])
+    rank = dist.get_rank()
+    life = len(list(folder.glob("life-*")))
+    dist.barrier()
+    if rank == 0:
+        (folder / f"life-{life}").touch()
+    with (folder / "told").open("w") as answers:
+        _train_plainly(
+            job, life, lambda beat: print(json.dumps(asdict(beat)), file=answers, flush=True)
+        )
+
+
 CONTESTANTS: dict[str, Callable[[RecoveryJob, Callable[[Beat], None]], None]] = {
     "processes": _run_trainer,
     "torchrun": _run_rank,
     "launch": _run_rank,
     "ranks": _run_survivor,
+    "ray": _run_ray,
 }
+
+
+def is_available(contestant: str) -> bool:
+    """Whether what a contestant needs is installed."""
+    return contestant != "ray" or all(map(importlib.util.find_spec, ("ray", "pandas", "pyarrow")))
 
 
 def command(job: RecoveryJob, *, max_restarts: int) -> Command:

@@ -30,7 +30,7 @@ from benchmarks.contestants import check_model
 from benchmarks.machine import Machine
 from benchmarks.panels import Bar, Bars
 from benchmarks.processes import Child, Command, end, hear
-from benchmarks.recovering import Beat, RecoveryJob, command
+from benchmarks.recovering import Beat, RecoveryJob, command, is_available
 from benchmarks.report import Column, Judged, Report, Row, Sheet, headline, publish
 from phalanx.clock import now_s, pause
 from phalanx.errors import PeerError
@@ -47,7 +47,9 @@ TITLES = {
     "torchrun": "torchrun, gloo",
     "launch": "phalanx launch",
     "ranks": "ranks that survive",
+    "ray": "Ray Train, gloo",
 }
+_PEERS = {"torchrun", "ray"}
 JUDGED = "processes"
 EXTRA_S = {50: 0.1, 99: 0.5}  # by percentile: beyond an ordinary step, at most
 _FIELDS = {
@@ -117,7 +119,10 @@ def recovery(
         int, typer.Option(min=0, help="Ranks of `executor=Ranks()` that are killed; 0: left out.")
     ] = 20,
     restarts: Annotated[
-        int, typer.Option(min=0, help="Ranks that are killed, of each launcher; 0 leaves them out.")
+        int,
+        typer.Option(
+            min=0, help="Ranks that are killed, of each launcher and Ray; 0 leaves them out."
+        ),
     ] = 5,
     workers: Annotated[int, typer.Option(min=2, help="Worker processes, and ranks.")] = 2,
     seed: Annotated[int, typer.Option(help="Of who is killed, and when.")] = 0,
@@ -126,9 +131,9 @@ def recovery(
     """Kill worker processes in mid-step, and time how soon the training goes on.
 
     Beside it, in the same table, ranks that survive the loss of others, and torchrun over gloo and
-    `phalanx launch` over phalanx, both with --max-restarts, on the same model. A missed target is
-    marked and is no error, nor is a torchrun that does not go on after a kill; a contestant of ours
-    that failed is: exit code 1.
+    `phalanx launch` over phalanx, both with --max-restarts, and Ray Train with max_failures, on the
+    same model. A missed target is marked and is no error, nor is a peer that does not go on after a
+    kill; a contestant of ours that failed is: exit code 1.
     """
     check_model(model)
     console, machine = begin()
@@ -137,7 +142,13 @@ def recovery(
         "ranks": rank_kills,
         "torchrun": restarts,
         "launch": restarts,
+        "ray": restarts,
     }
+    if not is_available("ray"):
+        console.print(
+            "Ray Train is not installed, so it is left out: pip install 'phalanx[peers]'."
+        )
+        del kills_by_name["ray"]
     results: list[Disturbed] = []
     failures: dict[str, str] = {}
     what = ", ".join(f"{name}: {num_kills} kills" for name, num_kills in kills_by_name.items())
@@ -166,8 +177,8 @@ def recovery(
     report = report_recovery(
         results, failures, machine, again, model=model, workers=workers, seed=seed
     )
-    # That torchrun does not go on is a result, and so are its kills until then.
-    publish(report, console, out, excused={"torchrun"} & {result.name for result in results})
+    # That a peer does not go on is a result, and so are its kills until then.
+    publish(report, console, out, excused=_PEERS & {result.name for result in results})
 
 
 class Training(Child):

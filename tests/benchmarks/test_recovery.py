@@ -229,6 +229,7 @@ def test_real_workers_are_killed_and_the_files_written(tmp_path, monkeypatch):
 
 def test_a_failed_contestant_is_shown_and_the_command_says_so_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery_module, "command", lambda *_, **__: (sys.executable, "-c", DIES))
+    monkeypatch.setattr(recovery_module, "is_available", lambda name: True)
     result = run_recovery(
         "--model=tiny", "--kills=1", "--rank-kills=1", "--restarts=1", f"--out={tmp_path}"
     )
@@ -241,6 +242,7 @@ def test_a_failed_contestant_is_shown_and_the_command_says_so_at_the_end(tmp_pat
         "torchrun",
         "launch",
         "ranks",
+        "ray",
     }
 
 
