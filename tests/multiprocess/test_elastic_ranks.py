@@ -377,9 +377,13 @@ def told_to_go(parent: Parent, trained: phalanx.Trainer, losses: list[float]) ->
 
 def test_who_comes_after_the_end_is_told(children: Children, tmp_path: Path) -> None:
     job = Job(children, tmp_path)
-    assert [outcome(each) for each in job.start_all({}, told_to_go)] == [""] * SIZE
-    told = outcome(job.start(1, None, told_to_go))
+    *others, lost = job.start_all({2: Plan("committed")}, told_to_go)
+    assert [outcome(each) for each in others] == [""] * 2
+    wait_for_exit(lost.pid)
+    told = outcome(job.start(2, None, told_to_go))
     assert told.startswith("RunEnded: The run that this rank would join must go on, but has ended")
+    told = outcome(job.start(1, None, told_to_go))  # its process before has failed after the run
+    assert told.startswith("StateError: The run that this rank would join has ended, and")
 
 
 def another(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:

@@ -294,11 +294,18 @@ class RankMembership:
             living = list(reports)
         waiting = self._waiting()
         if not living and self._has_ended():
-            if any(self._is_this_process(number) for number in self._members):
+            before = [number for number in self._members if self._has_our_place(number)]
+            if any(self._is_this_process(number) for number in before):
                 raise StateError(
                     "A script must train with `Ranks()` in one `Trainer`, but this process has "
                     "been a rank of a run that has ended. Go on with that trainer before it is "
                     "closed, or start another job."
+                )
+            if any(self._left(number) == _FINISHED for number in before):
+                raise StateError(
+                    "The run that this rank would join has ended, and this rank's process before "
+                    "it had finished it. What failed came after the training, and is not done "
+                    "again: see its error, and start the job anew, or that part alone."
                 )
             raise RunEnded(
                 "The run that this rank would join must go on, but has ended: all its ranks have "
@@ -333,6 +340,9 @@ class RankMembership:
     def _has_ended(self) -> bool:
         """Tell whether a member of the last epoch has finished."""
         return any(self._left(number) == _FINISHED for number in self._members)
+
+    def _has_our_place(self, number: int) -> bool:
+        return self._card(number).rank == self._card(self.number).rank
 
     def _is_this_process(self, number: int) -> bool:
         card = self._card(number)
