@@ -94,6 +94,11 @@ def read_join_request(
         JoinRequest(run=None, worker=None, num_workers=None, is_spread=False)
     """
     if run is not None:
+        if _clean(run) != run or not run[:1].isalnum():
+            raise ConfigError(
+                f"`run` must be 1 to {_LONGEST_NAME} letters, digits, dots, dashes and "
+                f"underscores, a letter or digit first, but is {run!r}."
+            )
         return JoinRequest(run, None, num_workers)
     found = os.environ if environment is None else environment
     request = _torchs(found, num_workers) or _others(found, num_workers)

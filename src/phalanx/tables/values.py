@@ -82,7 +82,9 @@ def _rows_tensor(given: object) -> Tensor:
         try:
             return torch.tensor(list(given), device="cpu")
         except (TypeError, ValueError, RuntimeError) as exc:
-            raise ConfigError(f"`rows` must be a list of integers, but is {given!r}.") from exc
+            raise ConfigError(
+                f"`rows` must be a list of integers of 64 bits, but is {given!r}."
+            ) from exc
     raise ConfigError(f"`rows` must be a list of integers, but is {given!r}.")
 
 

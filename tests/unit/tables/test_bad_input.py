@@ -134,7 +134,7 @@ def test_who_has_left_adds_nothing_and_may_read_on(kind):
         ({"timeout_s": NAN}, "`timeout_s` must be seconds from 0"),
         ({"num_workers": 0}, "`num_workers` must be 1 to 256, but is 0"),
         ({"num_workers": 257}, "`num_workers` must be 1 to 256, but is 257"),
-        ({"run": "a b"}, "`name` must be 1 to 128 letters"),
+        ({"run": "a b"}, "`run` must be 1 to 100 letters"),
         ({"sync": True, "staleness": 3}, "`staleness` must be absent"),
     ],
 )
