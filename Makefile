@@ -13,8 +13,8 @@
 #   FRAMES=10000000     how many mutated frames it has servers and clients read
 
 .DEFAULT_GOAL := help
-BENCHMARKS := bench-step bench-allreduce bench-balance bench-memory bench-recovery bench-tables bench-hosts
-.PHONY: help venv train test check format bits house bench $(BENCHMARKS) chaos night clean .venv/moved
+BENCHMARKS := bench-step bench-allreduce bench-balance bench-memory bench-recovery bench-tables bench-hosts bench-gpu
+.PHONY: help venv train test check format bits house bench $(BENCHMARKS) chaos night gpu clean .venv/moved
 
 PYTHON ?= python3
 ARGS ?=
@@ -93,7 +93,7 @@ bits: $(STAMP)  ## train three small models in every formation and print hashes 
 house: $(STAMP)  ## print the size of the package, its doubled names, and how far one call walks, beside the aims
 	@$(BIN)/python -W ignore -m tests.meta.house $(ARGS)
 
-bench: bench-step  ## measure a training step beside its peers; see also bench-allreduce, -balance, -memory, -recovery, -tables, -hosts
+bench: bench-step  ## measure a training step beside its peers; see also bench-allreduce, -balance, -memory, -recovery, -tables, -hosts, -gpu
 
 $(BENCHMARKS): bench-%: $(STAMP)
 	@$(BIN)/python -m benchmarks $* $(ARGS)
@@ -109,6 +109,10 @@ chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and g
 night: $(STAMP)  ## every kind of fault at every point in every worker, whole products, torch's own distributed tests
 	@$(BIN)/python -m pytest -m "night or not night" tests/chaos tests/conformance $(ARGS)
 	@$(BIN)/python -m pytest -m night --ignore=tests/chaos --ignore=tests/conformance $(ARGS)
+
+gpu: $(STAMP)  ## the tests that need a GPU, and the benchmark beside nn.DataParallel and DDP over NCCL
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+	@$(BIN)/python -m benchmarks gpu
 
 clean:  ## remove .venv and what tools left behind
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -4,6 +4,7 @@ import typer
 
 from benchmarks.allreduce import allreduce
 from benchmarks.balance import balance
+from benchmarks.gpu import gpu
 from benchmarks.hosts import hosts
 from benchmarks.memory import memory
 from benchmarks.recovery import recovery
@@ -19,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (step, allreduce, balance, memory, recovery, tables, hosts):
+for command in (step, allreduce, balance, memory, recovery, tables, hosts, gpu):
     app.command()(command)
 
 if __name__ == "__main__":
