@@ -41,6 +41,11 @@ def lost_host_awaited() -> None:
     HostService.mark_lost = lambda self, worker, incarnation: None  # type: ignore[method-assign]
 
 
+def only_servers_heard() -> None:
+    """A worker whose host's server is silent counts as lost, though it asks for something."""
+    HostService.hear = lambda self, head: None  # type: ignore[method-assign]
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__: bug
     for bug in (
@@ -49,5 +54,6 @@ BUGS: dict[str, Callable[[], None]] = {
         round_add_counted_twice,
         stale_accepted,
         lost_host_awaited,
+        only_servers_heard,
     )
 }

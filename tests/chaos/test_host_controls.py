@@ -29,6 +29,7 @@ from tests.multiprocess.hosts import become_worker, free_port, variables, wait_f
 NUM_HOSTS = 3
 DEADLINE_S = 30.0
 SHORT_S = 3.0
+HOST_LOST_S = 0.5
 _numbers = count()
 
 Scene = Callable[[str, "str | None", Path], None]
@@ -53,7 +54,7 @@ def be_worker(
 ) -> None:
     threads = become_worker(given)
     connection._RETRY_S, connection._LONGEST_RETRY_S = 0.1, 0.5
-    host_server._HOST_LOST_S, host_server._LOOK_EVERY_S = 0.5, 0.05
+    host_server._HOST_LOST_S, host_server._LOOK_EVERY_S = HOST_LOST_S, 0.05
     if bug is not None:
         BUGS[bug]()
     body(parent, *args)
@@ -210,12 +211,60 @@ def a_host_is_killed(run: str, bug: str | None, folder: Path) -> None:
                 assert f"did not answer {asked} of table 't' within 3" in told
 
 
+def add_beside_a_silent_server(parent: Parent, is_silent: bool) -> None:
+    """Add until the parent says so, while the last host's server does not say who lives."""
+    if is_silent:
+        take = Server._take_request
+
+        def take_but_one(self, link, head, frames):
+            if head.operation != Operation.MEMBERS:
+                take(self, link, head, frames)
+
+        Server._take_request = take_but_one  # type: ignore[method-assign]
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        table, adds = world.array(4 * NUM_HOSTS, name="t"), 0
+        world.barrier()
+        parent.tell("adding")
+        try:
+            while not parent.connection.poll():
+                table.add([1.0], rows=[0])
+                adds += 1
+        except StateError as exc:
+            raise AssertionError(f"a worker that asks counts as lost: {exc}") from exc
+        world.barrier()
+        parent.tell((adds, table.get([0]).item()))
+        world.barrier()
+
+
+def a_server_is_silent(run: str, bug: str | None, folder: Path) -> None:
+    with Children() as children:
+        port = free_port()
+        started = [
+            children.start(
+                be_worker,
+                variables(run, worker, NUM_HOSTS, NUM_HOSTS, port),
+                bug,
+                add_beside_a_silent_server,
+                worker == NUM_HOSTS - 1,
+            )
+            for worker in range(NUM_HOSTS)
+        ]
+        for worker in started:
+            assert worker.get() == "adding"
+        started[-1].connection.poll(4 * HOST_LOST_S)  # says something only if it fails
+        for worker in started:
+            worker.put()
+        told = [worker.get() for worker in started]
+        assert {sum_ for _, sum_ in told} == {sum(adds for adds, _ in told)}
+
+
 SCENES: dict[str, tuple[Scene, str]] = {
     "never_asked_again": (requests_are_lost, "did not answer"),
     "add_counted_twice": (answers_are_lost, "an add is lost, or there twice"),
     "round_add_counted_twice": (answers_are_lost, "an add is lost, or there twice"),
     "stale_accepted": (a_host_is_halted, "who was taken for dead w"),
     "lost_host_awaited": (a_host_is_killed, "somebody waits for the dead"),
+    "only_servers_heard": (a_server_is_silent, "a worker that asks counts as lost"),
 }
 
 

@@ -70,6 +70,9 @@ class Answer(NamedTuple):
 class Service(Protocol):
     """What a server serves."""
 
+    def hear(self, head: Head) -> None:
+        """Note that a client lives: it asks, whether it is answered or not."""
+
     def payload_bytes(self, head: Head, text: str) -> int:
         """Return how long the payload of a request must be; raise if it is refused."""
 
@@ -212,6 +215,7 @@ class Server:
             self.num_dropped += 1
 
     def _take_request(self, link: bytes, head: Head, frames: Sequence[zmq.Frame]) -> None:
+        self._service.hear(head)
         if _key(head) in self._links:  # asked again while the answer is waited for
             self._links[_key(head)] = link
             return

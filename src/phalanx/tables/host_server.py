@@ -276,8 +276,7 @@ def _watch(
                     _compare(asked[host], service)
                     asked[host] = _ask(asked[host].connection, service)
                 elif now_s() > asked[host].since_s + _HOST_LOST_S:
-                    for worker, incarnation, _ in service.elsewhere(host):
-                        service.mark_lost(worker, incarnation)
+                    service.lose_silent(host, now_s() - _HOST_LOST_S)
             except PhalanxError as exc:
                 _log.warning("Server of host %d: %s", spec.host, exc)
                 asked.pop(host).connection.close()

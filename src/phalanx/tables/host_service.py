@@ -3,7 +3,8 @@
 A worker of another host is a worker here, too, with the same number: it is on this host's page of
 workers, has its line in every table, and its adds go through the same shards and the same logs. So
 rounds, clocks and barriers need to know nothing of the network. What differs: its process is
-elsewhere (`Membership.is_elsewhere`), so its own host's server is asked whether it lives.
+elsewhere (`Membership.is_elsewhere`), so its own host's server is asked whether it lives. While
+that one is silent, killed and not yet started again say, what a worker asks for shows that it does.
 
 A request may come twice. Each that must count once carries what tells a repetition:
 
@@ -17,6 +18,7 @@ A request may come twice. Each that must count once carries what tells a repetit
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.clock import now_s
 from phalanx.cluster import Answer, Head, Request
 from phalanx.errors import ConfigError, StateError
 from phalanx.ipc import wait_until
@@ -69,6 +72,7 @@ class HostService:
         self._lines = region.buffer[: 8 * _LINE * MAX_WORKERS].cast("q")
         self._storages: dict[str, Storage | KeyStorage] = {}
         self._mutex = threading.RLock()
+        self._heard_s: dict[int, float] = {}  # when each worker of another host last asked
         self._answers: dict[int, Callable[[Request], Answer]] = {
             Operation.ENTER: self._enter,
             Operation.LEAVE: self._leave,
@@ -88,6 +92,11 @@ class HostService:
         }
 
     # --- as a Service -----------------------------------------------------------------------------
+
+    def hear(self, head: Head) -> None:
+        """Note that a worker lives, though its host's server may be silent."""
+        if head.worker < MAX_WORKERS and self._membership.is_here(head.worker, head.incarnation):
+            self._heard_s[head.worker] = now_s()
 
     def payload_bytes(self, head: Head, text: str) -> int:
         """Return how long the payload must be, by the table's own sizes."""
@@ -197,6 +206,12 @@ class HostService:
             if self._membership.is_elsewhere(worker) and line[_HOST] == host:
                 found.append((worker, line[_INCARNATION], line[_HOME_INCARNATION]))
         return found
+
+    def lose_silent(self, host: int, since_s: float) -> None:
+        """Mark the workers of a silent host dead that have asked for nothing since, either."""
+        for worker, incarnation, _ in self.elsewhere(host):
+            if self._heard_s.get(worker, -math.inf) < since_s:
+                self.mark_lost(worker, incarnation)
 
     def mark_lost(self, worker: int, incarnation: int) -> None:
         """Say that a worker of another host is dead."""

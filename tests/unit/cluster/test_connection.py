@@ -32,6 +32,9 @@ class Echo:
         self.num_looks = 0
         self.go_on = threading.Event()
 
+    def hear(self, head: Head) -> None:
+        pass
+
     def payload_bytes(self, head: Head, text: str) -> int:
         if head.operation == REFUSE:
             raise ConfigError("`x` must be y, but is z.")
