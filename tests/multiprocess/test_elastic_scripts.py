@@ -212,6 +212,23 @@ def test_who_begins_does_not_wait_for_ever_for_one_that_died_then(
         assert "3 ranks must come" in outcome(each)
 
 
+def dies_at_the_second_group(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> None:
+    elastic = elastic_of(trained)
+    trained.join()
+    elastic._open_group = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    trained.fit(batches(), epochs=1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_dies_as_the_next_group_is_made_is_not_waited_for(
+    rank: int, children: Children, tmp_path: Path
+) -> None:
+    job, told = Job(children, tmp_path), 2 * DEADLINE_S  # before that nobody gives up
+    job.start(rank, None, dies_at_the_second_group, told)
+    job.start(2, Plan("before the slices", step=3), one_epoch, told)
+    assert_same_bits(outcome(job.start(1 - rank, None, one_epoch, told)), undisturbed(one_epoch))
+
+
 def halts_as_it_decides(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> None:
     membership = RankMembership
 

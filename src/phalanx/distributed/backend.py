@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
@@ -33,10 +34,20 @@ def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) 
     return open_group(PrefixStore(f"attempt/{attempt}/", store), rank, size, timeout)
 
 
-def open_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> SharedGroup:
-    """Make the group of these ranks, which meet in ``store`` and nobody else does."""
+def open_group(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: datetime.timedelta,
+    look: Callable[[], None] = lambda: None,
+) -> SharedGroup:
+    """Make the group of these ranks, which meet in ``store`` and nobody else does.
+
+    Args:
+        look: Called while another is waited for; raises a `PeerError` where that is in vain.
+    """
     timeout_s = timeout.total_seconds()
-    rendezvous = GroupRendezvous(store, rank, size, timeout_s)
+    rendezvous = GroupRendezvous(store, rank, size, timeout_s, look)
     hosts = rendezvous.find_hosts()
     buffers = rendezvous.share_memory(hosts.ranks[hosts.host_of(rank)])
     collectives: IntraHost | Hierarchical

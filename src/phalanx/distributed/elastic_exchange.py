@@ -227,7 +227,8 @@ class ElasticExchange(Exchange):
         if size > 1:
             store = PrefixStore(f"group/{self._membership.epoch}/", self._store)
             timeout = datetime.timedelta(seconds=self._timeout_s)
-            self._group = open_group(store, self._place, size, timeout)
+            look = self._membership.check_all_live
+            self._group = open_group(store, self._place, size, timeout, look)
 
     def _close_group(self) -> None:
         """Leave the group; whoever still waits for this rank there hears of it."""

@@ -280,6 +280,18 @@ class RankMembership:
                 )
         return None
 
+    def check_all_live(self) -> None:
+        """Raise where a member of the epoch is gone.
+
+        Raises:
+            PeerLost: It is; ``.rank`` is its place.
+        """
+        for place, number in enumerate(self._members):
+            if self._is_gone(number):
+                raise PeerLost(
+                    f"Rank {self._card(number).rank} has died as the ranks formed a group.", place
+                )
+
     def wait_no_longer(self) -> None:
         """Tell the others that this process has the state, or does not want it any more."""
         self._store.set(f"waiting/{self.number}", "")

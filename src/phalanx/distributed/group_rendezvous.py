@@ -15,8 +15,8 @@ Once that is open, nothing of this rendezvous is in the common namespace, and wh
 nothing is in the group's.
 
 A hello of a process that is gone may be of a rendezvous before, so it counts as none; but a process
-that was alive in this one and is gone has died in it. (A death before rank 0 has heard that rank is
-noticed at the deadline only.)
+that was alive in this one and is gone has died in it. A death before rank 0 has heard that rank is
+noticed at the deadline only, unless the caller knows the processes and looks itself.
 """
 
 from __future__ import annotations
@@ -100,12 +100,21 @@ class GroupRendezvous:
         rank: Ours.
         size: How many come.
         timeout_s: How long all of it may take.
+        look: Called while another is waited for; raises a `PeerError` where that is in vain.
 
     Attributes:
         store: The group's namespace in the store, which no other uses; known with the hosts.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._look = look
         self._common = PrefixStore("phalanx/", store)
         self.store: Store = self._common
         self.rank = rank
@@ -280,6 +289,7 @@ class GroupRendezvous:
 
     def _rest(self, awaited: Sequence[int]) -> None:
         """Wait a moment for the first of ``awaited``, unless it is in vain."""
+        self._look()
         for rank, hello in enumerate(self._heard):
             if hello and self._is_dead(hello) and hello.word in self._met:
                 raise PeerLost(
