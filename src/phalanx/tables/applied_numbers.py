@@ -6,9 +6,9 @@
 # Note [Exactly once]
 An add that comes over the network may come again: the answer was lost, or the server was killed
 before it answered. It carries a number, larger with each add of its worker. Before the shard
-changes anything it writes the number, and the version that WORD will have when the add has ended,
-into the worker's line, and who that is into the header. So the one store that ends the add (Note
-[One store decides] in shard.py) also makes its number count:
+changes anything it writes into the header whose add comes, and then the number, and the version
+that WORD will have when the add has ended, into that worker's line. So the one store that ends the
+add (Note [One store decides] in shard.py) also makes its number count:
 
     taken   ⇔   NUMBER ≥ the add's number   and   AFTER ≤ WORD's version
 
