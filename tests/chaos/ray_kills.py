@@ -16,8 +16,8 @@ import signal
 import statistics
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -154,29 +154,26 @@ def run(losses: list[str], seed: int) -> list[float]:
     Raises:
         AssertionError: Somebody has other weights, or did not come back.
     """
-    failed: list[BaseException] = []
-    with nodes() as cluster, tempfile.TemporaryDirectory() as name:
+    with (
+        nodes() as cluster,
+        tempfile.TemporaryDirectory() as name,
+        ThreadPoolExecutor(1) as pool,
+    ):
         folder = Path(name)
-
-        def watch() -> None:
-            try:
-                disturb(cluster, folder, losses, random.Random(seed))
-            except BaseException as error:
-                failed.append(error)
-                write(folder / "last", {"step": 0})
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        runs = on_ray(
+        training = pool.submit(
+            on_ray,
             train_on_ray,
             RANKS,
             args=(name,),
             address=cluster.address,  # type: ignore[attr-defined]
             rank_restarts=2 * len(losses),
         )
-        watcher.join()
-        if failed:
-            raise failed[0]
+        try:
+            disturb(cluster, folder, losses, random.Random(seed))  # Ray adds nodes in main threads
+        except BaseException:
+            write(folder / "last", {"step": 0})
+            raise
+        runs = training.result()
         steps = runs[0][0]
         expected = train("inline", folder, lambda: steps)
         assert runs == [expected] * RANKS, "other weights than those of an undisturbed run"

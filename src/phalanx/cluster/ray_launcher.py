@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from phalanx.clock import pause
 from phalanx.cluster.ray_worker import Ended, RayWorker
@@ -52,10 +52,14 @@ from phalanx.distributed import (
     process_failure,
     run_script,
     signals_put_back,
+    tell_of_death,
 )
 from phalanx.errors import ConfigError, PeerTimeout, UnsupportedError
 from phalanx.ipc import Waiting
 from phalanx.plan import check_function, read_count
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 __all__ = ["RankPlace", "RayJob", "launch_script_on_ray", "on_ray", "plan_ranks"]
 
@@ -337,9 +341,11 @@ def _run(job: RayJob, function: Callable[..., Any], args: Sequence[object]) -> l
         count = 0
         while True:
             variables["TORCHELASTIC_RESTART_COUNT"] = str(count)
-            with _reserved(workers, job) as group, _lasting_store(ray, job) as store:
-                variables[STORE] = store
-                attempt = _Attempt(ray, group, _place(ray, group, job), job)
+            # Kept for ranks that survive others, until the attempt has ended.
+            store = keep_store() if job.rank_restarts else None
+            variables[STORE] = f"{ray.util.get_node_ip_address()}:{store.port}" if store else ""
+            with _reserved(workers, job) as group:
+                attempt = _Attempt(ray, group, _place(ray, group, job), job, store)
                 try:
                     attempt.start(call, variables, secret)
                     attempt.follow()
@@ -350,26 +356,23 @@ def _run(job: RayJob, function: Callable[..., Any], args: Sequence[object]) -> l
             count += 1
 
 
-@contextmanager
-def _lasting_store(ray: Any, job: RayJob) -> Iterator[str]:
-    """Keep a store for ranks that survive others; yield its address, or nothing without any."""
-    if not job.rank_restarts:
-        yield ""
-        return
-    store = keep_store()
-    yield f"{ray.util.get_node_ip_address()}:{store.port}"
-    del store
-
-
 class _Attempt:
     """The workers of one attempt, from their start to the end of the last."""
 
-    def __init__(self, ray: Any, group: Any, places: Sequence[RankPlace], job: RayJob) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        group: Any,
+        places: Sequence[RankPlace],
+        job: RayJob,
+        store: TCPStore | None,
+    ) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # an extra
 
         self._ray = ray
         self._places = list(places)
         self._job = job
+        self._store = store
         self._address_by_node = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         actor = ray.remote(RayWorker)
 
@@ -428,6 +431,8 @@ class _Attempt:
                 f"is started again ({self._restarts[rank]} of {self._job.rank_restarts})."
             )
             self._write(sys.stderr, rank, [told])
+            if self._store is not None and rank in self._pids:
+                tell_of_death(self._store, rank, self._pids[rank])
         if anew:
             self._workers[rank] = self._new_worker(self._places[rank])
         self._starting.add(rank)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from phalanx.distributed.backend import SharedGroup, make_group
 from phalanx.distributed.codec_hook import CodecHook, codec_hook
 from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, RanksChanged
+from phalanx.distributed.elastic_membership import tell_of_death
 from phalanx.distributed.exchange import Exchange, num_ranks_here
 from phalanx.distributed.hosts import hosts_of, this_host
 from phalanx.distributed.merge_hook import Hook, merge_hook
@@ -50,6 +51,7 @@ __all__ = [
     "process_failure",
     "run_script",
     "signals_put_back",
+    "tell_of_death",
     "this_host",
 ]
 

@@ -7,7 +7,7 @@
     count            how many processes have come so far; each takes its number from it, from 1
     card/N           who process N is
     beat/N           a number that process N changes all the time, where others are elsewhere
-    left/N           process N has finished, or was found dead by another of its host
+    left/N           process N has finished, or was found dead by another of its host or a launcher
     waiting/N        process N wants to be let in, and what it is about to train; empty afterwards
     report/E/N       what process N knows as it asks for epoch E
     epoch/E          who is in it; written once, by whoever is first
@@ -34,7 +34,7 @@ from phalanx.distributed.hosts import this_host
 from phalanx.errors import PeerLost, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity
 
-__all__ = ["GroupEpoch", "RankMembership", "Report", "RunEnded", "decide"]
+__all__ = ["GroupEpoch", "RankMembership", "Report", "RunEnded", "decide", "tell_of_death"]
 
 _BEAT_S = 0.5
 _FINISHED, _LOST = "finished", "lost"
@@ -147,6 +147,15 @@ def _epoch(
         about=[about[number] for number in members],
         refused=refused,
     )
+
+
+def tell_of_death(store: Store, rank: int, pid: int) -> None:
+    """Tell the others that a launcher has seen a process end; they would wait for its beat."""
+    for number in range(1, store.add("count", 0) + 1):
+        if store.check([f"card/{number}"]):
+            card = _Card(*json.loads(store.get(f"card/{number}")))
+            if (card.rank, card.pid) == (rank, pid) and not store.check([f"left/{number}"]):
+                store.set(f"left/{number}", _LOST)
 
 
 def _differing(about: About, first: About) -> str:
