@@ -5,6 +5,11 @@
 
 Until the text is renamed, the snapshot before it is the one that counts. A digest is of the
 content, so two snapshots with the same content share a file.
+
+    .<name>.<process>.<thread>.tmp    a file of tensors that is being written
+
+Its writer holds a lock on it, so one without a lock was left by a writer that died; whoever writes
+next removes it.
 """
 
 from __future__ import annotations
@@ -14,8 +19,10 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
+from io import BufferedWriter
 from pathlib import Path
 
 import numpy as np
@@ -27,15 +34,27 @@ from torch import Tensor
 
 from phalanx.errors import CheckpointError
 from phalanx.files import open_new, open_regular, read_text, sync_to_disk, written_whole
+from phalanx.ipc import fail_point
 from phalanx.plan import check_argument
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.updaters import state_dtype
 
-__all__ = ["load_parts", "read_directory", "save_parts"]
+__all__ = [
+    "SNAPSHOT_POINTS",
+    "check_place",
+    "load_parts",
+    "manifest_in",
+    "read_directory",
+    "save_parts",
+]
+
+SNAPSHOT_POINTS = ("snapshot half written", "snapshot written", "snapshot renamed")
+"""Fail points of a snapshot, in order; it counts after the last one."""
 
 Bytes = NDArray[np.uint8]
 
 _VERSION = 1
+_MANIFEST_KEYS = {"version", "table", "file", "sha256"}
 _MOST_MANIFEST_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 20  # hashed while it is still in the processor's caches
 _DTYPE_NAMES = {
@@ -57,37 +76,83 @@ def read_directory(given: object) -> Path:
     return Path(given)  # type: ignore[arg-type]
 
 
+def manifest_in(directory: Path, name: str) -> Path:
+    """Return the file of text that makes a table's snapshot count."""
+    return directory / f"{name}.json"
+
+
+def check_place(directory: Path, name: str) -> None:
+    """Make the folder, and see that a snapshot of the table would overwrite nothing else.
+
+    Raises:
+        CheckpointError: It cannot be made, or another file has the snapshot's name.
+    """
+    with _explained(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    _refuse_other_file(manifest_in(directory, name), name)
+
+
 def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
     """Write a table down, and return the file of text that names everything.
 
     Raises:
-        CheckpointError: The directory cannot be written to.
+        CheckpointError: The directory cannot be written to, or another file has its name.
     """
+    check_place(directory, spec.name)
+    manifest = manifest_in(directory, spec.name)
+    draft = directory / f".{spec.name}.{os.getpid()}.{threading.get_ident()}.tmp"
+    with _explained(directory):
+        with _alone_in(directory):
+            _remove_left_drafts(directory, spec.name)
+            file = open_new(draft)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        with file:  # and its lock, until it has its name
+            try:
+                digest = _write(file, dict(zip(_part_names(spec), parts, strict=True)))
+                fail_point("snapshot written")
+                data = directory / f"{spec.name}-{digest[:16]}.safetensors"
+                text = {"version": _VERSION, "table": spec.as_mapping(), "file": data.name}
+                # Another's clearing up must not come between the two files.
+                with _alone_in(directory):
+                    _refuse_other_file(manifest, spec.name)
+                    os.replace(draft, data)
+                    sync_to_disk(directory)
+                    fail_point("snapshot renamed")
+                    with written_whole(manifest) as new:
+                        new.write_text(json.dumps({**text, "sha256": digest}, indent=1))
+                        sync_to_disk(new)
+                    sync_to_disk(directory)
+                    _remove_older(directory, spec.name, data)
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
+    return manifest
+
+
+@contextlib.contextmanager
+def _explained(directory: Path) -> Iterator[None]:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        whole = directory / f".{spec.name}.{os.getpid()}.{threading.get_ident()}.tmp"
-        try:
-            digest = _write(whole, dict(zip(_part_names(spec), parts, strict=True)))
-        except BaseException:
-            whole.unlink(missing_ok=True)
-            raise
-        data = directory / f"{spec.name}-{digest[:16]}.safetensors"
-        manifest = directory / f"{spec.name}.json"
-        text = {"version": _VERSION, "table": spec.as_mapping(), "file": data.name}
-        with _alone_in(directory):  # another's clearing up must not come between the two files
-            os.replace(whole, data)
-            sync_to_disk(directory)
-            with written_whole(manifest) as draft:
-                draft.write_text(json.dumps({**text, "sha256": digest}, indent=1))
-                sync_to_disk(draft)
-            sync_to_disk(directory)
-            _remove_older(directory, spec.name, data)
+        yield
     except OSError as exc:
         raise CheckpointError(
             f"`directory` must be a folder that a snapshot can be written to, but is "
             f"{str(directory)!r} ({exc.strerror or exc})."
         ) from exc
-    return manifest
+
+
+def _refuse_other_file(manifest: Path, name: str) -> None:
+    """Refuse to overwrite what no snapshot has written: a user's file may have the same name."""
+    try:
+        found = json.loads(read_text(manifest, max_bytes=_MOST_MANIFEST_BYTES))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not found.keys() >= _MANIFEST_KEYS:
+        raise CheckpointError(
+            f"{str(manifest)!r} must be a snapshot of table {name!r} where one is written, but is "
+            "another file, and is left as it is. Name another `directory`, or move the file away."
+        )
 
 
 @contextlib.contextmanager
@@ -106,20 +171,20 @@ def _part_names(spec: TableSpec) -> list[str]:
     return [*(["keys"] if spec.has_keys else []), "values", *states]
 
 
-def _write(path: Path, parts: dict[str, Tensor]) -> str:
+def _write(file: BufferedWriter, parts: dict[str, Tensor]) -> str:
     """Write a file of tensors, synced, and return its digest.
 
     ``save_file`` would copy everything first, and the digest would read it back.
     """
     digest = hashlib.sha256()
-    with open_new(path) as file:
-        for piece in _pieces(parts):
-            for start in range(0, len(piece), _BLOCK_BYTES):
-                block = piece[start : start + _BLOCK_BYTES].data
-                file.write(block)
-                digest.update(block)
-        file.flush()
-        os.fsync(file.fileno())
+    for piece in _pieces(parts):
+        for start in range(0, len(piece), _BLOCK_BYTES):
+            block = piece[start : start + _BLOCK_BYTES].data
+            file.write(block)
+            digest.update(block)
+            fail_point("snapshot half written")
+    file.flush()
+    os.fsync(file.fileno())
     return digest.hexdigest()
 
 
@@ -141,6 +206,21 @@ def _pieces(parts: dict[str, Tensor]) -> Iterator[Bytes]:
         yield part.reshape(-1).view(torch.uint8).numpy()
 
 
+def _remove_left_drafts(directory: Path, name: str) -> None:
+    """Remove what writers that died have left; the folder is held, so none is about to lock."""
+    draft = re.compile(re.escape(f".{name}.") + r"\d+\.\d+\.tmp")
+    for entry in os.scandir(directory):
+        if draft.fullmatch(entry.name) is None or not entry.is_file(follow_symlinks=False):
+            continue
+        with contextlib.suppress(OSError):  # somebody else did, or it is locked: its writer lives
+            fd = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(entry.path)
+            finally:
+                os.close(fd)
+
+
 def _remove_older(directory: Path, name: str, kept: Path) -> None:
     for file in directory.glob(f"{name}-{'[0-9a-f]' * 16}.safetensors"):
         if file != kept:
@@ -154,7 +234,7 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
     Raises:
         CheckpointError: It is missing, damaged, or of another shape, dtype or updater.
     """
-    manifest = directory / f"{spec.name}.json"
+    manifest = manifest_in(directory, spec.name)
     try:
         found = json.loads(read_text(manifest, max_bytes=_MOST_MANIFEST_BYTES))
         data = directory / Path(found["file"]).name  # never elsewhere

@@ -22,6 +22,7 @@ from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.row_initializer import Uniform, read_row_init
 from phalanx.tables.run_context import RunContext, S
 from phalanx.tables.sharded import Storage
+from phalanx.tables.snapshot_schedule import SnapshotSchedule
 from phalanx.tables.spec import TableSpec, read_dtype
 from phalanx.tables.table import KeyTable, Numbers, Table, wait_for_clocks
 from phalanx.tables.updaters import Updater, parse_updater
@@ -64,6 +65,7 @@ class TableGroup:
         self.closed = False
         self.left = False
         self.forked = False  # a forked child is not this worker
+        self.snapshots = SnapshotSchedule()
         self._incarnation = context.membership.incarnation(worker_id)
         self._context = context
         self._num_tables = 0
@@ -147,8 +149,9 @@ class TableGroup:
     def leave(self) -> None:
         """Stop counting as a worker: nobody waits for this one any more.
 
-        Tables stay readable, but take no more adds of this worker.
+        Tables stay readable, but take no more adds of this worker, nor does it write snapshots.
         """
+        self.snapshots.close(self.timeout_s)
         if not self.closed and self.is_counted():
             self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
         self.left = True
