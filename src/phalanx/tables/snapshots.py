@@ -234,11 +234,23 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
     Raises:
         CheckpointError: It is missing, damaged, or of another shape, dtype or updater.
     """
+    found = _read_manifest(spec, directory)
+    while True:
+        try:
+            return _read_parts(spec, *found)
+        except CheckpointError:
+            before, found = found, _read_manifest(spec, directory)
+            if found == before:  # else somebody has replaced the snapshot meanwhile
+                raise
+
+
+def _read_manifest(spec: TableSpec, directory: Path) -> tuple[Path, str]:
+    """Return where the tensors of a table's snapshot are, and their digest."""
     manifest = manifest_in(directory, spec.name)
     try:
         found = json.loads(read_text(manifest, max_bytes=_MOST_MANIFEST_BYTES))
         data = directory / Path(found["file"]).name  # never elsewhere
-        theirs, digest, version = found["table"], found["sha256"], found["version"]
+        theirs, digest, version = found["table"], str(found["sha256"]), found["version"]
     except FileNotFoundError:
         raise CheckpointError(
             f"`directory` must hold a snapshot of table {spec.name!r}, but {str(manifest)!r} is "
@@ -254,7 +266,7 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
             f"{str(manifest)!r} must be of version {_VERSION}, but is of {version!r}."
         )
     _refuse_other(spec, theirs, manifest)
-    return _read_parts(spec, data, digest)
+    return data, digest
 
 
 def _refuse_other(spec: TableSpec, theirs: object, manifest: Path) -> None:

@@ -91,3 +91,13 @@ def test_a_link_or_pipe_with_the_name_of_a_draft_is_never_written_to(tmp_path, k
     check(folder, values(7, 3))
     assert victim.read_text() == "precious"
     assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.timeout(20)
+def test_a_digest_that_equals_nothing_is_an_error(tmp_path):
+    with tables.join() as world:
+        table = world.matrix(7, 3, name="t")
+        text = table.snapshot(tmp_path)
+        text.write_text(json.dumps({**json.loads(text.read_text()), "sha256": float("nan")}))
+        with pytest.raises(CheckpointError, match="is damaged"):
+            table.restore(tmp_path)
