@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from phalanx.clock import pause
 from phalanx.cluster.ray_worker import Ended, RayWorker
@@ -57,9 +57,6 @@ from phalanx.distributed import (
 from phalanx.errors import ConfigError, PeerTimeout, UnsupportedError
 from phalanx.ipc import Waiting
 from phalanx.plan import check_function, read_count
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 __all__ = ["RankPlace", "RayJob", "launch_script_on_ray", "on_ray", "plan_ranks"]
 
@@ -365,7 +362,7 @@ class _Attempt:
         group: Any,
         places: Sequence[RankPlace],
         job: RayJob,
-        store: TCPStore | None,
+        store: Any,  # what `keep_store` returns, or None
     ) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # an extra
 
