@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from phalanx.train import (
         EpochDone,
         ExactSampler,
+        FitBegun,
+        FitEnded,
         FormationChosen,
         RanksChanged,
         StepDone,
@@ -62,6 +64,8 @@ __all__ = [
     "DataParallelExecutorGroup",
     "EpochDone",
     "ExactSampler",
+    "FitBegun",
+    "FitEnded",
     "FormationChosen",
     "GroupAborted",
     "InternalError",
@@ -129,6 +133,8 @@ _NAMES_BY_ROOM = {
     "phalanx.train": (
         "EpochDone",
         "ExactSampler",
+        "FitBegun",
+        "FitEnded",
         "FormationChosen",
         "RanksChanged",
         "StepDone",
@@ -140,7 +146,7 @@ _NAMES_BY_ROOM = {
     ),
 }
 _ROOM_BY_NAME = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
-_ROOMS = {"cluster", "codecs", "compat", "metrics", "tables"} | {
+_ROOMS = {"callbacks", "cluster", "codecs", "compat", "metrics", "tables"} | {
     room.removeprefix("phalanx.") for room in _NAMES_BY_ROOM
 }
 

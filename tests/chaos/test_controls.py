@@ -13,7 +13,7 @@ from phalanx.execution import ProcessExecutor, shard_step
 from phalanx.execution.work_queue import WorkQueue
 from phalanx.execution.worker_main import WorkerInit
 from phalanx.plan import Node
-from phalanx.train import events
+from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.position import Loss
 from tests.chaos.course import DEADLINE_S, Course, differing
 from tests.chaos.saboteur import Order
@@ -123,7 +123,7 @@ def test_a_wrong_seed_on_retry_is_caught(
 def test_a_position_that_is_advanced_twice_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = events.EventDispatcher.tell_of_failures
+    real = EventDispatcher.tell_of_failures
 
     def tell(dispatcher: Any, step: int) -> None:
         before = len(course.disturbed.lost)
@@ -132,7 +132,7 @@ def test_a_position_that_is_advanced_twice_is_caught(
             trainer = course.disturbed.trainer
             trainer._position = trainer._position.next_batch(Loss(0.0, 0.0, 0))
 
-    monkeypatch.setattr(events.EventDispatcher, "tell_of_failures", tell)
+    monkeypatch.setattr(EventDispatcher, "tell_of_failures", tell)
     course.suffer({0: Order("inside backward")}, compared=False)
     assert_caught(course, "position")
 

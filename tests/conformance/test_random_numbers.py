@@ -653,8 +653,10 @@ def langevin(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return Langevin(parameters, lr=0.1)
 
 
-def draw_three(_: object) -> None:
-    torch.rand(1), np.random.rand(), random.random()
+def draw_three(event: object) -> None:
+    """Draw as the training goes on; what is drawn at a `fit`'s beginning shows how many there are."""
+    if not isinstance(event, (phalanx.FitBegun, phalanx.FitEnded)):
+        torch.rand(1), np.random.rand(), random.random()
 
 
 class Augmented(Dataset[Any]):

@@ -24,7 +24,7 @@ from phalanx.execution import (
     opening,
 )
 from phalanx.train import FormationChosen, StepDone, trial
-from phalanx.train.events import EventDispatcher
+from phalanx.train.dispatcher import EventDispatcher
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:

@@ -702,7 +702,12 @@ def test_metrics_of_a_resumed_epoch_count_its_first_half_too(tmp_path: Path) -> 
 
     with make(2) as trainer:
         expected = trainer.fit(batches, epochs=1)[0].train
-    with make(3, [lambda event: trainer.stop() if event.step == 2 else None]) as trainer:
+
+    def stop(event: object) -> None:
+        if isinstance(event, StepDone) and event.step == 2:
+            trainer.stop()
+
+    with make(3, [stop]) as trainer:
         assert trainer.fit(batches, epochs=1) == []
         trainer.save(tmp_path / "checkpoint")
     with make(2) as trainer:

@@ -28,6 +28,7 @@ FLOORS = (
     ("execution", "tables"),
     ("parallel",),
     ("executor_group",),
+    ("callbacks",),
     ("train",),
     ("__init__",),  # gathers the public names of the rooms below; what stands above is their user
     ("compat", "cli"),

@@ -234,6 +234,8 @@ DOORS: dict[str, Door] = {
         # `toc_print` of MXNet's monitor has no console to be given.
         allowed=(
             *("cli/console.py", "compat/mxnet_monitor.py"),
+            "callbacks/progress.py",  # asks whether somebody looks on
+            "callbacks/live_display.py",  # shows a `fit` without the command
             *("distributed/rank_restarts.py", "distributed/rank_start.py"),  # beside the script
             "cluster/ray_launcher.py",  # what workers on Ray print, the driver prints
         ),
@@ -404,7 +406,7 @@ DOORS: dict[str, Door] = {
             "train/checkpoint.py",
             "tables/snapshots.py",
             "cli/run_folder.py",
-            "cli/figure.py",
+            "callbacks/figure.py",
             "ipc/region.py",
             "ipc/run_directory.py",
             "distributed/launcher.py",  # a folder for the ranks' output

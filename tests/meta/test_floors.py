@@ -18,6 +18,7 @@ from tests.meta.source import (
 
 SLOW = {
     "phalanx.metrics.group_metrics",  # needs torchmetrics, which takes half as long as torch
+    "phalanx.callbacks.live_display",  # needs rich, which no worker process does
     # Need torch's launcher.
     *("phalanx.distributed.launcher", "phalanx.distributed.launch"),
     *("phalanx.distributed.rank_start", "phalanx.cluster.ray_launcher"),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,13 +22,12 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from phalanx.cli.history import Record
+from phalanx.callbacks import NO_RECORD, Record, read_record, written_record
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.files import open_regular, read_text, save_tensors, written_whole
 
 _MAX_NAME_LENGTH = 60
 _MOST_CONFIG_BYTES = 1 << 20
-_NO_RECORD = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class RunFolder:
@@ -163,7 +161,7 @@ class RunFolder:
 
     def append_metrics(self, records: Iterable[Record]) -> None:
         """Add lines to metrics.jsonl; they have reached the system when this returns."""
-        lines = "".join(_to_json(record) + "\n" for record in records)
+        lines = "".join(map(written_record, records))
         if not lines:
             return
         with (
@@ -196,7 +194,7 @@ class RunFolder:
                 f"{self.metrics_path} must hold the steps 1 to {steps} of the checkpoint, but "
                 f"holds {len(found)} of them. Put the file of that run back."
             )
-        self._replace(self.metrics_path, "".join(_to_json(record) + "\n" for record in kept))
+        self._replace(self.metrics_path, "".join(map(written_record, kept)))
         return kept
 
     def remove_config(self) -> None:
@@ -232,8 +230,8 @@ class RunFolder:
         records = []
         for number, line in enumerate(lines, 1):
             try:
-                records.append(_from_json(line))
-            except _NO_RECORD as exc:
+                records.append(read_record(line))
+            except NO_RECORD as exc:
                 if number < len(lines):
                     raise CheckpointError(
                         f"Line {number} of {self.metrics_path} must be a step or an epoch, but is "
@@ -302,48 +300,3 @@ def _cannot_be_made(path: Path, exc: OSError) -> str:
         f"The run folder {path} must be a place where folders can be made, but is not: "
         f"{exc.strerror}. Name another with `--out`."
     )
-
-
-def _to_json(record: Record) -> str:
-    return json.dumps(_finite(record), allow_nan=False)
-
-
-# Any: JSON.
-def _finite(value: Any) -> Any:
-    """Replace numbers that JSON has no word for by null."""
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _from_json(line: str) -> Record:
-    record: Record = json.loads(line)
-    if record["kind"] == "step":
-        _check_whole(record["step"])
-        _check_number(record["loss"])
-    elif record["kind"] == "epoch":
-        _check_whole(record["epoch"])
-        _check_whole(record["last_step"])
-        validation = {} if record["validation"] is None else record["validation"]
-        for mean in [*record["train"].values(), *validation.values()]:
-            _check_number(mean)
-    elif record["kind"] == "failure":
-        _check_whole(record["step"])
-    else:
-        raise ValueError(record["kind"])
-    return record
-
-
-# Any: JSON.
-def _check_whole(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r:.80} is no whole number")
-
-
-def _check_number(value: Any) -> None:
-    """Refuse what is neither a number nor null, which stands for one that is not finite."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise TypeError(f"{value!r:.80} is no number")
-    math.isfinite(value or 0)  # an OverflowError where it is too large for a float

@@ -19,10 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from phalanx.callbacks import History, Progress, Record, draw_training, record_of
 from phalanx.cli.control import Control
 from phalanx.cli.data import Data, open_data
-from phalanx.cli.figure import draw_training
-from phalanx.cli.history import History
 from phalanx.cli.losses import build_loss, import_forward
 from phalanx.cli.models import build_model
 from phalanx.cli.options import (
@@ -37,9 +36,9 @@ from phalanx.cli.options import (
     read_options,
     untrusted,
 )
-from phalanx.cli.progress import Plan, choose_progress, draw_summary
 from phalanx.cli.recipes import begin_anew, decay_linearly
 from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
+from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.execution import Processes
@@ -162,6 +161,7 @@ class Session:
         self.options = job.options
         self.console = console
         self.history = History()
+        self._unwritten: list[Record] = []
         self.stragglers = Stragglers()
         self._stopping = False
         self._saved_steps = 0
@@ -174,8 +174,7 @@ class Session:
             options = self.options
             self.data = open_data(options.data, batch_size=options.batch_size, seed=options.seed)
             self.module = build_model(options.model, self.data, seed=options.seed)
-            plan = Plan(epochs=options.epochs, steps_per_epoch=_length(self.data.train))
-            self.progress = choose_progress(self.console, plan)
+            self.progress = Progress(self.console, epochs=options.epochs)
             self.control = Control(self.job.control, self)
             self.trainer = exits.enter_context(self._open_trainer())
             if self.job.resumed is None:
@@ -230,8 +229,7 @@ class Session:
         self.console.print(self._describe_start())
         begun_s = now_s()
         try:
-            with self.progress:
-                self._train()
+            self._train()
         finally:
             self._write_metrics()
             if not self.history.losses:
@@ -291,7 +289,7 @@ class Session:
     def _draw_training(self) -> None:
         title = f"{self.options.model} on {self.options.data}, {self._name_formation()}"
         try:
-            draw_training(self.folder.figure_path, self.history, title=title)
+            draw_training(self.history, title=title, path=self.folder.figure_path)
         except OSError as error:  # the run is worth more than its picture
             self.console.print(f"training.png is not written: {error}")
 
@@ -318,7 +316,7 @@ class Session:
             )
             if options.executor == "processes"
             else options.executor,
-            callbacks=(self.history, self.stragglers, self.progress, self._listen, self.control),
+            callbacks=(self.history, self._listen, self.stragglers, self.progress, self.control),
         )
 
     def _counts_classes(self) -> bool:
@@ -326,6 +324,9 @@ class Session:
         return self.options.forward is None and self.options.loss in (None, "cross_entropy")
 
     def _listen(self, event: object) -> None:
+        record = record_of(event)
+        if record is not None:
+            self._unwritten.append(record)
         if isinstance(event, FormationChosen):
             self._is_formed = True
         elif isinstance(event, StepDone) and self._stopping and not self.trainer.stopped:
@@ -347,7 +348,8 @@ class Session:
         )
 
     def _write_metrics(self) -> None:
-        self.folder.append_metrics(self.history.take_records())
+        records, self._unwritten = self._unwritten, []
+        self.folder.append_metrics(records)
 
     def _write_config(self) -> None:
         self.folder.write_config(

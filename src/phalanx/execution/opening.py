@@ -145,6 +145,13 @@ class ExecutorChoice:
         """Whether replicas run in this process, on any device, where hooks reach them."""
         return self.kind != "processes"
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes files, however many there are."""
+        if self.elastic is not None:
+            return self.elastic.rank == 0
+        return self.kind != "ranks" or Exchange().rank == 0
+
     def write_once(self, write: Callable[[], None]) -> None:
         """Call what writes files: once, however many processes there are."""
         if self.elastic is not None:

@@ -50,6 +50,11 @@ class ReplicaMetrics:
     def __bool__(self) -> bool:
         return bool(self._patterns)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What they were given as."""
+        return tuple(self._patterns)
+
     def copy(self) -> ReplicaMetrics:
         """Return the same metrics with counts of their own."""
         other = ReplicaMetrics({})  # which has nothing to warn of

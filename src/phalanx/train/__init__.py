@@ -1,16 +1,18 @@
 """Training: the loop, the optimizer's step, metrics, checkpoints."""
 
-from phalanx.execution import EXECUTORS
-from phalanx.train.events import (
+from phalanx.callbacks import (
     Callback,
     EpochDone,
     Event,
+    FitBegun,
+    FitEnded,
     FormationChosen,
     RanksChanged,
     Span,
     StepDone,
     WorkerLost,
 )
+from phalanx.execution import EXECUTORS
 from phalanx.train.merge import Update, merge_updates
 from phalanx.train.sampler import ExactSampler
 from phalanx.train.split import split_batch
@@ -23,6 +25,8 @@ __all__ = [
     "EpochDone",
     "Event",
     "ExactSampler",
+    "FitBegun",
+    "FitEnded",
     "FormationChosen",
     "RanksChanged",
     "Span",

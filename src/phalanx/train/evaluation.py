@@ -17,7 +17,7 @@ from phalanx.train.objective import EvaluateTask
 from phalanx.train.step_engine import StepEngine, loss_of, outputs_of, run_task
 from phalanx.types import Nested
 
-__all__ = ["enter_training", "evaluate", "leave_evaluation"]
+__all__ = ["enter_training", "evaluate", "leave_evaluation", "names_of_means"]
 
 
 def enter_training(module: nn.Module) -> None:
@@ -37,6 +37,12 @@ def leave_evaluation(module: nn.Module) -> None:
     """Put a model that is in eval mode as a whole into training mode."""
     if not module.training and not any(each.training for each in module.modules()):
         module.train()
+
+
+def names_of_means(metrics: ReplicaMetrics, *, validates: bool) -> tuple[str, ...]:
+    """Return what an `EpochDone` will hold, such as "train.loss"."""
+    kinds = ("train", "validation") if validates else ("train",)
+    return tuple(f"{kind}.{name}" for kind in kinds for name in ("loss", *metrics.names))
 
 
 def evaluate(

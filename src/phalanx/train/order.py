@@ -241,13 +241,17 @@ def _may_draw(loader: object) -> bool:
     return not isinstance(loader, (list, tuple))
 
 
+def length_of(loader: Iterable[Nested]) -> int | None:
+    """Return how many batches there are, where the loader knows it."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # a generator, or a DataLoader over an IterableDataset
+        return None
+
+
 def is_complete(loader: Iterable[Nested], batches: int) -> bool:
     """Tell whether ``batches`` are all, without asking for another, where the loader knows it."""
-    try:
-        length = len(loader)  # type: ignore[arg-type]
-    except TypeError:  # a generator, or a DataLoader over an IterableDataset
-        return False
-    return 0 < length <= batches
+    return 0 < (length_of(loader) or 0) <= batches
 
 
 def begin_epoch(loader: object, epoch: int) -> None:

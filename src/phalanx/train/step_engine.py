@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from phalanx.callbacks import StepDone
 from phalanx.clock import now_s
 from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, StateError, UnsupportedError
@@ -38,7 +39,6 @@ from phalanx.replicas import (
     sum_statistics,
     write_statistics,
 )
-from phalanx.train.events import StepDone
 from phalanx.train.formation import Formation
 from phalanx.train.microbatches import Microbatches, Splitter
 from phalanx.train.position import Loss, Position, RunHistory

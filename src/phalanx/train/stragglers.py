@@ -6,8 +6,8 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
+from phalanx.callbacks import StepDone
 from phalanx.errors import ConfigError
-from phalanx.train.events import StepDone
 
 __all__ = ["Straggler", "Stragglers"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from phalanx.callbacks import Callback, EpochDone, FitBegun, FitEnded, StepDone
 from phalanx.clock import now_s
 from phalanx.codecs import Codec, Feedback
 from phalanx.errors import ConfigError, StateError
@@ -31,14 +31,15 @@ from phalanx.execution import (
     refuse_moved,
 )
 from phalanx.metrics import ReplicaMetrics
-from phalanx.plan import Balancer, Layout, check_workloads, fixed_workloads
+from phalanx.plan import Layout, check_workloads, fixed_workloads
 from phalanx.replicas import caller_intra_op
-from phalanx.train.evaluation import enter_training, evaluate, leave_evaluation
-from phalanx.train.events import Callback, EpochDone, EventDispatcher, FormationChosen, StepDone
-from phalanx.train.formation import Formation, read_replicas
+from phalanx.train.dispatcher import EventDispatcher
+from phalanx.train.engines import Engines
+from phalanx.train.evaluation import enter_training, evaluate, leave_evaluation, names_of_means
+from phalanx.train.formation import read_replicas
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import EvaluateTask, Objective, TrainTask
-from phalanx.train.order import Reader, is_complete
+from phalanx.train.order import Reader, is_complete, length_of
 from phalanx.train.peer_state import join_ranks, pack_state_of
 from phalanx.train.position import Loss, Position, RunHistory
 from phalanx.train.sharding import Loaders
@@ -64,7 +65,6 @@ from phalanx.train.trainer_arguments import (
     read_folder,
 )
 from phalanx.train.trainer_facts import TrainerFacts
-from phalanx.train.trial import Trial
 from phalanx.train.untrained import Untrained
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 
@@ -170,13 +170,11 @@ class Trainer(TrainerFacts):
         self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
         if choice.elastic is not None and replicas == "auto":
             replicas = 1  # ranks that come later begin in the middle, without a trial
-        self._formation = read_replicas(replicas, self._home, self._intra_op, choice.kind)
-        self._next_formation: Formation | None = None  # what `resize()` asked for
+        formation = read_replicas(replicas, self._home, self._intra_op, choice.kind)
         fixed = fixed_workloads(workloads)
         if fixed is not None:
-            check_workloads(fixed, len(self.devices) or None)
-        self._balances = isinstance(workloads, str) and microbatches is None
-        self._balancer: Balancer | None = None
+            check_workloads(fixed, len(formation.devices) if formation is not None else None)
+        balances = isinstance(workloads, str) and microbatches is None
         self._objective = Objective(loss, forward, module)
         self._metrics = ReplicaMetrics(metrics or {})
         self.optimizer = make_optimizer(optimizer, parameters)
@@ -185,7 +183,6 @@ class Trainer(TrainerFacts):
         self._seed = seed
         self._loaders = Loaders(sharded=shard_loading, seed=seed)
         self._reader = Reader()
-        self._channels_last = channels_last
         self._choice = choice
         failures = FailureLog(choice.options.max_failures)
         maker = partial(ExecutorMaker, choice, module, failures)
@@ -197,11 +194,20 @@ class Trainer(TrainerFacts):
             workloads=fixed,
             clip_norm=clip_norm,
             feedback=None if codec is None else Feedback(codec),
-            new_maker=partial(maker, shared=[self._objective], timed=self._balances, steps=True),
+            new_maker=partial(maker, shared=[self._objective], timed=balances, steps=True),
             history=RunHistory(),
             untrained=Untrained(module),
         )
-        self._engine: StepEngine | None = None
+        self._engines = Engines(
+            self._spec,
+            self._objective,
+            formation,
+            home=self._home,
+            intra_op=self._intra_op,
+            channels_last=channels_last,
+            balances=balances,
+            tell=self._events.tell,
+        )
         self._position = Position()
         self._resumed = False  # and no `fit` since
         self._last_step: int | None = None  # of the `fit` under way, here or where we have joined
@@ -216,6 +222,7 @@ class Trainer(TrainerFacts):
         epochs: int | None = None,
         steps: int | None = None,
         validate: Iterable[Nested] | None = None,
+        progress: bool | None = None,
     ) -> list[EpochDone]:
         """Train for ``epochs`` passes over ``loader``, or ``steps`` updates, whichever ends first.
 
@@ -227,6 +234,8 @@ class Trainer(TrainerFacts):
             loader: Any iterable of batches that can be iterated once per epoch.
             epochs: To finish; default 1, or as many as ``steps`` needs.
             validate: Evaluated after each epoch.
+            progress: Show it on stderr, unless a callback does; default: on a terminal and in a
+                notebook.
 
         Returns:
             One `EpochDone` for every epoch that this call finished.
@@ -236,6 +245,7 @@ class Trainer(TrainerFacts):
         """
         check_fit(loader, validate, epochs, steps)
         check_moment(closed=self._closed)
+        shown = self._events.open_progress(progress, self)
         self.join()
         if epochs is None and steps is None:
             epochs = 1
@@ -248,8 +258,18 @@ class Trainer(TrainerFacts):
             self._last_step = self.steps + steps
         self._stopped, self._in_fit = False, True
         finished: list[EpochDone] = []
+        begun = FitBegun(
+            epochs=self.epochs,
+            steps=self.steps,
+            last_epoch=last_epoch,
+            last_step=self._last_step,
+            steps_per_epoch=length_of(loader),
+            means=names_of_means(self._metrics, validates=validate is not None),
+        )
+        ended = lambda: FitEnded(epochs=self.epochs, steps=self.steps)  # noqa: E731
         try:
-            with caller_intra_op(1):  # the caller's idle pool must not spin beside the replicas
+            # The caller's idle pool must not spin beside the replicas.
+            with caller_intra_op(1), self._events.telling_of_fit(begun, shown, ended):
                 while not self._shall_end(last_epoch):
                     done = self._run_epoch(loader, validate)
                     if done is None:
@@ -321,7 +341,7 @@ class Trainer(TrainerFacts):
             raise ConfigError("`replicas` must be a number or devices, but is 'auto'.")
         if self._spec.workloads is not None:
             check_workloads(self._spec.workloads, len(formation.devices))
-        self._next_formation = formation
+        self._engines.resize(formation)
 
     def stop(self) -> None:
         """Make the running :meth:`fit` return after the step it is in; callable from anywhere."""
@@ -411,8 +431,8 @@ class Trainer(TrainerFacts):
             with suppress(GroupChanged):
                 done = self._update(engine, batch, start_s, in_epoch=in_epoch)
                 break
-        if self._balancer is not None:
-            self._balancer.observe(done.shares, done.work_s)
+        if self._engines.balancer is not None:
+            self._engines.balancer.observe(done.shares, done.work_s)
         self._events.tell(done)
         return done
 
@@ -495,12 +515,7 @@ class Trainer(TrainerFacts):
         self._resumed = True
         self._reader.put_back(restored.order)
         self._metrics = metrics
-        if self._formation is None and restored.formation is not None:
-            count, intra_op = restored.formation
-            self._formation = Formation((self._home,) * count, self._intra_op or intra_op)
-        self._balancer = self._open_balancer(restored.workloads)
-        if self._engine is not None:
-            self._engine.reload_state()
+        self._engines.restore(restored.formation, restored.workloads)
         # Last: where warnings are errors, all is in place.
         warn_of_changes(restored, state.progress)
 
@@ -517,11 +532,11 @@ class Trainer(TrainerFacts):
     def __exit__(self, kind: object, *exc: object) -> None:
         self._closed = True
         if not self._in_step:
-            self._close_engine()
+            self._engines.close()
             self._choice.leave(finished=kind is None and not self._in_fit)
 
     def _state(self) -> TrainerState:
-        formation = self._formation
+        formation, balancer = self._engines.formation, self._engines.balancer
         return TrainerState(
             module=self.module,
             optimizer=self.optimizer,
@@ -537,64 +552,10 @@ class Trainer(TrainerFacts):
                 formation=None
                 if formation is None
                 else (len(formation.devices), formation.intra_op),
-                workloads=None if self._balancer is None else self._balancer.settled,
+                workloads=None if balancer is None else balancer.settled,
             ),
         )
 
-    # -- the engine --------------------------------------------------
-
     def _open_engine(self, batch: Nested) -> StepEngine:
         check_moment(closed=self._closed)
-        resized = self._next_formation
-        if resized is not None and resized != self._formation:
-            self._exchange(resized)
-        engine = self._engine
-        if engine is not None and not engine.matches_spec():
-            engine.complete_state(changed=True)
-            self._close_engine()
-            engine = None
-        if engine is None:
-            trial = Trial(self.module, self._spec.splitter, self._objective, batch)
-            trial.settle_memory_format(self._home, self._channels_last)
-            self._channels_last = False  # settled: parameters keep their layout from now on
-            if self._formation is None:
-                self._formation = self._choose_formation(trial)
-            engine = self._engine = StepEngine(self._spec, self._formation)
-        if self._balances and self._balancer is None:
-            self._balancer = self._open_balancer(None)
-        return engine
-
-    def _exchange(self, formation: Formation) -> None:
-        """Go on with ``formation``, or with the present one where that cannot be had."""
-        if self._engine is not None:
-            self._close_engine()
-            try:
-                self._engine = StepEngine(self._spec, formation)
-            except Exception as error:  # whatever the system lacks: no reason to end the training
-                self._next_formation = None
-                warnings.warn(
-                    f"Going on with {self._formation}, as {formation} cannot be had: {error}",
-                    stacklevel=2,
-                )
-                return
-        self._formation, self._balancer = formation, None
-
-    def _open_balancer(self, workloads: Sequence[float] | None) -> Balancer | None:
-        """Begin to balance, from ``workloads`` if they are of as many replicas."""
-        if not self._balances or self._formation is None:
-            return None
-        count = len(self._formation.devices)
-        same = workloads is not None and len(workloads) == count
-        return Balancer(count, workloads=workloads if same else None)
-
-    def _close_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
-    def _choose_formation(self, trial: Trial) -> Formation:
-        """Find out what `replicas="auto"` shall be, and tell."""
-        chosen, why = trial.choose(self._home, self._intra_op, self._spec.workloads)
-        count = len(chosen.devices)
-        self._events.tell(FormationChosen(replicas=count, intra_op=chosen.intra_op, reason=why))
-        return chosen
+        return self._engines.open(batch)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from phalanx.plan import Balancer, Decision
-from phalanx.train.formation import Formation
+from phalanx.execution import ExecutorChoice
+from phalanx.plan import Decision
+from phalanx.train.engines import Engines
 from phalanx.train.position import Position
 from phalanx.train.step_engine import EngineSpec, StepEngine
 
@@ -19,9 +20,8 @@ class TrainerFacts:
     module: nn.Module
     _spec: EngineSpec
     _position: Position
-    _formation: Formation | None
-    _balancer: Balancer | None
-    _engine: StepEngine | None
+    _engines: Engines
+    _choice: ExecutorChoice
     _stopped: bool
 
     @property
@@ -42,20 +42,20 @@ class TrainerFacts:
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each replica; empty until the trial of `replicas="auto"`."""
-        return self._formation.devices if self._formation is not None else ()
+        return () if self._engines.formation is None else self._engines.formation.devices
 
     @property
     def intra_op(self) -> int | None:
         """Threads inside operators, per replica; None until the trial of `replicas="auto"`."""
-        return self._formation.intra_op if self._formation is not None else None
+        return None if self._engines.formation is None else self._engines.formation.intra_op
 
     @property
     def workloads(self) -> tuple[float, ...]:
         """Each replica's relative share of the next batch; empty until replicas are chosen."""
         if self._spec.workloads is not None:
             return tuple(self._spec.workloads)
-        if self._balancer is not None:
-            return self._balancer.workloads
+        if self._engines.balancer is not None:
+            return self._engines.balancer.workloads
         return (1.0,) * len(self.devices)
 
     @property
@@ -64,12 +64,21 @@ class TrainerFacts:
         return () if self._engine is None else tuple(self._engine.executor.worker_pids)
 
     @property
+    def is_first_rank(self) -> bool:
+        """Whether this process writes files for all: the first of the ranks, or one without any."""
+        return self._choice.is_first
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         """What `workloads="auto"` has decided after each step, and why."""
-        return () if self._balancer is None else self._balancer.trace
+        return () if self._engines.balancer is None else self._engines.balancer.trace
+
+    @property
+    def _engine(self) -> StepEngine | None:
+        return self._engines.current
 
     def __repr__(self) -> str:
-        formation = str(self._formation) if self._formation is not None else "replicas to be chosen"
+        formation = str(self._engines.formation or "replicas to be chosen")
         count = self._spec.splitter.microbatches
         split = "" if count is None else f", {count} microbatches"
         return f"Trainer({type(self.module).__name__} on {formation}{split}, step {self.steps})"

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from phalanx.callbacks import History
+from phalanx.callbacks.meter import Meter
 from phalanx.cli.control import Control
-from phalanx.cli.history import History
-from phalanx.cli.progress import Meter
 from phalanx.cli.train import resized_by_signals
 from phalanx.errors import ConfigError
-from tests.unit.cli.events import epoch_done, step_done
+from tests.unit.callbacks.events import epoch_done, step_done
 
 LARGE = f"replicas {'9' * 4000}"
 

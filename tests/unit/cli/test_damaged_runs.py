@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from phalanx.callbacks import History, record_of
 from phalanx.cli.data.idx import read_idx
-from phalanx.cli.history import History
 from phalanx.cli.options import complete
 from phalanx.cli.run_folder import RunFolder
 from phalanx.cli.session import read_config
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
-from tests.unit.cli.events import epoch_done, step_done
+from tests.unit.callbacks.events import events_of_run
 
 ROUNDS = 400
 HOSTILE: list[Any] = [
@@ -28,12 +28,7 @@ HOSTILE: list[Any] = [
 @pytest.fixture
 def folder(tmp_path):
     folder = RunFolder.create(tmp_path / "run")
-    history = History()
-    for step in range(1, 7):
-        history(step_done(step, per_epoch=2))
-        if step % 2 == 0:
-            history(epoch_done(step // 2 - 1, per_epoch=2))
-    folder.append_metrics(history.take_records())
+    folder.append_metrics([record_of(event) for event in events_of_run(6, per_epoch=2)])
     options = vars(complete({}))
     formation = {"devices": ["cpu", "cpu"], "intra_op": 1}
     folder.write_config({"format": 1, "options": options, "formation": formation})

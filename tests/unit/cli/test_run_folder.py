@@ -11,19 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from phalanx.cli.history import History
+from phalanx.callbacks import record_of
 from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
 from phalanx.errors import CheckpointError, ConfigError
-from tests.unit.cli.events import epoch_done, step_done
+from tests.unit.callbacks.events import events_of_run
 
 
 def records_of(num_steps, per_epoch=2):
-    history = History()
-    for step in range(1, num_steps + 1):
-        history(step_done(step, per_epoch=per_epoch))
-        if step % per_epoch == 0:
-            history(epoch_done(step // per_epoch - 1, per_epoch=per_epoch))
-    return history.take_records()
+    return [record_of(event) for event in events_of_run(num_steps, per_epoch=per_epoch)]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx import ConfigError, Span, StepDone, Stragglers
-from tests.unit.cli.events import epoch_done, step_done
+from tests.unit.callbacks.events import epoch_done, step_done
 
 
 def step(work_s: tuple[float, ...], shares: tuple[int, ...]) -> StepDone:

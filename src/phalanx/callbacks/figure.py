@@ -10,21 +10,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.cli.history import EpochMeans, History
-from phalanx.execution import Span
+from phalanx.callbacks.events import Span, StepDone
 from phalanx.files import written_whole
-from phalanx.train import StepDone
+
+__all__ = ["draw_training"]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from phalanx.callbacks.history import EpochMeans, History
 
 _INK = "#1f2933"
 _QUIET = "#8a94a3"
 _GRID = "#e4e8ee"
 _TRAIN = "#2563a8"
 _TRAIN_LIGHT = "#b5cdea"
-_TEST = "#e07a1f"
+_VALIDATION = "#e07a1f"
 _MERGING = "#3d4653"
 # One colour per microbatch; the eleventh has the first one's again.
 _MICROBATCHES = (
@@ -118,13 +120,13 @@ def _in_ms(span: Span, origin_s: float) -> tuple[int, int | None, float, float]:
     return span.replica, span.microbatch, start_ms, length_ms
 
 
-def draw_training(path: Path, history: History, *, title: str) -> None:
-    """Draw a run into a PNG file, whose folder must exist.
+def draw_training(history: History, *, title: str, path: Path | None = None) -> Figure:
+    """Draw a run.
 
     Args:
-        path: Replaced if it is there.
         history: Of the run; its last steps' spans make the timeline.
         title: The line above all.
+        path: A PNG file to be written, or replaced; its folder must exist.
     """
     # Here and not above: it takes a second to import, which `--help` and errors need not wait for.
     import matplotlib as mpl
@@ -138,8 +140,10 @@ def draw_training(path: Path, history: History, *, title: str) -> None:
         FigureCanvasAgg(figure)
         figure.suptitle(title, x=0.008, ha="left", fontsize=13, fontweight="bold")
         _draw_panels(figure, history, timeline)
-        with written_whole(path) as draft:
-            figure.savefig(draft, dpi=_DPI, format="png")
+        if path is not None:
+            with written_whole(path) as draft:
+                figure.savefig(draft, dpi=_DPI, format="png")
+    return figure
 
 
 def smooth(values: Sequence[float]) -> Floats:
@@ -185,7 +189,7 @@ def _draw_loss(axes: Axes, losses: Sequence[float], epochs: Sequence[EpochMeans]
         axes.plot(
             [epoch.last_step for epoch in tested],
             [epoch.validation["loss"] for epoch in tested if epoch.validation],
-            color=_TEST, linewidth=1.4, marker="o", markersize=4.5, label="test",
+            color=_VALIDATION, linewidth=1.4, marker="o", markersize=4.5, label="validation",
         )  # fmt: skip
     if len(epochs) <= _MAX_EPOCH_LINES:
         for epoch in epochs:
@@ -202,8 +206,11 @@ def _draw_loss(axes: Axes, losses: Sequence[float], epochs: Sequence[EpochMeans]
 def _draw_accuracy(axes: Axes, epochs: Sequence[EpochMeans]) -> None:
     axes.set(title="Accuracy", xlabel="epoch")
     train = {epoch.epoch + 1: epoch.train for epoch in epochs}
-    test = {epoch.epoch + 1: epoch.validation for epoch in epochs if epoch.validation}
-    for label, colour, means_by_epoch in (("train", _TRAIN, train), ("test", _TEST, test)):
+    validation = {epoch.epoch + 1: epoch.validation for epoch in epochs if epoch.validation}
+    for label, colour, means_by_epoch in (
+        ("train", _TRAIN, train),
+        ("validation", _VALIDATION, validation),
+    ):
         percents = {
             epoch: 100 * means["accuracy"]
             for epoch, means in means_by_epoch.items()

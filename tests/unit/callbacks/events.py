@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.execution import Span
-from phalanx.train import EpochDone, StepDone
+from collections.abc import Iterator
+
+from phalanx.callbacks import EpochDone, FitBegun, FitEnded, Span, StepDone
 
 
 def step_done(
@@ -43,3 +44,27 @@ def epoch_done(epoch: int = 0, *, per_epoch: int = 10, **changes: object) -> Epo
         "validation": {"loss": 0.6, "accuracy": 0.7},
     }
     return EpochDone(**{**fields, **changes})
+
+
+def fit_begun(**changes: object) -> FitBegun:
+    fields = {
+        "epochs": 0,
+        "steps": 0,
+        "last_epoch": 3,
+        "last_step": None,
+        "steps_per_epoch": 10,
+        "means": ("train.loss", "train.accuracy", "validation.loss", "validation.accuracy"),
+    }
+    return FitBegun(**{**fields, **changes})
+
+
+def fit_ended() -> FitEnded:
+    return FitEnded(epochs=3, steps=30)
+
+
+def events_of_run(num_steps: int, *, per_epoch: int = 10) -> Iterator[StepDone | EpochDone]:
+    """Yield the events of steps and of the epochs that they finish."""
+    for step in range(1, num_steps + 1):
+        yield step_done(step, per_epoch=per_epoch)
+        if step % per_epoch == 0:
+            yield epoch_done(step // per_epoch - 1, per_epoch=per_epoch)

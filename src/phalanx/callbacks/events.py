@@ -1,24 +1,64 @@
-"""What a trainer tells its callbacks."""
+"""What a trainer tells its callbacks, and what these see of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
 
 from phalanx.distributed import RanksChanged
-from phalanx.execution import ExecutorChoice, FailureLog, Span, WorkerLost
+from phalanx.execution import Span, WorkerLost
 
 __all__ = [
+    "AttachedTrainer",
     "Callback",
     "EpochDone",
     "Event",
-    "EventDispatcher",
+    "FitBegun",
+    "FitEnded",
     "FormationChosen",
     "RanksChanged",
     "Span",
     "StepDone",
     "WorkerLost",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitBegun:
+    """A call of `fit` begins; the first that is told of it.
+
+    Attributes:
+        epochs: Finished since the beginning.
+        steps: Done since the beginning.
+        last_epoch: How many epochs will have been finished at its end; None where steps decide.
+        last_step: How many steps will have been done at the latest; None where epochs decide.
+        steps_per_epoch: None where the loader has no length.
+        means: What each `EpochDone` will hold, such as "train.loss" and "validation.loss".
+    """
+
+    epochs: int
+    steps: int
+    last_epoch: int | None
+    last_step: int | None
+    steps_per_epoch: int | None
+    means: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitEnded:
+    """A call of `fit` is over, at its end, stopped or by an error; the last that is told of it.
+
+    Attributes:
+        epochs: Finished since the beginning.
+        steps: Done since the beginning.
+    """
+
+    epochs: int
+    steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,49 +127,29 @@ class EpochDone:
     validation: Mapping[str, float] | None
 
 
-Event = FormationChosen | StepDone | EpochDone | WorkerLost | RanksChanged
+Event = FitBegun | FormationChosen | StepDone | EpochDone | WorkerLost | RanksChanged | FitEnded
 Callback = Callable[[Event], None]
 
 
-class EventDispatcher:
-    """Calls callbacks with what has happened.
+class AttachedTrainer(Protocol):
+    """What a callback that has ``attach(trainer)`` sees of a `Trainer`; it may use all of that."""
 
-    Args:
-        callbacks: Called with every event.
-        choice: What was given as ``executor=``: `on_failure` is called with every loss of a worker
-            before them, and the ranks may change.
-        failures: Where losses are noted.
-    """
+    module: nn.Module
 
-    def __init__(
-        self,
-        callbacks: Sequence[Callback],
-        choice: ExecutorChoice,
-        failures: FailureLog,
-    ) -> None:
-        self._elastic = choice.elastic
-        self._callbacks = tuple(callbacks)
-        self._on_failure = choice.options.on_failure
-        self._failures = failures
+    @property
+    def steps(self) -> int:
+        """Optimizer updates done since the beginning."""
 
-    def tell(self, event: Event) -> None:
-        """Tell of ``event``, and before a step of the workers and ranks that were lost in it.
+    @property
+    def epochs(self) -> int:
+        """Epochs finished since the beginning."""
 
-        Callbacks hear of every step that is done, whatever telling of a loss raises.
-        """
-        try:
-            if isinstance(event, StepDone):
-                self.tell_of_failures(event.step)
-                changed = self._elastic and self._elastic.take_change(event.step)
-                if changed:
-                    self.tell(changed)
-        finally:
-            for callback in self._callbacks:
-                callback(event)
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process writes files for all."""
 
-    def tell_of_failures(self, step: int) -> None:
-        """Tell of the workers that were lost since the last time, in update ``step``."""
-        for lost in self._failures.take(step):
-            if self._on_failure is not None:
-                self._on_failure(lost)
-            self.tell(lost)
+    def stop(self) -> None:
+        """Make the running `fit` return."""
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint; all ranks call it."""

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from phalanx.cli.figure import draw_training, lay_out_timeline, smooth
-from phalanx.cli.history import History
-from tests.unit.cli.events import epoch_done, step_done
+from phalanx.callbacks import History, draw_training
+from phalanx.callbacks.figure import lay_out_timeline, smooth
+from tests.unit.callbacks.events import epoch_done, step_done
 
 
 def played(num_steps, **changes):
@@ -34,7 +34,7 @@ def played(num_steps, **changes):
     ids=["nothing", "one step", "epochs", "no test", "no accuracy", "long"],
 )
 def test_a_figure_is_drawn(tmp_path, history):
-    draw_training(tmp_path / "training.png", history, title="t")
+    draw_training(history, title="t", path=tmp_path / "training.png")
     png = (tmp_path / "training.png").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert len(png) > 10_000
@@ -43,7 +43,7 @@ def test_a_figure_is_drawn(tmp_path, history):
 def test_a_link_in_the_place_of_a_figure_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "training.png").symlink_to(tmp_path / "victim")
-    draw_training(tmp_path / "training.png", played(1), title="t")
+    draw_training(played(1), title="t", path=tmp_path / "training.png")
     assert (tmp_path / "victim").read_text() == "precious"
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 2
@@ -53,7 +53,7 @@ def test_a_figure_leaves_matplotlib_as_it_was(tmp_path):
     import matplotlib as mpl  # slow, and only this test asks
 
     before = dict(mpl.rcParams)
-    draw_training(tmp_path / "training.png", played(20), title="t")
+    draw_training(played(20), title="t", path=tmp_path / "training.png")
     assert dict(mpl.rcParams) == before
 
 

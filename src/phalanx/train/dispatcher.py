@@ -1,0 +1,103 @@
+"""Who is told what a trainer has done, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from phalanx.callbacks import (
+    AttachedTrainer,
+    Callback,
+    Event,
+    FitBegun,
+    FitEnded,
+    Progress,
+    StepDone,
+    progress_for,
+)
+from phalanx.execution import ExecutorChoice, FailureLog
+
+__all__ = ["EventDispatcher"]
+
+
+class EventDispatcher:
+    """Calls callbacks with what has happened.
+
+    Args:
+        callbacks: Called with every event.
+        choice: What was given as ``executor=``: `on_failure` is called with every loss of a worker
+            before them, and the ranks may change.
+        failures: Where losses are noted.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        choice: ExecutorChoice,
+        failures: FailureLog,
+    ) -> None:
+        self._elastic = choice.elastic
+        self._callbacks = tuple(callbacks)
+        self._on_failure = choice.options.on_failure
+        self._failures = failures
+
+    def tell(self, event: Event) -> None:
+        """Tell of ``event``, and before a step of the workers and ranks that were lost in it.
+
+        Callbacks hear of every step that is done, whatever telling of a loss raises.
+        """
+        try:
+            if isinstance(event, StepDone):
+                self.tell_of_failures(event.step)
+                changed = self._elastic and self._elastic.take_change(event.step)
+                if changed:
+                    self.tell(changed)
+        finally:
+            for callback in self._callbacks:
+                callback(event)
+
+    def open_progress(self, wanted: bool | None, trainer: AttachedTrainer) -> Progress | None:
+        """Return what shows a `fit` beside the callbacks, where that is ``wanted``."""
+        progress = progress_for(wanted, self._callbacks)
+        if progress is not None:
+            progress.attach(trainer)
+        return progress
+
+    @contextmanager
+    def telling_of_fit(
+        self, begun: FitBegun, shown: Callback | None, ended: Callable[[], FitEnded]
+    ) -> Iterator[None]:
+        """Tell of a `fit`, which is the body: of its beginning, and of its end however it ends.
+
+        Args:
+            shown: Called with the events of this `fit`, after the others.
+            ended: Returns what is told at the end.
+        """
+        callbacks = self._callbacks
+        self._callbacks = callbacks if shown is None else (*callbacks, shown)
+        try:
+            self.tell(begun)
+            yield
+        except BaseException as error:
+            try:
+                self._tell_all(ended())
+            except Exception as failure:  # the first cause is what the user must see
+                error.add_note(f"Also failed: {type(failure).__name__}: {failure}")
+            raise
+        else:
+            self._tell_all(ended())
+        finally:
+            self._callbacks = callbacks
+
+    def _tell_all(self, event: Event) -> None:
+        """Tell every callback, also after one that raises: each may have something to close."""
+        with ExitStack() as calls:
+            for callback in reversed(self._callbacks):
+                calls.callback(callback, event)
+
+    def tell_of_failures(self, step: int) -> None:
+        """Tell of the workers that were lost since the last time, in update ``step``."""
+        for lost in self._failures.take(step):
+            if self._on_failure is not None:
+                self._on_failure(lost)
+            self.tell(lost)

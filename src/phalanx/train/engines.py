@@ -1,0 +1,140 @@
+"""The engines of a trainer, one at a time: opened for a first batch, exchanged, closed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+from phalanx.callbacks import FormationChosen
+from phalanx.plan import Balancer
+from phalanx.train.formation import Formation
+from phalanx.train.objective import Objective
+from phalanx.train.step_engine import EngineSpec, StepEngine
+from phalanx.train.trial import Trial
+from phalanx.types import Nested
+
+__all__ = ["Engines"]
+
+
+class Engines:
+    """The engine of now, the formation that it is of, and the shares of its replicas.
+
+    Args:
+        spec: What all of them have in common.
+        objective: What is computed.
+        formation: What was given; None for `replicas="auto"`.
+        home: Where the module lies.
+        intra_op: Threads inside operators, where that is decided.
+        channels_last: How convolution weights shall lie; None for a rule.
+        balances: Whether the replicas' shares follow their seconds.
+        tell: Called with what the trial of "auto" has chosen.
+
+    Attributes:
+        current: None before the first batch.
+        formation: None before the trial of "auto".
+        balancer: None without balancing, and before the first batch.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        objective: Objective,
+        formation: Formation | None,
+        *,
+        home: torch.device,
+        intra_op: int | None,
+        channels_last: bool | None,
+        balances: bool,
+        tell: Callable[[FormationChosen], None],
+    ) -> None:
+        self._spec = spec
+        self._objective = objective
+        self._home = home
+        self._intra_op = intra_op
+        self._channels_last = channels_last
+        self._balances = balances
+        self._tell = tell
+        self._next_formation: Formation | None = None
+        self.current: StepEngine | None = None
+        self.formation = formation
+        self.balancer: Balancer | None = None
+
+    def open(self, batch: Nested) -> StepEngine:
+        """Return the engine to train with, made for ``batch`` where there is none that fits."""
+        wanted = self._next_formation
+        if wanted is not None and wanted != self.formation:
+            self._exchange(wanted)
+        engine = self._fitting()
+        if engine is None:
+            trial = Trial(self._spec.module, self._spec.splitter, self._objective, batch)
+            trial.settle_memory_format(self._home, self._channels_last)
+            self._channels_last = False  # settled: parameters keep their layout from now on
+            if self.formation is None:
+                self.formation = self._choose_formation(trial)
+            engine = self.current = StepEngine(self._spec, self.formation)
+        if self._balances and self.balancer is None:
+            self.balancer = self._open_balancer(None)
+        return engine
+
+    def resize(self, formation: Formation) -> None:
+        """Go on with ``formation`` from the next :meth:`open` on."""
+        self._next_formation = formation
+
+    def restore(self, formation: tuple[int, int] | None, workloads: Sequence[float] | None) -> None:
+        """Go on with what was loaded into module and optimizer.
+
+        Args:
+            formation: Of the checkpoint, for a trainer that has not chosen any.
+            workloads: The shares that balancing had come to.
+        """
+        if self.formation is None and formation is not None:
+            count, intra_op = formation
+            self.formation = Formation((self._home,) * count, self._intra_op or intra_op)
+        self.balancer = self._open_balancer(workloads)
+        if self.current is not None:
+            self.current.reload_state()
+
+    def close(self) -> None:
+        """Dismiss the replicas and give the parameters memory of their own."""
+        if self.current is not None:
+            self.current.close()
+            self.current = None
+
+    def _fitting(self) -> StepEngine | None:
+        """Return the engine if it is still what module and optimizer want, else close it."""
+        if self.current is not None and not self.current.matches_spec():
+            self.current.complete_state(changed=True)
+            self.close()
+        return self.current
+
+    def _exchange(self, formation: Formation) -> None:
+        """Go on with ``formation``, or with the present one where that cannot be had."""
+        if self.current is not None:
+            self.close()
+            try:
+                self.current = StepEngine(self._spec, formation)
+            except Exception as error:  # whatever the system lacks: no reason to end the training
+                self._next_formation = None
+                warnings.warn(
+                    f"Going on with {self.formation}, as {formation} cannot be had: {error}",
+                    stacklevel=2,
+                )
+                return
+        self.formation, self.balancer = formation, None
+
+    def _open_balancer(self, workloads: Sequence[float] | None) -> Balancer | None:
+        """Begin to balance, from ``workloads`` if they are of as many replicas."""
+        if not self._balances or self.formation is None:
+            return None
+        count = len(self.formation.devices)
+        same = workloads is not None and len(workloads) == count
+        return Balancer(count, workloads=workloads if same else None)
+
+    def _choose_formation(self, trial: Trial) -> Formation:
+        """Find out what `replicas="auto"` shall be, and tell."""
+        chosen, why = trial.choose(self._home, self._intra_op, self._spec.workloads)
+        count = len(chosen.devices)
+        self._tell(FormationChosen(replicas=count, intra_op=chosen.intra_op, reason=why))
+        return chosen
