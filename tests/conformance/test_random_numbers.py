@@ -654,7 +654,7 @@ def langevin(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def draw_three(event: object) -> None:
-    """Draw as the training goes on; what is drawn at a `fit`'s beginning shows how many there are."""
+    """Draw as the training goes on, however many calls of `fit` it takes."""
     if not isinstance(event, (phalanx.FitBegun, phalanx.FitEnded)):
         torch.rand(1), np.random.rand(), random.random()
 

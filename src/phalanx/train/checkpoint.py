@@ -290,7 +290,7 @@ def _check_files(files: Any) -> None:
 
 
 def pack_state(state: object) -> Any:
-    """Return a scheduler's or optimizer's plain state as JSON can hold it.
+    """Return plain state, of a scheduler say, as JSON can hold it.
 
     Mappings become lists of pairs, so that keys keep their type; small tensors of real numbers,
     such as a learning rate, keep their dtype.
@@ -308,8 +308,9 @@ def pack_state(state: object) -> Any:
     if state is None or isinstance(state, (bool, int, float, str)):
         return state
     raise CheckpointError(
-        f"A checkpoint must hold plain values, but {type(state).__name__} {state!r} is none. Use a "
-        "scheduler or an optimizer whose state is numbers, strings, lists, dicts and small tensors."
+        f"A checkpoint must hold plain values, but {type(state).__name__} {state!r:.80} is none. "
+        "Use a scheduler, an optimizer and callbacks whose state is numbers, strings, lists, dicts "
+        "and small tensors."
     )
 
 

@@ -18,6 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from phalanx.codecs import Feedback
 from phalanx.errors import CheckpointError, PhalanxError, UnsupportedError
 from phalanx.execution import ELEMENTWISE, MOMENTS
+from phalanx.train.callback_state import (
+    CallbackStates,
+    StatefulCallback,
+    copied_state,
+    read_callback_states,
+    store_callbacks,
+)
 from phalanx.train.checkpoint import (
     Stored,
     check_packed,
@@ -65,13 +72,14 @@ class RunProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Everything that decides how a run goes on."""
+    """Everything that decides how a run goes on; ``callbacks`` are those with a state, by name."""
 
     module: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
     feedback: Feedback | None
     history: RunHistory
+    callbacks: Mapping[str, StatefulCallback]
     progress: RunProgress
 
 
@@ -80,40 +88,39 @@ def capture_state(state: TrainerState, folder: Path) -> None:
 
     Raises:
         UnsupportedError: The module's state dict holds something that is no tensor.
-        CheckpointError: The optimizer's or scheduler's state is not plain.
+        CheckpointError: The optimizer's, the scheduler's or a callback's state is not plain.
     """
     tensors, scalars = _optimizer_state(state.optimizer)
     groups = state.optimizer.state_dict()["param_groups"]
     progress, scheduler = state.progress, state.scheduler
     order, order_values = ({}, None) if progress.order is None else progress.order.pack()
-    save_stored(
-        Stored(
-            tensors={
-                "model": _module_state(state.module),
-                "buffers": _buffers_aside(state.module, state.history.buffers),
-                "optimizer": tensors,
-                "order": order,
-                "metrics": dict(progress.counted),
-                "codec": {} if state.feedback is None else state.feedback.state_dict(),
-            },
-            values={
-                "position": progress.position._asdict(),
-                "plain_steps": state.history.steps_whole,
-                "order": order_values,
-                "seed": progress.seed,
-                "microbatches": progress.microbatches,
-                "codec": _codec_of(state.feedback),
-                "formation": progress.formation,
-                "workloads": progress.workloads,
-                "optimizer": type(state.optimizer).__name__,
-                "optimizer_scalars": scalars,
-                "groups": [pack_state(group) for group in groups],
-                "scheduler_type": _type_of(scheduler),
-                "scheduler": None if scheduler is None else pack_state(scheduler.state_dict()),
-            },
-        ),
-        folder,
+    stored = Stored(
+        tensors={
+            "model": _module_state(state.module),
+            "buffers": _buffers_aside(state.module, state.history.buffers),
+            "optimizer": tensors,
+            "order": order,
+            "metrics": dict(progress.counted),
+            "codec": {} if state.feedback is None else state.feedback.state_dict(),
+        },
+        values={
+            "position": progress.position._asdict(),
+            "plain_steps": state.history.steps_whole,
+            "order": order_values,
+            "seed": progress.seed,
+            "microbatches": progress.microbatches,
+            "codec": _codec_of(state.feedback),
+            "formation": progress.formation,
+            "workloads": progress.workloads,
+            "optimizer": type(state.optimizer).__name__,
+            "optimizer_scalars": scalars,
+            "groups": [pack_state(group) for group in groups],
+            "scheduler_type": _type_of(scheduler),
+            "scheduler": None if scheduler is None else pack_state(scheduler.state_dict()),
+        },
     )
+    store_callbacks(state.callbacks, stored)
+    save_stored(stored, folder)
 
 
 def restore_state(
@@ -141,6 +148,7 @@ def restore_state(
         check_groups(optimizer["param_groups"], state.optimizer)
         if state.scheduler is not None:
             check_scheduler_state(scheduler, state.scheduler)
+        heard = read_callback_states(stored, state.callbacks)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"Checkpoint `{folder}` must hold what `save()` writes, but does not: {error!r}. Give "
@@ -148,7 +156,9 @@ def restore_state(
         ) from error
     accept(progress)
     own = state.progress
-    with _all_or_nothing(state, folder):
+    with _all_or_nothing(state, heard, folder):
+        for label, each in heard.items():  # first: what they refuse, most likely nobody else does
+            state.callbacks[label].load_state_dict(each)
         if state.scheduler is not None:
             state.scheduler.load_state_dict(scheduler)
         state.optimizer.load_state_dict(optimizer)
@@ -167,11 +177,12 @@ def restore_state(
 
 def _upgrade(stored: Stored) -> None:
     """Fill in what checkpoints of older versions have not."""
-    for name in ("buffers", "codec"):
+    for name in ("buffers", "callbacks", "codec"):
         stored.tensors.setdefault(name, {})
     for name in ("codec", "scheduler_type", "workloads"):
         stored.values.setdefault(name, None)
     stored.values.setdefault("plain_steps", False)
+    stored.values.setdefault("callbacks", {})
 
 
 def _read_progress(stored: Stored) -> RunProgress:
@@ -201,8 +212,13 @@ def _read_progress(stored: Stored) -> RunProgress:
 
 
 @contextmanager
-def _all_or_nothing(state: TrainerState, folder: Path) -> Iterator[None]:
-    """Put module, optimizer and scheduler back if the body fails, as code of the user's may."""
+def _all_or_nothing(state: TrainerState, heard: CallbackStates, folder: Path) -> Iterator[None]:
+    """Put everything back if the body fails, as code of the user's may.
+
+    Args:
+        heard: The callbacks that are given a state, by name.
+    """
+    callbacks = {label: copied_state(label, state.callbacks[label]) for label in heard}
     module = {k: v.detach().cpu().clone() for k, v in _all_tensors(state.module).items()}
     options = {"state": state.optimizer.state, "param_groups": state.optimizer.param_groups}
     scheduler = None if state.scheduler is None else deepcopy(state.scheduler.state_dict())
@@ -215,10 +231,12 @@ def _all_or_nothing(state: TrainerState, folder: Path) -> Iterator[None]:
         state.optimizer.__setstate__(options)  # its `load_state_dict` makes new ones of both
         if state.scheduler is not None and scheduler is not None:
             state.scheduler.load_state_dict(scheduler)
+        for label, before in callbacks.items():
+            state.callbacks[label].load_state_dict(before)
         if isinstance(error, Exception) and not isinstance(error, PhalanxError):
             raise CheckpointError(
-                f"Checkpoint `{folder}` must hold what the module, the optimizer and the scheduler "
-                f"take, but one of them raised {error!r}. Nothing has changed."
+                f"Checkpoint `{folder}` must hold what the module, the optimizer, the scheduler "
+                f"and the callbacks take, but one of them raised {error!r}. Nothing has changed."
             ) from error
         raise
 

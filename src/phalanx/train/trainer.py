@@ -33,6 +33,7 @@ from phalanx.execution import (
 from phalanx.metrics import ReplicaMetrics
 from phalanx.plan import Layout, check_workloads, fixed_workloads
 from phalanx.replicas import caller_intra_op
+from phalanx.train.callback_state import attach_callbacks, find_stateful
 from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.engines import Engines
 from phalanx.train.evaluation import enter_training, evaluate, leave_evaluation, names_of_means
@@ -115,7 +116,8 @@ class Trainer(TrainerFacts):
             feedback: "fp16", "bf16", "one_bit", "top_k", or a codec; default: none.
         channels_last: Lay convolution weights out channels_last; default: on the CPU, where all the
             model's layers are known to compute the same so.
-        callbacks: Called with every `StepDone`, `EpochDone`, `FormationChosen`, `RanksChanged`.
+        callbacks: Called with every event, in order. Those of `phalanx.callbacks`, and all that
+            have ``state_dict`` and ``load_state_dict``, have their state in checkpoints.
 
     Raises:
         ConfigError: An argument cannot work.
@@ -212,6 +214,8 @@ class Trainer(TrainerFacts):
         self._resumed = False  # and no `fit` since
         self._last_step: int | None = None  # of the `fit` under way, here or where we have joined
         self._in_step = self._closed = self._stopped = self._in_fit = False
+        self._stateful = find_stateful(callbacks)
+        attach_callbacks(callbacks, self)
 
     # -- training ----------------------------------------------------
 
@@ -494,7 +498,8 @@ class Trainer(TrainerFacts):
         self._choice.write_once(partial(capture_state, self._state(), path))
 
     def resume(self, folder: str | Path) -> None:
-        """Continue from what :meth:`save` wrote: model, optimizer, scheduler, position, data order.
+        """Continue from what :meth:`save` wrote: model, optimizer, scheduler, position, data order,
+        callbacks.
 
         With the same `microbatches` and seed the run goes on bit for bit, on any number of
         replicas. The optimizer's options are the saved ones: set another `lr` afterwards.
@@ -543,6 +548,7 @@ class Trainer(TrainerFacts):
             scheduler=self.scheduler,
             feedback=self._spec.feedback,
             history=self._spec.history,
+            callbacks=self._stateful,
             progress=RunProgress(
                 position=self._position,
                 order=self._reader.order(self._position.batch, self.epochs),

@@ -80,7 +80,30 @@ def check_callables(seed: Any, metrics: Any, channels_last: Any, callbacks: Any)
     fits = isinstance(callbacks, Sequence) and not isinstance(callbacks, str)
     check_argument(fits, "callbacks", "hold functions", callbacks, "Give a list of them.")
     for place, callback in enumerate(callbacks):
-        check_function(f"callbacks[{place}]", callback)
+        _check_callback(f"callbacks[{place}]", callback)
+        if any(callback is other for other in callbacks[:place]):
+            raise ConfigError(
+                f"`callbacks[{place}]` must be another than those before, but is one of them "
+                "again. Leave it out."
+            )
+
+
+def _check_callback(name: str, callback: Any) -> None:
+    """Refuse what cannot be called, and half of what has a state."""
+    check_function(name, callback)
+    if isinstance(callback, type):
+        called = callback.__name__
+        raise ConfigError(
+            f"`{name}` must be an object, but is the class {called!r}. Write {called}()."
+        )
+    for method in ("attach", "state_dict", "load_state_dict"):
+        if hasattr(callback, method):
+            check_function(f"{name}.{method}", getattr(callback, method))
+    if hasattr(callback, "state_dict") != hasattr(callback, "load_state_dict"):
+        raise ConfigError(
+            f"`{name}` must have both `state_dict` and `load_state_dict`, or neither, but has one "
+            "of them. Add the other."
+        )
 
 
 def read_folder(folder: Any) -> Path:

@@ -1,0 +1,221 @@
+"""What callbacks have counted is in the checkpoint, all or nothing, and goes to where that goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.train.peer_state import pack_state_of, unpacked_state
+from tests.conformance.test_damaged_checkpoints import bytes_of, rewrite
+
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class Mean:
+    """A callback of the user's own: the mean of the losses, and a tensor beside it."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        self.count = 0
+        self.total = torch.zeros(3)
+        self.breaks = breaks
+        self.trainer: phalanx.Trainer | None = None
+
+    def attach(self, trainer: phalanx.Trainer) -> None:
+        self.trainer = trainer
+
+    def __call__(self, event: object) -> None:
+        if isinstance(event, phalanx.StepDone):
+            self.count += 1
+            self.total += event.loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "total": self.total, "odd": [None, (1, 2.5), {"a": "b"}]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.breaks and state["count"] != self.count:  # not, where it is put back
+            raise OSError("not mine")
+        assert state["odd"] == [None, [1, 2.5], {"a": "b"}]
+        self.count, self.total = state["count"], state["total"].clone()
+
+
+class Other(Mean):
+    """Has a name of its own."""
+
+
+def data(count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(7, 5, generator=draw), torch.randn(7, 2, generator=draw)) for _ in range(count)
+    ]
+
+
+def make(*callbacks: Any) -> phalanx.Trainer:
+    torch.manual_seed(0)
+    return phalanx.Trainer(
+        nn.Linear(5, 2), nn.functional.mse_loss, sgd, executor="inline", callbacks=callbacks
+    )
+
+
+def saved(folder: Path, *callbacks: Any) -> Path:
+    with make(*callbacks) as trainer:
+        trainer.fit(data())
+        trainer.save(folder)
+    return folder
+
+
+def same(ours: Mean, theirs: Mean) -> bool:
+    return ours.count == theirs.count and torch.equal(ours.total, theirs.total)
+
+
+def test_every_callback_gets_its_own_state(tmp_path: Path) -> None:
+    first, second, other = Mean(), Mean(), Other()
+    second.count = 100
+    folder = saved(tmp_path / "c", first, print, second, other)
+    twins = Mean(), Mean(), Other()
+    with make(*twins) as trainer:
+        assert all(twin.trainer is trainer for twin in twins)
+        trainer.resume(folder)
+    assert [twin.count for twin in twins] == [3, 103, 3]
+    assert same(twins[0], first)
+
+
+def test_a_state_is_given_to_a_rank_that_joins() -> None:
+    ours, theirs = Mean(), Mean()
+    with make(ours) as trainer, make(theirs) as newcomer:
+        trainer.fit(data())
+        with unpacked_state(pack_state_of(trainer._state(), None)) as (folder, _):
+            newcomer._restore(folder)
+    assert same(ours, theirs)
+
+
+def test_who_is_not_in_the_checkpoint_stays_and_who_is_not_here_is_left_aside(
+    tmp_path: Path,
+) -> None:
+    folder = saved(tmp_path / "c", Mean())
+    other = Other()
+    other.count = 7
+    with make(other) as trainer:
+        trainer.resume(folder)
+        assert trainer.steps == 3
+    assert other.count == 7
+
+
+def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c")
+    (folder / "callbacks.safetensors").unlink()
+
+    def change(content: dict[str, Any]) -> None:
+        del content["files"]["callbacks.safetensors"], content["callbacks"]
+
+    rewrite(folder, change)
+    mean = Mean()
+    with make(mean) as trainer:
+        trainer.resume(folder)
+        assert trainer.steps == 3
+    assert mean.count == 0
+
+
+def untouched(folder: Path, match: str, *callbacks: Any) -> None:
+    """See that ``folder`` is refused, and that nothing has changed then."""
+    with make(*callbacks) as trainer:
+        trainer.fit(data(), steps=2)
+        trainer.save(folder.with_name("before"))
+        with pytest.raises(CheckpointError, match=match):
+            trainer.resume(folder)
+        trainer.save(folder.with_name("after"))
+    before, after = (bytes_of(folder.with_name(name)) for name in ("before", "after"))
+    assert before == after
+
+
+@pytest.mark.parametrize("breaks", [0, 1])
+def test_one_that_refuses_its_state_leaves_all_as_they_were(breaks: int, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", Mean(), Mean())
+    callbacks = [Mean(breaks=place == breaks) for place in range(2)]
+    match = "the callbacks take, but one of them raised OSError.*Nothing has changed"
+    untouched(folder, match, *callbacks)
+
+
+def test_a_module_that_refuses_leaves_the_callbacks_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "c", Mean())
+
+    def load(*_: Any, **__: Any) -> None:
+        raise RuntimeError("half way")
+
+    monkeypatch.setattr(nn.Linear, "load_state_dict", load)
+    untouched(folder, "raised RuntimeError", Mean())
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [None, 5, [], {"Mean": 5}, {"Mean": {"count": {"pairs": 5}}}, {"Mean": {"total": 1}}, {}],
+    ids=json.dumps,
+)
+def test_what_is_no_state_of_callbacks_is_refused(hostile: Any, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", Mean())
+    rewrite(folder, lambda content: content.update(callbacks=hostile))
+    untouched(folder, "must hold what `save\\(\\)` writes", Mean())
+
+
+class Odd(Mean):
+    """Has a state that cannot be stored."""
+
+    state: Any = None
+
+    def state_dict(self) -> Any:
+        return self.state
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"x": object()}, "must hold plain values, but object"),
+        ([1], "must return a mapping of names"),
+        ({1: 2}, "must return a mapping of names"),
+    ],
+)
+def test_a_state_that_cannot_be_stored_is_refused(state: Any, match: str, tmp_path: Path) -> None:
+    odd = Odd()
+    odd.state = state
+    with make(odd) as trainer, pytest.raises((ConfigError, CheckpointError), match=match):
+        trainer.save(tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+class Half:
+    """Can be stored, but not read."""
+
+    def __call__(self, event: object) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Wrong(Half):
+    """Has a word where a function is called."""
+
+    attach = "trainer"
+
+
+@pytest.mark.parametrize(
+    ("callback", "match"),
+    [
+        (Half(), r"`callbacks\[1\]` must have both `state_dict` and `load_state_dict`"),
+        (Wrong(), r"`callbacks\[1\].attach` must be a function, but is 'trainer'"),
+        (Mean, r"`callbacks\[1\]` must be an object, but is the class 'Mean'. Write Mean\(\)"),
+        (print, r"`callbacks\[1\]` must be another than those before"),
+        ("progress", r"`callbacks\[1\]` must be a function, but is 'progress'"),
+    ],
+)
+def test_what_is_no_callback_is_refused(callback: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        make(print, callback)
