@@ -43,7 +43,7 @@ class Mean:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.breaks and state["count"] != self.count:  # not, where it is put back
             raise OSError("not mine")
-        assert state["odd"] == [None, [1, 2.5], {"a": "b"}]
+        assert state["odd"] == [None, [1, 2.5], {"a": "b"}]  # also where it is put back
         self.count, self.total = state["count"], state["total"].clone()
 
 
@@ -140,7 +140,7 @@ def untouched(folder: Path, match: str, *callbacks: Any) -> None:
 def test_one_that_refuses_its_state_leaves_all_as_they_were(breaks: int, tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", Mean(), Mean())
     callbacks = [Mean(breaks=place == breaks) for place in range(2)]
-    match = "the callbacks take, but one of them raised OSError.*Nothing has changed"
+    match = f"callback '{['Mean', 'Mean 2'][breaks]}' takes, but that raised OSError.*has changed"
     untouched(folder, match, *callbacks)
 
 

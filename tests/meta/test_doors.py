@@ -406,7 +406,7 @@ DOORS: dict[str, Door] = {
             "train/checkpoint.py",
             "tables/snapshots.py",
             "cli/run_folder.py",
-            "callbacks/figure.py",
+            *("callbacks/best_checkpoint.py", "callbacks/figure.py", "callbacks/log_files.py"),
             "ipc/region.py",
             "ipc/run_directory.py",
             "distributed/launcher.py",  # a folder for the ranks' output

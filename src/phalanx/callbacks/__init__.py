@@ -1,5 +1,8 @@
 """What listens to a training: callbacks for `Trainer`, and the events that they get."""
 
+from phalanx.callbacks.best_checkpoint import BestCheckpoint
+from phalanx.callbacks.early_stopping import EarlyStopping
+from phalanx.callbacks.ema import EMA
 from phalanx.callbacks.events import (
     AttachedTrainer,
     Callback,
@@ -15,14 +18,20 @@ from phalanx.callbacks.events import (
 )
 from phalanx.callbacks.figure import draw_training
 from phalanx.callbacks.history import EpochMeans, History, Totals
+from phalanx.callbacks.log_files import CSV, JSONL, TensorBoard
 from phalanx.callbacks.meter import format_mean
 from phalanx.callbacks.progress import Progress, progress_for
 from phalanx.callbacks.records import NO_RECORD, Record, read_record, record_of, written_record
 
 __all__ = [
+    "CSV",
+    "EMA",
+    "JSONL",
     "NO_RECORD",
     "AttachedTrainer",
+    "BestCheckpoint",
     "Callback",
+    "EarlyStopping",
     "EpochDone",
     "EpochMeans",
     "Event",
@@ -35,6 +44,7 @@ __all__ = [
     "Record",
     "Span",
     "StepDone",
+    "TensorBoard",
     "Totals",
     "WorkerLost",
     "draw_training",

@@ -128,6 +128,9 @@ class EpochDone:
 
 
 Event = FitBegun | FormationChosen | StepDone | EpochDone | WorkerLost | RanksChanged | FitEnded
+# It may have more, found by name: `attach(trainer)`, called when the trainer is made;
+# `state_dict()` and `load_state_dict(state)`, for checkpoints; `saves`, True if it saves the
+# trainer.
 Callback = Callable[[Event], None]
 
 

@@ -24,7 +24,8 @@ class EventDispatcher:
     """Calls callbacks with what has happened.
 
     Args:
-        callbacks: Called with every event.
+        callbacks: Called with every event, in order, but for those that save: what they write
+            holds what the others have counted of the event.
         choice: What was given as ``executor=``: `on_failure` is called with every loss of a worker
             before them, and the ranks may change.
         failures: Where losses are noted.
@@ -37,7 +38,7 @@ class EventDispatcher:
         failures: FailureLog,
     ) -> None:
         self._elastic = choice.elastic
-        self._callbacks = tuple(callbacks)
+        self._callbacks = tuple(sorted(callbacks, key=lambda each: getattr(each, "saves", False)))
         self._on_failure = choice.options.on_failure
         self._failures = failures
 

@@ -1,0 +1,116 @@
+"""A second set of weights that follows the trained ones: their exponential moving average."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from phalanx.callbacks.events import AttachedTrainer, StepDone
+from phalanx.errors import ConfigError, StateError
+from phalanx.plan import check_argument, read_number
+
+__all__ = ["EMA"]
+
+
+class EMA:
+    """A callback that averages the weights after every step; torch's `AveragedModel`.
+
+    After the first step the average is the weights themselves, then
+    ``average = decay * average + (1 - decay) * weights``. Buffers, such as the statistics of batch
+    norm, are the model's own. It is in checkpoints; ``trainer.evaluate(loader, module=ema)`` looks
+    at it.
+
+    Args:
+        decay: What is kept of the average, at least 0 and below 1.
+
+    Determinism: the same bits in every formation, as the weights are.
+
+    Example:
+        >>> ema = EMA(decay=0.5)
+        >>> ema.decay
+        0.5
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        fits = 0 <= read_number("decay", decay) < 1
+        check_argument(fits, "decay", "be at least 0 and below 1", decay, "Give 0.999, say.")
+        self.decay = float(decay)
+        self._trained: nn.Module | None = None
+        self._averaged: AveragedModel | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """A copy of the trained module with averaged weights, always the same object.
+
+        Raises:
+            StateError: No trainer has it.
+        """
+        return self._opened.module
+
+    @property
+    def _opened(self) -> AveragedModel:
+        if self._averaged is None:
+            raise StateError(
+                "`EMA` must belong to a trainer to have a module, but belongs to none. Give it to "
+                "one by `callbacks=[ema]`."
+            )
+        return self._averaged
+
+    def attach(self, trainer: AttachedTrainer) -> None:
+        """Begin anew, with the weights of ``trainer``.
+
+        Raises:
+            ConfigError: Its module cannot be copied.
+        """
+        try:
+            averaged = AveragedModel(trainer.module, multi_avg_fn=get_ema_multi_avg_fn(self.decay))
+        except Exception as error:  # whatever a user's module raises
+            raise ConfigError(
+                f"`module` must be one that `copy.deepcopy` can copy to be averaged, but it raised "
+                f"{error!r}. Keep what cannot be copied out of it, or leave `EMA` out."
+            ) from error
+        self._trained, self._averaged = trainer.module, averaged
+
+    def __call__(self, event: object) -> None:
+        """Average after a step."""
+        if isinstance(event, StepDone) and self._trained is not None:
+            self._opened.update_parameters(self._trained)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the average, its buffers, and how many steps it is of."""
+        return {name: tensor.detach() for name, tensor in self._tensors().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: It is of another module; nothing has changed then.
+        """
+        ours = self._tensors()
+        if state.keys() != ours.keys():
+            differing = sorted(state.keys() ^ ours.keys())
+            raise ValueError(f"the average is of another module: {differing[:3]} differ")
+        for name, tensor in ours.items():
+            given = state[name]
+            if not isinstance(given, Tensor):
+                raise ValueError(f"`{name}` of the average is {given!r:.80}, no tensor")
+            if given.shape != tensor.shape or given.dtype != tensor.dtype:
+                raise ValueError(
+                    f"`{name}` of the average is {given.dtype} {tuple(given.shape)} and not "
+                    f"{tensor.dtype} {tuple(tensor.shape)}"
+                )
+        if state["n_averaged"] < 0:
+            raise ValueError(f"the average is of {int(state['n_averaged'])} steps")
+        with torch.no_grad():
+            for name, tensor in ours.items():
+                tensor.copy_(state[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        averaged = self._opened
+        return {**dict(averaged.named_parameters()), **dict(averaged.named_buffers())}
+
+    def __repr__(self) -> str:
+        return f"EMA(decay={self.decay:g})"

@@ -1,0 +1,268 @@
+"""A training written down for other programs: JSON lines, CSV, TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitEnded, StepDone
+from phalanx.callbacks.records import NO_RECORD, Record, read_record, record_of, written_record
+from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.files import open_regular, written_whole
+from phalanx.plan import check_argument
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["CSV", "JSONL", "TensorBoard"]
+
+_OF_AN_EPOCH = ("epoch", "steps", "samples", "seconds")
+
+
+class JSONL:
+    """A callback that writes a line of JSON for each step, each epoch and each lost worker.
+
+    The lines are those of a run folder's `metrics.jsonl`. A file that is there is gone on with:
+    what it has of steps that are still to come is dropped, be it of another run or of this one
+    before a :meth:`Trainer.resume`. On ranks the first one writes.
+
+    Args:
+        path: The file; its folder is made when it is needed.
+
+    Raises:
+        ConfigError: ``path`` is none; or, at the first line, something else lies there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = _read_path(path)
+        self._trainer: AttachedTrainer | None = None
+        self._last: _Place | None = None  # what was written last, by us
+
+    def attach(self, trainer: AttachedTrainer) -> None:
+        """Write down the training of ``trainer``."""
+        self._trainer, self._last = trainer, None
+
+    def __call__(self, event: object) -> None:
+        """Write a line; some ten microseconds."""
+        record = record_of(event)
+        if record is None or not _is_writer(self._trainer):
+            return
+        with _writing_to(self._path):
+            if record["kind"] != "failure":
+                place, last = _place_of(record), self._last
+                if last is None or place <= last:
+                    self._rewind(place)
+                self._last = place
+            elif self._last is None:  # in which step, the next one tells
+                self._rewind((record["step"], True))
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(written_record(record))
+
+    def _rewind(self, place: _Place) -> None:
+        """Keep the lines of what was before ``place``."""
+        *lines, torn = _text_of(self._path).split("\n")
+        records = []
+        try:
+            if not written_record({"kind": ""}).startswith(torn[:9]):
+                raise ValueError(torn)  # not by us; our own text may end with half a line
+            for line in lines:
+                records.append(read_record(line))
+        except NO_RECORD as error:
+            raise ConfigError(
+                f"`path` must be a file of `JSONL`, but {str(self._path)!r} holds something else: "
+                f"{error!r:.80}. Name another."
+            ) from error
+        kept = [each for each in records if _place_of(each) < place]
+        with written_whole(self._path) as draft:
+            draft.write_text("".join(map(written_record, kept)), encoding="utf-8")
+
+
+# A step's number, and whether its epoch's end is meant.
+_Place = tuple[int, bool]
+
+
+def _place_of(record: Record) -> _Place:
+    """Return where a record stands in a run; a lost worker's before its step."""
+    if record["kind"] == "epoch":
+        return record["last_step"], True
+    return record["step"] - (record["kind"] == "failure"), False
+
+
+class CSV:
+    """A callback that writes a row for each epoch: what it was, and its means.
+
+    The columns are "epoch", "steps", "samples", "seconds", "train.loss" and so on. A file that is
+    there is gone on with, as `JSONL` does. On ranks the first one writes.
+
+    Args:
+        path: The file; its folder is made when it is needed.
+
+    Raises:
+        ConfigError: ``path`` is none; or, at the first row, something else lies there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = _read_path(path)
+        self._trainer: AttachedTrainer | None = None
+
+    def attach(self, trainer: AttachedTrainer) -> None:
+        """Write down the training of ``trainer``."""
+        self._trainer = trainer
+
+    def __call__(self, event: object) -> None:
+        """Write the file anew with one row more: they are few, and columns may have come."""
+        if not isinstance(event, EpochDone) or not _is_writer(self._trainer):
+            return
+        row = {name: getattr(event, name) for name in _OF_AN_EPOCH} | _means_of(event, ".")
+        with _writing_to(self._path):
+            rows = [each for each in self._rows() if int(each["epoch"]) < event.epoch] + [row]
+            with written_whole(self._path) as draft, draft.open("w", encoding="utf-8") as file:
+                columns = dict.fromkeys(name for each in rows for name in each)
+                writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+
+    def _rows(self) -> list[dict[str, Any]]:  # Any: texts of before, and numbers
+        reader = csv.DictReader(io.StringIO(_text_of(self._path), newline=""))
+        try:
+            rows: list[dict[str, Any]] = list(reader)
+            ours = not reader.fieldnames or "epoch" in reader.fieldnames
+            if ours and all(each["epoch"].isdecimal() and None not in each for each in rows):
+                return rows
+        except (KeyError, AttributeError, csv.Error):
+            pass
+        raise ConfigError(
+            f"`path` must be a file of `CSV`, but {str(self._path)!r} holds something else. Name "
+            "another."
+        )
+
+
+class TensorBoard:
+    """A callback that writes scalars for TensorBoard, which shows them while the training goes on.
+
+    Each step has "step/loss", "step/learning_rate" (and "…_1" for further groups of parameters) and
+    "step/grad_norm"; each epoch has "train/loss", "validation/loss" and so on. After a
+    :meth:`Trainer.resume` TensorBoard leaves out what was written of steps that are done again. On
+    ranks the first one writes.
+
+    Args:
+        folder: Where the files go; made when it is needed.
+
+    Raises:
+        ConfigError: ``folder`` is no path.
+        UnsupportedError: The package `tensorboard` is missing.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        check_argument(isinstance(folder, (str, os.PathLike)), "folder", "be a path", folder)
+        try:
+            # Optional: in the extra `board`. Slow, too.
+            from torch.utils.tensorboard import SummaryWriter  # noqa: F401
+        except ImportError as error:
+            raise UnsupportedError(
+                "`TensorBoard` needs the package tensorboard, which is not installed. Install it "
+                "by `pip install tensorboard`, or write a `JSONL` or a `CSV`."
+            ) from error
+        self._folder = Path(folder)
+        self._trainer: AttachedTrainer | None = None
+        self._writer: SummaryWriter | None = None
+        self._last_step = 0
+
+    def attach(self, trainer: AttachedTrainer) -> None:
+        """Write down the training of ``trainer``."""
+        self._close()
+        self._trainer = trainer
+
+    def __call__(self, event: object) -> None:
+        """Write the scalars of a step or an epoch; the files are closed with each `fit`."""
+        if isinstance(event, FitEnded):
+            self._close()
+        elif not _is_writer(self._trainer):
+            return
+        elif isinstance(event, StepDone):
+            if event.step != self._last_step + 1:
+                self._close()  # the next writer lets what comes after be left out
+            writer = self._open(event.step)
+            for name, value in _scalars_of(event).items():
+                writer.add_scalar(name, value, event.step)
+            self._last_step = event.step
+        elif isinstance(event, EpochDone):
+            writer = self._open(event.steps)
+            for name, value in _means_of(event, "/").items():
+                writer.add_scalar(name, value, event.steps)
+            writer.flush()
+
+    def _open(self, step: int) -> SummaryWriter:
+        if self._writer is None:
+            # Optional and slow, as above.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=step)
+        return self._writer
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+def _scalars_of(event: StepDone) -> dict[str, float]:
+    rates = {
+        "step/learning_rate" + (f"_{group}" if group else ""): rate
+        for group, rate in enumerate(event.learning_rates)
+        if not math.isnan(rate)
+    }
+    norm = {} if event.grad_norm is None else {"step/grad_norm": event.grad_norm}
+    return {"step/loss": event.loss, **rates, **norm}
+
+
+def _means_of(event: EpochDone, between: str) -> dict[str, float]:
+    kinds: dict[str, Mapping[str, float]] = {
+        "train": event.train,
+        "validation": event.validation or {},
+    }
+    return {
+        f"{kind}{between}{name}": value
+        for kind, means in kinds.items()
+        for name, value in means.items()
+    }
+
+
+def _read_path(path: Any) -> Path:  # Any: whatever the user wrote
+    check_argument(isinstance(path, (str, os.PathLike)), "path", "be a path", path)
+    found = Path(path)
+    if found.is_dir():
+        raise ConfigError(
+            f"`path` must be a file, but {str(path)!r} is a folder. Name a file in it."
+        )
+    return found
+
+
+def _is_writer(trainer: AttachedTrainer | None) -> bool:
+    return trainer is None or trainer.is_first_rank
+
+
+def _text_of(path: Path) -> str:
+    """Return what a file holds; nothing where there is none."""
+    if not path.exists():
+        return ""
+    with open_regular(path) as file:
+        return file.read().decode("utf-8", errors="replace")
+
+
+@contextmanager
+def _writing_to(path: Path) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"`path` must be a file that can be written, but is {str(path)!r}: {error}. Make room "
+            "and see to the permissions, or name another."
+        ) from error

@@ -1,0 +1,243 @@
+"""Callbacks that look at a mean of each epoch: which is better, and what follows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from phalanx.callbacks import BestCheckpoint, EarlyStopping
+from phalanx.errors import ConfigError
+from tests.unit.callbacks.events import epoch_done, fit_begun
+
+
+class Trainer:
+    """Stands for a trainer: counts stops, and saves a checkpoint's files."""
+
+    def __init__(self, *, is_first_rank=True):
+        self.is_first_rank = is_first_rank
+        self.stops = 0
+        self.fails = False
+
+    def stop(self):
+        self.stops += 1
+
+    def save(self, folder):
+        if self.fails:
+            raise OSError("no room")
+        folder.mkdir(parents=True)
+        for name in ("checkpoint.json", "model.safetensors"):
+            (folder / name).write_text("")
+
+
+def attached(callback, **options):
+    trainer = Trainer(**options)
+    callback.attach(trainer)
+    return trainer
+
+
+def play(callback, values, metric="loss"):
+    for epoch, value in enumerate(values):
+        callback(epoch_done(epoch, validation={metric: value}))
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "stops_after"),
+    [
+        ({}, [3.0, 2.0, 2.0, 2.5, 2.1], 5),
+        ({}, [3.0, 2.0, 2.0, 2.5, 1.9, 2.0], None),
+        ({"patience": 1}, [3.0, 3.0], 2),
+        ({"patience": 2, "min_delta": 0.5}, [3.0, 2.6, 2.5], 3),
+        ({"patience": 2, "min_delta": 0.5}, [3.0, 2.6, 2.4], None),
+        ({"patience": 2, "mode": "max"}, [3.0, 4.0, 3.5, 4.0], 4),
+        ({"patience": 2}, [math.nan, math.nan], 2),
+        ({"patience": 2}, [math.nan, 1.0, math.nan, 0.5], None),
+        ({"patience": 2}, [1.0, -math.inf, 0.0, 0.0], 4),
+    ],
+    ids=str,
+)
+def test_it_stops_after_epochs_that_were_no_better(options, values, stops_after):
+    stopping = EarlyStopping(**options)
+    trainer = attached(stopping)
+    play(stopping, values[: (stops_after or len(values) + 1) - 1])
+    assert trainer.stops == 0
+    play(stopping, values[(stops_after or len(values) + 1) - 1 :])
+    assert trainer.stops == (stops_after is not None)
+
+
+def test_a_stopping_goes_on_after_a_checkpoint_and_anew_with_another_trainer():
+    stopping, twin = EarlyStopping(), EarlyStopping()
+    attached(stopping)
+    play(stopping, [2.0, 1.0, 3.0])
+    trainer = attached(twin)
+    twin.load_state_dict(stopping.state_dict())
+    assert (twin.best, twin.waited) == (1.0, 1)
+    play(twin, [3.0, 3.0])
+    assert trainer.stops == 1
+    attached(twin)
+    assert (twin.best, twin.waited) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"best": 1.0},
+        {"best": "1", "waited": 0},
+        {"best": math.nan, "waited": 0},
+        {"best": True, "waited": 0},
+        {"best": 1.0, "waited": -1},
+        {"best": 1.0, "waited": 1.5},
+        {"best": 1.0, "waited": True},
+    ],
+    ids=str,
+)
+def test_what_is_no_state_of_a_stopping_changes_nothing(state):
+    stopping = EarlyStopping()
+    stopping.load_state_dict({"best": 5.0, "waited": 2})
+    with pytest.raises((KeyError, ValueError)):
+        stopping.load_state_dict(state)
+    assert stopping.state_dict() == {"best": 5.0, "waited": 2}
+
+
+# --- the best checkpoints ----------------------------------------------------------------------
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "kept"),
+    [
+        ({}, [3.0, 2.0, 2.0, 4.0], [2]),
+        ({"mode": "max"}, [3.0, 2.0, 3.0, 2.0], [1]),
+        ({"keep": 2}, [3.0, 2.0, 2.5, 4.0, 2.0], [2, 5]),
+        ({"keep": 9}, [3.0, 2.0, 2.5], [2, 3, 1]),
+        ({"keep": 2}, [math.nan, 2.0, math.inf, math.nan], [2]),
+    ],
+    ids=str,
+)
+def test_the_best_epochs_are_kept_the_best_first(tmp_path, options, values, kept):
+    best = BestCheckpoint(tmp_path / "best", **options)
+    attached(best)
+    assert best.best is None
+    play(best, values)
+    expected = [f"step-{10 * epoch:08d}" for epoch in kept]
+    assert [path.name for path in best.kept] == expected
+    assert best.best == tmp_path / "best" / expected[0]
+    assert names_in(tmp_path / "best") == sorted(expected)
+    assert list(best.kept.values()) == [values[epoch - 1] for epoch in kept]
+
+
+def test_nothing_of_the_users_is_removed(tmp_path):
+    best = BestCheckpoint(tmp_path)
+    attached(best)
+    play(best, [3.0])
+    (tmp_path / "step-00000010" / "thesis.txt").write_text("mine")
+    with pytest.warns(UserWarning, match="among the best no more, but stays"):
+        best(epoch_done(1, validation={"loss": 2.0}))
+    assert names_in(tmp_path) == ["step-00000010", "step-00000020"]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "model.safetensors").write_text("mine")
+    for path in (tmp_path / "step-00000020").iterdir():
+        path.unlink()
+    (tmp_path / "step-00000020").rmdir()
+    (tmp_path / "step-00000020").symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(UserWarning, match="among the best no more, but stays"):
+        best(epoch_done(2, validation={"loss": 1.0}))
+    assert names_in(tmp_path / "elsewhere") == ["model.safetensors"]
+
+
+def test_a_folder_that_is_gone_is_not_missed(tmp_path):
+    best = BestCheckpoint(tmp_path)
+    attached(best)
+    best.load_state_dict({"kept": [[3.0, "step-00000010"]]})
+    best(epoch_done(1, validation={"loss": 2.0}))
+    assert names_in(tmp_path) == ["step-00000020"]
+
+
+def test_all_ranks_save_and_the_first_removes(tmp_path):
+    best = BestCheckpoint(tmp_path)
+    attached(best, is_first_rank=False)
+    play(best, [3.0, 2.0])
+    assert names_in(tmp_path) == ["step-00000010", "step-00000020"]
+
+
+def test_an_epoch_that_could_not_be_saved_is_not_among_the_best(tmp_path):
+    best = BestCheckpoint(tmp_path)
+    trainer = attached(best)
+    play(best, [3.0])
+    trainer.fails = True
+    with pytest.raises(OSError, match="no room"):
+        best(epoch_done(1, validation={"loss": 2.0}))
+    assert best.best == tmp_path / "step-00000010"
+    assert names_in(tmp_path) == ["step-00000010"]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        5,
+        [5],
+        [[1.0]],
+        [["1", "step-00000010"]],
+        [[math.nan, "step-00000010"]],
+        [[1.0, "../step-00000010"]],
+        [[1.0, "."]],
+        [[1.0, "step-00000010/../x"]],
+        [[1.0, "step-00000010\n"]],
+        [[1.0, 5]],
+        [[2.0, "step-00000010"], [1.0, "thesis"]],
+    ],
+    ids=str,
+)
+def test_what_is_no_state_of_the_best_is_refused_and_no_way_out_of_the_folder(kept, tmp_path):
+    best = BestCheckpoint(tmp_path)
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        best.load_state_dict({"kept": kept})
+    assert best.kept == {}
+
+
+# --- both --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [EarlyStopping, lambda **options: BestCheckpoint("b", **options)])
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"monitor": "loss"}, r"`monitor` must be 'train.' or 'validation.' and the name"),
+        ({"monitor": "test.loss"}, "`monitor` must be"),
+        ({"monitor": "validation."}, "`monitor` must be"),
+        ({"monitor": 5}, "`monitor` must be"),
+        ({"mode": "most"}, r"`mode` must be 'min' or 'max', but is 'most'"),
+    ],
+)
+def test_monitors_of_another_form_are_refused(make, options, match):
+    with pytest.raises(ConfigError, match=match):
+        make(**options)
+
+
+@pytest.mark.parametrize("make", [EarlyStopping, lambda **options: BestCheckpoint("b", **options)])
+def test_a_metric_that_is_not_there_is_told_before_the_first_step(make):
+    known = "'train.loss', 'train.accuracy', 'validation.loss', 'validation.accuracy'"
+    with pytest.raises(ConfigError, match=f"`monitor` must be one of {known}, but is 'train.f1'"):
+        make(monitor="train.f1")(fit_begun())
+    with pytest.raises(ConfigError, match=r"one of 'train.loss', but .*validate=…"):
+        make()(fit_begun(means=("train.loss",)))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: EarlyStopping(patience=0), "`patience` must be at least 1 epoch, but is 0"),
+        (lambda: EarlyStopping(patience=1.5), "`patience` must be a whole number"),
+        (lambda: EarlyStopping(min_delta=-1), "`min_delta` must be at least 0, but is -1"),
+        (lambda: EarlyStopping(min_delta="a"), "`min_delta` must be a number"),
+        (lambda: BestCheckpoint("b", keep=0), "`keep` must be at least 1, but is 0"),
+        (lambda: BestCheckpoint(5), "`folder` must be a path, but is 5"),
+        (lambda: BestCheckpoint(__file__), "`folder` must be a folder, but .* is a file"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(make, match):
+    with pytest.raises(ConfigError, match=match):
+        make()
