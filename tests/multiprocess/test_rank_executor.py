@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics.classification import MulticlassAccuracy
 
 import phalanx
+from phalanx.callbacks import EMA, JSONL, BestCheckpoint, EarlyStopping
 from phalanx.errors import ConfigError, PeerError, StateError, UnsupportedError
 from tests.conformance.test_executors_same_bits import (
     STEPS,
@@ -179,6 +182,43 @@ def test_every_optimizer_and_metric_is_as_in_one_process(
         for name, value in ranks_own[0].items():
             assert torch.equal(value, expected[0][name]), name
         assert ranks_own[1:] == expected[1:]
+
+
+def watched_run(rank: int, executor: str, folder: Path) -> tuple[Any, ...]:
+    torch.manual_seed(100 + rank)  # what rank 0 has is what counts
+    ema, log = EMA(0.5), JSONL(folder / "log.jsonl")
+    best = BestCheckpoint(folder / "best", keep=2)
+    with phalanx.Trainer(
+        nn.Linear(5, 4),
+        nn.functional.cross_entropy,
+        OPTIMIZERS["nesterov"],
+        replicas=1,
+        microbatches=4,
+        executor=executor,
+        scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=1.0),
+        callbacks=[best, ema, log, EarlyStopping(patience=2, min_delta=9.0)],
+    ) as trained:
+        trained.evaluate(rows([5]), module=ema)  # before they have rank 0's weights
+        trained.fit(rows([7, 8]), epochs=9, validate=rows([6, 5]))
+        averaged = [each.detach().clone() for each in ema.module.parameters()]
+        found = trained.evaluate(rows([5]), module=ema), trained.evaluate(rows([5]))
+        told = trained.steps, trained.optimizer.param_groups[0]["lr"], [*best.kept.items()]
+        return averaged, trained.predict(rows([5, 2]), module=ema), found, told
+
+
+def test_callbacks_and_predictions_are_as_in_one_process(three: Ranks, tmp_path: Path) -> None:
+    averaged, predicted, *expected = watched_run(0, "threads", tmp_path / "one")
+    for run in three.run(watched_run, "ranks", tmp_path / "many"):
+        assert all(map(torch.equal, run[0], averaged))
+        assert torch.equal(run[1], predicted)
+        assert run[2] == expected[0]
+        steps, rate, kept = run[3]
+        assert (steps, rate) == expected[1][:2] == (6, pytest.approx(1e-4))
+        assert [path.name for path, _ in kept] == [path.name for path, _ in expected[1][2]]
+        assert [value for _, value in kept] == [value for _, value in expected[1][2]]
+    for name in ("one", "many"):
+        assert len((tmp_path / name / "log.jsonl").read_text().splitlines()) == 9
+        assert len([*(tmp_path / name / "best").iterdir()]) == 2
 
 
 def test_one_slice_per_replica_is_the_whole_batch_too(two: Ranks, tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ def join_columns(outputs: Sequence[Nested], dim: int, home: torch.device) -> Nes
         path: Merge.cat(dim) if any(isinstance(leaf, Tensor) for leaf in each) else "first"
         for path, each in zip(leaf_paths(outputs[0]), leaves, strict=False)
     }
-    return Merging(rules, noun="column").merge(outputs, [0] * len(outputs), home)
+    way_out = "Write a `merge()` that takes them as they are."
+    merging = Merging(rules, noun="column", way_out=way_out)
+    return merging.merge(outputs, [0] * len(outputs), home)
 
 
 class AbstractParallel(Container):

@@ -121,6 +121,7 @@ class Merging:
             without one: tensors and arrays with dims are concatenated along ``dim``, scalars
             stacked to a vector of the parts, other values taken from the first part.
         noun: What errors call a part.
+        way_out: What errors advise; default: other rules.
 
     Example:
         >>> merging = Merging({"loss": "mean"})
@@ -140,9 +141,11 @@ class Merging:
         dim: int = 0,
         *,
         noun: str = "replica",
+        way_out: str | None = None,
     ) -> None:
         self._dim = dim
         self._noun = noun
+        self._advised = way_out
         self._rules: dict[str, Merge] = {}
         self._optional: set[str] = set()
         self._whole: Merge | None = None
@@ -285,13 +288,13 @@ class Merging:
             )
 
     def _choices(self, *rules: str) -> str:
-        if self._noun != "replica":
-            return "Write a `merge()` that takes them as they are."
+        if self._advised is not None:
+            return self._advised
         return f"Give it {' or '.join(map(repr, rules))} in `output`."
 
     def _way_out(self, path: str, rule: str) -> str:
-        if self._noun != "replica":
-            return "Write a `merge()` that takes them as they are."
+        if self._advised is not None:
+            return self._advised
         told = f"{{{path!r}: {rule!r}}}" if path else repr(rule)
         return f"Or say how it is merged: output={told}."
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from phalanx.callbacks import AttachedTrainer, Callback
-from phalanx.errors import ConfigError
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.train.checkpoint import Stored, check_packed, pack_state, unpack_like
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "attach_callbacks",
     "copied_state",
     "find_stateful",
+    "load_state",
     "read_callback_states",
     "store_callbacks",
 ]
@@ -99,6 +101,23 @@ def read_callback_states(
             raise ValueError(f"{place!r:.80} is no tensor of a callback")
         states[label][name] = tensor
     return {label: state for label, state in states.items() if label in callbacks}
+
+
+def load_state(
+    label: str, callback: StatefulCallback, state: Mapping[str, Any], folder: Path
+) -> None:
+    """Give it the state that ``folder`` holds.
+
+    Raises:
+        CheckpointError: It does not take it.
+    """
+    try:
+        callback.load_state_dict(state)
+    except Exception as error:  # whatever code of the user's raises
+        raise CheckpointError(
+            f"Checkpoint `{folder}` must hold what callback {label!r} takes, but that raised "
+            f"{error!r}. Nothing has changed. Give the callbacks that were saved."
+        ) from error
 
 
 def copied_state(label: str, callback: StatefulCallback) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 
 from phalanx.callbacks import FormationChosen
 from phalanx.plan import Balancer
+from phalanx.replicas import num_cores
 from phalanx.train.formation import Formation
 from phalanx.train.objective import Objective
 from phalanx.train.step_engine import EngineSpec, StepEngine
@@ -57,15 +58,27 @@ class Engines:
         self._balances = balances
         self._tell = tell
         self._next_formation: Formation | None = None
+        self._is_settled = True  # False: the engine is one for the meantime
         self.current: StepEngine | None = None
         self.formation = formation
         self.balancer: Balancer | None = None
+
+    @property
+    def workloads(self) -> tuple[float, ...]:
+        """Each replica's relative share of the next batch; empty until replicas are chosen."""
+        if self._spec.workloads is not None:
+            return tuple(self._spec.workloads)
+        if self.balancer is not None:
+            return self.balancer.workloads
+        return (1.0,) * (0 if self.formation is None else len(self.formation.devices))
 
     def open(self, batch: Nested) -> StepEngine:
         """Return the engine to train with, made for ``batch`` where there is none that fits."""
         wanted = self._next_formation
         if wanted is not None and wanted != self.formation:
             self._exchange(wanted)
+        if not self._is_settled:
+            self.close()
         engine = self._fitting()
         if engine is None:
             trial = Trial(self._spec.module, self._spec.splitter, self._objective, batch)
@@ -74,8 +87,21 @@ class Engines:
             if self.formation is None:
                 self.formation = self._choose_formation(trial)
             engine = self.current = StepEngine(self._spec, self.formation)
+            self._is_settled = True
         if self._balances and self.balancer is None:
             self.balancer = self._open_balancer(None)
+        return engine
+
+    def open_to_predict(self) -> StepEngine:
+        """Return an engine that runs the module: the one to train with, or one for the meantime.
+
+        What is to be predicted need not have targets, so nothing can be tried out with it.
+        """
+        engine = self._fitting()
+        if engine is None:
+            formation = self.formation or Formation((self._home,), self._intra_op or num_cores())
+            engine = self.current = StepEngine(self._spec, formation)
+            self._is_settled = False
         return engine
 
     def resize(self, formation: Formation) -> None:
@@ -95,6 +121,18 @@ class Engines:
         self.balancer = self._open_balancer(workloads)
         if self.current is not None:
             self.current.reload_state()
+
+    def write(self, function: Callable[[], None]) -> None:
+        """Call what writes to the module or says where the run stands; no Ctrl-C comes in between.
+
+        Replicas take over everything from the module with the next run.
+        """
+        if self.current is None:
+            function()
+            return
+        executor = self.current.executor
+        executor.each(lambda index: function() if index == 0 else None, uninterrupted=True)
+        executor.outdate()
 
     def close(self) -> None:
         """Dismiss the replicas and give the parameters memory of their own."""

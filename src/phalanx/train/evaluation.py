@@ -1,9 +1,11 @@
-"""The loss and the metrics over a loader, in eval mode, without gradients."""
+"""One pass over a loader, in eval mode and without gradients: loss and metrics, or outputs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,13 +13,17 @@ from torch import nn
 from phalanx.errors import ConfigError
 from phalanx.execution import GroupChanged, RunResult
 from phalanx.metrics import ReplicaMetrics
-from phalanx.plan import check_iterable
+from phalanx.plan import Merging
+from phalanx.train.engines import Engines
+from phalanx.train.lent_weights import find_weights, lent_weights
 from phalanx.train.microbatches import Microbatches
-from phalanx.train.objective import EvaluateTask
-from phalanx.train.step_engine import StepEngine, loss_of, outputs_of, run_task
+from phalanx.train.objective import EvaluateTask, Objective, PredictTask, is_pair
+from phalanx.train.sharding import Loaders, Shard
+from phalanx.train.step_engine import EngineSpec, StepEngine, loss_of, outputs_of, run_task
+from phalanx.train.trainer_arguments import check_loader
 from phalanx.types import Nested
 
-__all__ = ["enter_training", "evaluate", "leave_evaluation", "names_of_means"]
+__all__ = ["Pass", "enter_training", "leave_evaluation", "names_of_means"]
 
 
 def enter_training(module: nn.Module) -> None:
@@ -45,62 +51,130 @@ def names_of_means(metrics: ReplicaMetrics, *, validates: bool) -> tuple[str, ..
     return tuple(f"{kind}.{name}" for kind in kinds for name in ("loss", *metrics.names))
 
 
-def evaluate(
-    loader: Iterable[Nested],
-    module: nn.Module,
-    open_engine: Callable[[Nested], StepEngine],
-    task: EvaluateTask,
-    *,
-    metrics: ReplicaMetrics,
-    workloads: Callable[[], Sequence[float]],
-    seed: tuple[int, ...],
-) -> dict[str, float]:
-    """Return the weighted mean loss and the metrics over all of ``loader``.
+@dataclass(frozen=True)
+class Pass:
+    """How a loader is run through, once, in eval mode and without gradients.
 
-    The module's modes are as before afterwards.
+    The module's modes, weights and buffers are as before afterwards.
 
-    Args:
-        open_engine: Returns the engine, made for a first batch where there is none.
-        metrics: Counted in a copy.
-        workloads: Returns the shares of the replicas.
+    Attributes:
+        spec: The module, and how batches are split.
+        engines: Where the engine is from.
+        objective: What is computed.
+        loaders: What is iterated over in the place of a loader.
         seed: Where random numbers start; each batch appends its place.
-
-    Raises:
-        ConfigError: The loader yields nothing, or no batches.
     """
-    check_iterable("loader", loader, "yield batches", "Give a `DataLoader`, or a list of batches.")
-    metrics = metrics.copy()
-    modes = [(child, child.training) for child in module.modules()]
-    total = weight = 0.0
-    engine: StepEngine | None = None
-    try:
-        for place, batch in enumerate(loader):
+
+    spec: EngineSpec
+    engines: Engines
+    objective: Objective
+    loaders: Loaders
+    seed: tuple[int, ...]
+
+    # Any, here and below: a module, or what has one; see `lent_weights`.
+    def evaluate(
+        self, loader: Iterable[Nested], lender: Any, metrics: ReplicaMetrics
+    ) -> dict[str, float]:
+        """Return the weighted mean loss and the metrics over all of ``loader``.
+
+        Args:
+            lender: Whose weights are looked at.
+            metrics: Counted in a copy.
+
+        Raises:
+            ConfigError: The loader yields nothing, or no batches.
+        """
+        task = EvaluateTask(self.objective, keep_outputs=bool(metrics))
+        metrics = metrics.copy()
+        total = weight = 0.0
+        with self._evaluating(lender) as begin:
+            for microbatches, result in self._results(loader, task, begin):
+                metrics.update(outputs_of(result))
+                total += loss_of(microbatches, result) * microbatches.weight
+                weight += microbatches.weight
+        return {"loss": total / weight, **metrics.compute()}
+
+    def predict(self, loader: Iterable[Nested], lender: Any, home: torch.device) -> Nested:
+        """Return the module's outputs for all of ``loader``, on ``home``.
+
+        Args:
+            lender: As for :meth:`evaluate`.
+
+        Raises:
+            ConfigError: As :meth:`evaluate`; or outputs have no rows that could be joined.
+        """
+        task, layout = PredictTask(self.objective), self.spec.splitter.layout
+        parts, sizes = [], []
+        with self._evaluating(lender) as begin:
+            for microbatches, result in self._results(loader, task, begin):
+                for each, size in zip(result.results, microbatches.sizes, strict=True):
+                    if each is not None:
+                        parts.append(each.outputs)
+                        sizes.append(size)
+        way_out = "Call `trainer.module` yourself for outputs of another form."
+        merging = Merging(dim=layout.dim, noun="microbatch", way_out=way_out)
+        return merging.merge(parts, sizes, home)
+
+    @contextlib.contextmanager
+    def _evaluating(self, lender: Any) -> Iterator[Callable[[], None]]:
+        """Give a function that puts the module into eval mode, with the weights of ``lender``.
+
+        It is to be called when the engine is open: ranks have one another's weights then.
+        """
+        module = self.spec.module
+        lent = find_weights(module, lender)
+        modes = [(child, child.training) for child in module.modules()]
+
+        def begin() -> None:
+            lending.enter_context(lent_weights(module, lent, self.engines.write))
+            module.eval()
+
+        try:
+            with contextlib.ExitStack() as lending:
+                yield begin
+        finally:
+            for child, training in modes:
+                child.training = training
+
+    def _results(
+        self, loader: Iterable[Nested], task: EvaluateTask | PredictTask, begin: Callable[[], None]
+    ) -> Iterator[tuple[Microbatches, RunResult]]:
+        """Run ``task`` on each batch."""
+        check_loader(loader)
+        engine: StepEngine | None = None
+        for place, batch in enumerate(self.loaders.open(loader)):
+            if isinstance(task, PredictTask):
+                batch = self._in_pair(batch)
             if engine is None:
-                engine = open_engine(batch)
-                metrics.reset()
-                module.eval()
-            microbatches, result = _run(engine, batch, workloads, task, (*seed, place))
-            engine.executor.mark_done()
-            metrics.update(outputs_of(result))
-            total += loss_of(microbatches, result) * microbatches.weight
-            weight += microbatches.weight
-    finally:
-        for child, training in modes:
-            child.training = training
-    if engine is None:
-        raise ConfigError("`loader` must yield at least one batch, but yields none.")
-    return {"loss": total / weight, **metrics.compute()}
+                engine = self._open_engine(batch, task)
+                begin()
+            yield self._run(engine, batch, task, (*self.seed, place))
+        if engine is None:
+            raise ConfigError("`loader` must yield at least one batch, but yields none.")
 
+    def _open_engine(self, batch: Nested, task: EvaluateTask | PredictTask) -> StepEngine:
+        if isinstance(task, PredictTask):
+            return self.engines.open_to_predict()
+        return self.engines.open(batch)
 
-def _run(
-    engine: StepEngine,
-    batch: Nested,
-    workloads: Callable[[], Sequence[float]],
-    task: EvaluateTask,
-    seed: tuple[int, ...],
-) -> tuple[Microbatches, RunResult]:
-    """Run ``task`` on one batch; again where ranks have changed under it."""
-    while True:
-        microbatches = engine.split(batch, workloads())
-        with torch.no_grad(), contextlib.suppress(GroupChanged):
-            return microbatches, run_task(engine.executor, microbatches, task, seed)
+    def _in_pair(self, batch: Nested) -> Nested:
+        """Make inputs alone a pair, so that a layout's paths mean the same leaves."""
+        is_users = self.objective.is_forward or self.spec.splitter.layout.split is not None
+        return batch if is_users or isinstance(batch, Shard) or is_pair(batch) else (batch, None)
+
+    def _run(
+        self,
+        engine: StepEngine,
+        batch: Nested,
+        task: EvaluateTask | PredictTask,
+        seed: tuple[int, ...],
+    ) -> tuple[Microbatches, RunResult]:
+        """Run ``task`` on one batch; again where ranks have changed under it."""
+        weighs = isinstance(task, EvaluateTask)  # targets may be missing
+        while True:
+            workloads = self.engines.workloads or (1.0,) * len(engine.executor)
+            microbatches = engine.split(batch, workloads, weighs=weighs)
+            with torch.no_grad(), contextlib.suppress(GroupChanged):
+                result = run_task(engine.executor, microbatches, task, seed)
+                engine.executor.mark_done()
+                return microbatches, result

@@ -34,6 +34,11 @@ class Formation:
     devices: tuple[torch.device, ...]
     intra_op: int
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """How many replicas, with how many threads each."""
+        return len(self.devices), self.intra_op
+
     def __str__(self) -> str:
         count = len(self.devices)
         threads = "thread" if self.intra_op == 1 else "threads"

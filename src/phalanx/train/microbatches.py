@@ -50,8 +50,13 @@ class Splitter:
     microbatches: int | None
     weight: WeightFn | None
 
-    def split(self, batch: Nested, workloads: Sequence[float]) -> Microbatches:
+    def split(
+        self, batch: Nested, workloads: Sequence[float], *, weighs: bool = True
+    ) -> Microbatches:
         """Split ``batch`` for replicas with ``workloads``.
+
+        Args:
+            weighs: Ask what each microbatch stands for; else it stands for its rows.
 
         Raises:
             ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
@@ -67,7 +72,7 @@ class Splitter:
         else:
             sizes = equal_sizes(count, self.microbatches)
         pieces = rows.cut(sizes)
-        weights = self._weights(pieces, sizes)
+        weights = self._weights(pieces, sizes) if weighs else list(map(float, sizes))
         weight = math.fsum(weights)
         scales = tuple([each / weight for each in weights])
         return Microbatches(

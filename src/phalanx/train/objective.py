@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -20,7 +20,9 @@ from phalanx.train.loss_buffers import LossBuffers
 from phalanx.train.sharding import Shard
 from phalanx.types import ForwardFn, LossFn, Nested
 
-__all__ = ["EvaluateTask", "Objective", "TrainTask"]
+__all__ = ["EvaluateTask", "Objective", "PredictTask", "TrainTask", "is_pair"]
+
+T = TypeVar("T")
 
 
 class Objective:
@@ -47,6 +49,11 @@ class Objective:
         self.leaves_checked = False
         self._inputs = Inputs()
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether the user's own function takes the batches."""
+        return self._forward is not None
+
     def compute(
         self,
         context: MicrobatchContext,
@@ -56,13 +63,7 @@ class Objective:
         trains: bool,
     ) -> tuple[Tensor, MicrobatchResult]:
         """Run one microbatch forward; one that ``trains`` must bring no graph."""
-        batch = context.batch.read() if isinstance(context.batch, Shard) else context.batch
-        batch, lent = self._inputs.lend(batch, context.replica.device, trains=trains)
-        before = self._loss_buffers.note()
-        with rng:
-            loss, outputs, targets = self._call(context.replica.module, batch)
-        self._loss_buffers.check(before)
-        self._inputs.note(lent)
+        loss, outputs, targets = self._run(context, rng, self._call, trains=trains)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(
@@ -77,6 +78,28 @@ class Objective:
         if not keep_outputs:
             return loss, MicrobatchResult(loss.item(), None, None)
         return loss, MicrobatchResult(loss.item(), _detached(outputs), _detached(targets))
+
+    def predict(self, context: MicrobatchContext, rng: MicrobatchRng) -> Nested:
+        """Return the module's outputs for one microbatch, in memory of their own."""
+        return _detached(self._run(context, rng, self._predict, trains=False), copies=True)
+
+    def _run(
+        self,
+        context: MicrobatchContext,
+        rng: MicrobatchRng,
+        call: Callable[[nn.Module, Nested], T],
+        *,
+        trains: bool,
+    ) -> T:
+        """Call the module, by ``call``, on a microbatch that is read and lies on its device."""
+        batch = context.batch.read() if isinstance(context.batch, Shard) else context.batch
+        batch, lent = self._inputs.lend(batch, context.replica.device, trains=trains)
+        before = self._loss_buffers.note()
+        with rng:
+            result = call(context.replica.module, batch)
+        self._loss_buffers.check(before)
+        self._inputs.note(lent)
+        return result
 
     def foreign_leaves(self, context: MicrobatchContext, loss: Tensor) -> list[ref[Tensor]]:
         """Return what else a loss may train in a worker process; the first one tells."""
@@ -93,21 +116,27 @@ class Objective:
             given = (result, None)
             if isinstance(result, tuple) and len(result) in (2, 3):
                 given = result
-            return (*given, batch[1] if _is_pair(batch) else None)[:3]
-        if not _is_pair(batch):
+            return (*given, batch[1] if is_pair(batch) else None)[:3]
+        if not is_pair(batch):
             raise ConfigError(
                 f"A batch must be a pair (inputs, targets), but is {type(batch).__name__!r}. Give "
                 "`forward=` to take batches of another form."
             )
         assert self._loss is not None
         inputs, targets = batch
-        if isinstance(inputs, Mapping):
-            outputs = module(**inputs)
-        elif isinstance(inputs, (tuple, list)):
-            outputs = module(*inputs)
-        else:
-            outputs = module(inputs)
+        outputs = _call_module(module, inputs)
         return self._loss(outputs, targets), outputs, targets
+
+    def _predict(self, module: nn.Module, batch: Nested) -> Nested:
+        if self._forward is None:
+            return _call_module(module, batch[0] if is_pair(batch) else batch)
+        result: Any = self._forward(module, batch)  # Any: whatever the user's function returns
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
+            raise ConfigError(
+                "`forward` must return (loss, outputs) to predict, but returned "
+                f"{type(result).__name__!r}. Return the outputs beside the loss."
+            )
+        return result[1]
 
 
 @dataclass(frozen=True)
@@ -165,10 +194,31 @@ class EvaluateTask:
         return self.objective.compute(context, rng, self.keep_outputs, trains=False)[1]
 
 
-def _is_pair(batch: Nested) -> bool:
+@dataclass(frozen=True)
+class PredictTask:
+    """Return what the module makes of a microbatch; otherwise as `TrainTask`."""
+
+    objective: Objective
+
+    def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
+        rng = context.drawing(kept=[self.objective])
+        return MicrobatchResult(0.0, self.objective.predict(context, rng), None)
+
+
+def is_pair(batch: Nested) -> bool:
+    """Tell whether a batch is (inputs, targets)."""
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
-def _detached(outputs: Nested) -> Nested:
+def _call_module(module: nn.Module, inputs: Nested) -> Nested:
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
+
+
+def _detached(outputs: Nested, *, copies: bool = False) -> Nested:
     leaves, spec = flatten(outputs)
-    return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    found = [each.detach() if isinstance(each, Tensor) else each for each in leaves]
+    if copies:
+        found = [each.clone() if isinstance(each, Tensor) else each for each in found]
+    return unflatten(found, spec)

@@ -22,6 +22,7 @@ from phalanx.train.callback_state import (
     CallbackStates,
     StatefulCallback,
     copied_state,
+    load_state,
     read_callback_states,
     store_callbacks,
 )
@@ -157,8 +158,8 @@ def restore_state(
     accept(progress)
     own = state.progress
     with _all_or_nothing(state, heard, folder):
-        for label, each in heard.items():  # first: what they refuse, most likely nobody else does
-            state.callbacks[label].load_state_dict(each)
+        for label, each in heard.items():
+            load_state(label, state.callbacks[label], each, folder)
         if state.scheduler is not None:
             state.scheduler.load_state_dict(scheduler)
         state.optimizer.load_state_dict(optimizer)
@@ -235,8 +236,8 @@ def _all_or_nothing(state: TrainerState, heard: CallbackStates, folder: Path) ->
             state.callbacks[label].load_state_dict(before)
         if isinstance(error, Exception) and not isinstance(error, PhalanxError):
             raise CheckpointError(
-                f"Checkpoint `{folder}` must hold what the module, the optimizer, the scheduler "
-                f"and the callbacks take, but one of them raised {error!r}. Nothing has changed."
+                f"Checkpoint `{folder}` must hold what the module, the optimizer and the scheduler "
+                f"take, but one of them raised {error!r}. Nothing has changed."
             ) from error
         raise
 

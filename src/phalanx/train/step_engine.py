@@ -172,15 +172,19 @@ class StepEngine:
             self._stepper = WholeStepper(self._spec.optimizer, self._flat)
             self._spec.history.steps_whole = True
 
-    def split(self, batch: Nested, workloads: Sequence[float]) -> Microbatches:
-        """Split ``batch`` as this formation computes it, for replicas with ``workloads``.
+    def split(
+        self, batch: Nested, workloads: Sequence[float], *, weighs: bool = True
+    ) -> Microbatches:
+        """Split ``batch`` as this formation computes it, as `Splitter.split`.
 
         Raises:
             ConfigError: It cannot be split.
             StateError: As :meth:`complete_state`: nothing may be added to it.
         """
         self._check_not_torn()
-        return self._spec.splitter.split(batch, self.executor.all_workloads(workloads))
+        return self._spec.splitter.split(
+            batch, self.executor.all_workloads(workloads), weighs=weighs
+        )
 
     def _check_not_torn(self) -> None:
         if self._torn:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.callbacks import Callback, EpochDone, FitBegun, FitEnded, StepDone
+from phalanx.callbacks import EMA, Callback, EpochDone, FitBegun, FitEnded, StepDone
 from phalanx.clock import now_s
 from phalanx.codecs import Codec, Feedback
 from phalanx.errors import ConfigError, StateError
@@ -36,10 +36,10 @@ from phalanx.replicas import caller_intra_op
 from phalanx.train.callback_state import attach_callbacks, find_stateful
 from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.engines import Engines
-from phalanx.train.evaluation import enter_training, evaluate, leave_evaluation, names_of_means
+from phalanx.train.evaluation import Pass, enter_training, leave_evaluation, names_of_means
 from phalanx.train.formation import read_replicas
 from phalanx.train.microbatches import Splitter
-from phalanx.train.objective import EvaluateTask, Objective, TrainTask
+from phalanx.train.objective import Objective, TrainTask
 from phalanx.train.order import Reader, is_complete, length_of
 from phalanx.train.peer_state import join_ranks, pack_state_of
 from phalanx.train.position import Loss, Position, RunHistory
@@ -61,6 +61,7 @@ from phalanx.train.trainer_arguments import (
     check_replicas,
     check_resize,
     check_shard_loading,
+    is_by_epoch,
     make_optimizer,
     make_scheduler,
     read_folder,
@@ -110,7 +111,8 @@ class Trainer(TrainerFacts):
             batches or models of another form; the latter two are for metrics.
         layout: Which dim of which leaf of (inputs, targets) is split; default dim 0 of all.
         clip_norm: Largest 2-norm of all gradients together; `StepDone.grad_norm` tells what it was.
-        scheduler: Makes a learning-rate scheduler from the optimizer; stepped after every update.
+        scheduler: Makes a learning-rate scheduler from the optimizer; stepped after every update,
+            but `ReduceLROnPlateau` after every epoch, by the loss of its validation or training.
         metrics: torchmetrics or functions by name, counted in :meth:`fit` and :meth:`evaluate`.
         codec: Each microbatch's gradient passes through it before they are added, with error
             feedback: "fp16", "bf16", "one_bit", "top_k", or a codec; default: none.
@@ -351,25 +353,52 @@ class Trainer(TrainerFacts):
         """Make the running :meth:`fit` return after the step it is in; callable from anywhere."""
         self._stopped = True
 
-    def evaluate(self, loader: Iterable[Nested]) -> dict[str, float]:
+    def evaluate(
+        self, loader: Iterable[Nested], *, module: nn.Module | EMA | None = None
+    ) -> dict[str, float]:
         """Return the loss and the metrics over all of ``loader``, in eval mode, without gradients.
 
         The loss is the weighted mean over everything; metrics are exact however batches were cut.
+
+        Args:
+            module: Whose weights and buffers are looked at: an `EMA`, a copy of the trained module,
+                or anything with one as its ``module``. The trained ones are as before afterwards.
+
+        Raises:
+            ConfigError: The loader yields nothing; or ``module`` is of other parameters.
         """
+        with self._passing() as running:
+            return running.evaluate(loader, module, self._metrics)
+
+    def predict(self, loader: Iterable[Nested], *, module: nn.Module | EMA | None = None) -> Nested:
+        """Return the module's outputs for all rows of ``loader``, in eval mode, without gradients.
+
+        Batches are as in :meth:`fit`, or inputs alone. A pair is (inputs, targets), whose targets
+        are left aside: for two inputs give ((first, second), None). With ``forward=`` the outputs
+        are what that returns beside the loss.
+
+        Args:
+            module: As in :meth:`evaluate`.
+
+        Returns:
+            What the module returns, with the rows of all batches in order: tensors and arrays are
+            concatenated, scalars stacked to a vector of the microbatches, others the first ones.
+
+        Raises:
+            ConfigError: As :meth:`evaluate`; or an output has not a row for each of its inputs'.
+        """
+        with self._passing() as running:
+            return running.predict(loader, module, self._home)
+
+    @contextmanager
+    def _passing(self) -> Iterator[Pass]:
+        """Begin a pass over a loader; the body does it."""
         check_moment(closed=self._closed)
         self._join_at(self.steps)
+        seed = (self._seed, self.steps)
         with caller_intra_op(1):
-            found = evaluate(
-                self._loaders.open(loader),
-                self.module,
-                self._open_engine,
-                EvaluateTask(self._objective, keep_outputs=bool(self._metrics)),
-                metrics=self._metrics,
-                workloads=lambda: self.workloads,
-                seed=(self._seed, self.steps),
-            )
+            yield Pass(self._spec, self._engines, self._objective, self._loaders, seed)
         self._events.tell_of_failures(self.steps)
-        return found
 
     def _run_epoch(
         self, loader: Iterable[Nested], validate: Iterable[Nested] | None
@@ -413,7 +442,13 @@ class Trainer(TrainerFacts):
             train={"loss": self._position.mean_loss, **self._metrics.compute()},
             validation=None if validate is None else self.evaluate(validate),
         )
-        self._position = self._position.next_epoch()
+
+        def finish() -> None:
+            if is_by_epoch(self.scheduler):
+                self.scheduler.step((done.validation or done.train)["loss"])
+            self._position = self._position.next_epoch()
+
+        self._engines.write(finish)  # the scheduler must not be stepped twice for an epoch
         self._events.tell(done)
         return done
 
@@ -429,7 +464,8 @@ class Trainer(TrainerFacts):
     def _step(self, batch: Nested, *, in_epoch: bool) -> StepDone:
         """Do one update, again where ranks have changed under it, and tell."""
         start_s = now_s()
-        engine = self._open_engine(batch)
+        check_moment(closed=self._closed)
+        engine = self._engines.open(batch)
         engine.executor.admit()
         while True:
             with suppress(GroupChanged):
@@ -452,7 +488,7 @@ class Trainer(TrainerFacts):
             self._position = before.next_batch(loss) if in_epoch else before.next_step()
             if counts:
                 self._metrics.commit()
-            if self.scheduler is not None:
+            if self.scheduler is not None and not is_by_epoch(self.scheduler):
                 self.scheduler.step()
 
         def count(result: RunResult) -> None:
@@ -541,7 +577,7 @@ class Trainer(TrainerFacts):
             self._choice.leave(finished=kind is None and not self._in_fit)
 
     def _state(self) -> TrainerState:
-        formation, balancer = self._engines.formation, self._engines.balancer
+        engines, balancer = self._engines, self._engines.balancer
         return TrainerState(
             module=self.module,
             optimizer=self.optimizer,
@@ -555,13 +591,7 @@ class Trainer(TrainerFacts):
                 counted=self._metrics.capture() if self._position.batch > 0 else {},
                 seed=self._seed,
                 microbatches=self._spec.splitter.microbatches,
-                formation=None
-                if formation is None
-                else (len(formation.devices), formation.intra_op),
+                formation=None if engines.formation is None else engines.formation.size,
                 workloads=None if balancer is None else balancer.settled,
             ),
         )
-
-    def _open_engine(self, batch: Nested) -> StepEngine:
-        check_moment(closed=self._closed)
-        return self._engines.open(batch)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
@@ -31,12 +31,14 @@ from phalanx.types import Device, WeightFn
 __all__ = [
     "check_callables",
     "check_fit",
+    "check_loader",
     "check_moment",
     "check_options",
     "check_ranks",
     "check_replicas",
     "check_resize",
     "check_shard_loading",
+    "is_by_epoch",
     "make_optimizer",
     "make_scheduler",
     "read_folder",
@@ -191,9 +193,14 @@ def check_shard_loading(
             )
 
 
+def check_loader(loader: Any) -> None:
+    """Refuse what yields no batches."""
+    check_iterable("loader", loader, _BATCHES, _A_LOADER)
+
+
 def check_fit(loader: Any, validate: Any, epochs: int | None, steps: int | None) -> None:
     """Refuse what yields no batches, and numbers of epochs or steps below 1."""
-    check_iterable("loader", loader, _BATCHES, _A_LOADER)
+    check_loader(loader)
     if validate is not None:
         check_iterable("validate", validate, _BATCHES, _A_LOADER)
     for name, value in (("epochs", epochs), ("steps", steps)):
@@ -250,7 +257,7 @@ def _takes_one(function: Callable[..., object]) -> bool:
 def make_scheduler(
     make: Callable[[Optimizer], LRScheduler] | None, optimizer: Optimizer
 ) -> LRScheduler | None:
-    """Make the scheduler, if any, and refuse one that needs a metric."""
+    """Make the scheduler, if any."""
     if make is None:
         return None
     if not callable(make):
@@ -258,11 +265,9 @@ def make_scheduler(
             "`scheduler` must be a function that makes one from the optimizer, but is "
             f"{type(make).__name__!r}. Give lambda optimizer: StepLR(optimizer, 10)."
         )
-    scheduler = make(optimizer)
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise UnsupportedError(
-            "`scheduler` must need nothing to be stepped after every update, but "
-            "'ReduceLROnPlateau' needs a metric. Step it yourself after `evaluate()`, outside of "
-            "the trainer."
-        )
-    return scheduler
+    return make(optimizer)
+
+
+def is_by_epoch(scheduler: LRScheduler | None) -> TypeGuard[ReduceLROnPlateau]:
+    """Tell whether it is stepped after every epoch, by a loss, and not after every update."""
+    return isinstance(scheduler, ReduceLROnPlateau)

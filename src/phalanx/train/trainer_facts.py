@@ -52,11 +52,7 @@ class TrainerFacts:
     @property
     def workloads(self) -> tuple[float, ...]:
         """Each replica's relative share of the next batch; empty until replicas are chosen."""
-        if self._spec.workloads is not None:
-            return tuple(self._spec.workloads)
-        if self._engines.balancer is not None:
-            return self._engines.balancer.workloads
-        return (1.0,) * len(self.devices)
+        return self._engines.workloads
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

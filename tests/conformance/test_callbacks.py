@@ -1,0 +1,490 @@
+"""Callbacks beside a training: the same bits with and without them, wherever and however often.
+
+The judge is plain PyTorch: `AveragedModel` driven by hand, `module(x)`, a plain loop's scheduler.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import phalanx
+from phalanx.callbacks import CSV, EMA, JSONL, BestCheckpoint, EarlyStopping, History, Progress
+from phalanx.errors import ConfigError, StateError
+
+F = nn.functional
+FORMATIONS = [("inline", 1), ("threads", 3), ("processes", 2)]
+EPOCHS = 4
+
+
+class Net(nn.Module):
+    """Has statistics, and a buffer that stands in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.register_buffer("calls", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls.add_(1)
+        return self.inner(x)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+def data(*rows: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(n, 5, generator=draw), torch.randint(3, (n,), generator=draw)) for n in rows
+    ]
+
+
+TRAIN, VALIDATION = data(13, 13, 9), data(9, 4, seed=2)
+
+
+def make(
+    executor: str = "inline", replicas: int = 1, callbacks: Sequence[Any] = (), **options: Any
+) -> phalanx.Trainer:
+    torch.manual_seed(0)
+    return phalanx.Trainer(
+        Net(), F.cross_entropy, adamw, executor=executor, replicas=replicas, callbacks=callbacks,
+        **{"microbatches": 4, **options},
+    )  # fmt: skip
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    found = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in found}
+
+
+def assert_same(ours: nn.Module | dict[str, Tensor], theirs: nn.Module | dict[str, Tensor]) -> None:
+    left, right = (tensors_of(x) if isinstance(x, nn.Module) else x for x in (ours, theirs))
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.fixture(scope="module")
+def alone() -> nn.Module:
+    """What is trained without callbacks."""
+    with make() as trainer:
+        trainer.fit(TRAIN, epochs=EPOCHS, validate=VALIDATION)
+    return trainer.module
+
+
+@pytest.fixture(scope="module")
+def averaged() -> nn.Module:
+    """The average, made by hand after every step."""
+    with make() as trainer:
+        by_hand = AveragedModel(trainer.module, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        for batch in TRAIN * EPOCHS:
+            trainer.step(batch)
+            by_hand.update_parameters(trainer.module)
+    return by_hand.module
+
+
+def all_callbacks(folder: Path) -> list[Any]:
+    return [
+        BestCheckpoint(folder / "best", keep=2),
+        EMA(decay=0.8),
+        EarlyStopping(patience=EPOCHS),
+        History(),
+        JSONL(folder / "log.jsonl"),
+        CSV(folder / "log.csv"),
+        Progress(),
+    ]
+
+
+@pytest.mark.parametrize(("executor", "replicas"), FORMATIONS)
+def test_callbacks_change_no_bit_and_the_average_is_torchs_own(
+    executor: str, replicas: int, alone: nn.Module, averaged: nn.Module, tmp_path: Path
+) -> None:
+    callbacks = all_callbacks(tmp_path)
+    with make(executor, replicas, callbacks) as trainer:
+        epochs = trainer.fit(TRAIN, epochs=EPOCHS, validate=VALIDATION)
+    assert_same(trainer.module, alone)
+    best, ema, stopping, history, *_ = callbacks
+    assert_same(ema.module, averaged)
+    losses = [epoch.validation["loss"] for epoch in epochs if epoch.validation]
+    assert len(best.kept) == 2
+    assert [*best.kept.values()] == sorted(losses)[:2]
+    assert stopping.best == min(losses)
+    assert len(history.losses) == trainer.steps == 3 * EPOCHS
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4 * EPOCHS
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 1 + EPOCHS
+
+
+@pytest.mark.parametrize("stopped", [2, 3, 7])
+def test_a_run_that_was_stopped_goes_on_with_the_callbacks_bits(
+    stopped: int, alone: nn.Module, averaged: nn.Module, tmp_path: Path
+) -> None:
+    whole, first, second = (all_callbacks(tmp_path / name) for name in ("whole", "parts", "parts"))
+    with make(callbacks=whole) as trainer:
+        trainer.fit(TRAIN, epochs=EPOCHS, validate=VALIDATION)
+    with make(callbacks=first) as trainer:
+        trainer.fit(TRAIN, steps=stopped, validate=VALIDATION)
+        trainer.save(tmp_path / "checkpoint")
+    with make("threads", 2, second) as trainer:
+        trainer.resume(tmp_path / "checkpoint")
+        trainer.fit(TRAIN, epochs=EPOCHS - trainer.epochs, validate=VALIDATION)
+    assert_same(trainer.module, alone)
+    assert_same(second[1].module, averaged)
+    assert [path.name for path in second[0].kept] == [path.name for path in whole[0].kept]
+    for ours, theirs in zip(second[:4], whole[:4], strict=True):
+        assert repr(ours.state_dict()) == repr(theirs.state_dict())
+    names = [path.name for path in sorted((tmp_path / "parts" / "best").iterdir())]
+    assert names == [path.name for path in sorted((tmp_path / "whole" / "best").iterdir())]
+
+
+def test_the_best_checkpoint_holds_what_the_others_have_counted_of_its_epoch(
+    tmp_path: Path,
+) -> None:
+    callbacks = all_callbacks(tmp_path)
+    with make(callbacks=callbacks) as trainer:
+        trainer.fit(TRAIN, epochs=1, validate=VALIDATION)
+    twins = all_callbacks(tmp_path)
+    assert callbacks[0].best is not None
+    with make(callbacks=twins) as trainer:
+        trainer.resume(callbacks[0].best)
+        assert trainer.epochs == 1
+    assert twins[0].best == callbacks[0].best
+    assert_same(twins[1].module, callbacks[1].module)
+    assert twins[2].best == callbacks[2].best is not None
+    assert len(twins[3].epochs) == 1
+
+
+def test_early_stopping_ends_a_fit() -> None:
+    stopping = EarlyStopping("train.loss", patience=2, min_delta=100.0)
+    with make(callbacks=[stopping]) as trainer:
+        assert len(trainer.fit(TRAIN, epochs=9)) == 3
+        assert trainer.stopped
+
+
+def test_a_metric_that_is_not_there_is_told_before_anything_is_done() -> None:
+    with (
+        make(callbacks=[EarlyStopping()]) as trainer,
+        pytest.raises(ConfigError, match=r"`monitor` must be one of 'train.loss', .*validate="),
+    ):
+        trainer.fit(TRAIN)
+    assert trainer.steps == 0
+
+
+# --- evaluate(module=…) -------------------------------------------------------------------------
+
+
+def plain_loss(module: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+    module = copy.deepcopy(module).eval()
+    with torch.no_grad():
+        losses = [F.cross_entropy(module(x), y).item() * len(x) for x, y in batches]
+    return sum(losses) / sum(len(x) for x, _ in batches)
+
+
+@pytest.mark.parametrize(("executor", "replicas"), FORMATIONS)
+def test_another_modules_weights_are_evaluated_and_the_own_put_back(
+    executor: str, replicas: int
+) -> None:
+    ema = EMA(decay=0.5)
+    with make(executor, replicas, [ema]) as trainer, make() as twin:
+        for each in (trainer, twin):
+            each.fit(TRAIN)
+        before = tensors_of(trainer.module)
+        own = trainer.evaluate(VALIDATION)["loss"]
+        other = trainer.evaluate(VALIDATION, module=ema)["loss"]
+        assert own == pytest.approx(plain_loss(trainer.module, VALIDATION), rel=1e-6)
+        assert other == pytest.approx(plain_loss(ema.module, VALIDATION), rel=1e-6)
+        assert abs(own - other) > 1e-4
+        assert trainer.evaluate(VALIDATION, module=ema.module)["loss"] == other
+        assert trainer.evaluate(VALIDATION)["loss"] == own
+        assert_same(trainer.module, before)
+        assert trainer.module.training
+        for each in (trainer, twin):
+            each.fit(TRAIN)
+        assert_same(trainer.module, twin.module)
+
+
+def failing(batches: Sequence[Any]) -> Iterator[Any]:
+    yield batches[0]
+    raise OSError("no more")
+
+
+@pytest.mark.parametrize("executor", ["inline", "threads"])
+def test_weights_are_put_back_after_an_error_and_a_ctrl_c(
+    executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ema = EMA(decay=0.5)
+
+    def interrupted(batches: Sequence[Any]) -> Iterator[Any]:
+        yield batches[0]
+        raise KeyboardInterrupt
+
+    with make(executor, 1, [ema]) as trainer:
+        trainer.fit(TRAIN)
+        before = tensors_of(trainer.module)
+        with pytest.raises(OSError, match="no more"):
+            trainer.evaluate(failing(VALIDATION), module=ema)
+        assert_same(trainer.module, before)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.predict(interrupted(VALIDATION), module=ema)
+        assert_same(trainer.module, before)
+        assert trainer.module.training
+
+
+def test_weights_may_be_of_anything_that_has_the_same_module() -> None:
+    with make() as trainer:
+        averaged = AveragedModel(trainer.module)
+        trainer.step(TRAIN[0])
+        loss = plain_loss(averaged.module, VALIDATION)
+        assert trainer.evaluate(VALIDATION, module=averaged)["loss"] == pytest.approx(loss)
+        with phalanx.DataParallel(copy.deepcopy(averaged.module), devices=["cpu"]) as wrapped:
+            found = trainer.evaluate(VALIDATION, module=wrapped)["loss"]
+        assert found == pytest.approx(loss)
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (5, "`module` must be a module, or have one as its `module`, but is 5"),
+        (nn.Linear(5, 3), "must have the parameters and buffers .*'bias', 'calls'"),
+        (Net().double(), r"of `module` must be torch.float32 \(.*but is torch.float64"),
+        (EMA(), "`EMA` must belong to a trainer"),
+    ],
+    ids=["number", "other", "dtype", "unattached"],
+)
+def test_weights_that_do_not_fit_are_refused(module: Any, match: str) -> None:
+    with make() as trainer:
+        before = tensors_of(trainer.module)
+        with pytest.raises((ConfigError, StateError), match=match):
+            trainer.evaluate(VALIDATION, module=module)
+        assert_same(trainer.module, before)
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, "x", float("nan"), True])
+def test_a_decay_that_cannot_be_is_refused(decay: Any) -> None:
+    with pytest.raises(ConfigError, match="`decay` must be"):
+        EMA(decay)
+
+
+class Uncopied(Net):
+    """Cannot be copied."""
+
+    def __deepcopy__(self, _: Any) -> Any:
+        raise TypeError("not me")
+
+
+def test_a_module_that_cannot_be_copied_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`copy.deepcopy` can copy .*not me"):
+        phalanx.Trainer(Uncopied(), F.cross_entropy, adamw, callbacks=[EMA()])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_averaged": torch.tensor(-1)},
+        {"n_averaged": torch.tensor(1.0)},
+        {"n_averaged": torch.tensor([1])},
+        {"n_averaged": 1},
+        {"module.inner.0.weight": torch.zeros(5, 8)},
+        {"module.inner.0.weight": torch.zeros(8, 5, dtype=torch.float64)},
+        {"module.calls": None},
+        {"other": torch.zeros(1)},
+    ],
+    ids=str,
+)
+def test_an_average_of_another_module_is_refused_and_changes_nothing(change: Any) -> None:
+    ema = EMA()
+    with make(callbacks=[ema]) as trainer:
+        trainer.step(TRAIN[0])
+    before = tensors_of(ema.module)
+    with pytest.raises(ValueError, match="average"):
+        ema.load_state_dict({**ema.state_dict(), **change})
+    assert_same(ema.module, before)
+
+
+# --- predict ------------------------------------------------------------------------------------
+
+
+class Several(Net):
+    """Returns outputs of several forms, from one input or two."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
+        scores = super().forward(x if scale is None else x * scale)
+        return {"scores": scores, "pair": (scores.argmax(1), x[:, :1]), "mean": x.sum(), "tag": "t"}
+
+
+def loss_of_scores(outputs: Any, y: Tensor) -> Tensor:
+    return F.cross_entropy(outputs["scores"], y)
+
+
+def several(executor: str, replicas: int, **options: Any) -> phalanx.Trainer:
+    torch.manual_seed(0)
+    return phalanx.Trainer(
+        Several(), loss_of_scores, adamw,
+        executor=executor, replicas=replicas, microbatches=4, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("executor", "replicas"), FORMATIONS)
+def test_predictions_are_the_modules_own(executor: str, replicas: int) -> None:
+    x = torch.cat([x for x, _ in VALIDATION])
+    with several(executor, replicas) as trainer:
+        trainer.fit(TRAIN)
+        found = trainer.predict(VALIDATION)
+        assert trainer.module.training
+        trainer.fit(TRAIN)  # nothing that was predicted is overwritten
+        trainer.module.load_state_dict(trainer.module.state_dict())
+    with several("inline", 1) as trainer:
+        trainer.fit(TRAIN)
+        with torch.no_grad():
+            expected = copy.deepcopy(trainer.module).eval()(x)
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found["scores"], expected["scores"], rtol=1e-5, atol=1e-6)
+    assert torch.equal(found["pair"][0], expected["pair"][0])
+    assert torch.equal(found["pair"][1], x[:, :1])
+    assert found["mean"].shape == (8,)  # 4 microbatches of each of 2 batches
+    assert found["mean"].sum() == pytest.approx(x.sum().item(), rel=1e-5)
+    assert found["tag"] == "t"
+    assert not found["scores"].requires_grad
+
+
+def test_batches_to_be_predicted_may_be_of_any_form_of_inputs() -> None:
+    x, scale = VALIDATION[0][0], torch.full((9, 1), 2.0)
+    with several("threads", 2) as trainer, several("inline", 1) as other:
+        expected = trainer.predict([(x, None)])["scores"]
+        scaled = trainer.predict([((x, scale), None)])["scores"]
+        for batch, wanted in [
+            (x, expected),
+            ((x,), expected),
+            ({"x": x}, expected),
+            ((x, VALIDATION[0][1]), expected),
+            ({"x": x, "scale": scale}, scaled),
+        ]:
+            assert torch.equal(trainer.predict([batch])["scores"], wanted)
+            assert torch.equal(other.predict([batch])["scores"], wanted)
+        assert not torch.equal(expected, scaled)
+        assert trainer.steps == 0
+        assert trainer.evaluate(VALIDATION) == other.evaluate(VALIDATION)
+        for each in (trainer, other):
+            each.fit(TRAIN)
+        assert_same(trainer.module, other.module)
+
+
+def test_what_auto_replicas_come_to_is_not_decided_by_a_prediction() -> None:
+    chosen: list[Any] = []
+
+    def note(event: object) -> None:
+        if isinstance(event, phalanx.FormationChosen):
+            chosen.append(event)
+
+    with make("threads", "auto", [note], microbatches=None) as trainer:  # type: ignore[arg-type]
+        first = trainer.predict([x for x, _ in VALIDATION])
+        assert not chosen
+        assert trainer.devices == ()
+        trainer.step(TRAIN[0])
+        assert len(chosen) == 1
+        assert len(trainer.predict(VALIDATION)) == len(first) == 13
+
+
+def test_predictions_of_an_average() -> None:
+    ema = EMA(0.5)
+    x = VALIDATION[0][0]
+    with make("threads", 2, [ema]) as trainer:
+        trainer.fit(TRAIN)
+        found = trainer.predict([x], module=ema)
+        own = trainer.predict([x])
+    with torch.no_grad():
+        torch.testing.assert_close(found, copy.deepcopy(ema.module).eval()(x))
+    assert not torch.equal(found, own)
+
+
+def test_a_function_of_the_users_own_predicts_too() -> None:
+    def forward(module: nn.Module, batch: Any) -> Any:
+        outputs = module(batch["x"])
+        return outputs.sum(), outputs
+
+    x = VALIDATION[0][0]
+    torch.manual_seed(0)
+    with phalanx.Trainer(Net(), None, adamw, forward=forward, executor="inline") as trainer:
+        found = trainer.predict([{"x": x}])
+        with torch.no_grad():
+            assert torch.equal(found, copy.deepcopy(trainer.module).eval()(x))
+    with (
+        phalanx.Trainer(
+            Net(), None, adamw, forward=lambda m, b: m(b).sum(), executor="inline"
+        ) as trainer,
+        pytest.raises(ConfigError, match=r"`forward` must return \(loss, outputs\) to predict"),
+    ):
+        trainer.predict([x])
+
+
+class Whole(Net):
+    """Returns something without rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("loader", "match"),
+    [
+        ([], "`loader` must yield at least one batch"),
+        (5, "`loader` must yield batches, but is 5"),
+        ([torch.zeros(0, 5)], "`batch` must hold at least 1 row"),
+        ([torch.zeros(5, 5)], r"must have its slice's 2 rows .* Call `trainer.module` yourself"),
+    ],
+    ids=["nothing", "no loader", "no rows", "no row for each"],
+)
+def test_what_cannot_be_predicted_is_refused(loader: Any, match: str) -> None:
+    with (
+        phalanx.Trainer(Whole(), F.cross_entropy, adamw, replicas=1, microbatches=4) as trainer,
+        pytest.raises(ConfigError, match=match),
+    ):
+        trainer.predict(loader)
+    assert trainer.module.training
+
+
+# --- schedulers that want a metric ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("stopped", [None, 3, 4])
+def test_reduce_on_plateau_is_stepped_by_each_epochs_loss(
+    validates: bool, stopped: int | None, tmp_path: Path
+) -> None:
+    def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
+
+    def fit(trainer: phalanx.Trainer, **options: Any) -> None:
+        trainer.fit(TRAIN, validate=VALIDATION if validates else None, **options)
+
+    history = History()
+    with make("threads", 2, [history], scheduler=plateau) as trainer:
+        if stopped is None:
+            fit(trainer, epochs=EPOCHS)
+        else:
+            fit(trainer, steps=stopped)
+            trainer.save(tmp_path / "c")
+    if stopped is not None:
+        with make(callbacks=[history], scheduler=plateau) as trainer:
+            trainer.resume(tmp_path / "c")
+            fit(trainer, epochs=EPOCHS - trainer.epochs)
+    rate = trainer.optimizer.param_groups[0]["lr"]
+    by_hand = adamw([nn.Parameter(torch.zeros(1))])
+    plain = plateau(by_hand)
+    for epoch in history.epochs:
+        plain.step(((epoch.validation if validates else epoch.train) or {})["loss"])
+    assert len(history.epochs) == EPOCHS
+    assert rate == by_hand.param_groups[0]["lr"] < 0.02
+    with make(scheduler=plateau) as whole:
+        fit(whole, epochs=EPOCHS)
+    assert_same(trainer.module, whole.module)
