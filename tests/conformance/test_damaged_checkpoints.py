@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
+from phalanx.callbacks import EMA, EarlyStopping, History
 from phalanx.errors import CheckpointError, PhalanxError
 
 F = nn.functional
@@ -51,18 +52,26 @@ def several_schedulers(optimizer: torch.optim.Optimizer) -> Any:
     )
 
 
+def plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+
 def one_scheduler(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 10)
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "AdamW and StepLR": {"optimizer": adamw, "scheduler": one_scheduler},
+    "AdamW, StepLR and callbacks": {
+        "optimizer": adamw,
+        "scheduler": one_scheduler,
+        "callbacks": (EMA, EarlyStopping, History, EMA),
+    },
     "SGD, SequentialLR and a codec": {
         "optimizer": momentum,
         "scheduler": several_schedulers,
         "codec": "top_k(0.5)",
     },
-    "NAdam and no scheduler": {"optimizer": torch.optim.NAdam, "scheduler": None},
+    "NAdam and ReduceLROnPlateau": {"optimizer": torch.optim.NAdam, "scheduler": plateau},
 }
 
 
@@ -75,6 +84,10 @@ def open_trainer(kind: str) -> tuple[phalanx.Trainer, DataLoader[Any]]:
     loader = DataLoader(
         data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1)
     )
+    callbacks = [
+        EarlyStopping("train.loss") if each is EarlyStopping else each()
+        for each in KINDS[kind].get("callbacks", ())
+    ]
     trainer = phalanx.Trainer(
         net,
         F.cross_entropy,
@@ -82,7 +95,7 @@ def open_trainer(kind: str) -> tuple[phalanx.Trainer, DataLoader[Any]]:
         microbatches=2,
         executor="inline",
         metrics={"accuracy": MulticlassAccuracy(num_classes=3)},
-        **KINDS[kind],
+        **{**KINDS[kind], "callbacks": callbacks},
     )
     return trainer, loader
 
@@ -237,7 +250,7 @@ def test_a_changed_checkpoint_is_refused_with_our_error_and_changes_nothing(
             # What was accepted must be good for more, or refused with a sentence then. Only of
             # elementwise optimizers do we know what their state must be.
             error = error_of(partial(trainer.fit, loader, steps=1))
-            known = kind != "NAdam and no scheduler"
+            known = kind != "NAdam and ReduceLROnPlateau"
             assert error is None or isinstance(error, PhalanxError) or not known, (turn, told)
             trainer.close()
             trainer, loader = go_on(kind, later)
@@ -248,7 +261,7 @@ def test_a_changed_checkpoint_is_refused_with_our_error_and_changes_nothing(
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    trainer, loader = open_trainer("AdamW and StepLR")
+    trainer, loader = open_trainer("AdamW, StepLR and callbacks")
     with trainer:
         trainer.fit(loader, steps=4)
         trainer.save(tmp_path / "saved")
@@ -257,7 +270,7 @@ def saved(tmp_path: Path) -> Path:
 
 def refused(folder: Path, message: str) -> None:
     """See that ``folder`` is refused, and that nothing has changed then."""
-    trainer, loader = open_trainer("AdamW and StepLR")
+    trainer, loader = open_trainer("AdamW, StepLR and callbacks")
     with trainer:
         trainer.fit(loader, steps=2)
         trainer.save(folder.with_name("before"))
