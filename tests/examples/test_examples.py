@@ -31,6 +31,7 @@ PROMISES = {
     ),
     "08_diloco.py": r"20x fewer syncs, within 1 %: True",
     "09_on_ray.py": r"2 workers: .*\nthe same line in all: True\nnear 3 x -1: True",
+    "10_callbacks.py": r"stopped after \d+ epochs: True\n(.*\n)*.*the same bits: True",
 }
 ARGUMENTS = {
     "06_kill_a_worker.py": ["--steps", "60"],
@@ -50,6 +51,8 @@ FORKED = {
     "02_your_own_container.py",
     "03_executor_group.py",
     "05_model_parallel.py",
+    "10_callbacks.py",
+    "docs/callbacks.md",
     "docs/containers.md",
     "docs/executor_group.md",
 }
@@ -113,6 +116,7 @@ def test_example(name: str, promise: str, tmp_path: Path) -> None:
 
 PAGES = {
     "README.md": r"'loss'",
+    "docs/callbacks.md": r"18 \[6, 12, 18\]\n24\n(.*\n)*stopped: True best: step-\d{8}",
     "docs/containers.md": r"torch.Size\(\[5, 7, 6\]\)",
     "docs/process_executor.md": r"worker 0 was ended by SIGKILL.*\n(.*\n)*steps done: 12",
     "docs/tables.md": r"8 syncs\ntensor\(\[1\.0000, 0\.8000, 0\.9000\]\)",

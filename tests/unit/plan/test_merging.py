@@ -452,13 +452,15 @@ def test_replicas_of_another_structure_are_shown(other: Any, shown: str) -> None
 def test_errors_of_columns_speak_of_columns_and_name_their_way_out(parts: list[Any]) -> None:
     """A container of columns has no `output`."""
     with pytest.raises(ConfigError, match=r"column.*Write a `merge\(\)`") as caught:
-        Merging("cat", noun="column").merge(parts, [1, 1])
+        Merging("cat", noun="column", way_out="Write a `merge()`.").merge(parts, [1, 1])
     assert "replica" not in str(caught.value)
 
 
 def test_errors_of_columns_about_values_do_not_offer_what_columns_have_not() -> None:
     with pytest.raises(ConfigError) as caught:
-        Merging({"": "cat"}, noun="column").merge([t(1), None], [0, 0])
+        Merging({"": "cat"}, noun="column", way_out="Write a `merge()`.").merge(
+            [t(1), None], [0, 0]
+        )
     assert "`output`" not in str(caught.value)
 
 
