@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from phalanx.callbacks.events import AttachedTrainer, EpochDone, StepDone
+from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitBegun, FitEnded, StepDone
 from phalanx.callbacks.figure import draw_training
 from phalanx.callbacks.records import Record
 from phalanx.clock import now_s
@@ -97,6 +97,7 @@ class History:
         self.last_steps: deque[StepDone] = deque(maxlen=_NUM_LAST_STEPS)
         self.totals = Totals()
         self._trainer: AttachedTrainer | None = None
+        self._writes = True  # noted in each `fit`: a plot comes when the ranks' group may be gone
 
     def attach(self, trainer: AttachedTrainer) -> None:
         """Begin anew, with the training of ``trainer``."""
@@ -124,9 +125,9 @@ class History:
         """
         fits = path is None or isinstance(path, (str, os.PathLike))
         check_argument(fits, "path", "be a path", path)
-        writes = path is not None and (self._trainer is None or self._trainer.is_first_rank)
+        place = Path(path) if path is not None and self._writes else None
         try:
-            return draw_training(self, title=title, path=Path(path or "") if writes else None)
+            return draw_training(self, title=title, path=place)
         except OSError as error:
             raise ConfigError(
                 f"`path` must be a file that can be written, but is {str(path)!r}: {error}. Name "
@@ -159,7 +160,9 @@ class History:
 
     def __call__(self, event: object) -> None:
         """Listen to one event; microseconds, as nothing is written here."""
-        if isinstance(event, StepDone):
+        if isinstance(event, (FitBegun, FitEnded)):
+            self._writes = self._trainer is None or self._trainer.is_first_rank
+        elif isinstance(event, StepDone):
             self.losses.append(event.loss)
             if self.last_steps and len(self.last_steps[-1].shares) != len(event.shares):
                 self.last_steps.clear()  # the run was resized, and a figure has one row a replica

@@ -11,7 +11,7 @@ import torch
 
 import phalanx
 from phalanx.callbacks import History, Totals, record_of
-from tests.unit.callbacks.events import events_of_run, step_done
+from tests.unit.callbacks.events import events_of_run, fit_begun, step_done
 
 
 def played(num_steps):
@@ -112,8 +112,10 @@ def test_a_history_of_another_trainer_begins_anew():
 
 
 def test_a_plot_is_a_file_of_the_first_rank_and_a_figure_for_all(tmp_path):
-    history, other = played(20), played(20)
-    other._trainer = SimpleNamespace(is_first_rank=False)
+    history, other = played(20), History()
+    other.attach(SimpleNamespace(is_first_rank=False))
+    other(fit_begun())
+    other.load_state_dict(history.state_dict())
     assert history.plot().axes
     assert other.plot(tmp_path / "other.png").axes
     history.plot(str(tmp_path / "plot.png"), title="t")
