@@ -20,6 +20,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
         "--max-restarts",
         "--nnodes",
         "--rank-restarts",
+        "--timeout-s",
         "--ranks",
         "--ray",
         "--run-id",

@@ -18,6 +18,7 @@ __all__ = ["launch"]
 # As `tables.join` reads them, whose room needs torch.
 _SECRET_FILE = "PHALANX_SECRET_FILE"
 _TRUSTED_NETWORK = "PHALANX_TRUSTED_NETWORK"
+_WAIT_FOR_HOSTS_S, _WAIT_ON_RAY_S = 600.0, 60.0
 
 
 def launch(
@@ -70,6 +71,13 @@ def launch(
     cpus_per_worker: Annotated[
         int, typer.Option(min=1, help="With --ray: CPUs, and threads, of each rank.")
     ] = 1,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            help="How long hosts wait for each other, or for a place on Ray.",
+            show_default="600, or 60 with --ray",
+        ),
+    ] = None,
 ) -> None:
     """Run a script in several ranks, as torchrun does, with defaults for CPUs.
 
@@ -106,10 +114,16 @@ def launch(
                 rank_restarts=rank_restarts,
                 secret_file=None if secret_file is None else str(secret_file),
                 colour=colour,
+                timeout_s=_WAIT_ON_RAY_S if timeout_s is None else timeout_s,
             )
             cluster.launch_script_on_ray(script.resolve(), args or [], on_ray)
             return
         if secret_file is not None:
+            if trusted_network:
+                raise ConfigError(
+                    "`--trusted-network` must be left out with `--secret-file`, but both are given."
+                )
+            import_cluster().Secret.read(secret_file)  # before any rank starts
             os.environ[_SECRET_FILE] = str(secret_file.resolve())
         if trusted_network:
             os.environ[_TRUSTED_NETWORK] = "1"
@@ -122,6 +136,7 @@ def launch(
             rank_restarts=rank_restarts,
             log_dir=log_dir,
             colour=colour,
+            timeout_s=_WAIT_FOR_HOSTS_S if timeout_s is None else timeout_s,
         )
         launch_script(script, args or [], job)
     except RankFailed as exc:

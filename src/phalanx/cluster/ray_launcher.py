@@ -328,7 +328,14 @@ def _run(job: RayJob, function: Callable[..., Any], args: Sequence[object]) -> l
         workers = job.workers
         if workers is None:
             workers = max(1, int(ray.cluster_resources().get("CPU", 0)) // job.cpus_per_worker)
-        call = ray.cloudpickle.dumps((function, tuple(args)))
+        try:
+            call = ray.cloudpickle.dumps((function, tuple(args)))
+        except Exception as exc:
+            raise ConfigError(
+                "`function` and `args` must be picklable, as they travel to the workers, but are "
+                f"not: {exc}."
+            ) from exc
+        sys.stderr.write(f"{workers} workers on Ray at {ray.get_runtime_context().gcs_address}\n")
         variables = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(job.cpus_per_worker)),
             "TORCHELASTIC_RUN_ID": f"ray-{secrets.token_hex(8)}",
@@ -395,7 +402,7 @@ class _Attempt:
         try:
             port = self._ray.get(self._workers[0].free_port.remote())
         except self._ray.exceptions.RayActorError as exc:
-            self._lose(0, exc)
+            self._end_lost(0, exc)  # none has begun, so none can go on without it
             return
         self._variables = {
             **variables,
@@ -483,8 +490,10 @@ class _Attempt:
 
     def _lose(self, rank: int, exc: Exception) -> None:
         """Note that a worker's actor is gone; the kernel has killed its process with it."""
-        if self._start_again(rank, "has lost its actor", anew=True):
-            return
+        if not self._start_again(rank, "has lost its actor", anew=True):
+            self._end_lost(rank, exc)
+
+    def _end_lost(self, rank: int, exc: Exception) -> None:
         self._ended[rank] = Ended(self._pids.get(rank, 0), _KILLED, b"")
         self._lost[rank] = " ".join(str(exc).split())
 

@@ -329,8 +329,8 @@ class RankMembership:
                     "again: see its error, and start the job anew, or that part alone."
                 )
             raise RunEnded(
-                "The run that this rank would join must go on, but has ended: all its ranks have "
-                "left. Start all ranks for another run."
+                "The run that this rank would join has ended, and all its ranks have left: nothing "
+                "is left to be done here. Start all ranks for another run."
             )
         if not late and min(living or waiting, default=0) != self.number:
             return  # who is late decides, too: the one whose turn it is may live and not move

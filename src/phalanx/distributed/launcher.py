@@ -38,6 +38,7 @@ from torch.distributed.elastic.multiprocessing import (
     Std,
 )
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from phalanx.distributed.launch_rendezvous import ONE_HOST, SEVERAL_HOSTS
@@ -92,6 +93,7 @@ class Job:
             go on: for a script whose ranks survive the loss of others (`Ranks`).
         log_dir: Where each rank's output is kept; None for nowhere.
         colour: Whether the line prefixes bear colours.
+        timeout_s: How long hosts wait for each other, in seconds.
     """
 
     ranks: int
@@ -102,6 +104,7 @@ class Job:
     rank_restarts: int = 0
     log_dir: Path | None = None
     colour: bool = False
+    timeout_s: float = 600.0
 
     @property
     def is_alone(self) -> bool:
@@ -112,6 +115,8 @@ class Job:
         read_count("ranks", self.ranks, 1, "rank")
         read_count("max_restarts", self.max_restarts, 0)
         read_count("rank_restarts", self.rank_restarts, 0)
+        if not self.timeout_s > 0:
+            raise ConfigError(f"`timeout_s` must be above 0 seconds, but is {self.timeout_s!r}.")
         fewest, most = self.nodes
         if not 1 <= fewest <= most:
             raise ConfigError(
@@ -223,6 +228,8 @@ def _run(
             notes = _FailureNotes(job.log_dir or folder / "logs", how.get("tee", Std.NONE))
             config = _config(job, notes, how)
             store = str(folder) if job.is_alone else ""
+            if not job.is_alone:
+                sys.stderr.write(f"Waiting at {job.endpoint} for {_number_of_hosts(job)}\n")
             launcher = str(os.getpid())
             try:
                 values: dict[int, Any] = elastic_launch(config, entrypoint)(
@@ -231,6 +238,18 @@ def _run(
             except ChildFailedError as exc:
                 # Read while the folder stands.
                 raise describe_failures({**notes.read(), **exc.failures}) from None
+            except RendezvousTimeoutError:
+                raise RankFailed(
+                    f"{_number_of_hosts(job)} must come to {job.endpoint} within "
+                    f"{job.timeout_s:g} s, but did not. Start `phalanx launch` on each with the "
+                    "same `--endpoint`, `--nnodes` and `--run-id`, and see that this port of that "
+                    "host can be reached from the others."
+                ) from None
+            except RendezvousConnectionError as exc:
+                raise RankFailed(
+                    f"The host at {job.endpoint}, where the others meet, must outlive the job, but "
+                    f"cannot be reached ({exc}). See whether it runs, and start all hosts again."
+                ) from exc
             return values
     except SignalException as exc:
         ended_by = exc.sigval
@@ -239,6 +258,11 @@ def _run(
         f"The ranks were ended by {ended_by.name}, which the launcher has received.",
         exit_code=128 + ended_by,
     )
+
+
+def _number_of_hosts(job: Job) -> str:
+    fewest, most = job.nodes
+    return f"{most} hosts" if fewest == most else f"{fewest} to {most} hosts"
 
 
 class _FailureNotes(DefaultLogsSpecs):
@@ -281,6 +305,7 @@ def _config(job: Job, logs: DefaultLogsSpecs, how: Mapping[str, Any]) -> LaunchC
         run_id=f"{job.run_id}-{secrets.token_hex(4)}" if alone else job.run_id,
         rdzv_backend=ONE_HOST if alone else SEVERAL_HOSTS,
         rdzv_endpoint=job.endpoint,
+        rdzv_configs={} if alone else {"join_timeout": max(1, round(job.timeout_s))},
         local_addr="localhost" if alone else None,
         max_restarts=job.max_restarts,
         logs_specs=logs,

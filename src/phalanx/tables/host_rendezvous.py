@@ -122,7 +122,15 @@ class _SignedStore:
         try:
             named, start, value = json.loads(text)
         except (ValueError, TypeError, RecursionError) as exc:
-            raise ConfigError(f"{key!r} in the store must be JSON, but is not.") from exc
+            hint = (
+                ""
+                if self._secret
+                else (
+                    " Others have signed it, it seems: give this host their secret file, too, by "
+                    "PHALANX_SECRET_FILE or `secret_file`."
+                )
+            )
+            raise ConfigError(f"{key!r} in the store must be JSON, but is not.{hint}") from exc
         if named != key:  # a value that was signed for another key
             raise ConfigError(f"{key!r} in the store must be its own, but is {named!r}'s.")
         if start != self._start:

@@ -12,6 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from phalanx.distributed import ElasticExchange
+from phalanx.errors import CheckpointError, StateError
 from phalanx.train.state import TrainerState, capture_state
 
 __all__ = ["join_ranks", "pack_state_of", "unpacked_state"]
@@ -39,11 +40,21 @@ def join_ranks(
         return None
     try:
         with unpacked_state(received) as (folder, last_step):
-            restore(folder)
+            _take_over(restore, folder)
             return last_step
     except BaseException:
         elastic.leave(finished=False)
         raise
+
+
+def _take_over(restore: Callable[[Path], None], folder: Path) -> None:
+    try:
+        restore(folder)
+    except CheckpointError as exc:
+        raise StateError(
+            "Every rank must train the same model with the same optimizer, but what this one has "
+            f"been given by a peer does not fit: {exc}"
+        ) from exc
 
 
 def pack_state_of(state: TrainerState, last_step: int | None) -> bytes:

@@ -115,6 +115,7 @@ def capture_state(state: TrainerState, folder: Path) -> None:
             "workloads": progress.workloads,
             "optimizer": type(state.optimizer).__name__,
             "optimizer_scalars": scalars,
+            "optimizer_order": _optimizer_order(state.optimizer),
             "groups": [pack_state(group) for group in groups],
             "scheduler_type": _type_of(scheduler),
             "scheduler": None if scheduler is None else pack_state(scheduler.state_dict()),
@@ -180,7 +181,7 @@ def _upgrade(stored: Stored) -> None:
     """Fill in what checkpoints of older versions have not."""
     for name in ("buffers", "callbacks", "codec"):
         stored.tensors.setdefault(name, {})
-    for name in ("codec", "scheduler_type", "workloads"):
+    for name in ("codec", "scheduler_type", "workloads", "optimizer_order"):
         stored.values.setdefault(name, None)
     stored.values.setdefault("plain_steps", False)
     stored.values.setdefault("callbacks", {})
@@ -289,6 +290,11 @@ def _optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str,
     return tensors, scalars
 
 
+def _optimizer_order(optimizer: Optimizer) -> list[str]:
+    state = optimizer.state_dict()["state"]
+    return [f"{index}.{key}" for index, entries in state.items() for key in entries]
+
+
 # Any: JSON, and what is made of it.
 def _read_scheduler(packed: Any, scheduler: LRScheduler | None) -> Any:
     check_packed(packed)
@@ -308,6 +314,9 @@ def _read_optimizer(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
     entries = dict(stored.tensors["optimizer"])
     entries |= {name: unpack_like(value, None) for name, value in scalars.items()}
     check_optimizer_entries(entries, optimizer)
+    # Files of tensors have an order of their own; who goes over the state finds that of before.
+    places = {name: place for place, name in enumerate(stored.values["optimizer_order"] or ())}
+    entries = dict(sorted(entries.items(), key=lambda entry: places.get(entry[0], len(places))))
     state: dict[int, dict[str, Any]] = {}
     for name, value in entries.items():
         index, key = name.split(".", 1)
