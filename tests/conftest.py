@@ -1,7 +1,8 @@
 """What every test gets unasked: a fixed seed, torch's settings put back, no thread left behind.
 
-With ``--device cuda``, tests that ask for ``device`` run there. Those marked ``gpu`` need a CUDA
-device whatever the option says, and are skipped, here alone, where there is none.
+With ``--device cuda``, tests that ask for ``device`` run there; with ``--device dev``, on the test
+device (tests/device). Those marked ``gpu`` need a CUDA device whatever the option says, and are
+skipped, here alone, where there is none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 THREAD_NAME_PREFIX = "phalanx"
 JOIN_S = 2.0
+NO_TESTS = 5  # what pytest returns where it finds none
 
 # Times vary on a shared machine, so no deadline; a failing example is printed so that it can be
 # replayed.
@@ -35,10 +37,21 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     name = config.getoption("--device")
+    if name.partition(":")[0] == "dev":
+        register_test_device()
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise pytest.UsageError(f"--device must exist here, but is {name!r}: {error}") from error
+
+
+def register_test_device() -> None:
+    """Let torch know the test device, or end a run that asks for it where it cannot be compiled."""
+    from tests.device import accelerator, build  # tests/meta runs this file where they are not
+
+    if build.compiler() is None:
+        pytest.exit("The test device needs a C++ compiler, and there is none.", NO_TESTS)
+    accelerator.register()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -98,6 +111,20 @@ def torch_settings_put_back() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad_enabled)
     torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture(autouse=True)
+def no_race_on_the_test_device() -> Iterator[None]:
+    """Fail a test whose streams have not waited for each other, whoever has caught the error."""
+    yield
+    if not hasattr(torch, "dev"):
+        return
+    for index in range(torch.dev.device_count()):
+        torch.dev.synchronize(index)
+    races = torch.dev.races()
+    torch.dev.forget_races()
+    if races:
+        pytest.fail("\n".join(["Work was not waited for:", *races]))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,78 @@
+"""Compiles the test device, once for all runs of its sources with a version of torch, and loads it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch.utils.cpp_extension import include_paths, library_paths
+
+__all__ = ["compiler", "load"]
+
+_HERE = Path(__file__).resolve().parent
+_KEPT = _HERE.parents[1] / "build" / "device"  # git ignores it
+_FLAGS = ["-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-sign-compare"]
+_LIBRARIES = ["-lc10", "-ltorch_cpu", "-ltorch"]
+_COMPILING_S = 600
+
+
+def compiler() -> list[str] | None:
+    """Return the command of the C++ compiler, or None where there is none."""
+    command = shlex.split(os.environ.get("CXX", "c++"))
+    return command if command and shutil.which(command[0]) else None
+
+
+def load() -> None:
+    """Compile the extension where that is still to do, and let torch load it."""
+    torch.ops.load_library(str(_compiled()))
+
+
+def _compiled() -> Path:
+    """Return the compiled library. Of several processes one compiles, and the others wait."""
+    sources = sorted((_HERE / "native").iterdir())
+    digest = hashlib.sha256(repr((torch.__version__, _FLAGS, compiler())).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    library = _KEPT / f"{digest.hexdigest()[:16]}.so"
+    _KEPT.mkdir(parents=True, exist_ok=True)
+    with open(_KEPT / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile([source for source in sources if source.suffix == ".cpp"], library)
+            for older in set(_KEPT.glob("*.so")) - {library}:
+                older.unlink()
+    return library
+
+
+def _compile(sources: list[Path], library: Path) -> None:
+    command = compiler()
+    if command is None:
+        raise FileNotFoundError("The test device needs a C++ compiler. Name one in CXX.")
+    included = [f"-isystem{path}" for path in include_paths()]
+    linked = [f"-L{path}" for path in library_paths()] + _LIBRARIES
+    with TemporaryDirectory(dir=_KEPT) as folder, ThreadPoolExecutor(2) as pool:
+        objects = [os.path.join(folder, f"{source.stem}.o") for source in sources]
+
+        def compile_one(source: Path, target: str) -> None:
+            _call([*command, *_FLAGS, *included, "-c", str(source), "-o", target])
+
+        list(pool.map(compile_one, sources, objects))
+        unfinished = Path(folder, library.name)
+        _call([*command, "-shared", "-o", str(unfinished), *objects, *linked])
+        unfinished.replace(library)
+
+
+def _call(command: list[str]) -> None:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_COMPILING_S, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"The test device could not be compiled:\n{done.stderr[-4000:]}")
