@@ -1,4 +1,4 @@
-"""Compiles the test device, once for all runs of its sources with a version of torch, and loads it."""
+"""Compiles the test device, once for each state of its sources and each torch, and loads it."""
 
 from __future__ import annotations
 

@@ -478,6 +478,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_local_scalar_dense", TORCH_FN(item));
     m.impl("record_stream", TORCH_FN(record_stream));
     m.impl("native_dropout", TORCH_FN(native_dropout));
+    /* torch would make them with `out=`, whose size it mistakes. */
+    for (auto *name : {"mse_loss", "smooth_l1_loss"}) {
+        m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    }
     m.impl(
         "convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
     m.impl(
