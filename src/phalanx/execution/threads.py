@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -198,7 +198,7 @@ class ThreadExecutor(Executor):
         members = [index for index, weight in enumerate(state.weights) if weight > 0]
 
         def serve(index: int) -> None:
-            attending = _NOTHING if rendezvous is None else _attending(rendezvous, index)
+            attending = _NOTHING if rendezvous is None else rendezvous.attending(index)
             with modes.entered(self.devices[index]), attending:
                 self._run_microbatches(index, state)
 
@@ -242,15 +242,6 @@ class ThreadExecutor(Executor):
             state.spans.append(
                 Span(replica=replica_index, microbatch=index, start_s=start_s, stop_s=now_s())
             )
-
-
-@contextlib.contextmanager
-def _attending(rendezvous: ReplicaRendezvous, replica: int) -> Iterator[None]:
-    """Take part in the rendezvous until the body ends, so that nobody waits any longer then."""
-    # Torch runs all backward passes of one GPU on one thread of its own, where the first
-    # replica would wait for those behind it.
-    with rendezvous.attending(replica), torch.autograd.set_multithreading_enabled(False):
-        yield
 
 
 def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:

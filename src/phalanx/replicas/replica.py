@@ -135,7 +135,9 @@ class Replica:
     def running(self, *, forward: bool = True) -> Iterator[None]:
         """Run the model in the body, and its backward pass where that comes at once.
 
-        What backward passes of the body bring to the source itself is this replica's.
+        What backward passes of the body bring to the source itself is this replica's. They run in
+        this thread: torch has one thread for all backward passes on an accelerator, where replicas
+        would wait for each other, and for the caller's own backward pass, which waits for them.
 
         Args:
             forward: False for a backward pass on its own: the source may be another by now.
@@ -151,7 +153,8 @@ class Replica:
                 raise went_back_outside()
         self._caught = self._reaching.begin(self.index)
         try:
-            yield
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
         except Exception as error:
             explained = kept_outside(error, self.module)
             if explained is not None:
