@@ -200,7 +200,10 @@ def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
     _refuse_graphs(source)
     refuse_aliases(source)
     refuse_compiled_in_place(source)
-    memo: dict[int, object] = {id(p): _alias(p) for p in source.parameters()}
+    memo: dict[int, object] = {
+        id(p): _alias(p) if p.device == device else _copy_elsewhere(p, device)
+        for p in source.parameters()
+    }
     memo.update(shared_hooks(source))
     memo.update(_compressed(source))
     memo.update(shared_compilers(source))
@@ -322,9 +325,19 @@ def _compressed(source: nn.Module) -> dict[int, object]:
 def _alias(parameter: nn.Parameter) -> Tensor:
     # Not of `data`: with the version counter shared, autograd notices a change before backward.
     with torch.inference_mode(parameter.is_inference()):  # it has none then
-        alias: Tensor = make_subclass(type(parameter), parameter.detach(), parameter.requires_grad)
-    alias.__dict__.update(parameter.__dict__)
-    return alias
+        return _replica_of(parameter, parameter.detach())
+
+
+def _copy_elsewhere(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    # An alias that is moved keeps the source's version counter: each copy to it would count as a
+    # change of the source, and of all other replicas.
+    return _replica_of(parameter, parameter.detach().to(device))
+
+
+def _replica_of(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    own: Tensor = make_subclass(type(parameter), value, parameter.requires_grad)
+    own.__dict__.update(parameter.__dict__)
+    return own
 
 
 def add_gradients(
