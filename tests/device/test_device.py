@@ -310,6 +310,18 @@ def test_a_loader_pins_its_batches() -> None:
     assert not drawn(2).is_pinned()
 
 
+def test_a_module_that_moves_keeps_its_parameters_and_what_is_tied() -> None:
+    """Also where an optimizer holds them already."""
+    net = Sequence()
+    net.head = nn.Linear(8, 11, bias=False)
+    net.head.weight = net.tokens.weight
+    before = list(net.parameters())
+    net.to(LAST)
+    assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
+    assert net.head.weight is net.tokens.weight
+    assert str(net.head.weight.device) == LAST
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_lowers_what_cuda_lowers(dtype: torch.dtype) -> None:
     model, x = nn.Linear(4, 2, dtype=torch.float32).to(LAST), drawn(3, 4).float().to(LAST)

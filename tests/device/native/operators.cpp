@@ -443,6 +443,11 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(
     return {input * mask.mul(scale), mask.to(at::kBool)};
 }
 
+/* As on CUDA, a parameter that a module moves here stays the same object, and tied where it was. */
+bool may_become(const at::Tensor &self, const at::Tensor &other) {
+    return self.layout() == at::kStrided && other.layout() == at::kStrided;
+}
+
 /* A kernel of a user's own: as one that is launched with <<<…>>>, it goes to the current device, and
    knows no more than an address. */
 void scale_at(int64_t address, int64_t number, double factor) {
@@ -477,6 +482,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
     m.impl("_local_scalar_dense", TORCH_FN(item));
     m.impl("record_stream", TORCH_FN(record_stream));
+    m.impl("_has_compatible_shallow_copy_type", TORCH_FN(may_become));
     m.impl("native_dropout", TORCH_FN(native_dropout));
     /* torch would make them with `out=`, whose size it mistakes. */
     for (auto *name : {"mse_loss", "smooth_l1_loss"}) {
@@ -487,6 +493,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl(
         "convolution_backward_overrideable",
         torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+    m.impl("_has_compatible_shallow_copy_type", TORCH_FN(may_become));
 }
 
 TORCH_LIBRARY(dev, m) {
