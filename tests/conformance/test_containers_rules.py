@@ -64,14 +64,15 @@ def test_a_batch_axis_of_1_is_cut_there(device: torch.device) -> None:
 
 
 class Halves(nn.Module):
-    """Leaves its two pieces along dim 1 apart."""
+    """Leaves its two pieces along dim 1 apart, each where its replica has it."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = copy.deepcopy(inner)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        return [self.inner(part) for part in x.chunk(2, 1)]
+        homes = places(x.device, 2)
+        return [self.inner(p).to(home) for p, home in zip(x.chunk(2, 1), homes, strict=True)]
 
 
 @pytest.mark.parametrize(

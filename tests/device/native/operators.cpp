@@ -199,10 +199,12 @@ void run(const c10::OperatorHandle &op, torch::jit::Stack *stack, const c10::Fun
     c10::DeviceGuard guard(device);
     auto stream = current_stream(device.index());
 
-    Launch launch(stream);
+    /* What may be the last to hold a tensor of Python's goes after the launch: that takes the
+       interpreter's lock, whose holder may wait for the stream. */
     Views views;
     std::vector<c10::IValue> given(stack->begin() + begin, stack->end());
     std::vector<std::pair<at::Tensor, at::Tensor>> changed;
+    Launch launch(stream);
     for (size_t i = 0; i < arguments.size(); i++) {
         auto &value = (*stack)[begin + i];
         auto *alias = arguments[i].alias_info();
@@ -379,13 +381,13 @@ at::Tensor &copy_(at::Tensor &self, const at::Tensor &source, bool non_blocking)
     }
     c10::DeviceGuard guard(from_host ? self.device() : source.device());
     auto stream = current_stream(from_host ? to : from);
+    Views views;
     std::optional<Launch> launch;
     if (from_host || to_host || from == to) {
         launch.emplace(stream);
     } else {
         launch.emplace(stream, current_stream(to));
     }
-    Views views;
     BelowAutograd below;
     auto read = from_host ? source : views.over(source);
     auto written = to_host ? self : views.over(self);
