@@ -497,7 +497,7 @@ class TestOnesOwn:
         assert_close(mine[0].grad, x.grad, F64)
         assert_close(mine[1].grad, weights.grad, F64)
         for column, twin in zip(columns, twins, strict=True):
-            assert_close(gradients_of(column), gradients_of(twin), F64)
+            assert_close(gradients_of(column.to(device)), gradients_of(twin), F64)
         assert_close(mine[2].grad, shift.grad, F64)
 
     def test_parameters_tied_across_columns_get_the_sum(self) -> None:

@@ -112,7 +112,7 @@ class TestFbcunnDataParallel:
         assert_close(got["outputs"][0].cpu(), torch.cat(pieces).cpu(), torch.float32)
         assert_close(got["inputs"][0], own.grad, torch.float32)
         for column, twin in zip(columns, twins, strict=True):
-            assert_close(gradients_of(column), gradients_of(twin), torch.float32)
+            assert_close(gradients_of(column.to(device)), gradients_of(twin), torch.float32)
 
     def test_after_ten_steps_all_replicas_are_equal(
         self, net: nn.Module, device: torch.device

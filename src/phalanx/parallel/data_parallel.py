@@ -43,6 +43,7 @@ from phalanx.plan import (
 )
 from phalanx.replicas import (
     batch_norm_names,
+    current_replica,
     present_devices,
     resolve_devices,
     restore_memory_format,
@@ -445,7 +446,7 @@ class DataParallel(Container, Unwrapped):
         run = CallPart((call.num_args,) * len(used))
 
         def merge(outputs: list[Nested]) -> Nested:
-            return self._merging.merge(outputs, _used_of(sizes, used), self._devices[0])
+            return self._merging.merge(outputs, _used_of(sizes, used), self._home())
 
         return self._run(_only(parts, used), used, run, merge, self._observer(sizes))
 
@@ -474,9 +475,16 @@ class DataParallel(Container, Unwrapped):
         pairs = [{"inputs": part, "targets": own} for part, own in zip(parts, slices, strict=True)]
 
         def merge(found: list[Nested]) -> Tensor:
-            return losses.mean(found, _used_of(weights, used), self._devices[0])
+            return losses.mean(found, _used_of(weights, used), self._home())
 
         return self._run(_only(pairs, used), used, run, merge, self._observer(sizes))
+
+    def _home(self) -> torch.device:
+        """Return where outputs go: to the first replica's, or where a replica that holds this is."""
+        if current_replica() is not None:
+            places = (parameter.device for parameter in self.module.parameters())
+            return next((each for each in places if each in self._devices), self._devices[0])
+        return self._devices[0]
 
     def _as_tried(self, run: Callable[[], T]) -> T:
         """Run with channels_last weights where they are wanted; some models do not run so."""

@@ -414,7 +414,8 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _name(gpu: Gpu) -> Device:
-    return f"cuda:{gpu}" if isinstance(gpu, int) else gpu
+    kind = known_devices()[0].type
+    return f"{'cuda' if kind == 'cpu' else kind}:{gpu}" if isinstance(gpu, int) else gpu
 
 
 def _device(gpu: Gpu) -> torch.device:
