@@ -1,7 +1,7 @@
 """What every test gets unasked: a fixed seed, torch's settings put back, no thread left behind.
 
 With ``--device cuda``, tests that ask for ``device`` run there; with ``--device dev``, on the test
-device (tests/device). Those marked ``gpu`` need a CUDA device whatever the option says, and are
+device (tests/device). Those marked ``gpu`` need an accelerator whatever the option says, and are
 skipped, here alone, where there is none.
 """
 
@@ -55,11 +55,11 @@ def register_test_device() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    if torch.accelerator.current_accelerator(check_available=True) is not None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
 
 
 _running: set[str] = set()
@@ -93,6 +93,14 @@ def house_threads() -> set[threading.Thread]:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Return the device of ``--device``, by the name that tensors on it show."""
     return torch.empty(0, device=request.config.getoption("--device")).device
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    """Return the first device of the accelerator, for tests marked ``gpu``."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    assert kind is not None
+    return torch.device(kind.type, 0)
 
 
 @pytest.fixture(autouse=True)

@@ -448,20 +448,23 @@ def test_14_what_a_module_switches_stays_in_its_pass(device: torch.device) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
-def test_14_the_callers_device_and_stream_are_as_before(fails: bool) -> None:
+def test_14_the_callers_device_and_stream_are_as_before(fails: bool, gpu: torch.device) -> None:
     class Moves(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            torch.cuda.set_device(0)
-            torch.cuda.set_stream(torch.cuda.default_stream())
+            before, other = torch.accelerator.current_stream(x.device), torch.Stream(x.device)
+            other.wait_stream(before)
+            torch.accelerator.set_stream(other)
             if fails:
                 raise ZeroDivisionError("asked to")
-            return x * 2
+            y = x * 2
+            before.wait_stream(other)
+            torch.accelerator.set_device_index(0)
+            return y
 
-    last = torch.cuda.device_count() - 1
-    devices = places(torch.device("cuda"), K)
-    with torch.cuda.device(last), torch.cuda.stream(torch.cuda.Stream()):
-        stream = torch.cuda.current_stream()
-        x = draw(7, 2, device=torch.device("cuda", last)).requires_grad_()
+    last = torch.accelerator.device_count() - 1
+    devices, own = places(gpu, K), torch.device(gpu.type, last)
+    with torch.accelerator.device_index(last), torch.Stream(own) as stream:
+        x = draw(7, 2, device=own).requires_grad_()
         with phalanx.DataParallel(Moves(), devices) as model:
             if fails:
                 with pytest.raises(ZeroDivisionError):
@@ -469,8 +472,8 @@ def test_14_the_callers_device_and_stream_are_as_before(fails: bool) -> None:
             else:
                 loss_of(model(x)).backward()
             model.sync_parameters()
-        assert torch.cuda.current_device() == last
-        assert torch.cuda.current_stream() == stream
+        assert torch.accelerator.current_device_index() == last
+        assert torch.accelerator.current_stream() == stream
 
 
 # --- 18: model-parallel columns -------------------------------------------------------------------
@@ -557,17 +560,17 @@ def test_19_a_table_that_shrinks_from_call_to_call_is_moved_as_it_is(device: tor
 
 
 @pytest.mark.gpu
-def test_19_gradients_of_a_table_go_back_to_the_device_of_each_leaf() -> None:
+def test_19_gradients_of_a_table_go_back_to_the_device_of_each_leaf(gpu: torch.device) -> None:
     net = Total()
     twin = copy.deepcopy(net)
-    model = phalanx.OnDevice(net, "cuda:0", "cpu")
-    assert model.linear.weight.device.type == "cuda"
-    current = torch.cuda.current_device()
-    here, there = fresh([draw(5, 3), draw(5, 3, seed=1, device=torch.device("cuda", 0))])
+    model = phalanx.OnDevice(net, gpu, "cpu")
+    assert model.linear.weight.device == gpu
+    current = torch.accelerator.current_device_index()
+    here, there = fresh([draw(5, 3), draw(5, 3, seed=1, device=gpu)])
     output = model([here, there])
     loss_of(output).backward()
-    assert torch.cuda.current_device() == current
-    assert (here.grad.device.type, there.grad.device.type) == ("cpu", "cuda")
+    assert torch.accelerator.current_device_index() == current
+    assert (here.grad.device.type, there.grad.device.type) == ("cpu", gpu.type)
     assert output.device.type == "cpu"
     left, right = fresh([here.detach(), there.detach().cpu()])
     expected = twin([left, right])

@@ -495,10 +495,10 @@ def test_columns_without_a_device_go_to_the_next_one(device: torch.device) -> No
 
 
 @pytest.mark.gpu
-def test_columns_spread_over_the_gpus_there_are() -> None:
-    count = torch.cuda.device_count()
+def test_columns_spread_over_the_gpus_there_are(gpu: torch.device) -> None:
+    count = torch.accelerator.device_count()
     with Slices() as container:
         for index in range(2 * count):
             container.add(nn.Linear(4, 4))
-            assert container.devices[index] == torch.device("cuda", index % count)
-    assert list(container.devices[:3]) == places(torch.device("cuda"), 3)[: 2 * count]
+            assert container.devices[index] == torch.device(gpu.type, index % count)
+    assert list(container.devices[:3]) == places(gpu, 3)[: 2 * count]

@@ -574,26 +574,27 @@ def test_applying_nothing_changes_nothing(threads: bool, flat: bool, device: tor
 @pytest.mark.parametrize("stream", [False, True], ids=["default", "side"])
 @pytest.mark.parametrize("flat", [False, True], ids=["apart", "flat"])
 @pytest.mark.parametrize("threads", [False, True], ids=["plain", "threads"])
-def test_streams_do_not_show_in_the_result(stream: bool, flat: bool, threads: bool) -> None:
+def test_streams_do_not_show_in_the_result(
+    stream: bool, flat: bool, threads: bool, gpu: torch.device
+) -> None:
     """Exactly equal to the pass on the default stream."""
-    cuda = torch.device("cuda", 0)
-    net = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 5)).double().to(cuda)
-    x = draw(301, 64, device=cuda)
+    net = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 5)).double().to(gpu)
+    x = draw(301, 64, device=gpu)
 
     def run(module: nn.Module) -> dict[str, Any]:
-        with parallel(copy.deepcopy(module), cuda) as model:
+        with parallel(copy.deepcopy(module), gpu) as model:
             if threads:
                 model.threads(lambda: None)
             if flat:
                 model.flat_parameters()
             one_pass(model, x)
             found = one_pass(model, x)
-            torch.cuda.current_stream().synchronize()
+            torch.accelerator.current_stream().synchronize()
             return found
 
     expected = run(net)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream() if stream else torch.cuda.current_stream()):
+    torch.accelerator.synchronize()
+    with torch.Stream(gpu) if stream else torch.accelerator.current_stream(gpu):
         got = run(net)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     assert_same_bits(got, expected)

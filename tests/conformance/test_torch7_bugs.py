@@ -56,8 +56,9 @@ def test_columns_on_one_device_keep_their_own_inputs():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("devices", [["cpu", "cuda:0"], ["cuda:0", "cpu"]])
-def test_the_first_device_may_be_any(devices):
+@pytest.mark.parametrize("first", [False, True])
+def test_the_first_device_may_be_any(first, gpu):
+    devices = [gpu, "cpu"] if first else ["cpu", gpu]
     x, g, twin = draw(7, 4), draw(7, 3, seed=1), net_of(4, 3)
     leaf = x.clone().requires_grad_()
     twin(leaf).backward(g)
@@ -107,15 +108,15 @@ def test_columns_keep_their_devices_when_stored(way):
 
 
 @pytest.mark.gpu
-def test_columns_go_back_to_their_devices_from_the_cpu():
-    made = torch7.ModelParallel(1).add(net_of(4, 2), "cpu").add(net_of(4, 3), "cuda:0")
+def test_columns_go_back_to_their_devices_from_the_cpu(gpu):
+    made = torch7.ModelParallel(1).add(net_of(4, 2), "cpu").add(net_of(4, 3), gpu)
     x = draw(5, 4)
     with made:
         expected = made.forward(x)
         made.type("torch.FloatTensor")
         assert {parameter.device.type for parameter in made.parameters()} == {"cpu"}
         made.type("torch.CudaDoubleTensor")
-        assert made.get(1)[0].weight.device == torch.device("cuda", 0)
+        assert made.get(1)[0].weight.device == gpu
         assert made.get(0)[0].weight.device == torch.device("cpu")
         assert (made.forward(x).cpu() - expected.cpu()).abs().max() < 1e-6
     net = torch7.GPU(net_of(4, 3), 0)
@@ -125,9 +126,9 @@ def test_columns_go_back_to_their_devices_from_the_cpu():
 
 
 @pytest.mark.gpu
-def test_what_is_written_into_a_flat_tensor_reaches_other_devices():
-    with torch7.DataParallelTable(0, True).add(net_of(4, 3), ["cuda:0", "cpu"]) as net:
-        assert {parameter.device.type for parameter in net.parameters()} == {"cuda"}
+def test_what_is_written_into_a_flat_tensor_reaches_other_devices(gpu):
+    with torch7.DataParallelTable(0, True).add(net_of(4, 3), [gpu, "cpu"]) as net:
+        assert {parameter.device.type for parameter in net.parameters()} == {gpu.type}
         values, _ = net.getParameters()
         assert net.forward(draw(6, 4)).any()
         values.zero_()

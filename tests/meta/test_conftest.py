@@ -54,8 +54,8 @@ def test_sees_nothing_of_it():
 
 
 @pytest.mark.gpu
-def test_needs_a_gpu():
-    assert torch.cuda.is_available()
+def test_needs_a_gpu(gpu):
+    assert torch.ones(1, device=gpu).device == gpu
 """
 
 
@@ -66,8 +66,11 @@ def conftest() -> str:
 
 
 def test_every_test_gets_a_clean_start_and_leaves_one_and_gpu_tests_are_skipped(pytester):
-    pytester.makeconftest(conftest() + "\ntorch.cuda.is_available = lambda: False\n")
-    pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA device")
+    pytester.makeconftest(
+        conftest()
+        + "\ntorch.accelerator.current_accelerator = lambda check_available=False: None\n"
+    )
+    pytester.makeini("[pytest]\nmarkers = gpu: needs an accelerator")
     pytester.makepyfile(INNER_TESTS)
     # Another process: torch cannot be imported a second time in this one.
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=120)

@@ -480,7 +480,7 @@ class DataParallel(Container, Unwrapped):
         return self._run(_only(pairs, used), used, run, merge, self._observer(sizes))
 
     def _home(self) -> torch.device:
-        """Return where outputs go: to the first replica's, or where a replica that holds this is."""
+        """Return where outputs go: to the first device, or where a replica that holds this is."""
         if current_replica() is not None:
             places = (parameter.device for parameter in self.module.parameters())
             return next((each for each in places if each in self._devices), self._devices[0])

@@ -4,6 +4,7 @@ from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.batch_norm import batch_norm_names, synchronise_batch_norm
 from phalanx.replicas.compiling import CompileOnce, has_compiled, refuse_compiled_in_place
 from phalanx.replicas.devices import (
+    accelerator_kind,
     known_devices,
     num_devices,
     present_devices,
@@ -107,6 +108,7 @@ __all__ = [
     "TensorVersion",
     "WatchedInputs",
     "WatchedObjects",
+    "accelerator_kind",
     "add_gradients",
     "adopt_globals",
     "advance_process_generator",

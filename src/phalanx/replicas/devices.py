@@ -11,7 +11,14 @@ import torch
 from phalanx.errors import ConfigError
 from phalanx.types import Device
 
-__all__ = ["known_devices", "num_devices", "present_devices", "resolve_device", "resolve_devices"]
+__all__ = [
+    "accelerator_kind",
+    "known_devices",
+    "num_devices",
+    "present_devices",
+    "resolve_device",
+    "resolve_devices",
+]
 
 _MOST_REPLICAS = 4096  # each has a thread at least
 
@@ -60,6 +67,12 @@ def known_devices() -> tuple[torch.device, ...]:
     if kind is None:
         return (torch.device("cpu"),)
     return tuple(torch.device(kind.type, i) for i in range(torch.accelerator.device_count()))
+
+
+def accelerator_kind() -> str:
+    """Return what torch calls this machine's accelerators; "cuda" where there is none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return "cuda" if kind is None else kind.type
 
 
 def present_devices(devices: Sequence[torch.device]) -> tuple[torch.device, ...]:

@@ -229,14 +229,14 @@ class TestContainer:
         torch.testing.assert_close(twice.weight.grad, expected)
 
     @pytest.mark.gpu
-    def test_columns_on_the_gpu_and_the_cpu(self):
+    def test_columns_on_the_gpu_and_the_cpu(self, gpu):
         layer = nn.Linear(3, 5)
         left, right = split_linear(layer, 2)
         x = torch.randn(4, 3, requires_grad=True)
-        with ModelParallel(-1).add(left, "cuda:0").add(right, "cpu") as model:
+        with ModelParallel(-1).add(left, gpu).add(right, "cpu") as model:
             output = model(x)
             output.square().sum().backward()
-        assert output.device == torch.device("cuda:0")
+        assert output.device == gpu
         gradient, x.grad = x.grad, None
         layer(x).square().sum().backward()
         torch.testing.assert_close(gradient, x.grad, rtol=1e-3, atol=1e-3)

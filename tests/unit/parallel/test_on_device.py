@@ -465,45 +465,45 @@ class TestWrapping:
 
 @pytest.mark.gpu
 class TestGpu:
-    def test_inputs_and_gradients_come_and_go(self):
+    def test_inputs_and_gradients_come_and_go(self, gpu):
         plain = nn.Linear(3, 2)
-        net = OnDevice(copy.deepcopy(plain), "cuda:0", "cpu")
+        net = OnDevice(copy.deepcopy(plain), gpu, "cpu")
         x = torch.randn(5, 3, requires_grad=True)
-        y = torch.randn(5, 3, device="cuda:0", requires_grad=True)
-        current = torch.cuda.current_device()
+        y = torch.randn(5, 3, device=gpu, requires_grad=True)
+        current = torch.accelerator.current_device_index()
         output = net(x) + net(y)
         output.square().sum().backward()
-        assert net.weight.device.type == net.weight.grad.device.type == "cuda"
+        assert net.weight.device.type == net.weight.grad.device.type == gpu.type
         assert (output.device.type, x.grad.device.type, y.grad.device.type) == (
             "cpu",
             "cpu",
-            "cuda",
+            gpu.type,
         )
         own, other = (leaf.detach().cpu().requires_grad_() for leaf in (x, y))
         (plain(own) + plain(other)).square().sum().backward()
         torch.testing.assert_close(x.grad, own.grad, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(y.grad.cpu(), other.grad, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(net.weight.grad.cpu(), plain.weight.grad, rtol=1e-3, atol=1e-3)
-        assert torch.cuda.current_device() == current
+        assert torch.accelerator.current_device_index() == current
 
-    def test_a_model_around_it_goes_elsewhere_and_it_stays(self):
+    def test_a_model_around_it_goes_elsewhere_and_it_stays(self, gpu):
         tied = Tied()
         weight = tied.first.weight
-        net = nn.Sequential(nn.Linear(3, 3), OnDevice(tied, "cuda:0"), OnDevice(nn.Tanh(), "cpu"))
-        assert devices(net[1]) == {"cuda:0"}
+        net = nn.Sequential(nn.Linear(3, 3), OnDevice(tied, gpu), OnDevice(nn.Tanh(), "cpu"))
+        assert devices(net[1]) == {str(gpu)}
         assert tied.first.weight is tied.second.weight is weight
         assert tied.first.seen is tied.seen
         net.cpu().double()
-        assert devices(net[1]) == {"cuda:0"}
+        assert devices(net[1]) == {str(gpu)}
         assert weight.dtype == torch.float64
-        pinned = nn.Sequential(OnDevice(nn.Linear(3, 2), "cpu")).cuda()
+        pinned = nn.Sequential(OnDevice(nn.Linear(3, 2), "cpu")).to(gpu.type)
         assert devices(pinned) == {"cpu"}
 
-    def test_a_model_of_the_gpu_is_loaded_onto_the_cpu_and_back(self):
-        net = OnDevice(nn.Linear(3, 2), "cuda:0", "cpu")
+    def test_a_model_of_the_gpu_is_loaded_onto_the_cpu_and_back(self, gpu):
+        net = OnDevice(nn.Linear(3, 2), gpu, "cpu")
         loaded = saved_and_loaded(net, map_location="cpu")
         x = torch.randn(2, 3)
         torch.testing.assert_close(loaded(x), net(x), rtol=1e-3, atol=1e-3)
         assert devices(loaded) == {"cpu"}
-        assert devices(loaded.cuda()) == {"cuda:0"}
-        assert devices(saved_and_loaded(net)) == {"cuda:0"}
+        assert devices(loaded.to(gpu.type)) == {str(gpu)}
+        assert devices(saved_and_loaded(net)) == {str(gpu)}

@@ -607,19 +607,21 @@ def test_a_replica_that_does_not_come_in_time_is_named(make: Callable[..., Execu
 
 
 @pytest.mark.gpu
-def test_replicas_on_streams_of_one_gpu_and_on_the_cpu(make: Callable[..., Executor]) -> None:
+def test_replicas_on_streams_of_one_gpu_and_on_the_cpu(
+    make: Callable[..., Executor], gpu: torch.device
+) -> None:
     """Backward of one GPU's replicas runs on one thread of torch's, unless told otherwise."""
     source = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
     executor, x, grad = make(source, 3), rows(15), torch.randn(15, 3, dtype=torch.float64)
-    devices = ["cuda:0", "cuda:0", "cpu"]
+    devices = [gpu, gpu, "cpu"]
     parts, grads = x.split([1, 5, 9]), grad.split([1, 5, 9])
     for module, device in zip(executor.modules, devices, strict=True):
         module.to(device)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
 
     def work(index: int) -> Tensor:
         with (
-            torch.cuda.stream(torch.cuda.Stream()),
+            torch.Stream(gpu),
             torch.autograd.set_multithreading_enabled(False),
         ):
             own = parts[index].to(devices[index]).requires_grad_()
@@ -634,7 +636,7 @@ def test_replicas_on_streams_of_one_gpu_and_on_the_cpu(make: Callable[..., Execu
             executor.outputs[index].backward(grads[index].to(devices[index]))
 
     _raise_first(executor.each([0, 1, 2], back))
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     expected = source(x)
     expected.backward(grad)
     together = torch.cat([output.detach().cpu() for output in executor.outputs])

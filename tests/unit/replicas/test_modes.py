@@ -154,16 +154,15 @@ def test_on_a_cpu_there_are_no_streams() -> None:
 
 
 @pytest.mark.gpu
-def test_another_thread_works_on_the_callers_device_and_streams() -> None:
-    last = torch.cuda.device_count() - 1
-    device = torch.device("cuda", last)
-    with torch.cuda.device(last), torch.cuda.stream(torch.cuda.Stream()):
-        stream = torch.cuda.current_stream()
+def test_another_thread_works_on_the_callers_device_and_streams(gpu: torch.device) -> None:
+    last = torch.accelerator.device_count() - 1
+    device = torch.device(gpu.type, last)
+    with torch.accelerator.device_index(last), torch.Stream(device) as stream:
         captured = CallerModes.capture([device])
 
     def work() -> tuple[object, ...]:
         with captured.entered(device):
-            return torch.cuda.current_device(), torch.cuda.current_stream(device)
+            return torch.accelerator.current_device_index(), torch.accelerator.current_stream(last)
 
     assert in_another_thread(work) == (last, stream)
-    assert torch.cuda.current_stream(device) != stream
+    assert torch.accelerator.current_stream(last) != stream

@@ -15,7 +15,7 @@ from phalanx.compat.torch7.explicit import Explicit
 from phalanx.compat.torch7.module import Torch7Module, is_called
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.plan import Layout, equal_sizes, least_loaded, open_rows, read_whole
-from phalanx.replicas import known_devices, resolve_device
+from phalanx.replicas import accelerator_kind, known_devices, resolve_device
 from phalanx.types import Device
 
 __all__ = ["GPU", "AbstractParallel", "DataParallel", "DataParallelTable", "ModelParallel"]
@@ -414,8 +414,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _name(gpu: Gpu) -> Device:
-    kind = known_devices()[0].type
-    return f"{'cuda' if kind == 'cpu' else kind}:{gpu}" if isinstance(gpu, int) else gpu
+    return f"{accelerator_kind()}:{gpu}" if isinstance(gpu, int) else gpu
 
 
 def _device(gpu: Gpu) -> torch.device:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import ConfigError
-from phalanx.replicas import resolve_device
+from phalanx.replicas import accelerator_kind, resolve_device
 
 __all__ = ["parse_tensor_type", "tensor_type_of"]
 
@@ -33,7 +33,7 @@ def tensor_type_of(module: nn.Module) -> str:
     tensors = itertools.chain(module.parameters(), module.buffers(), [torch.empty(0)])
     found = next(tensor for tensor in tensors if tensor.is_floating_point())
     word = _WORD_BY_DTYPE.get(found.dtype, str(found.dtype).removeprefix("torch."))
-    if found.device.type == "cuda":
+    if found.device.type not in ("cpu", "meta"):
         return f"torch.Cuda{'' if word == 'Float' else word}Tensor"
     return f"torch.{word}Tensor"
 
@@ -46,7 +46,7 @@ def parse_tensor_type(kind: str | torch.dtype) -> tuple[torch.device | None, tor
         (device(type='cpu'), torch.float32)
 
     Raises:
-        ConfigError: It is no floating-point type, or there is no CUDA here.
+        ConfigError: It is no floating-point type, or there is no accelerator here.
     """
     if isinstance(kind, torch.dtype) and kind.is_floating_point:
         return None, kind
@@ -57,4 +57,5 @@ def parse_tensor_type(kind: str | torch.dtype) -> tuple[torch.device | None, tor
             "`type` must be the name of a floating-point type, such as 'torch.FloatTensor' or "
             f"'torch.CudaTensor', or a dtype, but is {kind!r}."
         )
-    return resolve_device("cuda" if match[1] or match[2] else "cpu"), _DTYPE_BY_WORD[word]
+    kind = accelerator_kind() if match[1] or match[2] else "cpu"
+    return resolve_device(kind), _DTYPE_BY_WORD[word]
