@@ -1,0 +1,271 @@
+"""Replicas on the test device equal plain PyTorch, in every container, on mixed devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import phalanx
+from phalanx.executor_group import DataParallelExecutorGroup
+from phalanx.replicas import Replica, modes
+from tests.conformance.groups import desc
+from tests.conformance.models import assert_close
+
+F64 = torch.float64
+STEPS, ROWS = 8, 7
+FORMATIONS = {
+    "two": (["dev:0", "dev:1"], None),
+    "with the cpu": (["cpu", "dev:0"], None),
+    "the other first": (["dev:1", "dev:0"], [1, 5]),
+    "two on one": (["dev:0", "dev:1", "dev:1"], [3, 1, 2]),
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    f"{kind.__name__}-{way}": partial(kind, **options, **{way: True})
+    for kind, options in (
+        (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+        (torch.optim.AdamW, {"lr": 0.01}),
+    )
+    for way in ("fused", "foreach")
+}
+
+
+class Net(nn.Module):
+    """Two layers that a third one reuses, and a buffer that every pass writes."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(5, 6), nn.Linear(6, 5)
+        self.register_buffer("seen", torch.zeros(()))
+        self.double()
+
+    def forward(self, data: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+        return F.linear(self.head(self.body(data).tanh()).tanh(), self.body.weight)
+
+
+def batch(step: int, home: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(ROWS, n, generator=generator, dtype=F64).to(home) for n in (5, 6))
+    return x, y
+
+
+def plain(optimizer: Callable[..., torch.optim.Optimizer]) -> list[Tensor]:
+    net = Net()
+    stepper = optimizer(net.parameters())
+    for step in range(STEPS):
+        x, y = batch(step, "cpu")
+        stepper.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        stepper.step()
+    return list(net.parameters())
+
+
+def by_container(net: nn.Module, devices: list[str], workloads: Any, optimizer: Any) -> None:
+    with phalanx.DataParallel(net, devices, workloads=workloads) as model:
+        stepper = optimizer(model.parameters())
+        for step in range(STEPS):
+            x, y = batch(step, devices[0])
+            stepper.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            stepper.step()
+
+
+def by_group(net: nn.Module, devices: list[str], workloads: Any, optimizer: Any) -> None:
+    stepper = optimizer(net.parameters())
+    data = [desc("data", ROWS, 5)]
+    with DataParallelExecutorGroup(net, devices, data=data, workloads=workloads) as group:
+        for step in range(STEPS):
+            x, y = batch(step, devices[0])
+            group.forward({"data": x}, is_train=True)
+            out = group.outputs()[0]
+            group.backward([2 * (out - y) / y.numel()])
+            stepper.step()
+
+
+def by_trainer(net: nn.Module, devices: list[str], workloads: Any, optimizer: Any) -> None:
+    options = {"replicas": devices, "workloads": workloads}
+    with phalanx.Trainer(net, F.mse_loss, optimizer, **options) as trainer:
+        for step in range(STEPS):
+            trainer.step(batch(step, devices[0]))
+
+
+WAYS = {"container": by_container, "group": by_group, "trainer": by_trainer}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("formation", FORMATIONS)
+@pytest.mark.parametrize("way", WAYS)
+def test_training_equals_plain_pytorch(way: str, formation: str, optimizer: str) -> None:
+    devices, workloads = FORMATIONS[formation]
+    net = Net().to(devices[0])
+    WAYS[way](net, devices, workloads, OPTIMIZERS[optimizer])
+    found = [parameter.detach().cpu() for parameter in net.parameters()]
+    torch.testing.assert_close(found, plain(OPTIMIZERS[optimizer]), rtol=0, atol=1e-12)
+    assert {str(parameter.device) for parameter in net.parameters()} == {devices[0]}
+
+
+# -- hazards, each planted in Phalanx --------------------------------
+
+
+def test_a_replica_that_goes_by_versions_would_be_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_value = Replica._copy_value
+
+    def copy_if_raised(self: Replica, place: int, original: Tensor, own: Tensor) -> None:
+        if not self._seen[place].is_still(original):
+            copy_value(self, place, original, own)
+
+    monkeypatch.setattr(Replica, "_copy_value", copy_if_raised)
+    for way, expected in (("SGD-foreach", True), ("SGD-fused", False)):
+        net = Net().to("dev:0")
+        by_container(net, ["dev:0", "dev:1"], None, OPTIMIZERS[way])
+        assert equals_plain(net, OPTIMIZERS[way]) is expected
+
+
+def test_a_gradient_that_is_added_twice_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Replica.take_gradients
+
+    def take_twice(self: Replica) -> list[Tensor | None]:
+        found = take(self)
+        twice = self.device.index == 1
+        return [None if g is None else g * 2 if twice else g for g in found]
+
+    monkeypatch.setattr(Replica, "take_gradients", take_twice)
+    net = Net().to("dev:0")
+    by_container(net, ["dev:0", "dev:1"], None, OPTIMIZERS["SGD-fused"])
+    assert not equals_plain(net, OPTIMIZERS["SGD-fused"])
+
+
+def equals_plain(net: nn.Module, optimizer: Any) -> bool:
+    found = [parameter.detach().cpu() for parameter in net.parameters()]
+    return all(
+        torch.allclose(a, b, rtol=0, atol=1e-12)
+        for a, b in zip(found, plain(optimizer), strict=True)
+    )
+
+
+def on_side_streams(run: Callable[[], Any]) -> Any:
+    """Run on streams of the caller's own, with the care that he must take himself."""
+    streams = [torch.Stream(f"dev:{index}") for index in range(2)]
+    before = [torch.dev.current_stream(index) for index in range(2)]
+    for own, other in zip(streams, before, strict=True):
+        own.wait_stream(other)
+    with streams[1], streams[0]:
+        found = run()
+    for own, other in zip(streams, before, strict=True):
+        other.wait_stream(own)
+    return found
+
+
+def test_replicas_work_on_the_callers_streams() -> None:
+    net = Net().to("dev:0")
+    on_side_streams(lambda: by_container(net, ["dev:0", "dev:1"], None, OPTIMIZERS["SGD-fused"]))
+    assert equals_plain(net, OPTIMIZERS["SGD-fused"])
+
+
+def test_replicas_on_streams_of_their_own_would_race(
+    monkeypatch: pytest.MonkeyPatch, raises_race: Any
+) -> None:
+    monkeypatch.setattr(modes, "_current_streams", tuple)
+    net = Net().to("dev:0")
+    run = partial(by_container, net, ["dev:0", "dev:1"], None, OPTIMIZERS["SGD-fused"])
+    with raises_race("has not waited"):
+        on_side_streams(run)
+
+
+class Custom(nn.Module):
+    """Calls a kernel of the user's own, and makes a tensor on the current device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.scale
+        torch.dev.scale_at(y.data_ptr(), y.numel(), 3.0)
+        return y + torch.ones(5, dtype=F64, device="dev")
+
+
+def test_a_replicas_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = Custom().to("dev:0"), batch(0, "dev:0")[0]
+    with phalanx.DataParallel(net, ["dev:0", "dev:1"]) as model, torch.no_grad():
+        assert_close(model(x), x * 3 + 1, F64)
+        assert torch.dev.current_device() == 0
+        monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+        with pytest.raises(RuntimeError, match=r"A kernel on dev:. got the address .* of dev:."):
+            model(x)
+
+
+# -- what travels ----------------------------------------------------
+
+
+def copied_bytes(run: Callable[[], Any]) -> int:
+    """Return how many bytes go from the first device to the second."""
+    before = torch.dev.copies("dev:0", "dev:1")[1]
+    run()
+    return torch.dev.copies("dev:0", "dev:1")[1] - before
+
+
+def test_a_step_copies_each_parameter_once() -> None:
+    net = Net().to("dev:0")
+    x, y = batch(0, "dev:0")
+    rows = ROWS // 2
+    with phalanx.DataParallel(net, ["dev:0", "dev:1"]) as model:
+        stepper = OPTIMIZERS["SGD-fused"](model.parameters())
+
+        def step() -> None:
+            F.mse_loss(model(x), y).backward()
+            stepper.step()
+
+        step()
+        others = 2 * net.seen.nbytes + x[:rows].nbytes + y[:rows].nbytes  # and `y`'s gradient
+        assert copied_bytes(step) == others + sum(each.nbytes for each in net.parameters())
+
+
+# -- other ways to run -----------------------------------------------
+
+
+def test_pinned_inputs_may_be_on_their_way() -> None:
+    net = Net().to("dev:0")
+    with phalanx.DataParallel(net.eval(), ["dev:0", "dev:1"]) as model, torch.no_grad():
+        x = batch(0, "cpu")[0].pin_memory()
+        assert_close(model(x.to("dev:0", non_blocking=True)), net(x.to("dev:0")), F64)
+        assert_close(model(x), net(x.to("dev:0")), F64)
+
+
+def test_autocast_of_the_caller_is_that_of_all_replicas() -> None:
+    net, x = Net().float().to("dev:0"), batch(0, "dev:0")[0].float()
+    with phalanx.DataParallel(net, ["dev:0", "dev:1"]) as model:
+        with torch.autocast("dev", dtype=torch.bfloat16):
+            found, expected = model(x), net(x)
+            assert found.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+        assert model(x).dtype == torch.float32
+
+
+def test_a_checkpoint_of_two_devices_goes_on_on_another_number(tmp_path: Path) -> None:
+    def trained(steps: range, devices: list[str], *, resume: bool = False) -> nn.Module:
+        net, options = Net().to(devices[0]), {"replicas": devices, "microbatches": 3}
+        with phalanx.Trainer(net, F.mse_loss, OPTIMIZERS["AdamW-fused"], **options) as trainer:
+            if resume:
+                trainer.resume(tmp_path)
+            for step in steps:
+                trainer.step(batch(step, devices[0]))
+            if not resume:
+                trainer.save(tmp_path)
+        return net.cpu()
+
+    expected = list(trained(range(6), ["dev:0", "dev:1"]).parameters())
+    trained(range(3), ["dev:0", "dev:1"])
+    for devices in (["dev:1"], ["cpu", "dev:0", "dev:1"]):
+        assert_close(list(trained(range(3, 6), devices, resume=True).parameters()), expected, F64)
