@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
-from phalanx.replicas import replica, rng, source_gradients
+from phalanx.replicas import replica
 
-__all__ = ["emulate_device_threads", "emulate_second_device"]
+__all__ = ["emulate_second_device"]
 
 
 @contextmanager
@@ -53,19 +52,4 @@ def emulate_second_device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "_alias", copy_or_alias)
         patch.setattr(replica.Replica, "__init__", open_elsewhere)
-        yield
-
-
-@contextmanager
-def emulate_device_threads() -> Iterator[None]:
-    """Let replicas in the body go back as on an accelerator: torch's engine has a thread for it."""
-    engine = rng.run_engine
-
-    def run_in_another_thread(*args: Any, **kwargs: Any) -> Any:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(engine, *args, **kwargs).result()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source_gradients, "has_own_thread", lambda device: True)
-        patch.setattr(rng, "run_engine", run_in_another_thread)
         yield

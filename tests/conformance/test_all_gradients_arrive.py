@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import ConfigError, UnsupportedError
 from tests.conformance.groups import desc, group_of
-from tests.conformance.second_device import emulate_device_threads
 
 MICROBATCHES = 4
 FORMATIONS = [("inline", 1), ("threads", 2), ("threads", 3)]
@@ -296,48 +295,34 @@ def test_a_container_inside_of_another_refuses_gradients_of_the_module_itself() 
     assert all(parameter.grad is None for parameter in inner.parameters())
 
 
-def step_of_trainer(net: nn.Module, loss: Callable[..., Tensor]) -> None:
-    with phalanx.Trainer(net, loss, sgd, replicas=2, microbatches=MICROBATCHES) as trainer:
-        trainer.step(batches(1)[0])
-
-
-def pass_of_container(net: nn.Module, _: Callable[..., Tensor]) -> None:
-    x, y = batches(1)[0]
-    with phalanx.DataParallel(net, devices=2) as model:
-        mse(model(x), y).backward()
-
-
-def pass_of_group(net: nn.Module, _: Callable[..., Tensor]) -> None:
-    x, y = batches(1)[0]
-    shape = desc("x", 12, 9, dtype=torch.float32)
-    with group_of(net, shape, devices=["cpu"] * 2, workloads=[1, 1]) as group:
-        group.forward({"x": x}, is_train=True)
-        group.backward([y])
-
-
+@pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("make", "of", "run"),
-    [
-        (HoldsLambda, plain_loss, step_of_trainer),
-        (Net, Penalised, step_of_trainer),
-        (Net, own_loss, step_of_trainer),
-        (HoldsLambda, plain_loss, pass_of_container),
-        (HoldsLambda, plain_loss, pass_of_group),
-    ],
+    ("make", "of"), [(HoldsLambda, plain_loss), (Net, Penalised), (Net, own_loss)]
 )
-def test_another_device_refuses_gradients_of_the_module_itself(
-    make: Callable[[], nn.Module], of: Callable[..., Any], run: Callable[..., None]
+def test_replicas_on_one_gpu_bring_what_reaches_the_module_itself(
+    make: Callable[[], nn.Module], of: Callable[..., Any], gpu: torch.device
 ) -> None:
-    """Its one thread serves all replicas, and nobody knows for whose microbatch it works."""
+    """Torch's one thread for a GPU would not know for whose microbatch it works."""
+    torch.manual_seed(0)
     net = make()
-    before = copy.deepcopy(net.state_dict())
-    refusal = pytest.raises(UnsupportedError, match="must reach the replica's parameters, not the")
-    with emulate_device_threads():
-        with refusal:
-            run(net, of(net))
-        assert all(parameter.grad is None for parameter in net.parameters())
-        torch.testing.assert_close(net.state_dict(), before, rtol=0.0, atol=0.0)
-        run(Net(), plain_loss(net))  # what stays in its replica is served
+    expected = trained_plainly(net, of(net))
+    net.to(gpu)
+    with phalanx.Trainer(net, of(net), sgd, replicas=[gpu] * 2, microbatches=3) as trainer:
+        trainer.fit(batches())
+    torch.testing.assert_close(net.cpu().state_dict(), expected)
+
+
+@pytest.mark.gpu
+def test_a_container_on_one_gpu_brings_what_reaches_the_module_itself(gpu: torch.device) -> None:
+    net = HoldsLambda()
+    x, y = batches(1)[0]
+    mse(net(x), y).backward()
+    expected = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    with phalanx.DataParallel(net.to(gpu), devices=[gpu] * 2) as model:
+        mse(model(x.to(gpu)), y.to(gpu)).backward()
+    found = [parameter.grad for parameter in net.cpu().parameters()]
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_container_asked_for_some_gradients_adds_to_none() -> None:

@@ -26,8 +26,6 @@ from phalanx.errors import UnsupportedError
 
 __all__ = ["SourceGradients", "current_replica"]
 
-_IN_CALLING_THREAD = ("cpu", "meta")  # where torch's engine has no thread for the device alone
-
 
 class _RunningReplicas(threading.local):
     """The replicas that this thread runs, the innermost last, and where their gradients go."""
@@ -72,8 +70,7 @@ class SourceGradients:
             if index in self._nodes or not parameter.requires_grad or parameter.is_inference():
                 return
             node = torch.autograd.graph.get_gradient_edge(parameter).node
-            elsewhere = has_own_thread(parameter.device)
-            node.register_prehook(partial(_arrived, weakref.ref(self), index, elsewhere))
+            node.register_prehook(partial(_arrived, weakref.ref(self), index))
             self._nodes[index] = node
 
     def begin(self, replica: int) -> dict[int, Tensor]:
@@ -93,31 +90,21 @@ class SourceGradients:
         with self._lock:
             self._num_running -= 1
 
-    def arrived(self, index: int, gradient: Tensor | None, elsewhere: bool) -> bool:
-        """Catch a gradient; return False for one that no replica's backward pass has brought.
-
-        Args:
-            elsewhere: It may be brought by another thread than the one that goes back.
-        """
+    def arrived(self, index: int, gradient: Tensor | None) -> bool:
+        """Catch a gradient; return False for one that no replica's backward pass has brought."""
         for _, own, caught in reversed(_here.replicas):
             if own is self:
                 if gradient is not None:
                     _add(caught, index, gradient.detach())
                 return True
-        # A device's thread may serve several replicas; a container in a replica has threads, too.
-        if self._num_running and (elsewhere or _here.replicas):
+        if self._num_running and _here.replicas:  # a container in a replica has threads, too
             raise UnsupportedError(
                 "A loss or a module must reach the replica's parameters, not the module's own, "
-                "where it runs on an accelerator or in a container inside of another, but does. "
+                "where it runs in a container inside of another, but does. "
                 "Take them from the module that `forward=` is given, and keep no lambda or wrapped "
                 "method that holds `self` in the module."
             )
         return False
-
-
-def has_own_thread(device: torch.device) -> bool:
-    """Tell whether torch's engine goes back through what lies on ``device`` in a thread for it."""
-    return device.type not in _IN_CALLING_THREAD
 
 
 def _add(caught: dict[int, Tensor], index: int, gradient: Tensor) -> None:
@@ -130,10 +117,9 @@ def _add(caught: dict[int, Tensor], index: int, gradient: Tensor) -> None:
 def _arrived(
     owner: weakref.ref[SourceGradients],
     index: int,
-    elsewhere: bool,
     gradients: tuple[Tensor | None, ...],
 ) -> tuple[None, ...] | None:
     found = owner()
-    if found is None or not found.arrived(index, gradients[0], elsewhere):
+    if found is None or not found.arrived(index, gradients[0]):
         return None
     return (None,) * len(gradients)  # nothing is left to be added to `grad`
