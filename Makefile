@@ -32,6 +32,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AUTOLOAD := src/phalanx_autoload.py  # stands in site-packages itself, as a copy
+ON_DEVICE = tests/device $(shell grep -rl --include='*.py' 'mark\.gpu' tests)
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 COMPILED := $(wildcard src/phalanx/memory/*.[ch] src/phalanx/distributed/*.[ch])
 
@@ -71,13 +72,16 @@ train: $(STAMP)  ## train the default model on the default data and show the res
 # go in the order of their names: the long ones of chaos and conformance begin. More processes than two gain
 # nothing, as most of the time is of tests that have two or three workers themselves. What is marked
 # `alone` looks at the whole machine, and only the files that say so are read. No test of either part
-# may be chosen by ARGS: pytest says so by 5. Where Python may not keep what it has compiled, pytest would
+# may be chosen by ARGS: pytest says so by 5, and so does a machine without a C++ compiler, which cannot
+# play the test device (tests/device): without ARGS, its tests and those for a GPU come last. Where Python may not keep what it has compiled, pytest would
 # compile all tests anew, and each worker all modules: here it may.
 test: $(STAMP)  ## run the whole test suite
 	@failed=0; unset PYTHONDONTWRITEBYTECODE; \
 	$(BIN)/python -m pytest -m "not night and not alone" -n $(WORKERS) --dist loadfile \
 	    --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	$(BIN)/python -m pytest -m "alone and not night" $(or $(ARGS),$(ALONE)) || [ $$? -eq 5 ] || failed=1; \
+	[ -n "$(ARGS)" ] || $(BIN)/python -m pytest --device dev -n $(WORKERS) --dist loadfile $(ON_DEVICE) \
+	    || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
 
 check: $(STAMP)  ## formatting, lint, types
