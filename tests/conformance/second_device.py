@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from phalanx.replicas import replica
+from phalanx.replicas import parameter_copies, replica
 
 __all__ = ["emulate_second_device"]
 
@@ -24,16 +25,7 @@ __all__ = ["emulate_second_device"]
 def emulate_second_device() -> Iterator[None]:
     """Let every replica made in the body, but the first of its executor, be as elsewhere."""
     elsewhere = threading.local()
-    alias, open_replica = replica._alias, replica.Replica.__init__
-
-    def copy_or_alias(parameter: nn.Parameter) -> Tensor:
-        if not getattr(elsewhere, "on", False):
-            return alias(parameter)
-        own = Tensor._make_subclass(
-            type(parameter), parameter.detach().clone(), parameter.requires_grad
-        )
-        own.__dict__.update(parameter.__dict__)
-        return own
+    lies_on, open_replica = parameter_copies.lies_on, replica.Replica.__init__
 
     def open_elsewhere(
         self: replica.Replica, source: nn.Module, device: Any, index: int, **options: Any
@@ -41,15 +33,13 @@ def emulate_second_device() -> Iterator[None]:
         before, elsewhere.on = getattr(elsewhere, "on", False), index > 0
         try:
             open_replica(self, source, device, index, **options)
-            if elsewhere.on:
-                self._shared = [False] * len(self._shared)
-                self._same = replica.SameParameters(
-                    source, self.parameters, self._shared, only_one=options.get("only_one", False)
-                )
         finally:
             elsewhere.on = before
 
+    def lies_here(parameter: Tensor, device: torch.device) -> bool:
+        return not getattr(elsewhere, "on", False) and lies_on(parameter, device)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "_alias", copy_or_alias)
+        patch.setattr(parameter_copies, "lies_on", lies_here)
         patch.setattr(replica.Replica, "__init__", open_elsewhere)
         yield

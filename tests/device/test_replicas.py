@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.executor_group import DataParallelExecutorGroup
-from phalanx.replicas import Replica, modes
+from phalanx.plan import workload_sizes
+from phalanx.replicas import Replica, modes, parameter_copies
 from tests.conformance.groups import desc
 from tests.conformance.models import assert_close
 
@@ -119,13 +120,7 @@ def test_training_equals_plain_pytorch(way: str, formation: str, optimizer: str)
 
 
 def test_a_replica_that_goes_by_versions_would_be_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_value = Replica._copy_value
-
-    def copy_if_raised(self: Replica, place: int, original: Tensor, own: Tensor) -> None:
-        if not self._seen[place].is_still(original):
-            copy_value(self, place, original, own)
-
-    monkeypatch.setattr(Replica, "_copy_value", copy_if_raised)
+    monkeypatch.setattr(parameter_copies._Bundle, "_differs", lambda self: False)
     for way, expected in (("SGD-foreach", True), ("SGD-fused", False)):
         net = Net().to("dev:0")
         by_container(net, ["dev:0", "dev:1"], None, OPTIMIZERS[way])
@@ -216,20 +211,43 @@ def copied_bytes(run: Callable[[], Any]) -> int:
     return torch.dev.copies("dev:0", "dev:1")[1] - before
 
 
-def test_a_step_copies_each_parameter_once() -> None:
+PARAMETERS = 8 * (32 + 8 + 32 + 8)  # of `Net`, each padded to 64 bytes
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("devices", [["dev:0", "dev:1"], ["dev:0", "dev:1", "dev:1"]])
+def test_a_step_copies_the_parameters_once_for_each_device(
+    devices: list[str], optimizer: str
+) -> None:
     net = Net().to("dev:0")
     x, y = batch(0, "dev:0")
-    rows = ROWS // 2
-    with phalanx.DataParallel(net, ["dev:0", "dev:1"]) as model:
-        stepper = OPTIMIZERS["SGD-fused"](model.parameters())
+    others = len(devices) - 1
+    rows = sum(workload_sizes(ROWS, [1.0] * len(devices))[1:])
+    with phalanx.DataParallel(net, devices) as model:
+        stepper = OPTIMIZERS[optimizer](model.parameters())
 
         def step() -> None:
             F.mse_loss(model(x), y).backward()
             stepper.step()
 
         step()
-        others = 2 * net.seen.nbytes + x[:rows].nbytes + y[:rows].nbytes  # and `y`'s gradient
-        assert copied_bytes(step) == others + sum(each.nbytes for each in net.parameters())
+        inputs = x[:rows].nbytes + y[:rows].nbytes + 2 * others * net.seen.nbytes  # `y`: gradients
+        assert copied_bytes(step) == PARAMETERS + inputs
+
+
+def test_evaluation_and_further_passes_copy_no_parameters() -> None:
+    net = Net().to("dev:0").eval()
+    x, y = batch(0, "dev:0")
+    inputs, gradients = x[: ROWS // 2].nbytes, y[: ROWS // 2].nbytes
+    with phalanx.DataParallel(net, ["dev:0", "dev:1"]) as model:
+        model(x)
+        with torch.no_grad():
+            assert copied_bytes(lambda: model(x)) == inputs
+        for _ in range(2):
+            assert copied_bytes(lambda: F.mse_loss(model(x), y).backward()) == inputs + gradients
+        net.head.weight.data[0, 0] += 1  # raises no version
+        with torch.no_grad():
+            assert copied_bytes(lambda: assert_close(model(x), net(x), F64)) == inputs + PARAMETERS
 
 
 # -- other ways to run -----------------------------------------------

@@ -33,6 +33,7 @@ from phalanx.plan import BufferRules, check_workloads, read_intra_op
 from phalanx.replicas import (
     CallerModes,
     CompileOnce,
+    ParameterCopies,
     Replica,
     ReplicaRendezvous,
     SourceGradients,
@@ -103,6 +104,7 @@ class ThreadExecutor(Executor):
         for own in self.sources:
             refuse_lazy(own)
         reaching = SourceGradients(self.parameters)
+        self._copies = {own: ParameterCopies(list(own.parameters())) for own in self.sources}
         self.replicas = [
             Replica(
                 own,
@@ -111,6 +113,7 @@ class ThreadExecutor(Executor):
                 all_parameters=self.parameters,
                 prefix="" if one_source else f"{index}.",
                 rules=rules,
+                copies=self._copies[own],
                 reaching=reaching,
                 only_one=not one_source and sources.count(own) == 1,
             )
@@ -158,6 +161,7 @@ class ThreadExecutor(Executor):
     def refresh(self) -> None:
         """Take over everything from the module now."""
         self.outdate()
+        self._refresh_copies()
         self.each(lambda index: self.replicas[index].refresh())
 
     def outdate(self) -> None:
@@ -191,6 +195,8 @@ class ThreadExecutor(Executor):
         self._threads.close()
 
     def _work_on(self, state: RunState) -> None:
+        if state.as_of is None:
+            self._refresh_copies()
         modes = CallerModes.capture(self.devices)
         state.version = _NOW
         each = self._threads.each if state.as_of is None else self.each
@@ -204,6 +210,10 @@ class ThreadExecutor(Executor):
 
         with _NOTHING if rendezvous is None else rendezvous.open(members):
             each(serve)
+
+    def _refresh_copies(self) -> None:
+        for copies in self._copies.values():
+            copies.refresh()
 
     def _run_microbatches(self, replica_index: int, state: RunState) -> None:
         """Run what is left of ``state`` on one replica, in its thread."""

@@ -45,6 +45,7 @@ from phalanx.replicas.packing import (
     picklable_or_named,
     span_bytes,
 )
+from phalanx.replicas.parameter_copies import ParameterCopies
 from phalanx.replicas.rendezvous import ReplicaRendezvous
 from phalanx.replicas.replica import (
     Replica,
@@ -95,6 +96,7 @@ __all__ = [
     "Inputs",
     "MicrobatchRng",
     "PackedGlobals",
+    "ParameterCopies",
     "Registered",
     "Replica",
     "ReplicaRendezvous",

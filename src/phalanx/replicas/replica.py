@@ -18,9 +18,9 @@ from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.compiling import refuse_compiled_in_place, shared_compilers
 from phalanx.replicas.hooks import Hooks, kept_outside, shared_hooks, went_back_outside
 from phalanx.replicas.packing import span_bytes
+from phalanx.replicas.parameter_copies import ParameterCopies
 from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.statistics import StatisticsOfReplica
-from phalanx.replicas.tensor_version import TensorVersion
 from phalanx.replicas.unchanged import SameParameters
 from phalanx.torch_internals import foreach_add, make_subclass
 
@@ -41,8 +41,9 @@ class Replica:
     """A copy of ``source`` that one thread runs.
 
     On the source's own device the copy's parameters lie in the very memory of the source's, so
-    there is nothing to refresh; on another device they are copies. Buffers are always the replica's
-    own. Hooks that the user registers on the source, now or later, run in the replica.
+    there is nothing to refresh. On another device they lie in copies that all replicas there share,
+    and that the executor brings up to date. Buffers are always the replica's own. Hooks that the
+    user registers on the source, now or later, run in the replica.
 
     Args:
         source: The module that the user trains.
@@ -51,6 +52,7 @@ class Replica:
         all_parameters: Those of the whole executor, in whose order gradients are returned.
         prefix: What stands before the names of the source's buffers.
         rules: What becomes of buffers that the replica writes.
+        copies: The source's parameters elsewhere; one for all replicas of the source.
         reaching: Catches gradients that reach the source itself; one for the whole executor.
         only_one: Whether there is no other replica of ``source``.
 
@@ -68,14 +70,16 @@ class Replica:
         all_parameters: Sequence[nn.Parameter] | None = None,
         prefix: str = "",
         rules: BufferRules | None = None,
+        copies: ParameterCopies | None = None,
         reaching: SourceGradients | None = None,
         only_one: bool = False,
     ) -> None:
         self.index = index
         self.device = device
         self._originals = list(source.parameters())
+        homes = (copies or ParameterCopies(self._originals)).values_on(device)
         with torch.inference_mode(False), torch.no_grad():
-            self.module = _copy_module(source, device)
+            self.module = _copy_module(source, device, homes)
         self.parameters = list(self.module.parameters())
         self.statistics = StatisticsOfReplica(
             source, self.module, prefix, rules if rules is not None else BufferRules()
@@ -88,40 +92,23 @@ class Replica:
         self._everything = everything
         self._reaching = SourceGradients(everything) if reaching is None else reaching
         self._caught: dict[int, Tensor] = {}
-        self._shared = [original.device == device for original in self._originals]
-        self._seen = [TensorVersion()] * len(self._originals)
-        self._same = SameParameters(source, self.parameters, self._shared, only_one=only_one)
+        self._same = SameParameters(source, self.parameters, homes, only_one=only_one)
 
     def matches_source(self) -> bool:
         """Tell whether all that has changed in the source is what :meth:`refresh` takes over."""
         return self._attributes.can_follow() and self._hooks.can_follow()
 
     def refresh(self) -> None:
-        """Take over what has changed in the source: attributes, freezing, buffers, remote values.
+        """Take over what has changed in the source: attributes, freezing, buffers.
 
         Attributes are plain values such as ``training`` or a dropout's ``p``.
         """
         self._attributes.refresh(self.device)
-        for place, (original, own) in enumerate(zip(self._originals, self.parameters, strict=True)):
+        for original, own in zip(self._originals, self.parameters, strict=True):
             if own.requires_grad != original.requires_grad:
                 own.requires_grad_(original.requires_grad)
                 self._reaching.watch(original)
-            if not self._shared[place]:
-                self._copy_value(place, original, own)
         self.statistics.refresh()
-
-    def _copy_value(self, place: int, original: Tensor, own: Tensor) -> None:
-        """Copy a parameter from another device, in every run.
-
-        Its version does not say whether it has changed: fused optimizers, and writes through
-        `.data` or into a flat tensor, do not raise it. Where it was raised, that of the replica is
-        raised too, so that a graph still to run backward notices, as in plain PyTorch.
-        """
-        is_still = self._seen[place].is_still(original)
-        with torch.no_grad():
-            (own.data if is_still else own).copy_(original, non_blocking=True)
-        if not is_still:
-            self._seen[place] = TensorVersion(original)
 
     def leaves(self) -> frozenset[int]:
         """Return the ids of its parameters and of the source's."""
@@ -172,14 +159,14 @@ class Replica:
         They stand in the order of the executor's parameters, with None for those of others.
         """
         gradients: list[Tensor | None] = [None] * len(self._everything)
-        for place, parameter, original, shared in zip(
-            self._places, self.parameters, self._originals, self._shared, strict=True
+        for place, parameter, original in zip(
+            self._places, self.parameters, self._originals, strict=True
         ):
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
                 gradient = in_memory_order(gradient, parameter)
-                gradients[place] = gradient if shared else gradient.to(original.device)
+                gradients[place] = gradient.to(original.device)
         caught, self._caught = self._caught, {}
         for place, other in caught.items():
             more, own = in_memory_order(other, self._everything[place]), gradients[place]
@@ -193,17 +180,15 @@ class Replica:
             parameter.grad = None
 
 
-def _copy_module(source: nn.Module, device: torch.device) -> nn.Module:
-    """Deep-copy ``source`` with parameters in the same memory where ``device`` is the same."""
+def _copy_module(source: nn.Module, device: torch.device, homes: Sequence[Tensor]) -> nn.Module:
+    """Deep-copy ``source`` with each parameter in the memory of its place in ``homes``."""
     refuse_lazy(source)
     refuse_scripts(source)
     _refuse_graphs(source)
     refuse_aliases(source)
     refuse_compiled_in_place(source)
-    memo: dict[int, object] = {
-        id(p): _alias(p) if p.device == device else _copy_elsewhere(p, device)
-        for p in source.parameters()
-    }
+    pairs = zip(source.parameters(), homes, strict=True)
+    memo: dict[int, object] = {id(p): _alias(p, home) for p, home in pairs}
     memo.update(shared_hooks(source))
     memo.update(_compressed(source))
     memo.update(shared_compilers(source))
@@ -322,22 +307,12 @@ def _compressed(source: nn.Module) -> dict[int, object]:
     }
 
 
-def _alias(parameter: nn.Parameter) -> Tensor:
+def _alias(parameter: nn.Parameter, home: Tensor) -> Tensor:
     # Not of `data`: with the version counter shared, autograd notices a change before backward.
-    with torch.inference_mode(parameter.is_inference()):  # it has none then
-        return _replica_of(parameter, parameter.detach())
-
-
-def _copy_elsewhere(parameter: nn.Parameter, device: torch.device) -> Tensor:
-    # An alias that is moved keeps the source's version counter: each copy to it would count as a
-    # change of the source, and of all other replicas.
-    return _replica_of(parameter, parameter.detach().to(device))
-
-
-def _replica_of(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    own: Tensor = make_subclass(type(parameter), value, parameter.requires_grad)
-    own.__dict__.update(parameter.__dict__)
-    return own
+    with torch.inference_mode(home.is_inference()):  # it has none then
+        alias: Tensor = make_subclass(type(parameter), home.detach(), parameter.requires_grad)
+    alias.__dict__.update(parameter.__dict__)
+    return alias
 
 
 def add_gradients(

@@ -29,21 +29,21 @@ class SameParameters:
     Args:
         source: The module that the user trains.
         own: The replica's parameters, in the order of the source's.
-        shared: Which of them lie in the source's memory.
+        homes: In whose memory they lie: the source's parameters, or copies on another device.
         only_one: Whether there is no other replica of this source: what is written to memory that
             it shares with the source is then written once.
     """
 
     def __init__(
-        self, source: nn.Module, own: Sequence[Tensor], shared: Sequence[bool], *, only_one: bool
+        self, source: nn.Module, own: Sequence[Tensor], homes: Sequence[Tensor], *, only_one: bool
     ) -> None:
         self._named = list(source.named_parameters())
         self._own = own
-        self._shared = shared
+        self._homes = homes
         self._versioned = [
             place
             for place, parameter in enumerate(own)
-            if not (parameter.is_inference() or (only_one and shared[place]))
+            if not (parameter.is_inference() or (only_one and self._is_shared(place)))
         ]
 
     def note(self) -> tuple[list[int], list[int]]:
@@ -65,10 +65,12 @@ class SameParameters:
         ]
         versions = zip(self._versioned, before[1], after[1], strict=True)
         for place in moved:
-            original, own = self._named[place][1], self._own[place]
-            own.data = original.data.to(own.device)
+            self._own[place].data = self._homes[place].data
         changed = min([*moved, *(place for place, a, b in versions if a != b)])
         raise _refusal(self._named[changed][0])
+
+    def _is_shared(self, place: int) -> bool:
+        return self._homes[place] is self._named[place][1]
 
 
 def _refusal(name: str) -> UnsupportedError:

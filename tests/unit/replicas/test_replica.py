@@ -15,17 +15,6 @@ from phalanx.replicas import Replica, add_gradients
 CPU = torch.device("cpu")
 
 
-def elsewhere(source: nn.Module) -> Replica:
-    """Return a replica as it is on another device: with parameters of its own."""
-    replica = Replica(source, CPU, 0)
-    for module in replica.module.modules():
-        for key, parameter in module._parameters.items():
-            module._parameters[key] = nn.Parameter(parameter.detach().clone())
-    replica.parameters = list(replica.module.parameters())
-    replica._shared = [False] * len(replica.parameters)
-    return replica
-
-
 def test_parameters_are_the_sources_memory_and_buffers_are_not() -> None:
     source = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     replica = Replica(source, CPU, 0)
@@ -43,21 +32,6 @@ def test_ties_stay_inside_the_replica() -> None:
     assert isinstance(replica.module, nn.Sequential)
     assert replica.module[0].weight is replica.module[1].weight
     assert len(replica.parameters) == 3
-
-
-def test_a_remote_replica_copies_all_values_and_raises_versions_where_the_source_did() -> None:
-    source = nn.Linear(3, 2)
-    replica = elsewhere(source)
-    replica.refresh()
-    before = [parameter._version for parameter in replica.parameters]
-    with torch.no_grad():
-        source.weight.fill_(5.0)
-    source.bias.data.fill_(7.0)  # raises no version
-    replica.refresh()
-    assert replica.parameters[0].tolist() == [[5.0] * 3] * 2
-    assert replica.parameters[1].tolist() == [7.0, 7.0]
-    raised = [now._version > then for now, then in zip(replica.parameters, before, strict=True)]
-    assert raised == [True, False]
 
 
 def test_modes_and_freezing_follow_the_source() -> None:
@@ -221,27 +195,6 @@ def test_gradients_that_share_memory_are_added_to_once() -> None:
 
 
 # --- another device -------------------------------------------------------------------------------
-
-
-def test_a_remote_copy_is_written_in_place_so_that_a_graph_notices() -> None:
-    source = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    replica = elsewhere(source)
-    replica.refresh()
-    output = replica.module(torch.ones(1, 3))
-    with torch.no_grad():
-        source[1].weight.add_(1)
-    replica.refresh()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
-
-
-def test_a_remote_replica_has_nothing_to_copy_when_nothing_has_changed() -> None:
-    source = nn.Linear(3, 2)
-    replica = elsewhere(source)
-    replica.refresh()
-    versions = [parameter._version for parameter in replica.parameters]
-    replica.refresh()
-    assert [parameter._version for parameter in replica.parameters] == versions
 
 
 def test_buffers_are_copied_again_when_outdated_whatever_their_versions_say() -> None:
