@@ -253,6 +253,14 @@ def test_evaluation_and_further_passes_copy_no_parameters() -> None:
 # -- other ways to run -----------------------------------------------
 
 
+def test_a_group_joins_batches_of_which_the_first_device_has_no_rows() -> None:
+    net, x = Net().to("dev:0").eval(), batch(0, "dev:0")[0]
+    options = {"data": [desc("data", ROWS, 5)], "workloads": [1, 5]}
+    with DataParallelExecutorGroup(net, ["dev:0", "dev:1"], **options) as group:
+        found = group.predict([{"data": x}, {"data": x[:1]}])
+    assert_close(found, net(torch.cat([x, x[:1]])).detach(), F64)
+
+
 def test_pinned_inputs_may_be_on_their_way() -> None:
     net = Net().to("dev:0")
     with phalanx.DataParallel(net.eval(), ["dev:0", "dev:1"]) as model, torch.no_grad():

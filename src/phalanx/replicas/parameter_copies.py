@@ -129,7 +129,7 @@ class _Bundle:
         """Return tensors in the memory of ``flat``, each with a version of its own."""
         storage = flat.untyped_storage()
         return [
-            torch.empty(0, dtype=flat.dtype, device=flat.device).set_(  # type: ignore[call-overload]
+            torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
                 storage, start, original.shape, dense_strides(original)
             )
             for start, original in zip(self._starts, self._originals, strict=False)
