@@ -80,7 +80,7 @@ test: $(STAMP)  ## run the whole test suite
 	$(BIN)/python -m pytest -m "not night and not alone" -n $(WORKERS) --dist loadfile \
 	    --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	$(BIN)/python -m pytest -m "alone and not night" $(or $(ARGS),$(ALONE)) || [ $$? -eq 5 ] || failed=1; \
-	[ -n "$(ARGS)" ] || $(BIN)/python -m pytest --device dev -n $(WORKERS) --dist loadfile $(ON_DEVICE) \
+	[ -n "$(ARGS)" ] || TEST_DEVICES=4 $(BIN)/python -m pytest --device dev -n $(WORKERS) --dist loadfile $(ON_DEVICE) \
 	    || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
 
@@ -116,6 +116,8 @@ chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and g
 night: $(STAMP)  ## every kind of fault at every point in every worker, whole products, torch's own distributed tests
 	@$(BIN)/python -m pytest -m "night or not night" tests/chaos tests/conformance $(ARGS)
 	@$(BIN)/python -m pytest -m night --ignore=tests/chaos --ignore=tests/conformance $(ARGS)
+	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 $(BIN)/python -m pytest -m "night or not night" --device dev $(ON_DEVICE) \
+	    || [ $$? -eq 5 ]
 
 gpu: $(STAMP)  ## the tests that need a GPU, and the benchmark beside nn.DataParallel and DDP over NCCL
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

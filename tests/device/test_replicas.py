@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,13 @@ def equals_plain(net: nn.Module, optimizer: Any) -> bool:
 
 def on_side_streams(run: Callable[[], Any]) -> Any:
     """Run on streams of the caller's own, with the care that he must take himself."""
-    streams = [torch.Stream(f"dev:{index}") for index in range(2)]
-    before = [torch.dev.current_stream(index) for index in range(2)]
+    before = [torch.dev.current_stream(index) for index in range(torch.dev.device_count())]
+    streams = [torch.Stream(f"dev:{each.device_index}") for each in before]
     for own, other in zip(streams, before, strict=True):
         own.wait_stream(other)
-    with streams[1], streams[0]:
+    with ExitStack() as stack:
+        for stream in reversed(streams):
+            stack.enter_context(stream)
         found = run()
     for own, other in zip(streams, before, strict=True):
         other.wait_stream(own)
@@ -166,6 +169,34 @@ def test_replicas_work_on_the_callers_streams() -> None:
     net = Net().to("dev:0")
     on_side_streams(lambda: by_container(net, ["dev:0", "dev:1"], None, OPTIMIZERS["SGD-fused"]))
     assert equals_plain(net, OPTIMIZERS["SGD-fused"])
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_gradients_of_inputs_are_ready_on_the_callers_stream(
+    planted: bool, monkeypatch: pytest.MonkeyPatch, raises_race: Any
+) -> None:
+    """Torch's thread for backward passes knows the stream of the outputs' device only."""
+    other = f"dev:{torch.dev.device_count() - 1}"
+    if planted and other == "dev:1":
+        pytest.skip("needs three devices: of the outputs, of the inputs, and of a replica")
+
+    def gradient() -> Tensor:
+        x = (batch(0, "dev:1")[0] * 1).requires_grad_()
+        y = (x * 2).sin()
+        with phalanx.DataParallel(net, ["dev:0", other]) as model:
+            F.mse_loss(model(y), batch(0, "dev:0")[1]).backward()
+        return x.grad * 1
+
+    net = Net().to("dev:0")
+    if planted:
+        monkeypatch.setattr(modes.CallerModes, "on_streams", lambda self: nullcontext())
+        with raises_race("has not waited"):
+            on_side_streams(gradient)
+        return
+    found = on_side_streams(gradient)
+    x = batch(0, "cpu")[0].requires_grad_()
+    F.mse_loss(Net()((x * 2).sin()), batch(0, "cpu")[1]).backward()
+    assert_close(found.cpu(), x.grad, F64)
 
 
 def test_replicas_on_streams_of_their_own_would_race(

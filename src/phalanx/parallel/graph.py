@@ -134,6 +134,9 @@ class Graph:
         feedback: Every replica's gradient passes through its codec before it is added.
         inputs: See `ForwardTask`.
 
+    Attributes:
+        modes: The caller's in the forward pass.
+
     Raises:
         UnsupportedError: In forward-mode differentiation.
     """
@@ -157,7 +160,7 @@ class Graph:
         self._inputs = inputs
         self._records = torch.is_grad_enabled()
         self._seed = (seed_of_process(),)
-        self._modes = CallerModes.capture(executor.devices)
+        self.modes = CallerModes.capture(executor.devices)
         self._trainable = {id(p) for p in executor.parameters if p.requires_grad}
         self._given = {
             replica: _Given.of(part, self._records)
@@ -290,7 +293,7 @@ class Graph:
             for replica in range(len(executor))
         ]
         task = BackwardTask(
-            self._run, self._modes, keep_graph, seed_of_process(), meets=executor.has_rendezvous
+            self._run, self.modes, keep_graph, seed_of_process(), meets=executor.has_rendezvous
         )
         changed = merge and (self._held.by_replica or self._feedback is not None)
         with torch.enable_grad():  # gradients are asked for
@@ -397,7 +400,8 @@ class _Connect(torch.autograd.Function):
                 "derivatives."
             )
         keep_graph = keeps_graph()
-        return (None, None, *ctx.graph.backward(grads, keep_graph))
+        with ctx.graph.modes.on_streams():
+            return (None, None, *ctx.graph.backward(grads, keep_graph))
 
 
 def _forget(executor: Callable[[], Executor | None], names: Sequence[str]) -> None:

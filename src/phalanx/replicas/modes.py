@@ -57,6 +57,31 @@ class CallerModes:
         finally:
             torch.set_autocast_cache_enabled(cached)
 
+    @contextlib.contextmanager
+    def on_streams(self) -> Iterator[None]:
+        """Run a node's backward pass on the caller's streams, and put back those of this thread.
+
+        In torch's thread for backward passes, the caller's stream is current on the node's device
+        only. What the node is given is ready there, and so must be what it returns.
+        """
+        if not self.streams:
+            yield
+            return
+        own, before = torch.accelerator.current_stream(), _current_streams()
+        ready = own.record_event()
+        try:
+            for stream in self.streams:
+                stream.wait_event(ready)
+                torch.accelerator.set_stream(stream)
+            torch.accelerator.set_device_index(own.device_index)
+            yield
+        finally:
+            for stream in self.streams:
+                own.wait_event(stream.record_event())
+            for stream in before:
+                torch.accelerator.set_stream(stream)
+            torch.accelerator.set_device_index(own.device_index)
+
     def _modes_entered(self, device: torch.device) -> AbstractContextManager[None]:
         if self.inference or self.autocast or self.streams:
             return self._all_entered(device)
