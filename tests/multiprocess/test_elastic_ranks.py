@@ -381,7 +381,9 @@ def test_who_comes_after_the_end_is_told(children: Children, tmp_path: Path) -> 
     assert [outcome(each) for each in others] == [""] * 2
     wait_for_exit(lost.pid)
     told = outcome(job.start(2, None, told_to_go))
-    assert told.startswith("RunEnded: The run that this rank would join has ended, and all its ranks")
+    assert told.startswith(
+        "RunEnded: The run that this rank would join has ended, and all its ranks"
+    )
     told = outcome(job.start(1, None, told_to_go))  # its process before has failed after the run
     assert told.startswith("StateError: The run that this rank would join has ended, and")
 

@@ -111,6 +111,12 @@ class Job:
         """Whether no other host takes part."""
         return self.nodes == (1, 1) and not self.endpoint
 
+    @property
+    def num_hosts(self) -> str:
+        """How many hosts take part, in words."""
+        fewest, most = self.nodes
+        return f"{most} hosts" if fewest == most else f"{fewest} to {most} hosts"
+
     def __post_init__(self) -> None:
         read_count("ranks", self.ranks, 1, "rank")
         read_count("max_restarts", self.max_restarts, 0)
@@ -228,8 +234,6 @@ def _run(
             notes = _FailureNotes(job.log_dir or folder / "logs", how.get("tee", Std.NONE))
             config = _config(job, notes, how)
             store = str(folder) if job.is_alone else ""
-            if not job.is_alone:
-                sys.stderr.write(f"Waiting at {job.endpoint} for {_number_of_hosts(job)}\n")
             launcher = str(os.getpid())
             try:
                 values: dict[int, Any] = elastic_launch(config, entrypoint)(
@@ -240,7 +244,7 @@ def _run(
                 raise describe_failures({**notes.read(), **exc.failures}) from None
             except RendezvousTimeoutError:
                 raise RankFailed(
-                    f"{_number_of_hosts(job)} must come to {job.endpoint} within "
+                    f"{job.num_hosts} must come to {job.endpoint} within "
                     f"{job.timeout_s:g} s, but did not. Start `phalanx launch` on each with the "
                     "same `--endpoint`, `--nnodes` and `--run-id`, and see that this port of that "
                     "host can be reached from the others."
@@ -258,11 +262,6 @@ def _run(
         f"The ranks were ended by {ended_by.name}, which the launcher has received.",
         exit_code=128 + ended_by,
     )
-
-
-def _number_of_hosts(job: Job) -> str:
-    fewest, most = job.nodes
-    return f"{most} hosts" if fewest == most else f"{fewest} to {most} hosts"
 
 
 class _FailureNotes(DefaultLogsSpecs):
