@@ -12,6 +12,7 @@ from benchmarks.__main__ import app
 from phalanx.errors import ConfigError
 
 
+@pytest.mark.night
 def test_all_contestants_train_and_the_report_has_them(tmp_path):
     words = ["gpu", "--device=cpu", "--models=tiny", "--steps=1", f"--out={tmp_path}"]
     result = CliRunner().invoke(app, words)

@@ -116,6 +116,7 @@ def run_hosts(*words):
     return CliRunner().invoke(bench_app, ["hosts", *words])
 
 
+@pytest.mark.night
 def test_it_runs_with_servers_of_their_own_and_writes_what_it_found(tmp_path, monkeypatch):
     """Real processes, small: two workers, and the servers of two hosts."""
     monkeypatch.setattr("benchmarks.hosts._TURN_S", 0.01)

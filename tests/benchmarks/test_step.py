@@ -56,15 +56,13 @@ def test_all_run_by_default_but_those_that_do_other_work():
     assert set(select(sorted(others), "gpt")) == others
 
 
-BY_NIGHT = {"threads-cl", "trainer-m2", "trainer-m8"} | {  # of those with processes `ddp` is enough
-    name for name in CONTESTANTS if CONTESTANTS[name].process_per_worker and name != "ddp"
-}
+BY_DAY = {"threads", "ddp", "dataparallel", "trainer", "processes"}
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.night] * (name in BY_NIGHT))
+        pytest.param(name, marks=[pytest.mark.night] * (name not in BY_DAY))
         for name in [*by_default(), "ddp-meet"]
     ],
 )

@@ -296,16 +296,8 @@ def test_each_scene_goes_well(scene: Scene) -> None:
     perform(scene, None)
 
 
-def bugs() -> list[object]:
-    """All bugs; those whose scene is shown to notice another one wait for the night."""
-    first = {scene: bug for bug, (scene, _) in reversed(SCENES.items())}
-    return [
-        bug if bug in first.values() else pytest.param(bug, marks=pytest.mark.night)
-        for bug in [*BUGS, *NATIVE_BUGS]
-    ]
-
-
-@pytest.mark.parametrize("bug", bugs())
+@pytest.mark.night  # it is about the tests
+@pytest.mark.parametrize("bug", [*BUGS, *NATIVE_BUGS])
 def test_a_planted_bug_is_caught(bug: str) -> None:
     if bug in NATIVE_BUGS and not can_be_planted():
         pytest.skip("it is planted in C, for which there is no compiler here")

@@ -284,6 +284,7 @@ def test_each_scene_goes_well(scene: Scene, tmp_path: Path) -> None:
     scene(a_run(), None, tmp_path)
 
 
+@pytest.mark.night  # it is about the tests
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
     scene, says = SCENES[bug]

@@ -133,6 +133,7 @@ def test_keys_that_were_coming_when_the_server_died_come_once(tmp_path):
     assert play(tmp_path, "keys", "keys indexed") == [ONCE] * 2
 
 
+@pytest.mark.night  # it is about the tests
 @pytest.mark.parametrize(
     ("bug", "point"),
     [("counted_twice", "after unlock"), ("undone_counts", "half the rows written")],

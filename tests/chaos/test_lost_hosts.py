@@ -421,13 +421,8 @@ def test_a_writer_that_dies_leaves_the_older_snapshot_and_another_goes_on(tmp_pa
     a_writer_dies(a_run(), None, tmp_path, point)
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [
-        pytest.param(bug, marks=[pytest.mark.night] if SCENES[bug][0] is a_host_is_lost else [])
-        for bug in BUGS
-    ],
-)
+@pytest.mark.night  # it is about the tests
+@pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug, tmp_path):
     scene, says = SCENES[bug]
     with pytest.raises(AssertionError, match=says):

@@ -24,7 +24,7 @@ def check(kills: int) -> None:
 
 
 def test_survivors_of_a_kill_at_a_random_moment_are_told_and_go_on():
-    check(30)
+    check(15)
 
 
 @pytest.mark.night

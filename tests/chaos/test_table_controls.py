@@ -339,6 +339,7 @@ def test_each_scene_goes_well(scene: Scene, tmp_path: Path) -> None:
     assert not [entry for entry in os.listdir("/dev/shm") if run in entry]
 
 
+@pytest.mark.night  # it is about the tests
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scene, says = SCENES[bug]

@@ -273,9 +273,9 @@ def test_a_container_inside_a_compiled_model_stays_as_it_is(log: Log) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("p", [pytest.param(0.0, marks=pytest.mark.night), 0.5])
+@pytest.mark.parametrize("p", [0.0, 0.5])
 def test_inductor_has_the_same_bits_in_every_executor(p: float, log: Log) -> None:
     """Its dropout draws other numbers than that of plain torch, as it does without us."""
     found = [

@@ -85,7 +85,8 @@ def trained_alone() -> list[list[float]]:
     [
         ("accelerate", ACCELERATE, [*LAUNCH, "-n", "2"]),
         pytest.param("lightning_fabric", FABRIC, [*LAUNCH, "-n", "2"], marks=pytest.mark.night),
-        ("lightning_fabric", FABRIC, []),  # which starts the second process itself
+        # Which starts the second process itself.
+        pytest.param("lightning_fabric", FABRIC, [], marks=pytest.mark.night),
     ],
     ids=["accelerate", "fabric", "fabric's own launch"],
 )

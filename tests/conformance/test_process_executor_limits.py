@@ -83,8 +83,16 @@ def ration(monkeypatch: pytest.MonkeyPatch) -> Ration:
     return ration
 
 
-@pytest.mark.parametrize("least", [0, LEAST_SHARD_ELEMENTS], ids=["slices", "whole"])
-@pytest.mark.parametrize("optimizer", [adamw, sgd, adagrad])
+@pytest.mark.parametrize(
+    ("least", "optimizer"),
+    [
+        pytest.param(
+            least, optimizer, marks=[pytest.mark.night] * (least > 0 or optimizer is not adamw)
+        )
+        for least in (0, LEAST_SHARD_ELEMENTS)
+        for optimizer in (adamw, sgd, adagrad)
+    ],
+)
 def test_memory_that_ends_anywhere_in_first_steps_refuses_them_whole(
     optimizer: Any, least: int, ration: Ration, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,10 @@ def digits_accuracy(codec: str | None) -> float:
         return run.evaluate(data.test)["accuracy"]
 
 
-@pytest.mark.parametrize("codec", ["fp16", "bf16", "one_bit", "top_k"])
+@pytest.mark.parametrize(
+    "codec",
+    [pytest.param(each, marks=pytest.mark.night) for each in ("fp16", "bf16", "top_k")]
+    + ["one_bit"],
+)
 def test_digits_are_learned_as_well_through_a_codec(codec: str, accuracy_without: float) -> None:
     assert digits_accuracy(codec) >= accuracy_without - 0.01

@@ -502,6 +502,7 @@ def assert_right(rank: Child, expected: Run) -> None:
     assert_same_bits(dataclasses.replace(run, losses=expected.losses), expected)
 
 
+@pytest.mark.night  # it is about the tests
 @pytest.mark.parametrize("bug", list(BUGS))
 def test_a_planted_bug_is_caught(
     bug: str, children: Children, tmp_path: Path, expected: Run

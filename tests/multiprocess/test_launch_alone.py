@@ -271,7 +271,9 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(start):
         RunDirectory.sweep()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.night)]
+)
 def test_a_launcher_that_is_told_to_end_leaves_nothing(start, number):
     job = start()
     folders = folders_of(job.pids)

@@ -133,6 +133,7 @@ def use_a_slow_link(parent: Parent, world: tables.TableGroup) -> None:
     world.barrier()
 
 
+@pytest.mark.night
 def test_a_slow_link_delays_calls_or_ends_them_with_the_hosts_name(networks, tmp_path):
     with workers(networks, tmp_path, use_a_slow_link) as started:
         assert started[0].get() == "ready"
