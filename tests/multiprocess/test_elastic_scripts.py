@@ -60,9 +60,9 @@ def await_newcomer(trained: phalanx.Trainer, step: int) -> None:
         trained._events._callbacks += (note,)
 
 
-def start_with_a_late_one(job: Job, body: Callable, step: int = 3) -> list[Child]:
-    """Start ranks; the last one dies in ``step``, and is started again."""
-    ranks = job.start_all({job.size - 1: Plan("before the slices", step=step)}, body)
+def start_with_a_late_one(job: Job, body: Callable) -> list[Child]:
+    """Start ranks; the last one dies in step 7, after which the others wait for the next one."""
+    ranks = job.start_all({job.size - 1: Plan("before the slices", step=7)}, body)
     wait_for_exit(ranks[-1].pid)
     ranks[-1] = job.start(job.size - 1, None, body)
     return ranks
