@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from phalanx.distributed.elastic_membership import RankMembership
-from phalanx.errors import PeerTimeout, StateError, UnsupportedError
+from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
 from phalanx.ipc import wait_until
 from tests.conformance.test_executors_same_bits import (
     Run,
@@ -306,3 +306,30 @@ def test_a_checkpoint_before_the_first_step_is_written_once(
     with trainer("threads", 1, [], made()) as trained:
         trained.resume(tmp_path / "checkpoint 0")
         assert trained.steps == 0
+
+
+def stopped_in_one(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
+    folder, stops = parent.hear()
+
+    def stop(event: object) -> None:
+        if isinstance(event, phalanx.StepDone) and event.step == 5 and stops:
+            trained.stop()
+
+    trained._events._callbacks += (stop,)
+    try:
+        trained.fit(batches(), epochs=1)
+        trained.save(folder)
+    except ConfigError as error:
+        return f"{error}"
+    return "saved"
+
+
+def test_a_rank_that_stops_and_saves_alone_is_told_what_the_others_do(
+    children: Children, tmp_path: Path
+) -> None:
+    ranks = Job(children, tmp_path).start_all({}, stopped_in_one)
+    for rank, each in enumerate(ranks):
+        each.put((tmp_path / "checkpoint", rank == 1))
+    expected = "rank 1 is about to compare weights while rank 0 is about to run a batch"
+    for each in ranks:
+        assert expected in outcome(each)

@@ -293,9 +293,9 @@ class ElasticExchange(Exchange):
 
     # --- by whom it is carried --------------------------------------------------------------------
 
-    def gather(self, document: bytes) -> list[bytes]:
-        """Return every rank's document, by rank."""
-        return [document] if self.size == 1 else super().gather(document)
+    def gather(self, document: bytes, about: str) -> list[bytes]:
+        """Return every rank's document, by rank; as `Exchange.gather`."""
+        return [document] if self.size == 1 else super().gather(document, about)
 
     def _all_gather(self, found: list[Tensor], own: Tensor) -> None:
         assert self._group is not None

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.errors import PeerError, PeerLost, StateError
+from phalanx.errors import ConfigError, PeerError, PeerLost, StateError
 
 __all__ = ["Exchange", "num_ranks_here"]
+
+_LENGTH = 8  # bytes that a document's length takes
+_ABOUT = 24  # and those of what it is about
 
 
 class Exchange:
@@ -41,14 +44,24 @@ class Exchange:
         self.size = dist.get_world_size()
         self._device = _device_of_documents()
 
-    def gather(self, document: bytes) -> list[bytes]:
-        """Return every rank's document, by rank."""
-        lengths = self._gather(torch.tensor([len(document)])).view(-1).tolist()
-        longest = max(lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        if document:
-            padded[: len(document)] = torch.frombuffer(bytearray(document), dtype=torch.uint8)
-        rows = self._gather(padded)
+    def gather(self, document: bytes, about: str) -> list[bytes]:
+        """Return every rank's document, by rank.
+
+        Args:
+            about: What the ranks are about to do.
+
+        Raises:
+            ConfigError: They are about to do different things; every rank hears of it.
+        """
+        head = len(document).to_bytes(_LENGTH, "little") + about.encode().ljust(_ABOUT)
+        heads = [row.numpy().tobytes() for row in self._gather(_as_tensor(head, len(head)))]
+        places = [each[_LENGTH:].decode().strip() for each in heads]
+        if len({*places}) > 1:
+            with contextlib.suppress(PeerError):  # nobody leaves before all have heard
+                self._gather(torch.zeros(1))
+            raise _differing(places)
+        lengths = [int.from_bytes(each[:_LENGTH], "little") for each in heads]
+        rows = self._gather(_as_tensor(document, max(lengths)))
         return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def _gather(self, own: Tensor) -> Tensor:
@@ -113,6 +126,23 @@ class Exchange:
 def num_ranks_here() -> int:
     """Return how many ranks of the job run on this host, as its launcher says; 1 without any."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _as_tensor(content: bytes, length: int) -> Tensor:
+    padded = torch.zeros(length, dtype=torch.uint8)
+    if content:
+        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return padded
+
+
+def _differing(places: Sequence[str]) -> ConfigError:
+    """Say which rank is about to do something else than rank 0."""
+    rank = next(rank for rank, each in enumerate(places) if each != places[0])
+    return ConfigError(
+        f"All ranks must do the same in the same order, but rank {rank} is about to "
+        f"{places[rank]} while rank 0 is about to {places[0]}. Call `stop()` and `save()` in every "
+        "rank, at the same step."
+    )
 
 
 def _device_of_documents() -> torch.device:

@@ -77,7 +77,8 @@ class RankStepper(FlatStepper):
 
     def _gather_state(self) -> None:
         """Lay out the state of all slices as their owners say it is, with ours in its place."""
-        told = [json.loads(each) for each in self._exchange.gather(self._described())]
+        gathered = self._exchange.gather(self._described(), "gather the optimizer")
+        told = [json.loads(each) for each in gathered]
         for place, segment in enumerate(self._flat.segments):
             kinds: dict[str, Any] = next((each[place] for each in told if each[place]), {})
             for key, (dtype, value) in kinds.items():

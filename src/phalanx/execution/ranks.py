@@ -46,6 +46,7 @@ from phalanx.types import Nested
 __all__ = ["RankExecutor", "described", "write_once"]
 
 _TRACED = 64  # elements of each microbatch that tell one batch from another
+_STEP = "run a batch"
 _ANEW = "opened anew"  # what a message says in the place of a step
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
@@ -75,7 +76,7 @@ class RankExecutor(ThreadExecutor):
         self._module = module = self.sources[0]
         self.exchange = exchange = Exchange() if exchange is None else exchange
         own = described(module, self.workloads)
-        told = [json.loads(each) for each in exchange.gather(json.dumps(own).encode())]
+        told = [json.loads(each) for each in exchange.gather(json.dumps(own).encode(), "begin")]
         for rank, each in enumerate(told):
             if each["model"] != told[0]["model"]:
                 raise ConfigError(
@@ -157,9 +158,9 @@ class RankExecutor(ThreadExecutor):
             packed = message.pack()
         except BaseException as error:
             failed = RankMessage(fingerprint, f"{type(error).__name__}: {error}")
-            self.exchange.gather(failed.pack())
+            self.exchange.gather(failed.pack(), _STEP)
             raise
-        messages = [RankMessage.read(each) for each in self.exchange.gather(packed)]
+        messages = [RankMessage.read(each) for each in self.exchange.gather(packed, _STEP)]
         _check(messages)
         self._hears(json.loads(messages[0].fingerprint))
         for message in messages:
@@ -191,7 +192,7 @@ class RankExecutor(ThreadExecutor):
         message = RankMessage(
             _ANEW, "ConfigError: what it trains was changed, and not on all ranks"
         )
-        told = [RankMessage.read(each) for each in self.exchange.gather(message.pack())]
+        told = [RankMessage.read(each) for each in self.exchange.gather(message.pack(), _STEP)]
         others = [rank for rank, each in enumerate(told) if each.fingerprint != _ANEW]
         if others:
             raise ConfigError(
@@ -207,7 +208,8 @@ class RankExecutor(ThreadExecutor):
             PeerError: They differ; on every rank, naming the same one.
         """
         own = [_checksum_of(each) for each in self._module.parameters()]
-        told = [json.loads(each) for each in self.exchange.gather(json.dumps(own).encode())]
+        packed = json.dumps(own).encode()
+        told = [json.loads(each) for each in self.exchange.gather(packed, "compare weights")]
         for rank, each in enumerate(told):
             for (name, _), ours, theirs in zip(
                 self._module.named_parameters(), told[0], each, strict=True
@@ -247,7 +249,7 @@ def write_once(write: Callable[[], None], exchange: Exchange) -> None:
         failure = f"{type(error).__name__}: {error}"
         raise
     finally:
-        told = exchange.gather(failure.encode())[0]
+        told = exchange.gather(failure.encode(), "save")[0]
     if told:
         raise PeerError(f"Rank 0 must write for all ranks, but raised {told.decode()}", 0)
 
