@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cluster.ray_launcher import _Attempt
 from phalanx.cluster.ray_worker import Ended, Lines, RayWorker
+from phalanx.distributed import RankFailed
 from phalanx.ipc import wait_until
 
 SECRET = bytes(range(32))
@@ -105,3 +107,10 @@ def wait_in_a_child() -> None:
     if child == 0:
         signal.pause()
     os.write(1, f"{child}\n".encode())
+
+
+def test_a_run_whose_workers_never_began_has_failed():
+    attempt = _Attempt.__new__(_Attempt)
+    attempt._ended = {}  # all were to start again when the last of them was given up
+    with pytest.raises(RankFailed, match="Ray found no place for any"):
+        attempt.values()

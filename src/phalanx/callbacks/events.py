@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class FitBegun:
-    """A call of `fit` begins; the first that is told of it.
+    """A call of `fit` begins: its first event.
 
     Attributes:
         epochs: Finished since the beginning.
@@ -50,7 +50,7 @@ class FitBegun:
 
 @dataclass(frozen=True, kw_only=True)
 class FitEnded:
-    """A call of `fit` is over, at its end, stopped or by an error; the last that is told of it.
+    """A call of `fit` is over, because it is done, stopped or failed: its last event.
 
     Attributes:
         epochs: Finished since the beginning.

@@ -38,7 +38,7 @@ def can_be_live(console: Console) -> bool:
 class LiveDisplay:
     """Keeps a bar for the epoch and one for each replica.
 
-    Drawn when it is told to, from no thread of its own.
+    Its caller draws it; it has no thread of its own.
     """
 
     def __init__(self, console: Console) -> None:

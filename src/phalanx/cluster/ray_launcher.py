@@ -516,6 +516,8 @@ class _Attempt:
     def values(self) -> list[bytes]:
         """Return what each worker has returned, or raise what the first that failed has."""
         failures = self.failures()
+        if not self._ended:  # they were to start again, and had no place
+            raise RankFailed("A worker must run to its end, but Ray found no place for any.")
         if not failures:
             return [
                 _read_outcome(self._ended[rank])[1] if rank in self._ended else pickle.dumps(None)

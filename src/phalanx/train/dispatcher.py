@@ -1,4 +1,4 @@
-"""Who is told what a trainer has done, and in which order."""
+"""Calls callbacks with the events of a trainer, in a fixed order."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class EventDispatcher:
 
         Args:
             shown: Called with the events of this `fit`, after the others.
-            ended: Returns what is told at the end.
+            ended: Returns the last event.
         """
         callbacks = self._callbacks
         self._callbacks = callbacks if shown is None else (*callbacks, shown)
