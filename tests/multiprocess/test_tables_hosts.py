@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,8 @@ with tables.join(timeout_s=100.0) as world:
     seen = bulk.get().tolist()
     world.barrier()
     rows = table.get([4, 0])[:, 0].tolist()
-    os.write(1, f"worker {world.worker_id} sees {rows} {seen}\\n".encode())  # whole, beside others
+    told = f"worker {world.worker_id} sees {rows} {seen}\\nits run is {world.run};\\n"
+    os.write(1, told.encode())  # whole, beside others
     world.barrier()
 """
 
@@ -51,7 +53,6 @@ def play(
 ) -> None:
     """Run the commands at once; see that all workers have met, and nothing is left."""
     expected = expected_lines(num_workers)
-    before = set(os.listdir("/dev/shm"))
     environment = {
         **{name: value for name, value in os.environ.items() if name != "PHALANX_HOST"},
         "PHALANX_SECRET_FILE": str(script.parent / "secret"),
@@ -73,7 +74,9 @@ def play(
     lines = "".join(told)
     assert {line for line in expected if line in lines} == expected, lines
     assert [process.returncode for process in started] == [0] * len(started), lines
-    assert wait_until(lambda: set(os.listdir("/dev/shm")) <= before, 30.0)
+    run = "|".join(map(re.escape, re.findall("its run is (.*?);", lines)))
+    assert run
+    assert wait_until(lambda: not re.search(run, " ".join(os.listdir("/dev/shm"))), 30.0)
 
 
 def test_phalanx_launch_on_each_host(script):
