@@ -34,7 +34,10 @@ class FolderStore(Store):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise DistStoreError(f"the folder of the job cannot be made: {error}") from error
         self._folder = folder
         self._me = secrets.token_hex(8)
         self._drafts = itertools.count()

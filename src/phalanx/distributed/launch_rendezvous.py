@@ -15,12 +15,12 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from torch.distributed import FileStore, HashStore, Store, TCPStore
+from torch.distributed import DistStoreError, FileStore, HashStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
@@ -34,7 +34,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
     C10dRendezvousBackend,
     create_backend,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    create_handler,
+)
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from phalanx.distributed.hosts import INTERFACES, loopback
@@ -117,7 +120,86 @@ def _several_hosts(parameters: RendezvousParameters) -> RendezvousHandler:
             parameters.config["is_host"] = False
         fd = None
     store = create_backend(parameters)[1] if fd is None else _open_store(host, port, fd)
-    return create_handler(store, _Backend(store, parameters.run_id), parameters)
+    return _SeveralHosts(create_handler(store, _Backend(store, parameters.run_id), parameters))
+
+
+class _SeveralHosts(RendezvousHandler):
+    """torch's handler, but for the store of an agent.
+
+    An agent whose ranks have ended waits in that store for all other agents. In torch's own it
+    waits for 300 s for one that has failed and is gone, and meanwhile hears no signal.
+    """
+
+    def __init__(self, handler: DynamicRendezvousHandler) -> None:
+        self._handler = handler
+
+    def get_backend(self) -> str:
+        return self._handler.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self._handler.use_agent_store
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        met = self._handler.next_rendezvous()
+        store = _AgentStore(met.store, self._handler.is_closed)
+        address = met.bootstrap_store_info
+        assert address is not None, "torch's handler gives one"
+        return RendezvousInfo(store, met.rank, met.world_size, address)
+
+    def is_closed(self) -> bool:
+        return self._handler.is_closed()
+
+    def set_closed(self) -> None:
+        self._handler.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._handler.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._handler.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._handler.shutdown()
+
+
+class _AgentStore(Store):
+    """``store``, in which a wait hears signals, and ends when an agent has closed the rendezvous.
+
+    Agents close it when they end: after all have met for the last time, or because one has failed.
+    """
+
+    def __init__(self, store: Store, is_closed: Callable[[], bool]) -> None:
+        super().__init__()
+        self._store = store
+        self._is_closed = is_closed
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        found: datetime.timedelta = self._store.timeout  # type: ignore[attr-defined]  # stubs
+        return found
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        longest = self.timeout if timeout is None else timeout
+
+        def check() -> None:
+            if self._is_closed() and not self._store.check(keys):
+                raise DistStoreError(f"{', '.join(keys)} will not come: an agent has ended before.")
+
+        if not wait_until(lambda: self._store.check(keys), longest.total_seconds(), check):
+            raise DistStoreError(f"{', '.join(keys)} did not come.")
 
 
 def _listen(host: str, port: int) -> int | None:
