@@ -22,7 +22,7 @@ from phalanx import tables
 from phalanx.cluster import connection
 from phalanx.errors import CheckpointError, PeerTimeout
 from phalanx.ipc import RunDirectory, inject, wait_until
-from phalanx.tables import host_server, snapshot_schedule, snapshots
+from phalanx.tables import host_server, snapshot_schedule, snapshots, spread
 from phalanx.tables.remote_part import RemotePart
 from phalanx.tables.snapshot_schedule import RoundGate
 from phalanx.tables.snapshots import SNAPSHOT_POINTS
@@ -92,6 +92,11 @@ def drafts_stay() -> None:
     snapshots._remove_left_drafts = lambda directory, name: None
 
 
+def silence_unheard() -> None:
+    """Who waits for a round looks at the workers on its own host's page only."""
+    spread._wait_for = lambda pendings, waiting: None
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__: bug
     for bug in (
@@ -101,6 +106,7 @@ BUGS: dict[str, Callable[[], None]] = {
         copied_within_a_round,
         nobody_takes_over,
         drafts_stay,
+        silence_unheard,
     )
 }
 
@@ -309,6 +315,39 @@ def rounds_are_whole(run: str, bug: str | None, folder: Path) -> None:
             worker.kill()
 
 
+# --- a lost host is why others stay away ----------------------------------------------------------
+
+
+def miss_two(parent: Parent) -> None:
+    """Worker 0 gets of table a, worker 1 of b; worker 2, who gets of both, is lost."""
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        table = {name: world.array(5, name=name, sync=True) for name in "ab"}
+        mine = {0: "a", 1: "b", 2: "ab"}[world.worker_id]
+        gets = [table[name].async_get() for name in mine]
+        world.barrier()
+        parent.tell("arrived")
+        assert parent.hear() == "go on"
+        world.timeout_s = SHORT_S
+        with pytest.raises(PeerTimeout) as raised:
+            gets[0].wait()
+        parent.tell(str(raised.value))
+        parent.hear()
+
+
+def survivors_are_not_blamed(run: str, bug: str | None, folder: Path) -> None:
+    with workers(run, NUM_HOSTS, NUM_HOSTS, miss_two, bug) as (*others, lost):
+        for worker in (*others, lost):
+            assert worker.get() == "arrived"
+        lost.kill()
+        for worker in others:
+            worker.put("go on")
+        for worker in others:
+            said = worker.get()
+            assert said.startswith("Host 2 ("), f"a survivor is blamed: {said}"
+        for worker in others:
+            worker.kill()
+
+
 # --- a writer dies --------------------------------------------------------------------------------
 
 ROWS = 3000
@@ -388,6 +427,7 @@ SCENES: dict[str, tuple[Scene, str]] = {
     "copied_within_a_round": (rounds_are_whole, "rounds of two moments"),
     "nobody_takes_over": (a_writer_dies, "nobody writes any more"),
     "drafts_stay": (a_writer_dies, "something is left"),
+    "silence_unheard": (survivors_are_not_blamed, "a survivor is blamed"),
 }
 
 
@@ -414,6 +454,10 @@ def test_so_does_one_that_does_not_write(tmp_path, host):
 
 def test_a_snapshot_holds_the_same_rounds_of_all_hosts(tmp_path):
     rounds_are_whole(a_run(), None, tmp_path)
+
+
+def test_gets_that_miss_a_lost_host_name_it_and_not_who_survived(tmp_path):
+    survivors_are_not_blamed(a_run(), None, tmp_path)
 
 
 @pytest.mark.parametrize("point", SNAPSHOT_POINTS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -354,9 +354,8 @@ class SpreadRounds:
         waiting = Waiting(timeout_s + 5.0)  # the servers' own errors name who stays away
         try:
             self._storage.local.rounds.finish(arrival.local, timeout_s)
-        except BaseException:
-            with suppress(PhalanxError):
-                _wait_for(pendings, waiting)
+        except PhalanxError:
+            _wait_for(pendings, waiting)  # a silent host may be why others stay away
             raise
         _wait_for(pendings, waiting)
 
@@ -381,5 +380,12 @@ class SpreadBarrier:
 
 
 def _wait_for(pendings: Sequence[tuple[RemotePart, PendingCall]], waiting: Waiting) -> None:
+    """Wait for all answers; a silent host is told of before what others say, who miss it."""
+    errors: list[tuple[bool, PhalanxError]] = []
     for part, pending in pendings:
-        part.wait(pending, max(0.001, waiting.remaining_s()))
+        try:
+            part.wait(pending, max(0.001, waiting.remaining_s()))
+        except PhalanxError as exc:
+            errors.append((pending.done, exc))
+    if errors:
+        raise min(errors, key=lambda each: each[0])[1]
