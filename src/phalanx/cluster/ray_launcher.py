@@ -34,12 +34,14 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
+from urllib.parse import urlsplit
 
 from phalanx.clock import pause
 from phalanx.cluster.ray_worker import Ended, RayWorker
@@ -65,6 +67,7 @@ _GRACE_S = 10.0  # for what a worker does on SIGTERM
 _ENDED_S = 10.0  # and for Ray, to tell the driver
 _KILLED = -9
 _AGAIN_S = 0.2
+_ANSWER_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +279,8 @@ def _connected(address: str | None) -> Iterator[Any]:
             )
         yield ray
         return
+    if address is not None:
+        _check_answers(address)
     try:
         with signals_put_back():  # SIGTERM ends a driver as before, and Ray then ends its actors
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
@@ -288,6 +293,24 @@ def _connected(address: str | None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Refuse an address of which nobody hears; Ray itself tries it for minutes."""
+    found = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        host, port = found.hostname, found.port
+    except ValueError:  # Ray says what is wrong with it
+        return
+    if host is None or port is None:  # "auto", "local"
+        return
+    try:
+        socket.create_connection((host, port), _ANSWER_S).close()
+    except OSError as exc:
+        raise ConfigError(
+            f"`address` must be where a Ray cluster is, but nothing answers at {host}:{port} "
+            f"({exc}). See `ray status` there, and that the port can be reached from here."
+        ) from exc
 
 
 @contextmanager

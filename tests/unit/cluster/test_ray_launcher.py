@@ -10,6 +10,7 @@ from phalanx.cli.app import main
 from phalanx.cluster import RayJob, on_ray
 from phalanx.cluster.ray_launcher import plan_ranks
 from phalanx.errors import ConfigError, UnsupportedError
+from tests.multiprocess.hosts import free_port
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,13 @@ def test_without_ray_the_way_out_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UnsupportedError, match=r"Say `pip install 'phalanx\[ray\]'`\."):
         on_ray(print)
+
+
+def test_an_address_where_nobody_answers_is_refused_at_once():
+    pytest.importorskip("ray")
+    port = free_port()
+    with pytest.raises(ConfigError, match=f"nothing answers at localhost:{port} "):
+        on_ray(print, address=f"localhost:{port}")
 
 
 @pytest.mark.parametrize(
