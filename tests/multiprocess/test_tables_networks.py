@@ -58,6 +58,7 @@ def be_worker(parent: Parent, network: str, given: dict[str, str], body: Callabl
     parent.tell("left")
 
 
+@pytest.mark.night
 def test_phalanx_launch_in_three_networks(networks, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
