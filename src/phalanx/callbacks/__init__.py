@@ -3,6 +3,13 @@
 from phalanx.callbacks.best_checkpoint import BestCheckpoint
 from phalanx.callbacks.early_stopping import EarlyStopping
 from phalanx.callbacks.ema import EMA
+from phalanx.callbacks.event_records import (
+    NO_RECORD,
+    Record,
+    read_record,
+    record_of,
+    written_record,
+)
 from phalanx.callbacks.events import (
     AttachedTrainer,
     Callback,
@@ -21,7 +28,6 @@ from phalanx.callbacks.history import EpochMeans, History, Totals
 from phalanx.callbacks.log_files import CSV, JSONL, TensorBoard
 from phalanx.callbacks.meter import format_mean
 from phalanx.callbacks.progress import Progress, progress_for
-from phalanx.callbacks.records import NO_RECORD, Record, read_record, record_of, written_record
 
 __all__ = [
     "CSV",

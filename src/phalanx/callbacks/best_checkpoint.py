@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitBegun
-from phalanx.callbacks.monitor import Monitor
+from phalanx.callbacks.monitored_mean import MonitoredMean
 from phalanx.errors import ConfigError
 from phalanx.plan import check_argument, read_count
 
@@ -56,7 +56,7 @@ class BestCheckpoint:
             raise ConfigError(
                 f"`folder` must be a folder, but {str(folder)!r} is a file. Name another."
             )
-        self._monitor = Monitor(monitor, mode)
+        self._monitor = MonitoredMean(monitor, mode)
         self._keep = read_count("keep", keep, 1)
         self._kept: list[tuple[float, str]] = []  # the best first
         self._trainer: AttachedTrainer | None = None

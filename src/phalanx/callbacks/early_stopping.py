@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitBegun
-from phalanx.callbacks.monitor import Monitor, check_best
+from phalanx.callbacks.monitored_mean import MonitoredMean, check_best
 from phalanx.errors import ConfigError
 from phalanx.plan import read_count, read_number
 
@@ -43,7 +43,7 @@ class EarlyStopping:
         min_delta: float = 0.0,
         mode: str = "min",
     ) -> None:
-        self._monitor = Monitor(monitor, mode)
+        self._monitor = MonitoredMean(monitor, mode)
         self.patience = read_count("patience", patience, 1, "epoch")
         self.min_delta = read_number("min_delta", min_delta)
         if not self.min_delta >= 0:

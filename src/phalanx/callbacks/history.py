@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from phalanx.callbacks.event_records import Record
 from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitBegun, FitEnded, StepDone
 from phalanx.callbacks.figure import draw_training
-from phalanx.callbacks.records import Record
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
 from phalanx.plan import check_argument, read_whole

@@ -11,8 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.callbacks.event_records import (
+    NO_RECORD,
+    Record,
+    read_record,
+    record_of,
+    written_record,
+)
 from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitEnded, StepDone
-from phalanx.callbacks.records import NO_RECORD, Record, read_record, record_of, written_record
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.files import open_regular, written_whole
 from phalanx.plan import check_argument

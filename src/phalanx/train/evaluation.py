@@ -23,7 +23,7 @@ from phalanx.train.step_engine import EngineSpec, StepEngine, loss_of, outputs_o
 from phalanx.train.trainer_arguments import check_loader
 from phalanx.types import Nested
 
-__all__ = ["Pass", "enter_training", "leave_evaluation", "names_of_means"]
+__all__ = ["Evaluation", "enter_training", "leave_evaluation", "names_of_means"]
 
 
 def enter_training(module: nn.Module) -> None:
@@ -52,7 +52,7 @@ def names_of_means(metrics: ReplicaMetrics, *, validates: bool) -> tuple[str, ..
 
 
 @dataclass(frozen=True)
-class Pass:
+class Evaluation:
     """How a loader is run through, once, in eval mode and without gradients.
 
     The module's modes, weights and buffers are as before afterwards.

@@ -36,7 +36,7 @@ from phalanx.replicas import caller_intra_op
 from phalanx.train.callback_state import attach_callbacks, find_stateful
 from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.engines import Engines
-from phalanx.train.evaluation import Pass, enter_training, leave_evaluation, names_of_means
+from phalanx.train.evaluation import Evaluation, enter_training, leave_evaluation, names_of_means
 from phalanx.train.formation import read_replicas
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import Objective, TrainTask
@@ -394,13 +394,13 @@ class Trainer(TrainerFacts):
             return running.predict(loader, module, self._home)
 
     @contextmanager
-    def _passing(self) -> Iterator[Pass]:
+    def _passing(self) -> Iterator[Evaluation]:
         """Begin a pass over a loader; the body does it."""
         check_moment(closed=self._closed)
         self._join_at(self.steps)
         seed = (self._seed, self.steps)
         with caller_intra_op(1):
-            yield Pass(self._spec, self._engines, self._objective, self._loaders, seed)
+            yield Evaluation(self._spec, self._engines, self._objective, self._loaders, seed)
         self._events.tell_of_failures(self.steps)
 
     def _run_epoch(

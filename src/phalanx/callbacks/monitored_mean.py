@@ -11,13 +11,13 @@ from phalanx.callbacks.events import EpochDone, FitBegun
 from phalanx.errors import ConfigError
 from phalanx.plan import check_argument
 
-__all__ = ["Monitor", "check_best"]
+__all__ = ["MonitoredMean", "check_best"]
 
 _NAME = re.compile(r"(train|validation)\.(.+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Monitor:
+class MonitoredMean:
     """What is looked at after each epoch.
 
     Args:
@@ -53,7 +53,7 @@ class Monitor:
         """Tell whether ``value`` is better by more than ``by``; NaN never is.
 
         Example:
-            >>> Monitor("train.loss", "min").is_better(1.0, 2.0, by=0.5)
+            >>> MonitoredMean("train.loss", "min").is_better(1.0, 2.0, by=0.5)
             True
         """
         if than is None:
