@@ -20,6 +20,8 @@ CHECK_EVERY_S = 0.02
 SPIN_S = 100e-6  # about what the shortest sleep takes in truth
 SHORTEST_SLEEP_S = 50e-6
 LONGEST_SLEEP_S = 1e-3
+_LATE = 1 / 32  # of a long wait, so much later at most: many who wait would keep the others busy
+_LATEST_S = CHECK_EVERY_S
 
 
 class Waiting:
@@ -54,7 +56,8 @@ class Waiting:
             os.sched_yield()  # half a microsecond, where a sleep of 0 seconds takes seventy
             return False
         pause(max(0.0, min(self._sleep_s, self._deadline - now)))
-        self._sleep_s = min(2 * self._sleep_s, LONGEST_SLEEP_S)
+        longest_s = max(LONGEST_SLEEP_S, min((now - self._since) * _LATE, _LATEST_S))
+        self._sleep_s = min(2 * self._sleep_s, longest_s)
         return True
 
 

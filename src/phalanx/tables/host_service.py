@@ -271,7 +271,7 @@ class HostService:
                 return storage.is_ready or master == head.worker
 
             wait_until(
-                somebody_else_fills_it, timeout_s, lambda: self._membership.mark_dead(_LOCK_S)
+                somebody_else_fills_it, timeout_s, lambda: self._membership.look_for_dead(_LOCK_S)
             )
             if not storage.is_ready:
                 return Answer((0, 0))

@@ -1,11 +1,13 @@
 """The workers of a run: one shared page with a line per worker.
 
     words of 8 bytes, 8 to a line
-    line 0       the number of workers expected, 0 if it was not announced
+    line 0       the number of workers expected, 0 if it was not announced | when somebody last
+                 looked who has died, in ns
     line 1 + w   worker w:  state | pid | start | clock | incarnation | ·
 
-Each worker writes its own line, under the page's lock. A waiting worker checks every 20 ms whether
-another has died, and marks it dead. *Awaited* workers are here, or expected and have never come.
+Each worker writes its own line, under the page's lock. Of those who wait, one checks every 10 to
+20 ms whether another has died, and marks it dead. *Awaited* workers are here, or expected and have
+never come.
 
 # Note [Incarnations]
 The number of a dead worker is reused, and, once no fresh number is left, that of one that has left.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 
+from phalanx.clock import now_s
 from phalanx.errors import ConfigError
 from phalanx.ipc import LockFile, ProcessIdentity, RangeLock, Region, late_peers, wait_until
 from phalanx.plan import check_argument
@@ -26,10 +29,11 @@ __all__ = ["MAX_WORKERS", "Barrier", "Membership"]
 MAX_WORKERS = 256
 _LINE = 8
 _WORDS = 4  # of a worker, on the page of the barriers
-_EXPECTED = 0
+_EXPECTED, _LOOKED_NS = range(2)
 _STATE, _PID, _START, _CLOCK, _INCARNATION = range(5)
 _EMPTY, _HERE, _LEFT, _DEAD = range(4)
 _ELSEWHERE = ProcessIdentity(0, 0)
+_LOOK_EVERY_NS = 10_000_000  # less than the time between two looks of one that waits
 
 
 class Membership:
@@ -150,6 +154,18 @@ class Membership:
         """Mark workers dead whose process is gone, so that nobody waits for them."""
         with self.lock.exclusive(timeout_s):
             self._mark_dead()
+
+    def look_for_dead(self, timeout_s: float) -> bool:
+        """As :meth:`mark_dead`, unless somebody has just looked; tell whether it did.
+
+        For those who wait: if each looked at all, many would keep the others from their work.
+        """
+        now_ns = round(1e9 * now_s())
+        if 0 <= now_ns - self._words[_LOOKED_NS] < _LOOK_EVERY_NS:
+            return False
+        self._words[_LOOKED_NS] = now_ns
+        self.mark_dead(timeout_s)
+        return True
 
     def _mark_dead(self) -> None:
         for worker in self.here():
@@ -311,9 +327,9 @@ class Barrier:
             self._finish(number, hashed)
 
         def look() -> None:
-            self._membership.mark_dead(timeout_s)
-            with lock.exclusive(timeout_s):
-                self._finish(number, hashed)
+            if self._membership.look_for_dead(timeout_s):
+                with lock.exclusive(timeout_s):
+                    self._finish(number, hashed)
 
         if not wait_until(lambda: words[0] >= number, timeout_s, look):
             self._give_up(worker, name, line, timeout_s)

@@ -299,24 +299,27 @@ class Rounds:
             line[CLOCK] = number
 
         def ready() -> bool:
-            if self._line[APPLIED] < number and not self._missing(number):
+            if self._line[APPLIED] < number and self._has_all(number):
                 self._apply(number, timeout_s)
             return self._line[APPLIED] >= number
 
         def look() -> None:
-            if self._missing(number):
-                self._membership.mark_dead(timeout_s)
+            self._membership.look_for_dead(timeout_s)
 
         if not wait_until(ready, timeout_s, look):
             self._give_up(arrival, timeout_s)
 
+    def _has_all(self, number: int) -> bool:
+        """Tell whether all have arrived, by a look at no more workers than it takes."""
+        return all(self._has(worker, number) for worker in self._membership.awaited())
+
     def _missing(self, number: int) -> list[int]:
-        lines = {worker: self._page.worker(worker) for worker in self._membership.awaited()}
-        return [
-            worker
-            for worker, line in lines.items()
-            if line[CLOCK] < number or line[ARRIVED_AS] != self._membership.incarnation(worker)
-        ]
+        return [each for each in self._membership.awaited() if not self._has(each, number)]
+
+    def _has(self, worker: int, number: int) -> bool:
+        line = self._page.worker(worker)
+        arrived_as = self._membership.incarnation(worker)
+        return line[CLOCK] >= number and line[ARRIVED_AS] == arrived_as
 
     def _is_its_own(self, arrival: Arrival) -> bool:
         """Tell whether the line still belongs to this worker, not to a later one of its number."""
@@ -326,7 +329,7 @@ class Rounds:
         """Apply all rounds up to ``number``; an abandoned get leaves its round open."""
         with self._lock.exclusive(timeout_s):
             # again: the round may be applied, an arrival withdrawn, or a worker new
-            if self._missing(number):
+            if not self._has_all(number):
                 return
             for each in range(self._line[APPLIED] + 1, number + 1):
                 self._take(each, timeout_s)

@@ -159,7 +159,7 @@ class Sharded(Generic[P]):
                         line[READY] = 1
             return bool(line[READY])
 
-        if not wait_until(ready, timeout_s, lambda: self._membership.mark_dead(timeout_s)):
+        if not wait_until(ready, timeout_s, lambda: self._membership.look_for_dead(timeout_s)):
             master = min(self._membership.awaited())
             raise PeerTimeout(
                 f"Worker {master}, the master, did not open table {self.spec.name!r} within "

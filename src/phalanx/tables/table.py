@@ -527,7 +527,9 @@ def wait_for_clocks(group: TableWorker, judge: Callable[[], Verdict], what: str)
         verdict = judge()
         return verdict.may_go_on
 
-    if not wait_until(ready, group.timeout_s, lambda: group.membership.mark_dead(group.timeout_s)):
+    if not wait_until(
+        ready, group.timeout_s, lambda: group.membership.look_for_dead(group.timeout_s)
+    ):
         slowest = verdict.slowest
         assert slowest is not None
         raise PeerTimeout(
