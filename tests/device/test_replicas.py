@@ -262,8 +262,24 @@ def test_a_step_copies_the_parameters_once_for_each_device(
             stepper.step()
 
         step()
-        inputs = x[:rows].nbytes + y[:rows].nbytes + 2 * others * net.seen.nbytes  # `y`: gradients
+        inputs = x[:rows].nbytes + y[:rows].nbytes + others * net.seen.nbytes  # `y`: gradients
         assert copied_bytes(step) == PARAMETERS + inputs
+
+
+def test_buffers_travel_once_each_way() -> None:
+    """Batch norm's running statistics, which its kernel writes without a word, and their count."""
+
+    def travelled(source: str, target: str, *, tracks: bool) -> int:
+        norm = nn.BatchNorm1d(5, track_running_stats=tracks, dtype=F64, device="dev:0")
+        with phalanx.Trainer(norm, F.mse_loss, torch.optim.SGD, replicas=["dev:0", "dev:1"]) as t:
+            x = batch(0, "dev:0")[0]
+            t.step((x, x))
+            before = torch.dev.copies(source, target)[1]
+            t.step((x, x))
+            return torch.dev.copies(source, target)[1] - before
+
+    for way in (("dev:0", "dev:1"), ("dev:1", "dev:0")):
+        assert travelled(*way, tracks=True) - travelled(*way, tracks=False) == 8 * (5 + 5 + 1)
 
 
 def test_evaluation_and_further_passes_copy_no_parameters() -> None:

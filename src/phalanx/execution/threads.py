@@ -229,6 +229,8 @@ class ThreadExecutor(Executor):
             start_s = now_s()
             written: Statistics = {}
             try:
+                if not goes_on:
+                    replica.statistics.refresh()  # to begin with the source's buffers
                 context = state.context(replica, index, saved)
                 alone = compile_once and compile_once.running(kind, replica.device, context.batch)
                 with alone or _NOTHING, replica.running(forward=not goes_on):
@@ -245,9 +247,6 @@ class ThreadExecutor(Executor):
                     replica.statistics.collect(0.0)
                 annotate_error(error, replica, index)
                 raise
-            finally:
-                if not goes_on:
-                    replica.statistics.refresh()  # each microbatch begins with the source's buffers
             state.replica_of[index] = replica_index
             state.spans.append(
                 Span(replica=replica_index, microbatch=index, start_s=start_s, stop_s=now_s())

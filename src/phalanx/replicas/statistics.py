@@ -234,10 +234,11 @@ class StatisticsOfReplica:
             source = home.source
             if source is None:
                 home.refuse_new()
-            elif home.was_written(source):
-                now = home.owner._buffers[home.key]
-                if now is not None and not home.was_collected(now):
-                    found[home.name] = home.statistic(now, weight, source)
+            elif home.owner._buffers[home.key] is None:
+                home.seen = TensorVersion()
+            elif (written := home.written(source)) is not None:
+                if not home.was_collected():
+                    found[home.name] = home.statistic(written, weight, source)
                 home.seen = TensorVersion()
         return found
 
@@ -271,7 +272,7 @@ class _Home:
     def start_from(self, source: Tensor) -> None:
         """Give the replica a fresh copy of ``source``, one for all its names."""
         first = self.first
-        if first is not None and first.seen.is_still(source) and not first.was_written(source):
+        if first is not None and first.seen.is_still(source) and first.written(source) is None:
             self.owner._buffers[self.key] = self._start = first._start
             self._version, self.seen = first._version, TensorVersion(source)
             return
@@ -282,8 +283,9 @@ class _Home:
         self._start, self._version = own, own._version
         self.seen = TensorVersion(source)
 
-    def was_collected(self, now: Tensor) -> bool:
-        """Tell whether ``now`` was read just before, under the buffer's first name."""
+    def was_collected(self) -> bool:
+        """Tell whether the buffer was read just before, under its first name."""
+        now = self.owner._buffers[self.key]
         if self.first is None or now is not self.first.owner._buffers[self.first.key]:
             return False
         source = self.source
@@ -291,7 +293,6 @@ class _Home:
 
     def statistic(self, value: Tensor, weight: float, source: Tensor) -> Statistic:
         """Return what a microbatch that left ``value`` brings."""
-        value = value.detach().to(source.device)
         rule, dtype = _brought(self._rule, value)
         if rule == "mean":
             return Statistic(value.to(dtype) * weight, weight, rule)
@@ -308,12 +309,18 @@ class _Home:
                 "None until the first forward pass. Register it with a tensor."
             )
 
-    def was_written(self, source: Tensor) -> bool:
-        """Tell whether the replica's buffer is no longer what it was started from."""
+    def written(self, source: Tensor) -> Tensor | None:
+        """Return the replica's buffer on the source's device, or None if it is as it was started.
+
+        It travels there once, whether to be compared or to be returned.
+        """
         now = self.owner._buffers[self.key]
-        if now is None or now is not self._start or now._version != self._version:
-            return True
+        if now is None:
+            return None
+        told = now is not self._start or now._version != self._version
         # Batch norm's kernel writes its statistics without telling torch's version counter.
         trains = any(owner.training for owner in self._owners)
-        untold = trains and now.layout is torch.strided
-        return untold and not torch.equal(now.to(source.device), source)
+        if not told and not (trains and now.layout is torch.strided):
+            return None
+        value = now.detach().to(source.device)
+        return value if told or not torch.equal(value, source) else None
