@@ -11,15 +11,13 @@ the parameters on their own device, and waits for it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from phalanx.ipc import ALIGN_BYTES
-from phalanx.memory import dense_strides
+from phalanx.replicas.flat_layout import FlatLayout
 from phalanx.replicas.tensor_version import TensorVersion
 from phalanx.torch_internals import foreach_copy
 
@@ -86,17 +84,15 @@ class _Bundle:
     def __init__(self, originals: Sequence[Tensor]) -> None:
         self._originals = originals
         self._seen = [TensorVersion()] * len(originals)
-        step = ALIGN_BYTES // originals[0].itemsize  # kernels may choose by alignment
-        sizes = [-(-original.numel() // step) * step for original in originals]
-        self._starts = [0, *itertools.accumulate(sizes)]
-        self._sent = self._buffer(originals[0].device)
+        self._layout = FlatLayout(originals)
+        self._sent = self._layout.zeros(originals[0].device)
         self._spare: Tensor | None = None
         self._copies: list[tuple[Tensor, list[Tensor]]] = []
 
     def open(self, device: torch.device) -> list[Tensor]:
         """Return the parameters' places in a new copy on ``device``."""
-        flat = self._buffer(device)
-        values = self._places_in(flat)
+        flat = self._layout.zeros(device)
+        values = self._layout.places_in(flat)
         self._copies.append((flat, values))
         self._seen = [TensorVersion()] * len(self._originals)
         return values
@@ -106,7 +102,7 @@ class _Bundle:
         pairs = zip(self._seen, self._originals, strict=True)
         raised = [place for place, (seen, each) in enumerate(pairs) if not seen.is_still(each)]
         if raised:
-            foreach_copy(self._places_in(self._sent), list(self._originals))
+            foreach_copy(self._layout.places_in(self._sent), list(self._originals))
         elif not self._differs():
             return
         for flat, values in self._copies:
@@ -117,23 +113,10 @@ class _Bundle:
 
     def _differs(self) -> bool:
         """Gather the parameters anew, and tell whether they are others than those sent."""
-        now = self._buffer(self._sent.device) if self._spare is None else self._spare
-        foreach_copy(self._places_in(now), list(self._originals))
+        now = self._layout.zeros(self._sent.device) if self._spare is None else self._spare
+        foreach_copy(self._layout.places_in(now), list(self._originals))
         self._sent, self._spare = now, self._sent
         return not torch.equal(self._sent.view(torch.uint8), self._spare.view(torch.uint8))
-
-    def _buffer(self, device: torch.device) -> Tensor:
-        return torch.zeros(self._starts[-1], dtype=self._originals[0].dtype, device=device)
-
-    def _places_in(self, flat: Tensor) -> list[Tensor]:
-        """Return tensors in the memory of ``flat``, each with a version of its own."""
-        storage = flat.untyped_storage()
-        return [
-            torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
-                storage, start, original.shape, dense_strides(original)
-            )
-            for start, original in zip(self._starts, self._originals, strict=False)
-        ]
 
 
 def lies_on(parameter: Tensor, device: torch.device) -> bool:

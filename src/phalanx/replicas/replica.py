@@ -16,6 +16,7 @@ from phalanx.memory import has_memory, in_memory_order
 from phalanx.plan import BufferRules
 from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.compiling import refuse_compiled_in_place, shared_compilers
+from phalanx.replicas.flat_layout import sent_at_once
 from phalanx.replicas.hooks import Hooks, kept_outside, shared_hooks, went_back_outside
 from phalanx.replicas.packing import span_bytes
 from phalanx.replicas.parameter_copies import ParameterCopies
@@ -156,17 +157,25 @@ class Replica:
     def take_gradients(self) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
 
-        They stand in the order of the executor's parameters, with None for those of others.
+        They stand in the order of the executor's parameters, with None for those of others. Those
+        of one dtype travel from another device in one buffer.
         """
         gradients: list[Tensor | None] = [None] * len(self._everything)
+        elsewhere: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
         for place, parameter, original in zip(
             self._places, self.parameters, self._originals, strict=True
         ):
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
-                gradient = in_memory_order(gradient, parameter)
-                gradients[place] = gradient.to(original.device)
+                gradients[place] = gradient = in_memory_order(gradient, parameter)
+                if gradient.device != original.device:
+                    kind = original.device, gradient.dtype
+                    elsewhere.setdefault(kind, {})[place] = gradient
+        for (home, _), sent in elsewhere.items():
+            arrived = sent_at_once(list(sent.values()), home)
+            for place, gradient in zip(sent, arrived, strict=True):
+                gradients[place] = gradient
         caught, self._caught = self._caught, {}
         for place, other in caught.items():
             more, own = in_memory_order(other, self._everything[place]), gradients[place]
