@@ -26,6 +26,7 @@ from phalanx.execution.work_queue import WorkQueue
 from phalanx.memory import FlatParameters
 from phalanx.plan import Node, Shares, workload_sizes
 from phalanx.replicas import (
+    CallerModes,
     MicrobatchRng,
     Replica,
     RngPlan,
@@ -227,7 +228,7 @@ class Executor(ABC):
     _compiled = False  # see `has_compiled`
 
     def each(self, task: Callable[[int], T], *, uninterrupted: bool = False) -> list[T]:
-        """Run ``task(replica index)`` in every replica's thread at once.
+        """Run ``task(replica index)`` in every replica's thread at once, on the caller's streams.
 
         After :meth:`close`, for a backward pass that is still to come, on threads of its own.
 
@@ -235,12 +236,18 @@ class Executor(ABC):
             uninterrupted: A Ctrl-C arrives after it, also where the one replica is the caller's
                 thread.
         """
+        modes = CallerModes.capture(self.devices)
+
+        def run(index: int) -> T:
+            with modes.placed(self.devices[index]):
+                return task(index)
+
         if uninterrupted and isinstance(self._threads, CallerThread):
-            return self._threads.each_uninterrupted(task)
+            return self._threads.each_uninterrupted(run)
         if not self._threads.closed:
-            return self._threads.each(task)
+            return self._threads.each(run)
         with contextlib.closing(ThreadPool(len(self), intra_op=self.intra_op)) as pool:
-            return pool.each(task)
+            return pool.each(run)
 
     def run(
         self,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.clock import now_s
@@ -29,17 +30,21 @@ from phalanx.execution.sharded_optimizer import FlatStepper, Stepper, open_stepp
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.memory import FlatParameters
-from phalanx.plan import BufferRules, check_workloads, read_intra_op
+from phalanx.plan import BufferRules, check_workloads, flatten, read_intra_op
 from phalanx.replicas import (
     CallerModes,
     CompileOnce,
     ParameterCopies,
     Replica,
     ReplicaRendezvous,
+    ReplicaStreams,
+    RunStreams,
     SourceGradients,
     Statistics,
     batch_norm_names,
     has_compiled,
+    has_streams,
+    record_use,
     refuse_lazy,
     synchronise_batch_norm,
 )
@@ -119,6 +124,8 @@ class ThreadExecutor(Executor):
             )
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
+        beside = len(devices) > 1 and any(map(has_streams, devices))
+        self._streams = ReplicaStreams(devices, _homes(sources)) if beside else None
         self._saved: list[dict[str, Any]] = [{} for _ in self.replicas]
         # Replicas of one module see the same changes, so one of them watches for all.
         self._watchers = self.replicas[:1] if one_source else self.replicas
@@ -203,19 +210,27 @@ class ThreadExecutor(Executor):
         rendezvous = self._rendezvous
         members = [index for index, weight in enumerate(state.weights) if weight > 0]
 
+        streams = None if self._streams is None else self._streams.open(modes.streams)
+
         def serve(index: int) -> None:
             attending = _NOTHING if rendezvous is None else rendezvous.attending(index)
-            with modes.entered(self.devices[index]), attending:
-                self._run_microbatches(index, state)
+            own = _NOTHING if streams is None else streams.of_replica(index)
+            with modes.entered(self.devices[index]), own, attending:
+                self._run_microbatches(index, state, streams)
 
-        with _NOTHING if rendezvous is None else rendezvous.open(members):
+        joined = _NOTHING if streams is None else streams.joined()
+        with _NOTHING if rendezvous is None else rendezvous.open(members), joined:
             each(serve)
+        if streams is not None:
+            _record_results(state)
 
     def _refresh_copies(self) -> None:
         for copies in self._copies.values():
             copies.refresh()
 
-    def _run_microbatches(self, replica_index: int, state: RunState) -> None:
+    def _run_microbatches(
+        self, replica_index: int, state: RunState, streams: RunStreams | None
+    ) -> None:
         """Run what is left of ``state`` on one replica, in its thread."""
         replica, saved = self.replicas[replica_index], self._saved[replica_index]
         compile_once, kind = self._compile_once, type(state.task).__qualname__
@@ -237,9 +252,11 @@ class ThreadExecutor(Executor):
                     state.results[index] = state.task(context)
                 if not goes_on:
                     written = replica.statistics.collect(state.weights[index])
-                gradients = replica.take_gradients()
                 state.seconds[index] = watch.lap()
-                state.put(index, PartialSum(gradients, written))
+                with _NOTHING if streams is None else streams.of_sums(replica_index):
+                    for statistic in written.values():
+                        record_use(statistic.value)
+                    state.put(index, PartialSum(replica.take_gradients(), written))
             except BaseException as error:
                 state.queue.fail()
                 replica.drop_gradients()
@@ -251,6 +268,22 @@ class ThreadExecutor(Executor):
             state.spans.append(
                 Span(replica=replica_index, microbatch=index, start_s=start_s, stop_s=now_s())
             )
+
+
+def _homes(sources: Sequence[nn.Module]) -> list[torch.device]:
+    """Return where parameters and buffers lie."""
+    modules = dict.fromkeys(sources)
+    return [t.device for each in modules for t in (*each.parameters(), *each.buffers())]
+
+
+def _record_results(state: RunState) -> None:
+    """Keep what a run has made until the caller's streams have used it."""
+    made = [vars(each) if is_dataclass(each) else each for each in state.results]
+    sums = [own for own in state.sums.waiting().values() if own is not None]
+    made += [(own.gradients, [each.value for each in own.statistics.values()]) for own in sums]
+    for leaf in flatten(made)[0]:
+        if isinstance(leaf, Tensor):
+            record_use(leaf)
 
 
 def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:

@@ -8,7 +8,7 @@ modes, and so to the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from phalanx.replicas import (
     Inputs,
     WatchedInputs,
     derive_seed,
+    pieces_of,
     placed,
     run_backward,
 )
@@ -33,8 +34,6 @@ __all__ = ["BackwardTask", "ForwardTask", "GradientPayload", "Outputs", "RunPart
 RunPart = Callable[[int, nn.Module, Nested], Nested]  # (replica, module, inputs) -> outputs
 
 _BACKWARD = 1  # what sets the seeds of backward passes apart from those of forward passes
-_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
-_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 
 
 @dataclass(frozen=True)
@@ -204,14 +203,4 @@ def _detached(graph: _Graph) -> list[Any]:
 
 
 def _addresses(tensor: Tensor) -> list[int]:
-    """Return where the memory of a tensor begins: a sparse or nested one has several pieces."""
-    pieces: Sequence[Tensor] = [tensor]
-    if tensor.layout is torch.sparse_coo:
-        pieces = [tensor._indices(), tensor._values()]
-    elif tensor.layout in _BY_ROW:
-        pieces = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in _BY_COLUMN:
-        pieces = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    elif tensor.layout is torch.jagged:
-        pieces = [tensor.values()]
-    return [piece.untyped_storage().data_ptr() for piece in pieces]
+    return [piece.untyped_storage().data_ptr() for piece in pieces_of(tensor)]

@@ -76,6 +76,13 @@ from phalanx.replicas.statistics import (
     sum_statistics,
     write_statistics,
 )
+from phalanx.replicas.streams import (
+    ReplicaStreams,
+    RunStreams,
+    has_streams,
+    pieces_of,
+    record_use,
+)
 from phalanx.replicas.tensor_version import TensorVersion
 from phalanx.replicas.unchanged import same_afterwards
 from phalanx.replicas.uncompiled import uncompiled
@@ -100,9 +107,11 @@ __all__ = [
     "Registered",
     "Replica",
     "ReplicaRendezvous",
+    "ReplicaStreams",
     "RngMode",
     "RngPlan",
     "RngUse",
+    "RunStreams",
     "SourceGradients",
     "Statistic",
     "StatisticSpec",
@@ -127,6 +136,7 @@ __all__ = [
     "derive_seed",
     "has_compiled",
     "has_fused_evaluation",
+    "has_streams",
     "hold_caller_at_one_thread",
     "is_plain",
     "known_devices",
@@ -139,9 +149,11 @@ __all__ = [
     "pack",
     "pack_data",
     "picklable_or_named",
+    "pieces_of",
     "placed",
     "present_devices",
     "preserve_rng",
+    "record_use",
     "refuse_aliases",
     "refuse_compiled_in_place",
     "refuse_lazy",

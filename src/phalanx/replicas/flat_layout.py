@@ -2,7 +2,7 @@
 
     tensors   a ..   b .....   c .        on their device
               ▼      ▼         ▼
-    buffer   | a ..|pad| b .....|pad| c . |pad|  ──► the same on another device: a', b', c' lie there
+    buffer   | a ..|pad| b .....|pad| c . |pad|  ──► the same on another device
 
 Each begins at 64 bytes, as kernels may choose by alignment.
 """

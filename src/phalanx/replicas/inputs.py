@@ -19,6 +19,7 @@ from torch import Tensor
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas.packing import copied
+from phalanx.replicas.streams import record_use
 from phalanx.types import Nested
 
 __all__ = ["Inputs", "WatchedInputs", "placed"]
@@ -101,6 +102,7 @@ class WatchedInputs:
 def placed(leaf: Tensor, device: torch.device, copies: bool) -> Tensor:
     """Return a tensor of the user's on ``device``, with a version of its own."""
     own = leaf.data  # slices share no version counter
+    record_use(own)  # in the replica's stream
     if own.device != device:
         own = own.to(device, non_blocking=True)
     return copied(own) if copies and leaf.device == own.device else own

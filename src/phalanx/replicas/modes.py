@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx.replicas.streams import current_streams
+
 __all__ = ["CallerModes"]
 
 
@@ -18,7 +20,8 @@ class CallerModes:
     """What the calling thread had switched on; entered by each replica's thread.
 
     A replica's thread works on the caller's own current stream of every accelerator, so that
-    everything before and after the call is in order with it without any event.
+    everything before and after the call is in order with it without any event; but see
+    `ReplicaStreams`.
     """
 
     grad: bool
@@ -57,6 +60,10 @@ class CallerModes:
         finally:
             torch.set_autocast_cache_enabled(cached)
 
+    def placed(self, device: torch.device) -> AbstractContextManager[None]:
+        """Run the body on the caller's streams, with ``device`` as the thread's current one."""
+        return current_streams(self.streams, device) if self.streams else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def on_streams(self) -> Iterator[None]:
         """Run a node's backward pass on the caller's streams, and put back those of this thread.
@@ -67,20 +74,16 @@ class CallerModes:
         if not self.streams:
             yield
             return
-        own, before = torch.accelerator.current_stream(), _current_streams()
+        own = torch.accelerator.current_stream()
         ready = own.record_event()
+        for stream in self.streams:
+            stream.wait_event(ready)
         try:
-            for stream in self.streams:
-                stream.wait_event(ready)
-                torch.accelerator.set_stream(stream)
-            torch.accelerator.set_device_index(own.device_index)
-            yield
+            with current_streams(self.streams):
+                yield
         finally:
             for stream in self.streams:
                 own.wait_event(stream.record_event())
-            for stream in before:
-                torch.accelerator.set_stream(stream)
-            torch.accelerator.set_device_index(own.device_index)
 
     def _modes_entered(self, device: torch.device) -> AbstractContextManager[None]:
         if self.inference or self.autocast or self.streams:
@@ -89,11 +92,8 @@ class CallerModes:
 
     @contextlib.contextmanager
     def _all_entered(self, device: torch.device) -> Iterator[None]:
-        for stream in self.streams:
-            torch.accelerator.set_stream(stream)
-        if self.streams and device.index is not None:
-            torch.accelerator.set_device_index(device.index)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.placed(device))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))

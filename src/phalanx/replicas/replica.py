@@ -22,6 +22,7 @@ from phalanx.replicas.packing import span_bytes
 from phalanx.replicas.parameter_copies import ParameterCopies
 from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.statistics import StatisticsOfReplica
+from phalanx.replicas.streams import record_use
 from phalanx.replicas.unchanged import SameParameters
 from phalanx.torch_internals import foreach_add, make_subclass
 
@@ -158,7 +159,8 @@ class Replica:
         """Return and forget all gradients, in memory order, on the source's device.
 
         They stand in the order of the executor's parameters, with None for those of others. Those
-        of one dtype travel from another device in one buffer.
+        of one dtype travel from another device in one buffer. On accelerators, the current streams
+        must have waited for those of the backward pass.
         """
         gradients: list[Tensor | None] = [None] * len(self._everything)
         elsewhere: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
@@ -168,6 +170,7 @@ class Replica:
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
+                record_use(gradient)
                 gradients[place] = gradient = in_memory_order(gradient, parameter)
                 if gradient.device != original.device:
                     kind = original.device, gradient.dtype
@@ -178,6 +181,7 @@ class Replica:
                 gradients[place] = gradient
         caught, self._caught = self._caught, {}
         for place, other in caught.items():
+            record_use(other)
             more, own = in_memory_order(other, self._everything[place]), gradients[place]
             gradients[place] = more if own is None else own + more  # `own` may be another's, too
         return gradients

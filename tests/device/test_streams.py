@@ -1,0 +1,169 @@
+"""Replicas work on streams of their own, in order with the caller's and with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import phalanx
+from phalanx.execution import threads
+from phalanx.replicas import inputs, replica
+from phalanx.replicas.streams import RunStreams, current_streams
+from tests.device.test_replicas import (
+    F64,
+    OPTIMIZERS,
+    Net,
+    batch,
+    by_container,
+    by_trainer,
+    equals_plain,
+    on_side_streams,
+)
+
+SGD = OPTIMIZERS["SGD-fused"]
+
+
+class Noting(nn.Module):
+    """Notes the stream that it runs on."""
+
+    seen: ClassVar[list[torch.Stream]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(torch.accelerator.current_stream(x.device))
+        return x * self.scale
+
+
+@pytest.fixture
+def noting() -> Iterator[Noting]:
+    yield Noting().to("dev:0")
+    Noting.seen.clear()
+
+
+@pytest.mark.parametrize("device", ["dev:0", "dev:1"])
+def test_two_replicas_on_one_device_run_on_two_streams(noting: Noting, device: str) -> None:
+    mine = torch.Stream("dev:0")
+    with mine, phalanx.DataParallel(noting, [device, device]) as model:
+        mine.wait_stream(torch.dev.default_stream("dev:0"))
+        for _ in range(2):
+            x = batch(0, "dev:0")[0]
+            assert model(x).tolist() == x.tolist()
+            assert torch.dev.current_stream("dev:0") == mine
+            assert torch.dev.current_device() == 0
+    assert len(Noting.seen) == 4
+    assert len(set(Noting.seen)) == 2
+    assert {each.device for each in Noting.seen} == {torch.device(device)}
+    assert mine not in Noting.seen
+
+
+@pytest.mark.parametrize("executor", ["threads", "inline"])
+def test_a_replica_without_others_runs_on_the_callers_stream(noting: Noting, executor: str) -> None:
+    stream = torch.Stream("dev:1")
+    optimizer = partial(torch.optim.SGD, lr=0.0)
+    x = batch(0, "dev:0")[0]
+    with stream, torch.dev.device(0):
+        stream.wait_stream(torch.dev.default_stream("dev:1"))
+        with phalanx.Trainer(
+            noting, F.mse_loss, optimizer, replicas=["dev:1"], executor=executor
+        ) as trainer:
+            trainer.step((x, x))
+        assert torch.dev.current_stream("dev:1") == stream
+        assert torch.dev.current_device() == 0
+    assert Noting.seen == [stream]
+
+
+# -- each wait is needed ---------------------------------------------
+
+Planting = Callable[[pytest.MonkeyPatch], None]
+
+
+@contextmanager
+def own_without_waiting(self: RunStreams, index: int) -> Iterator[None]:
+    with current_streams(self._own[index]):
+        yield
+
+
+@contextmanager
+def sums_without_waiting(self: RunStreams, index: int) -> Iterator[None]:
+    with current_streams(self._sums.values()):
+        yield
+
+
+def not_recorded(module: Any) -> Planting:
+    return lambda patch: patch.setattr(module, "record_use", lambda tensor: None)
+
+
+PLANTED: dict[str, Planting] = {
+    "replicas begin at once": lambda p: p.setattr(RunStreams, "of_replica", own_without_waiting),
+    "sums begin at once": lambda p: p.setattr(RunStreams, "of_sums", sums_without_waiting),
+    "the caller goes on": lambda p: p.setattr(RunStreams, "joined", lambda self: nullcontext()),
+    "gradients are not recorded": not_recorded(replica),
+}
+
+
+@pytest.mark.parametrize("way", [by_container, by_trainer])
+def test_on_side_streams_of_the_caller(way: Callable[..., None]) -> None:
+    net = Net().to("dev:0")
+    on_side_streams(lambda: way(net, ["dev:0", "dev:1", "dev:0"], None, SGD))
+    assert equals_plain(net, SGD)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_missing_wait_shows(
+    planted: str, monkeypatch: pytest.MonkeyPatch, raises_race: Any
+) -> None:
+    PLANTED[planted](monkeypatch)
+    net, options = Net().to("dev:0"), {"replicas": ["dev:0", "dev:0"], "microbatches": 7}
+    with (
+        raises_race("has not waited"),
+        phalanx.Trainer(net, F.mse_loss, SGD, **options) as trainer,
+    ):
+        for step in range(3):
+            trainer.step(batch(step, "dev:0"))
+
+
+def reused(stream: torch.Stream) -> None:
+    """Let work on a stream get memory that was freed, if there is some, and write to it."""
+    with stream:
+        torch.empty(7, 5, dtype=F64, device=stream.device).zero_()
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_an_input_that_is_freed_meanwhile_is_not_given_away(
+    planted: bool, monkeypatch: pytest.MonkeyPatch, raises_race: Any
+) -> None:
+    if planted:
+        not_recorded(inputs)(monkeypatch)
+    here, side = torch.dev.current_stream("dev:0"), torch.Stream("dev:0")
+    given = batch(0, "dev:0")[0]
+    side.wait_stream(here)
+    with side:
+        inputs.placed(given, given.device, copies=True)
+    del given
+    with raises_race("`record_stream` is missing") if planted else nullcontext():
+        reused(here)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_an_output_that_is_freed_meanwhile_is_not_given_away(
+    planted: bool, noting: Noting, monkeypatch: pytest.MonkeyPatch, raises_race: Any
+) -> None:
+    if planted:
+        not_recorded(threads)(monkeypatch)
+    with phalanx.DataParallel(noting, ["dev:0", "dev:1"], output="per_replica") as model:
+        outputs = model(torch.cat([batch(0, "dev:0")[0]] * 2))
+    outputs[0] * 2
+    del outputs
+    (stream,) = (each for each in Noting.seen if each.device_index == 0)
+    with raises_race("`record_stream` is missing") if planted else nullcontext():
+        reused(stream)
