@@ -133,6 +133,20 @@ def test_a_stream_and_an_event_are_late(side: torch.Stream) -> None:
     assert start.elapsed_time(event) >= 0
 
 
+def test_events_tell_the_time_that_a_stream_takes(side: torch.Stream) -> None:
+    def elapsed_ms(taken_by: torch.Stream) -> float:
+        start, stop = (torch.Event("dev", enable_timing=True) for _ in range(2))
+        start.record(here())
+        with taken_by:
+            torch.dev.take_time(3.0)
+        stop.record(here())
+        stop.synchronize()
+        return start.elapsed_time(stop)
+
+    assert elapsed_ms(here()) >= 3000 > elapsed_ms(side)
+    assert elapsed_ms(torch.Stream(LAST)) < 3000
+
+
 def test_the_host_sees_a_late_copy_when_it_has_waited() -> None:
     x = torch.full((3,), 7.0, device=FIRST)
     found = x.to("cpu", non_blocking=True)

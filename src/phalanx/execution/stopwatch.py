@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -17,13 +18,15 @@ class Stopwatch:
     Args:
         device: The replica's.
         waited_s: Seconds that the replica has waited for others so far; default: it never waits.
-        settles: Let the device finish what it was given before the time is read. Only so a device
-            that works behind the thread's back is measured; the next work is given to it later.
+        on_device: Measure an accelerator by events on its current stream: the thread that gives it
+            work is done sooner. Otherwise by the thread's clock.
 
     Example:
         >>> watch = Stopwatch(torch.device("cpu"))
-        >>> watch.lap() >= 0
-        True
+        >>> watch.lap(), watch.lap()
+        (None, None)
+        >>> [seconds >= 0 for seconds in watch.laps_s()]
+        [True, True]
     """
 
     def __init__(
@@ -31,20 +34,41 @@ class Stopwatch:
         device: torch.device,
         *,
         waited_s: Callable[[], float] | None = None,
-        settles: bool = False,
+        on_device: bool = False,
     ) -> None:
         self._device = device
+        self._on_device = on_device and device.type not in ("cpu", "meta")
         self._waited_s = waited_s
-        self._settles = settles and device.type not in ("cpu", "meta")
-        self._read = now_s if waited_s is None and not self._settles else self._read_own
-        self._begin_s = self._read()
+        self._moments: list[tuple[float | torch.Event, float]] = []
+        self.lap()
 
-    def lap(self) -> float:
-        """Return the seconds of work since the last lap, and begin the next one."""
-        begin_s, self._begin_s = self._begin_s, self._read()
-        return self._begin_s - begin_s
+    def lap(self) -> None:
+        """End a lap, and begin the next one."""
+        waited_s = 0.0 if self._waited_s is None else self._waited_s()
+        self._moments.append((self._event() if self._on_device else now_s(), waited_s))
 
-    def _read_own(self) -> float:
-        if self._settles:
-            torch.accelerator.current_stream(self._device).synchronize()
-        return now_s() if self._waited_s is None else now_s() - self._waited_s()
+    def laps_s(self) -> list[float]:
+        """Return the seconds of work of all laps so far.
+
+        Blocks: until the device has done the last one.
+        """
+        last, _ = self._moments[-1]
+        if isinstance(last, torch.Event):
+            last.synchronize()
+        return [
+            max(0.0, _seconds(begin, end) - (waited_s - waited_before_s))
+            for (begin, waited_before_s), (end, waited_s) in itertools.pairwise(self._moments)
+        ]
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+
+def _seconds(begin: float | torch.Event, end: float | torch.Event) -> float:
+    if isinstance(begin, torch.Event) and isinstance(end, torch.Event):
+        return begin.elapsed_time(end) / 1000
+    assert not isinstance(begin, torch.Event)
+    assert not isinstance(end, torch.Event)
+    return end - begin

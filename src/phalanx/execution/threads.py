@@ -69,7 +69,7 @@ class ThreadExecutor(Executor):
         workloads: Relative shares; equal by default; 0 switches a replica off.
         intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
         rules: What becomes of buffers that replicas write.
-        timed: Wait for devices that work behind their thread's back, so that seconds are theirs.
+        timed: Measure accelerators by their own clocks, and wait for them at the end of a run.
         inline: Run the only replica in the caller's thread.
 
     Attributes:
@@ -236,7 +236,8 @@ class ThreadExecutor(Executor):
         compile_once, kind = self._compile_once, type(state.task).__qualname__
         rendezvous = self._rendezvous
         waited_s = None if rendezvous is None else partial(rendezvous.waited_s, replica_index)
-        watch = Stopwatch(replica.device, waited_s=waited_s, settles=self._timed)
+        watch = Stopwatch(replica.device, waited_s=waited_s, on_device=self._timed)
+        done: list[int] = []
         goes_on = state.as_of is not None  # the source may be another by now, and its buffers, too
         if not goes_on:
             replica.refresh()
@@ -252,7 +253,7 @@ class ThreadExecutor(Executor):
                     state.results[index] = state.task(context)
                 if not goes_on:
                     written = replica.statistics.collect(state.weights[index])
-                state.seconds[index] = watch.lap()
+                watch.lap()
                 with _NOTHING if streams is None else streams.of_sums(replica_index):
                     for statistic in written.values():
                         record_use(statistic.value)
@@ -268,6 +269,9 @@ class ThreadExecutor(Executor):
             state.spans.append(
                 Span(replica=replica_index, microbatch=index, start_s=start_s, stop_s=now_s())
             )
+            done.append(index)
+        for index, seconds in zip(done, watch.laps_s(), strict=True):
+            state.seconds[index] = seconds
 
 
 def _homes(sources: Sequence[nn.Module]) -> list[torch.device]:

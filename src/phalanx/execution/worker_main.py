@@ -358,7 +358,8 @@ class Worker:
             replica.drop_gradients()
             replica.statistics.collect(0.0)
             raise
-        seconds = watch.lap()
+        watch.lap()
+        (seconds,) = watch.laps_s()
         return Done(
             result=result,
             written=written,
