@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.distributed.backend import SharedGroup, make_group
 from phalanx.distributed.codec_hook import CodecHook, codec_hook
+from phalanx.distributed.cuda_group import nccl_is_here
 from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, RanksChanged
 from phalanx.distributed.elastic_membership import tell_of_death
 from phalanx.distributed.exchange import Exchange, num_ranks_here
@@ -46,6 +47,7 @@ __all__ = [
     "launch_script",
     "make_group",
     "merge_hook",
+    "nccl_is_here",
     "num_ranks_here",
     "open_store",
     "process_failure",

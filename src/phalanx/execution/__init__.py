@@ -21,6 +21,7 @@ from phalanx.execution.opening import (
     PoolGroup,
     Processes,
     Ranks,
+    nccl_serves,
     refuse_moved,
 )
 from phalanx.execution.partial_sums import Gradients, PartialSum
@@ -68,6 +69,7 @@ __all__ = [
     "check_shareable",
     "default_intra_op",
     "described",
+    "nccl_serves",
     "norm_of_gradients",
     "refuse_moved",
 ]

@@ -477,6 +477,7 @@ class RunState:
         self.as_of = as_of
         self.version: SourceVersion | None = as_of
         self.gradient_hook = gradient_hook
+        self.adds = adds
         self.queue: WorkQueue  # set when it starts
         self.sums = TreeSums(len(microbatches), add_sums if adds else None)
         self.leaves = range(len(microbatches)) if only is None else only
@@ -513,6 +514,12 @@ class RunState:
         if passed is not None:
             own.gradients = passed
         self.sums.put(Node(0, index), own)
+
+    def replace_gradients(self, total: Gradients) -> None:
+        """Take the sum of all gradients, which were not put here, when all is put."""
+        for own in self.sums.waiting().values():
+            if own is not None:
+                own.gradients, total = total, [None] * len(total)
 
     def result(self) -> RunResult:
         """Return what the run gave, when it is over."""

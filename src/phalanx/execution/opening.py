@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.distributed import ElasticExchange, Exchange
+from phalanx.distributed import ElasticExchange, Exchange, nccl_is_here
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.execution.contract import Executor
 from phalanx.execution.elastic_ranks import ElasticRankExecutor, write_once_elastic
@@ -31,9 +31,11 @@ __all__ = [
     "PoolGroup",
     "Processes",
     "Ranks",
+    "nccl_serves",
     "refuse_moved",
 ]
 
+_REDUCTIONS = ("tree", "nccl")
 EXECUTORS = ("threads", "processes", "inline", "ranks")
 
 
@@ -112,19 +114,30 @@ class ExecutorChoice:
         kind: "threads", "processes", "inline" or "ranks".
         options: Those of worker processes.
         elastic: The ranks that survive the loss of others; None for any others.
+        nccl: Whether gradients are summed by NCCL.
     """
 
     kind: str
     options: Processes
     elastic: ElasticExchange | None = None
+    nccl: bool = False
 
     @staticmethod
-    def read(given: Any, kinds: Sequence[str]) -> ExecutorChoice:  # Any: whatever the user wrote
+    # Any: whatever the user wrote.
+    def read(
+        given: Any, kinds: Sequence[str], reduce: Any = "tree", codec: object = None
+    ) -> ExecutorChoice:
         """Read one of ``kinds``, or `Processes`, or `Ranks` where ranks are one of them.
 
+        Args:
+            reduce: How gradients are summed.
+            codec: What they pass through before.
+
         Raises:
-            ConfigError: It is neither.
+            ConfigError: It is neither; or ``reduce`` is unknown.
+            UnsupportedError: ``reduce`` does not fit the others.
         """
+        _check_reduce(reduce, given, codec)
         named = ", ".join(map(repr, kinds))
         others = "`Processes(…)` or `Ranks(…)`" if "ranks" in kinds else "`Processes(…)`"
         known = (
@@ -138,7 +151,7 @@ class ExecutorChoice:
         if isinstance(given, Ranks):
             elastic = ElasticExchange(timeout_s=given.timeout_s, lost_after_s=given.lost_after_s)
             return ExecutorChoice(kind="ranks", options=Processes(), elastic=elastic)
-        return ExecutorChoice(kind=given, options=Processes())
+        return ExecutorChoice(kind=given, options=Processes(), nccl=reduce == "nccl")
 
     @property
     def in_process(self) -> bool:
@@ -172,6 +185,8 @@ class ExecutorChoice:
         Raises:
             UnsupportedError: There is one.
         """
+        if self.nccl:
+            _refuse_without_nccl(devices)
         others = [str(device) for device in devices if device.type != "cpu"]
         if others and not self.in_process:
             raise UnsupportedError(
@@ -190,6 +205,34 @@ class ExecutorChoice:
                 f"{needing} needs replicas in this process, but those of executor={self.kind!r} "
                 "are in others. Use executor='threads'."
             )
+
+
+def nccl_serves(devices: Sequence[torch.device]) -> bool:
+    """Tell whether NCCL can sum over these devices."""
+    on_cuda = all(device.type == "cuda" for device in devices)
+    return on_cuda and nccl_is_here()
+
+
+def _check_reduce(reduce: Any, executor: Any, codec: object) -> None:
+    fits = isinstance(reduce, str) and reduce in _REDUCTIONS
+    check_argument(fits, "reduce", "be 'tree' or 'nccl'", reduce)
+    if reduce == "nccl" and executor != "threads":
+        raise UnsupportedError(
+            f"`executor` must be 'threads' for reduce='nccl', but is {executor!r}. Leave one out."
+        )
+    if reduce == "nccl" and codec is not None:
+        raise UnsupportedError(
+            f"`codec` must be None for reduce='nccl', but is {codec!r}. Leave one out."
+        )
+
+
+def _refuse_without_nccl(devices: Sequence[torch.device]) -> None:
+    if not nccl_serves(devices):
+        named = ", ".join(dict.fromkeys(map(str, devices)))
+        raise UnsupportedError(
+            f"`reduce` must be 'tree' for devices that NCCL does not serve, but is 'nccl' for "
+            f"{named}. It serves CUDA's, where torch was built with it. Leave it out."
+        )
 
 
 class PoolGroup:
@@ -263,6 +306,7 @@ class ExecutorMaker:
         rules: BufferRules | None = None,
     ) -> Executor:
         """Open the executor."""
+        self._choice.refuse_devices(devices)
         if self._pool is None:
             executor = self._kind()(
                 self._module,
@@ -272,6 +316,7 @@ class ExecutorMaker:
                 rules=rules,
                 timed=self._timed,
                 inline=self._choice.kind == "inline",
+                nccl=self._choice.nccl,
             )
             if isinstance(executor, RankExecutor):
                 try:

@@ -24,6 +24,7 @@ from phalanx.execution.contract import (
     annotate_error,
     default_intra_op,
 )
+from phalanx.execution.nccl_sums import NcclSums
 from phalanx.execution.partial_sums import PartialSum
 from phalanx.execution.reduction import LocalReduction
 from phalanx.execution.sharded_optimizer import FlatStepper, Stepper, open_stepper
@@ -71,6 +72,7 @@ class ThreadExecutor(Executor):
         rules: What becomes of buffers that replicas write.
         timed: Measure accelerators by their own clocks, and wait for them at the end of a run.
         inline: Run the only replica in the caller's thread.
+        nccl: Sum gradients by NCCL, where they are to be summed, and not along the tree.
 
     Attributes:
         sources: Each replica's module.
@@ -95,6 +97,7 @@ class ThreadExecutor(Executor):
         rules: BufferRules | None = None,
         timed: bool = False,
         inline: bool = False,
+        nccl: bool = False,
     ) -> None:
         self.workloads = list(workloads) if workloads is not None else [1.0] * len(devices)
         check_workloads(self.workloads, len(devices))
@@ -106,6 +109,7 @@ class ThreadExecutor(Executor):
         self.devices = tuple(devices)
         self._intra_op = read_intra_op(intra_op) or default_intra_op(devices)
         self._timed = timed
+        self._nccl = nccl
         for own in self.sources:
             refuse_lazy(own)
         reaching = SourceGradients(self.parameters)
@@ -211,16 +215,20 @@ class ThreadExecutor(Executor):
         members = [index for index, weight in enumerate(state.weights) if weight > 0]
 
         streams = None if self._streams is None else self._streams.open(modes.streams)
+        by_nccl = self._nccl and state.adds and state.gradient_hook is None
+        nccl = NcclSums(self.parameters) if by_nccl else None
 
         def serve(index: int) -> None:
             attending = _NOTHING if rendezvous is None else rendezvous.attending(index)
             own = _NOTHING if streams is None else streams.of_replica(index)
             with modes.entered(self.devices[index]), own, attending:
-                self._run_microbatches(index, state, streams)
+                self._run_microbatches(index, state, streams, nccl)
 
         joined = _NOTHING if streams is None else streams.joined()
         with _NOTHING if rendezvous is None else rendezvous.open(members), joined:
             each(serve)
+        if nccl is not None:
+            state.replace_gradients(nccl.reduce())
         if streams is not None:
             _record_results(state)
 
@@ -229,7 +237,11 @@ class ThreadExecutor(Executor):
             copies.refresh()
 
     def _run_microbatches(
-        self, replica_index: int, state: RunState, streams: RunStreams | None
+        self,
+        replica_index: int,
+        state: RunState,
+        streams: RunStreams | None,
+        nccl: NcclSums | None,
     ) -> None:
         """Run what is left of ``state`` on one replica, in its thread."""
         replica, saved = self.replicas[replica_index], self._saved[replica_index]
@@ -257,7 +269,11 @@ class ThreadExecutor(Executor):
                 with _NOTHING if streams is None else streams.of_sums(replica_index):
                     for statistic in written.values():
                         record_use(statistic.value)
-                    state.put(index, PartialSum(replica.take_gradients(), written))
+                    gradients = replica.take_gradients(travel=nccl is None)
+                    if nccl is not None:
+                        nccl.put(replica.device, gradients)
+                        gradients = [None] * len(gradients)
+                    state.put(index, PartialSum(gradients, written))
             except BaseException as error:
                 state.queue.fail()
                 replica.drop_gradients()

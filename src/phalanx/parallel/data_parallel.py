@@ -97,6 +97,9 @@ class DataParallel(Container, Unwrapped):
             options: they are worker processes of this host, with the same bits; one that is lost is
             replaced, in forward, in backward and between them. Losses in a backward pass are told
             with the next pass.
+        reduce: "tree": gradients are added in an order of their own, whatever the devices. "nccl":
+            on each GPU, and then over all GPUs by NCCL within this process, in NCCL's order and so
+            to other bits. What `no_sync()` keeps back goes along the tree all the same.
 
     Shapes:
         B: rows of the batch, 0 or more. Every split leaf is [B, …]; every merged output is [B, …].
@@ -135,9 +138,10 @@ class DataParallel(Container, Unwrapped):
         intra_op: int | None = None,
         channels_last: bool | None = None,
         executor: str | Processes = "threads",
+        reduce: str = "tree",
     ) -> None:
         super().__init__(intra_op)
-        self._choice = ExecutorChoice.read(executor, _EXECUTORS)
+        self._choice = ExecutorChoice.read(executor, _EXECUTORS, reduce, codec)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))

@@ -11,6 +11,7 @@ from phalanx.replicas.devices import (
     resolve_device,
     resolve_devices,
 )
+from phalanx.replicas.flat_layout import FlatLayout
 from phalanx.replicas.global_values import (
     GlobalValues,
     PackedGlobals,
@@ -97,6 +98,7 @@ __all__ = [
     "Attributes",
     "CallerModes",
     "CompileOnce",
+    "FlatLayout",
     "Form",
     "FunctionState",
     "GlobalValues",

@@ -155,12 +155,15 @@ class Replica:
             self._same.check(before)
             self.statistics.check_source()
 
-    def take_gradients(self) -> list[Tensor | None]:
+    def take_gradients(self, *, travel: bool = True) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
 
         They stand in the order of the executor's parameters, with None for those of others. Those
         of one dtype travel from another device in one buffer. On accelerators, the current streams
         must have waited for those of the backward pass.
+
+        Args:
+            travel: False leaves them on the replica's device.
         """
         gradients: list[Tensor | None] = [None] * len(self._everything)
         elsewhere: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
@@ -172,7 +175,7 @@ class Replica:
                 parameter.grad = None
                 record_use(gradient)
                 gradients[place] = gradient = in_memory_order(gradient, parameter)
-                if gradient.device != original.device:
+                if travel and gradient.device != original.device:
                     kind = original.device, gradient.dtype
                     elsewhere.setdefault(kind, {})[place] = gradient
         for (home, _), sent in elsewhere.items():
@@ -183,6 +186,7 @@ class Replica:
         for place, other in caught.items():
             record_use(other)
             more, own = in_memory_order(other, self._everything[place]), gradients[place]
+            more = more if travel else more.to(self.device)
             gradients[place] = more if own is None else own + more  # `own` may be another's, too
         return gradients
 

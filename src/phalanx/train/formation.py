@@ -11,7 +11,7 @@ import torch
 
 from phalanx.clock import now_s
 from phalanx.distributed import num_ranks_here
-from phalanx.execution import default_intra_op
+from phalanx.execution import ExecutorChoice, default_intra_op
 from phalanx.replicas import num_cores, resolve_devices
 from phalanx.types import Device
 
@@ -65,7 +65,10 @@ def candidates(
 
 
 def read_replicas(
-    replicas: int | str | Sequence[Device], home: torch.device, intra_op: int | None, executor: str
+    replicas: int | str | Sequence[Device],
+    home: torch.device,
+    intra_op: int | None,
+    choice: ExecutorChoice,
 ) -> Formation | None:
     """Read the argument `replicas`; None for a formation that is to be found out.
 
@@ -73,11 +76,13 @@ def read_replicas(
     caller's own thread is one replica.
     """
     if isinstance(replicas, str):
-        if executor not in ("ranks", "inline"):
+        if choice.kind not in ("ranks", "inline"):
+            choice.refuse_devices([home])
             return None
         replicas = 1
     devices = resolve_devices(replicas, home, name="replicas")
-    everybody = devices * (num_ranks_here() if executor == "ranks" else 1)
+    choice.refuse_devices(devices)
+    everybody = devices * (num_ranks_here() if choice.kind == "ranks" else 1)
     return Formation(devices, intra_op or default_intra_op(everybody))
 
 

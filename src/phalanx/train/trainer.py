@@ -103,6 +103,7 @@ class Trainer(TrainerFacts):
             "ranks": every process of a `torch.distributed` job has such a trainer, is given the
             same batches, and computes its share of them with its replicas; each steps and keeps a
             slice of the optimizer's state (ZeRO, stage 1). `Ranks` survive the loss of others.
+        reduce: How gradients are added: "tree", or "nccl", by NCCL over GPUs and to its own bits.
         shard_loading: Let the replicas read the data; loaders must then be `DataLoader` objects
             over data sets with `__getitem__`. What these draw is the same in every formation.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
@@ -150,6 +151,7 @@ class Trainer(TrainerFacts):
         intra_op: int | None = None,
         seed: int = 0,
         executor: str | Processes | Ranks = "threads",
+        reduce: str = "tree",
         shard_loading: bool = False,
         weight: WeightFn | None = None,
         forward: ForwardFn | None = None,
@@ -163,7 +165,7 @@ class Trainer(TrainerFacts):
         **moved: object,
     ) -> None:
         refuse_moved(moved)
-        choice = ExecutorChoice.read(executor, EXECUTORS)
+        choice = ExecutorChoice.read(executor, EXECUTORS, reduce, codec)
         check_options(module, replicas, microbatches, intra_op, choice.kind, clip_norm)
         check_callables(seed, metrics, channels_last, callbacks)
         check_ranks(choice.kind, workloads, codec)
@@ -174,7 +176,7 @@ class Trainer(TrainerFacts):
         self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
         if choice.elastic is not None and replicas == "auto":
             replicas = 1  # ranks that come later begin in the middle, without a trial
-        formation = read_replicas(replicas, self._home, self._intra_op, choice.kind)
+        formation = read_replicas(replicas, self._home, self._intra_op, choice)
         fixed = fixed_workloads(workloads)
         if fixed is not None:
             check_workloads(fixed, len(formation.devices) if formation is not None else None)
@@ -342,7 +344,7 @@ class Trainer(TrainerFacts):
         check_moment(closed=self._closed)
         check_replicas(replicas, self._choice.kind)
         check_resize(self._choice.kind)
-        formation = read_replicas(replicas, self._home, self._intra_op, self._choice.kind)
+        formation = read_replicas(replicas, self._home, self._intra_op, self._choice)
         if formation is None:
             raise ConfigError("`replicas` must be a number or devices, but is 'auto'.")
         if self._spec.workloads is not None:

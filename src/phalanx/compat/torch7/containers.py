@@ -14,6 +14,7 @@ from phalanx import parallel
 from phalanx.compat.torch7.explicit import Explicit
 from phalanx.compat.torch7.module import Torch7Module, is_called
 from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.execution import nccl_serves
 from phalanx.plan import Layout, equal_sizes, least_loaded, open_rows, read_whole
 from phalanx.replicas import accelerator_kind, known_devices, resolve_device
 from phalanx.types import Device
@@ -127,6 +128,7 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         if not isinstance(dim, int):
             raise ConfigError(f"`dim` must be a whole number, counted from 0, but is {dim!r}.")
         self.dim = dim
+        self.useNCCL = False
         self._gpus: list[torch.device] = []
         super().__init__(nn.Sequential(), ["cpu"])  # until there is a module
 
@@ -197,7 +199,12 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         training, initialisers = bool(self.training), self._initialisers
         # Flat tensors count on the order of elements, so weights keep the one that they have.
         parallel.DataParallel.__init__(
-            self, module, gpus, layout=Layout(self.dim), channels_last=False
+            self,
+            module,
+            gpus,
+            layout=Layout(self.dim),
+            channels_last=False,
+            reduce="nccl" if self.useNCCL and nccl_serves(gpus) else "tree",
         )
         self.__dict__.update(stay)
         self.training = training
@@ -292,7 +299,8 @@ class DataParallelTable(_Replicated):
     Args:
         dim: Along which all input leaves are split and all outputs concatenated.
         flattenParams: Let parameters, and their gradients, lie one after another in memory.
-        useNCCL: Has no effect but a warning: gradients are always added in one fixed order.
+        useNCCL: Sum gradients by NCCL, as `phalanx.DataParallel` with ``reduce="nccl"``; no more
+            than a warning where it does not serve the devices.
 
     Raises:
         ConfigError: ``useNCCL`` without ``flattenParams``.
@@ -315,12 +323,7 @@ class DataParallelTable(_Replicated):
             )
         super().__init__(dim)
         self.flattenParams = flattenParams
-        if useNCCL:
-            warnings.warn(
-                "`useNCCL` has no effect: gradients of replicas are added by copies, in a fixed "
-                "order, on any devices.",
-                stacklevel=2,
-            )
+        self.useNCCL = useNCCL
 
     # Any: the module's own signature.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -340,6 +343,7 @@ class DataParallelTable(_Replicated):
                 the first.
             StateError: A list is given though something was added before.
         """
+        first = not self._gpus
         if isinstance(gpus, (int, str, torch.device)):
             self._append(module, [gpus])
         elif self._gpus:
@@ -358,6 +362,13 @@ class DataParallelTable(_Replicated):
             self._append(module, list(gpus))
         if self.flattenParams:
             self._flat_memory.lay_out(self)
+        if first and self.useNCCL and not nccl_serves(self._gpus):
+            named = ", ".join(dict.fromkeys(map(str, self._gpus)))
+            warnings.warn(
+                f"`useNCCL` has no effect on {named}, which NCCL does not serve: gradients are "
+                "added by copies, in a fixed order.",
+                stacklevel=2,
+            )
         return self
 
 

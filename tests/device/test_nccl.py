@@ -1,0 +1,135 @@
+"""Gradients summed by NCCL within one process: its calls, with a stand-in that adds itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import phalanx
+from phalanx.execution import opening
+from tests.conformance.models import assert_close
+from tests.device.test_replicas import F64, OPTIMIZERS, STEPS, Net, batch, equals_plain
+
+SGD = OPTIMIZERS["SGD-fused"]
+Train = Callable[[nn.Module, Sequence[str]], None]
+
+
+class StandIn:
+    """Takes what `torch.cuda.nccl.reduce` takes, and adds in another order than ours."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[str], int]] = []
+
+    def reduce(self, inputs: list[Tensor], output: Tensor | None = None, root: int = 0) -> None:
+        assert output is None
+        assert len({(each.shape, each.dtype, each.is_contiguous()) for each in inputs}) == 1
+        self.calls.append(([str(each.device) for each in inputs], root))
+        for each in reversed(inputs):
+            if each is not inputs[root]:
+                inputs[root].add_(each.to(inputs[root].device))
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    found = StandIn()
+    monkeypatch.setattr(torch.cuda.nccl, "reduce", found.reduce)
+    monkeypatch.setattr(opening, "nccl_serves", lambda devices: True)
+    return found
+
+
+def by_container(net: nn.Module, devices: Sequence[str]) -> None:
+    with phalanx.DataParallel(net, devices, reduce="nccl") as model:
+        stepper = SGD(model.parameters())
+        for step in range(STEPS):
+            x, y = batch(step, "dev:0")
+            stepper.zero_grad()
+            F.mse_loss(model(x).to("dev:0"), y).backward()
+            stepper.step()
+
+
+def by_trainer(net: nn.Module, devices: Sequence[str]) -> None:
+    with phalanx.Trainer(net, F.mse_loss, SGD, replicas=devices, reduce="nccl") as trainer:
+        for step in range(STEPS):
+            trainer.step(batch(step, "dev:0"))
+
+
+@pytest.mark.parametrize(
+    ("devices", "summed"),
+    [
+        (["dev:0", "dev:1"], ["dev:0", "dev:1"]),
+        (["dev:1", "dev:0", "dev:1"], ["dev:0", "dev:1"]),
+        (["dev:1", "dev:1"], ["dev:0", "dev:1"]),  # no replica where the module is
+        (["dev:0", "dev:0"], []),
+    ],
+)
+@pytest.mark.parametrize("train", [by_container, by_trainer])
+def test_one_call_a_step_with_the_modules_device_as_root(
+    train: Train, devices: list[str], summed: list[str], nccl: StandIn
+) -> None:
+    net = Net().to("dev:0")
+    train(net, devices)
+    assert equals_plain(net, SGD)
+    assert [sorted(order) for order, _ in nccl.calls] == [summed] * (STEPS if summed else 0)
+    assert all(order[root] == "dev:0" for order, root in nccl.calls)
+
+
+def test_gradients_travel_by_nccl_alone(nccl: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "reduce", lambda inputs, root: None)
+    net = nn.Linear(5, 6, bias=False, dtype=F64, device="dev:0")
+    with phalanx.Trainer(net, F.mse_loss, SGD, replicas=["dev:0", "dev:1"], reduce="nccl") as t:
+        t.step(batch(0, "dev:0"))
+        before = torch.dev.copies("dev:1", "dev:0")
+        t.step(batch(1, "dev:0"))
+        assert torch.dev.copies("dev:1", "dev:0") == before
+
+
+class Uneven(nn.Module):
+    """Uses a parameter on the second device only, and one nowhere; the loss reaches the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.everywhere, self.there, self.nowhere = (
+            nn.Parameter(torch.full((5,), value, dtype=F64)) for value in (2.0, 3.0, 4.0)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.everywhere
+        return scaled * self.there if x.device.index == 1 else scaled
+
+
+def test_what_only_some_devices_have_and_what_reaches_the_module_itself(nccl: StandIn) -> None:
+    def gradients(reduce: str) -> list[Tensor | None]:
+        net = Uneven().to("dev:0")
+        x = batch(0, "dev:0")[0]
+
+        def loss(module: nn.Module, part: Tensor) -> Tensor:
+            return module(part).square().mean() + net.everywhere.square().sum().to(part.device)
+
+        optimizer = partial(torch.optim.SGD, lr=1.0)
+        options: Any = {"forward": loss, "replicas": ["dev:0", "dev:1"], "reduce": reduce}
+        with phalanx.Trainer(net, None, optimizer, **options) as trainer:
+            trainer.step(x)
+        return [parameter.detach().cpu() for parameter in net.parameters()]
+
+    assert_close(gradients("nccl"), gradients("tree"), F64)
+    assert len(nccl.calls) == 1
+
+
+def test_what_was_held_back_goes_along_the_tree(nccl: StandIn) -> None:
+    net, (x, y) = Net().to("dev:0"), batch(0, "dev:0")
+    with phalanx.DataParallel(net, ["dev:0", "dev:1"], reduce="nccl") as model:
+        with model.no_sync():
+            F.mse_loss(model(x), y).backward()
+        F.mse_loss(model(x), y).backward()
+        assert nccl.calls == []
+        found = [parameter.grad for parameter in net.parameters()]
+        model.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        assert len(nccl.calls) == 1
+    assert_close(found, [2 * parameter.grad for parameter in net.parameters()], F64)
