@@ -18,6 +18,7 @@ __all__ = ["register"]
 
 Stream = torch.Stream
 Event = torch.Event
+default_generators: tuple[torch.Generator, ...] = ()
 
 
 def register() -> None:
@@ -28,6 +29,9 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend("dev")
     torch._register_device_module("dev", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    global default_generators
+    indices = range(device_count())
+    default_generators = tuple(torch.ops.dev.default_generator(index) for index in indices)
 
 
 def is_available() -> bool:
@@ -103,20 +107,20 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def manual_seed(seed: int) -> None:
-    torch.ops.dev.default_generator(current_device()).manual_seed(seed)
+    default_generators[current_device()].manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    for index in range(device_count()):
-        torch.ops.dev.default_generator(index).manual_seed(seed)
+    for each in default_generators:
+        each.manual_seed(seed)
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
-    return torch.ops.dev.default_generator(_index(device)).get_state()
+    return default_generators[_index(device)].get_state()
 
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    torch.ops.dev.default_generator(_index(device)).set_state(state)
+    default_generators[_index(device)].set_state(state)
 
 
 def copies(source: str, target: str) -> tuple[int, int]:

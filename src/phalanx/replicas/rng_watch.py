@@ -40,14 +40,6 @@ WRAPPERS = {
     os.path.join(_TORCH, "_compile.py"),
     os.path.join(_TORCH, "_dynamo", "eval_frame.py"),
 }
-# Who calls these is who calls the generator.
-_FORWARDING = {
-    *WRAPPERS,
-    torch.random.__file__,
-    torch.cuda.random.__file__,
-    torch.cuda.__file__,
-    contextlib.__file__,
-}
 _WAY_OUT = (
     "the same in every formation: draw with torch's functions and no `generator=`; for numbers "
     "that are the same in every call, give generator=torch.Generator().manual_seed(…), made where "
@@ -95,7 +87,7 @@ class RngWatch:
         self._kept = () if reads else tuple(kept)
         self._seeded: list[object] = []
         self._before: list[tuple[object, bytes]] = []
-        self._torchs: Tensor | None = None
+        self._torchs: list[Tensor] = []
         self._profiles = False
         self._numpy: Any = None  # Any: NumPy's own state
         self._swaps = 0
@@ -103,7 +95,7 @@ class RngWatch:
     def __enter__(self) -> Self:
         if self._alone:
             self._swaps, self._numpy = _Swaps.count, np.random.get_state()
-            self._torchs = torch.default_generator.get_state()
+            self._torchs = _states_now()
         self._before = [(each, _state_of(each)) for each in _numpys_in(self._kept)]
         if sys.getprofile() is None:
             self._profiles = True
@@ -176,7 +168,8 @@ class RngWatch:
         return any(generator is each for each in self._seeded)
 
     def _note(self, told: str, frame: FrameType | None, passed: set[str]) -> None:
-        while frame is not None and frame.f_code.co_filename in _FORWARDING | passed:
+        passed = passed | _forwarding()
+        while frame is not None and frame.f_code.co_filename in passed:
             frame = frame.f_back
         if frame is None or frame.f_code.co_filename.startswith(_TORCH):
             return  # torch's own: checkpointing keeps and puts back what nothing was drawn from
@@ -201,9 +194,7 @@ class RngWatch:
                     f"draws from a `{kind}` of NumPy's that was made before, which every replica "
                     "would move on by itself"
                 )
-        if self._torchs is not None and not torch.equal(
-            self._torchs, torch.default_generator.get_state()
-        ):
+        if self._torchs and not all(map(torch.equal, self._torchs, _states_now())):
             self._found = self._found or (
                 "draws from torch's default generator in a thread that it starts"
             )
@@ -262,5 +253,28 @@ def _members_of(found: Any) -> list[Any]:
 
 
 def _is_default(generator: torch.Generator) -> bool:
-    defaults = (torch.default_generator, *torch.cuda.default_generators)
-    return any(generator is each for each in defaults)
+    return any(generator is each for each in _default_generators())
+
+
+def _states_now() -> list[Tensor]:
+    return [each.get_state() for each in _default_generators()]
+
+
+def _default_generators() -> list[torch.Generator]:
+    """Return those of the CPU and of each accelerator that torch has begun to use."""
+    return [torch.default_generator, *getattr(_accelerator_module(), "default_generators", ())]
+
+
+@functools.cache
+def _forwarding() -> frozenset[str]:
+    """Return the files of functions of torch's that call a default generator for who calls them."""
+    names = (_accelerator_module(), getattr(_accelerator_module(), "random", None))
+    files = (getattr(each, "__file__", None) for each in names)
+    known = {*WRAPPERS, torch.random.__file__, contextlib.__file__}
+    return frozenset(known.union(file for file in files if file))
+
+
+def _accelerator_module() -> types.ModuleType | None:
+    """Return the module of this machine's accelerators, such as `torch.cuda`; None without any."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return None if kind is None else torch.get_device_module(kind)
