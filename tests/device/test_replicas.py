@@ -131,8 +131,8 @@ def test_a_replica_that_goes_by_versions_would_be_stale(monkeypatch: pytest.Monk
 def test_a_gradient_that_is_added_twice_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Replica.take_gradients
 
-    def take_twice(self: Replica) -> list[Tensor | None]:
-        found = take(self)
+    def take_twice(self: Replica, **options: bool) -> list[Tensor | None]:
+        found = take(self, **options)
         twice = self.device.index == 1
         return [None if g is None else g * 2 if twice else g for g in found]
 
