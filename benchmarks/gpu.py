@@ -92,6 +92,11 @@ class GpuContestant:
     of_phalanx: bool = False
     process_per_device: bool = False
     on_cpu: bool = True
+    over_nccl: bool = False
+
+    def runs_on(self, kind: str) -> bool:
+        """Tell whether it knows this kind of device."""
+        return kind == "cuda" or not (self.over_nccl or (kind == "cpu" and not self.on_cpu))
 
 
 def _on(device: str, batch: Batch) -> Batch:
@@ -139,6 +144,13 @@ def _data_parallel(job: GpuJob, module: nn.Module, batch: Batch) -> Iterator[Ste
 
 
 @contextmanager
+def _data_parallel_over_nccl(job: GpuJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
+    first = job.devices[0]
+    with phalanx.DataParallel(module.to(first), job.devices, reduce="nccl") as parallel:
+        yield plain_step(parallel, _on(first, batch))
+
+
+@contextmanager
 def _two_on_one(job: GpuJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
     first = job.devices[0]
     with phalanx.DataParallel(module.to(first), devices=[first, first]) as parallel:
@@ -159,6 +171,12 @@ CONTESTANTS = {
     ),
     "ddp": GpuContestant("DDP, {count} ranks", _ddp, process_per_device=True),
     "dataparallel": GpuContestant("DataParallel, {count} devices", _data_parallel, of_phalanx=True),
+    "dataparallel-nccl": GpuContestant(
+        "DataParallel over NCCL, {count} devices",
+        _data_parallel_over_nccl,
+        of_phalanx=True,
+        over_nccl=True,
+    ),
     "two-on-one": GpuContestant("DataParallel, 2 replicas on 1", _two_on_one, of_phalanx=True),
     "trainer": GpuContestant("Trainer, {count} devices", _trainer, of_phalanx=True),
 }
@@ -198,7 +216,7 @@ def gpu(
     pace = Pace.for_steps(steps)
     console, machine = begin()
     outcomes: dict[str, Outcome] = {}
-    known = [name for name, each in CONTESTANTS.items() if each.on_cpu or kind != "cpu"]
+    known = [name for name, each in CONTESTANTS.items() if each.runs_on(kind)]
     for model in names:
         what = f"{model} on {count} × {_called(kind)}: {len(known)} contestants"
         num_turns = len(known) * (pace.rounds + 2)
