@@ -104,5 +104,5 @@ def placed(leaf: Tensor, device: torch.device, copies: bool) -> Tensor:
     own = leaf.data  # slices share no version counter
     record_use(own)  # in the replica's stream
     if own.device != device:
-        own = own.to(device, non_blocking=True)
+        own = own.to(device, non_blocking=device.type != "cpu")  # the host reads at once
     return copied(own) if copies and leaf.device == own.device else own

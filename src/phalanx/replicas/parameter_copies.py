@@ -106,7 +106,7 @@ class _Bundle:
         elif not self._differs():
             return
         for flat, values in self._copies:
-            flat.copy_(self._sent, non_blocking=True)
+            flat.copy_(self._sent, non_blocking=flat.device.type != "cpu")
             increment_version([values[place] for place in raised])
         for place in raised:
             self._seen[place] = TensorVersion(self._originals[place])
