@@ -25,6 +25,7 @@ STEPS, ROWS = 8, 7
 FORMATIONS = {
     "two": (["dev:0", "dev:1"], None),
     "with the cpu": (["cpu", "dev:0"], None),
+    "the cpu second": (["dev:0", "cpu"], None),
     "the other first": (["dev:1", "dev:0"], [1, 5]),
     "two on one": (["dev:0", "dev:1", "dev:1"], [3, 1, 2]),
 }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.execution import threads
+from phalanx.execution import partial_sums, threads
 from phalanx.replicas import inputs, replica
 from phalanx.replicas.streams import RunStreams, current_streams
 from tests.device.test_replicas import (
@@ -167,3 +167,58 @@ def test_an_output_that_is_freed_meanwhile_is_not_given_away(
     (stream,) = (each for each in Noting.seen if each.device_index == 0)
     with raises_race("`record_stream` is missing") if planted else nullcontext():
         reused(stream)
+
+
+# -- the sums --------------------------------------------------------
+
+
+def trained(devices: list[str], **options: Any) -> list[Tensor]:
+    net = Net().float().to(devices[0])
+    with phalanx.Trainer(net, F.mse_loss, SGD, replicas=devices, **options) as trainer:
+        for step in range(3):
+            trainer.step(tuple(each.float() for each in batch(step, devices[0])))
+    return [parameter.detach().cpu() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    "devices", [["dev:0", "dev:1"], ["dev:1", "dev:0", "dev:1"], ["dev:0", "cpu", "dev:0"]]
+)
+def test_the_bits_are_those_of_the_tree_whichever_device_computes(devices: list[str]) -> None:
+    expected = trained(["cpu"], microbatches=5)
+    assert all(map(torch.equal, trained(devices, microbatches=5), expected))
+
+
+def test_sums_have_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch, noting: Noting) -> None:
+    seen = set()
+    add = partial_sums.add_gradients
+
+    def add_noting(left: Any, right: Any) -> Any:
+        seen.add(torch.dev.current_stream("dev:0"))
+        return add(left, right)
+
+    monkeypatch.setattr(partial_sums, "add_gradients", add_noting)
+    x = batch(0, "dev:0")[0]
+    options: Any = {"replicas": ["dev:0", "dev:1"], "microbatches": 7}
+    with phalanx.Trainer(noting, F.mse_loss, SGD, **options) as trainer:
+        trainer.step((x, x))
+    assert len(seen) == 1
+    assert seen.isdisjoint([*Noting.seen, torch.dev.current_stream("dev:0")])
+
+
+def test_all_that_a_trainer_does_on_side_streams() -> None:
+    def everything(devices: list[str]) -> list[Any]:
+        torch.manual_seed(0)
+        layers = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)
+        net = nn.Sequential(*layers).to(devices[0], F64)
+        data = [batch(step, devices[0]) for step in range(4)]
+        options: Any = {"microbatches": 3, "clip_norm": 0.1, "codec": "bf16"}
+        options |= {"metrics": {"error": lambda out, y: (out - y).mean()}, "replicas": devices}
+        with phalanx.Trainer(net, F.mse_loss, SGD, **options) as trainer:
+            (epoch,) = trainer.fit(data, progress=False)
+            found = [*epoch.train.values(), *trainer.evaluate(data).values()]
+            found.append(trainer.predict([each for each, _ in data]))
+            return [*found, *net.state_dict().values()]
+
+    found = on_side_streams(lambda: everything(["dev:0", "dev:1", "dev:0"]))
+    for own, expected in zip(found, everything(["cpu"]), strict=True):
+        torch.testing.assert_close(torch.as_tensor(own).cpu(), torch.as_tensor(expected))
