@@ -199,8 +199,8 @@ void run(const c10::OperatorHandle &op, torch::jit::Stack *stack, const c10::Fun
     c10::DeviceGuard guard(device);
     auto stream = current_stream(device.index());
 
-    /* What may be the last to hold a tensor of Python's goes after the launch: that takes the
-       interpreter's lock, whose holder may wait for the stream. */
+    /* Who is the second to hold a tensor of Python's comes before the launch and goes after it: both
+       take the interpreter's lock, whose holder may wait for the stream. */
     Views views;
     std::vector<c10::IValue> given(stack->begin() + begin, stack->end());
     std::vector<std::pair<at::Tensor, at::Tensor>> changed;
@@ -382,6 +382,7 @@ at::Tensor &copy_(at::Tensor &self, const at::Tensor &source, bool non_blocking)
     c10::DeviceGuard guard(from_host ? self.device() : source.device());
     auto stream = current_stream(from_host ? to : from);
     Views views;
+    const at::Tensor held[] = {self, source}; /* see `run` */
     std::optional<Launch> launch;
     if (from_host || to_host || from == to) {
         launch.emplace(stream);
