@@ -32,7 +32,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AUTOLOAD := src/phalanx_autoload.py  # stands in site-packages itself, as a copy
-ON_DEVICE = tests/device $(shell grep -rl --include='*.py' 'mark\.gpu' tests)
+ON_DEVICE = tests/device $(shell grep -rl --include='test_*.py' -e 'mark\.gpu' -e 'mark\.devices' tests)
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 COMPILED := $(wildcard src/phalanx/memory/*.[ch] src/phalanx/distributed/*.[ch])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.conformance.second_device import emulate_second_device
 from tests.multiprocess.forked_workers import forked_by_day
@@ -68,6 +69,8 @@ def second_device(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = metafunc.module.__name__.rpartition(".")[2]
+    if hasattr(torch, "dev"):
+        return  # there the second device is one
     if name in RUN_ON_TWO_DEVICES | RUN_ON_TWO_DEVICES_BY_NIGHT:
         by_day = name in RUN_ON_TWO_DEVICES or metafunc.function.__name__ in BY_DAY_ALL_THE_SAME
         marks = [] if by_day else [pytest.mark.night]

@@ -29,6 +29,14 @@ def places(device: torch.device, count: int) -> list[torch.device]:
     return [torch.device(device.type, index % have) for index in range(count)]
 
 
+def cpu_and_others(count: int) -> list[str]:
+    """Return the CPU and, with `--device dev`, the test device's devices in turn behind it."""
+    if not hasattr(torch, "dev"):
+        return ["cpu"] * count
+    have = torch.dev.device_count()
+    return ["cpu", *(f"dev:{index % have}" for index in range(count - 1))]
+
+
 def parallel(
     module: nn.Module, device: torch.device = CPU, replicas: int = 3, **options: Any
 ) -> phalanx.DataParallel:
@@ -52,6 +60,11 @@ def draw(
     """Return normal numbers that depend on ``seed`` and the shape alone."""
     generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return, on the CPU, what several devices have of one tensor."""
+    return torch.cat([part.cpu() for part in parts], dim)
 
 
 def leaves_of(value: Any) -> list[Tensor]:

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.executor_group import DataDesc, DataParallelExecutorGroup
-from tests.conformance.containers import draw
+from tests.conformance.containers import cpu_and_others, draw
 from tests.conformance.models import assert_close, gradients_of, state_of
 
 F64 = torch.float64
-TWO = ["cpu"] * 2
-THREE = ["cpu"] * 3
+TWO = cpu_and_others(2)
+THREE = cpu_and_others(3)
 WORKLOADS = [1, 5, 9]
 CLASSES = 4
 

@@ -34,6 +34,8 @@ from tests.conformance.groups import (
 )
 from tests.conformance.models import assert_close, gradients_of, state_of, twin_of
 
+pytestmark = pytest.mark.devices
+
 # --- module_dtype, module_layout ------------------------------------------------------------------
 
 

@@ -35,6 +35,8 @@ from tests.conformance.groups import (
 )
 from tests.conformance.models import assert_close
 
+pytestmark = pytest.mark.devices
+
 X, Y, G = draw(7, 5), classes(7), draw(7, CLASSES, seed=1)
 DATA = desc("data", 7, 5)
 

@@ -35,6 +35,8 @@ from tests.conformance.groups import (
 )
 from tests.conformance.models import assert_close, gradients_of
 
+pytestmark = pytest.mark.devices
+
 ROWS = 7
 X, Y, G = draw(ROWS, 5), classes(ROWS), draw(ROWS, CLASSES, seed=1)
 

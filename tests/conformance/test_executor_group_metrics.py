@@ -23,6 +23,8 @@ from tests.conformance.groups import (
 )
 from tests.conformance.models import assert_close, gradients_of
 
+pytestmark = pytest.mark.devices
+
 ROWS, PAD = 18, 3  # so that 15 rows count, and are cut to 1, 5 and 9
 KINDS = 4
 
@@ -168,3 +170,35 @@ def test_score_is_that_of_all_rows_together():
         metric.update(net(x).detach(), y)
         assert abs(float(found[name]) - float(metric.compute())) < EXACT
     assert F.cross_entropy is not None
+
+
+class Difference(torchmetrics.Metric):
+    """Takes two outputs and two labels, and makes its own tensors where it is."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, outputs: list[Tensor], labels: list[Tensor]) -> None:
+        for output, label in zip(outputs, labels, strict=True):
+            self.total += (output - label).sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Two(nn.Module):
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        return input, input * 2
+
+
+def test_labels_and_the_metric_come_to_where_several_outputs_lie():
+    x, y, z, metric = draw(15, 5), draw(15, 5, seed=1), draw(15, 5, seed=2), Difference()
+    labels = [desc("y", 15, 5), desc("z", 15, 5)]
+    with group_of(Two(), desc("input", 15, 5), labels=labels) as group:
+        group.forward(x)
+        group.update_metric(metric, (y, z))
+    assert_close(metric.compute(), (x * 3 - y - z).sum(), F64)
+    assert metric.device == torch.device("cpu")

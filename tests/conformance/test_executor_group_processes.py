@@ -24,11 +24,12 @@ from phalanx.execution import Processes, ProcessExecutor
 from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
 from phalanx.parallel import DataParallel
 from tests.conformance.containers import draw
-from tests.conformance.groups import THREE, Loss, classes, labels_desc
+from tests.conformance.groups import Loss, classes, labels_desc
 from tests.conformance.zoo import CLASSES, RULES, Zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 
+THREE = ["cpu"] * 3
 ROWS, IMAGE = (11, 5), (11, 2, 4, 3)
 STEPS = 3
 

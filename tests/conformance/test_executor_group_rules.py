@@ -34,6 +34,8 @@ from tests.conformance.groups import (
 )
 from tests.conformance.models import assert_close, gradients_of
 
+pytestmark = pytest.mark.devices
+
 # --- the table of splits --------------------------------------------------------------------------
 
 SPLITS = {

@@ -19,6 +19,7 @@ from tests.conformance.groups import (
     CLASSES,
     F64,
     THREE,
+    WORKLOADS,
     Cell,
     Loss,
     Net,
@@ -29,6 +30,8 @@ from tests.conformance.groups import (
 )
 from tests.conformance.models import assert_close, gradients_of
 from tests.multiprocess.fork_server import context
+
+pytestmark = pytest.mark.devices
 
 
 class Weighted(Net):
@@ -384,7 +387,7 @@ def test_reshape_back_and_forth_does_not_grow_memory():
 
 def bytes_held_while_shapes_alternate() -> list[int]:
     held = []
-    with group_of(Net(), desc("data", 7, 5)) as group:
+    with group_of(Net(), desc("data", 7, 5), devices=3, workloads=WORKLOADS) as group:
         for rows in [7, 31] * 6:
             group.reshape([desc("data", rows, 5)])
             group.forward(draw(rows, 5))

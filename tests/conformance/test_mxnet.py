@@ -15,7 +15,7 @@ from phalanx.compat import mxnet
 from phalanx.errors import ConfigError
 from phalanx.executor_group import DataBatch, Monitor
 from phalanx.plan import equal_sizes
-from tests.conformance.containers import draw
+from tests.conformance.containers import draw, joined
 from tests.conformance.groups import (
     CLASSES,
     F64,
@@ -29,6 +29,8 @@ from tests.conformance.groups import (
     labels_desc,
 )
 from tests.conformance.models import assert_close, gradients_of
+
+pytestmark = pytest.mark.devices
 
 ROWS = 7
 BATCH = draw(ROWS, 5), classes(ROWS)
@@ -66,12 +68,12 @@ def test_results_under_both_languages_names():
             assert_close(whole[0], expected, F64)
         for parts in (group.getOutputs()[0], group.get_outputs(merge_multi_context=False)[0]):
             assert [len(part) for part in parts] == WORKLOADS
-            assert_close(torch.cat(parts), expected, F64)
+            assert_close(joined(parts), expected, F64)
         assert group.get_outputs(begin=1) == []
         for whole in (group.get_input_grads(), group.getInputGradsMerged()):
             assert_close(whole[0], gradient, F64)
         for parts in (group.getInputGrads()[0], group.get_input_grads(False)[0]):
-            assert_close(torch.cat(parts), gradient, F64)
+            assert_close(joined(parts), gradient, F64)
         assert group.get_output_shapes() == group.getOutputShapes() == [("output0", (15, 4))]
         assert group.getBatchSize() == 15
         metric = MulticlassAccuracy(CLASSES, average="micro")
@@ -113,7 +115,9 @@ def test_binding_slices_and_parameters_under_both_languages_names():
         monitor.tic()
         group.forward(draw(9, 5))
         outputs = [record for record in monitor.toc() if record.name.endswith("output")]
-        assert {record.device for record in outputs} == {"cpu#0", "cpu#1", "cpu#2"}
+        assert {record.device for record in outputs} == {
+            f"{place}#{index}" for index, place in enumerate(THREE)
+        }
     assert all(gradient is not None for gradient in gradients_of(net))
 
 

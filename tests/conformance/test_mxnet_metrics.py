@@ -16,9 +16,10 @@ import phalanx
 from phalanx.compat import mxnet
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.executor_group import GroupMetrics
+from tests.conformance.containers import cpu_and_others
 from tests.conformance.groups import Net
 
-pytestmark = pytest.mark.filterwarnings("ignore:Metric .* cannot be merged")
+pytestmark = [pytest.mark.devices, pytest.mark.filterwarnings("ignore:Metric .* cannot be merged")]
 ROWS = 9
 
 
@@ -53,14 +54,14 @@ CLASSES = torch.arange(ROWS) % 3
 
 def regression_group() -> mxnet.DataParallelExecutorGroup:
     return mxnet.DataParallelExecutorGroup(
-        Regression(), ["cpu"] * 2, data=[("data", (ROWS, 4))], labels=[("label", (ROWS,))]
+        Regression(), cpu_and_others(2), data=[("data", (ROWS, 4))], labels=[("label", (ROWS,))]
     )
 
 
 def classifier_group() -> mxnet.DataParallelExecutorGroup:
     return mxnet.DataParallelExecutorGroup(
         Classifier(),
-        ["cpu"] * 2,
+        cpu_and_others(2),
         data=[("data", (ROWS, 4))],
         labels=[("softmax_label", (ROWS,))],
     )

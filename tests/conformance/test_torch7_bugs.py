@@ -20,11 +20,13 @@ import phalanx
 from phalanx.codecs import OneBit
 from phalanx.compat import torch7
 from phalanx.errors import ConfigError, UnsupportedError
-from tests.conformance.containers import draw, stored
+from tests.conformance.containers import cpu_and_others, draw, stored
 from tests.conformance.models import assert_close, gradients_of, twin_of
 
+pytestmark = pytest.mark.devices
+
 F64 = torch.float64
-THREE = ["cpu"] * 3
+THREE = cpu_and_others(3)
 DEADLINE_S = 30
 LR = 0.25
 
@@ -404,7 +406,7 @@ class Reader(nn.Module):
         self.lstm = nn.LSTM(4, 3, num_layers=2).double()
 
     def forward(self, steps, lengths, states):
-        packed = nn.utils.rnn.pack_padded_sequence(steps, lengths, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(steps, lengths.cpu(), enforce_sorted=False)
         out, (h, c) = self.lstm(packed, states)
         out, _ = nn.utils.rnn.pad_packed_sequence(out, total_length=steps.shape[0])
         return {"out": out, "states": (h, c)}
@@ -465,7 +467,9 @@ class Doubled(nn.Module):
         self.linear = nn.Linear(4, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).repeat_interleave(2, 0) * draw(2, 1).repeat(len(x), 1)
+        return self.linear(x).repeat_interleave(2, 0) * draw(2, 1, device=x.device).repeat(
+            len(x), 1
+        )
 
 
 def test_output_gradients_are_cut_where_outputs_were_joined():

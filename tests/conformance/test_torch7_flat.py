@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 from phalanx.compat import torch7
-from tests.conformance.containers import draw, stored
+from tests.conformance.containers import cpu_and_others, draw, stored
 from tests.conformance.models import assert_close, cnn, gradients_of, image_batch, mlp
 
+pytestmark = pytest.mark.devices
+
 F64 = torch.float64
-THREE = ["cpu"] * 3
+THREE = cpu_and_others(3)
 LR = 0.25
 
 

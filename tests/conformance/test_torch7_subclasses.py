@@ -13,6 +13,9 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.compat import torch7
 from phalanx.errors import ConfigError, UnsupportedError
+from tests.conformance.containers import cpu_and_others
+
+pytestmark = pytest.mark.devices
 
 
 def mlp() -> nn.Sequential:
@@ -22,7 +25,8 @@ def mlp() -> nn.Sequential:
 
 def two(container: Any) -> Any:
     column = mlp()
-    return container.add(column, "cpu").add(copy.deepcopy(column), "cpu")
+    first, other = cpu_and_others(2)
+    return container.add(column, first).add(copy.deepcopy(column), other)
 
 
 X = torch.linspace(-1, 1, 20).view(5, 4)
@@ -67,7 +71,7 @@ def test_a_rule_of_ones_own_is_called_in_every_subclass(kind: type) -> None:
 
 class Summed(torch7.DataParallel):
     def merge(self, outputs: list[Tensor]) -> Tensor:
-        return sum(output.sum(0) for output in outputs if output is not None)
+        return sum(output.sum(0).cpu() for output in outputs if output is not None)
 
 
 def test_outputs_of_replicas_are_merged_by_a_rule_of_ones_own() -> None:
@@ -112,7 +116,10 @@ def test_data_parallel_counts_as_abstract_parallel() -> None:
 
 @pytest.mark.parametrize("index", [0, 1, -1, -2])
 def test_every_column_of_replicas_is_the_module(index: int) -> None:
-    for net in (two(torch7.DataParallel(0)), torch7.DataParallelTable(0).add(mlp(), ["cpu"] * 2)):
+    for net in (
+        two(torch7.DataParallel(0)),
+        torch7.DataParallelTable(0).add(mlp(), cpu_and_others(2)),
+    ):
         assert net.get(index) is net.module
 
 
@@ -149,7 +156,7 @@ class Redrawn(Scaled):
 
 def containers_of(module: nn.Module) -> list[Any]:
     return [
-        torch7.DataParallelTable(0).add(module, ["cpu"] * 2).reset,
+        torch7.DataParallelTable(0).add(module, cpu_and_others(2)).reset,
         torch7.ModelParallel(0).add(module, "cpu").reset,
         phalanx.DataParallel(module, 2).reset_parameters,
     ]
@@ -175,7 +182,7 @@ def test_reset_reaches_every_parameter(make: Any, place: int) -> None:
 
 
 def test_reset_by_a_deviation_reaches_weights_of_ones_own() -> None:
-    net = torch7.DataParallelTable(0).add(mlp(), ["cpu"] * 2)
+    net = torch7.DataParallelTable(0).add(mlp(), cpu_and_others(2))
     net.module.register_parameter("extra", nn.Parameter(torch.full((5, 5), 7.0)))
     net.reset(0.5)
     assert float(net.module.extra.detach().abs().max()) <= 0.5 * 3**0.5
@@ -225,7 +232,7 @@ def started() -> None:
 @pytest.mark.parametrize("face", [phalanx.DataParallel, torch7.DataParallelTable])
 def test_a_lambda_for_threads_does_not_prevent_saving(face: Any) -> None:
     ran: list[int] = []
-    net = face(mlp(), 2) if face is phalanx.DataParallel else face(0).add(mlp(), ["cpu"] * 2)
+    net = face(mlp(), 2) if face is phalanx.DataParallel else face(0).add(mlp(), cpu_and_others(2))
     net.threads(lambda: ran.append(1)).threads(started)
     with pytest.warns(UserWarning, match=r"1 of 2 functions given to `threads\(\)` have no"):
         other = saved_and_loaded(net)

@@ -361,14 +361,15 @@ class DataParallelExecutorGroup:
         """
         stop = None if end is None else read_whole("end", end)
         chosen = self._last().outputs[read_whole("begin", begin) : stop]
-        return [output.merged() if merge else output.per_device() for output in chosen]
+        home = self.devices[0]
+        return [output.merged(home) if merge else output.per_device() for output in chosen]
 
     def input_grads(self, merge: bool = True) -> list[Any]:
         """Return the gradients of the data in the order of their names, None for integers.
 
         Args:
-            merge: Whole ones: joined along the batch axis, with zeros for padded rows; summed where
-                the input was given whole. Otherwise a list per input.
+            merge: Whole ones, on the first device: joined along the batch axis, with zeros for
+                padded rows; summed where the input was given whole. Otherwise a list per input.
 
         Raises:
             StateError: They are not computed, or there was no backward pass, or it failed.
@@ -380,7 +381,8 @@ class DataParallelExecutorGroup:
         last = self._last()
         if not last.went_back:
             raise StateError("`input_grads()` needs a backward pass. Call `backward()` first.")
-        return [last.input_gradient(desc, merge) for desc in self._binding.data]
+        home = self.devices[0] if merge else None
+        return [last.input_gradient(desc, home) for desc in self._binding.data]
 
     # -- states ------------------------------------------------------
 

@@ -173,10 +173,7 @@ def predict(group: Looping, loader: Iterable[Any]) -> Any:  # Any: a tensor or s
 
 # Any: a tensor, or a list with what each batch gave.
 def _joined(column: list[Any], axis: int | None) -> Any:
-    """Join on the first batch's device: a batch lies on the first device that has rows of it."""
-    if axis is None:
-        return column
-    return torch.cat([output.to(column[0].device) for output in column], axis)
+    return column if axis is None else torch.cat(column, axis)
 
 
 class _Counted:

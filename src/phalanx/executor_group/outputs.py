@@ -42,12 +42,14 @@ class Output:
     axis: int | None
     kind: str
 
-    def merged(self) -> Any:
-        """Return the whole batch's: on the first device's, and without its graph."""
+    def merged(self, device: torch.device) -> Any:
+        """Return the whole batch's, on ``device`` and without its graph."""
         values = [self.parts[place] for place in self.used]
-        if self.kind in ("value", "whole"):
-            return values[0].detach() if isinstance(values[0], Tensor) else values[0]
-        values = [value.detach().to(values[0].device) for value in values]
+        if self.kind == "value":
+            return values[0]
+        if self.kind == "whole":
+            return values[0].detach().to(device)
+        values = [value.detach().to(device) for value in values]
         if self.kind == "numbers":
             return torch.stack(values)
         if self.kind == "rows":

@@ -61,15 +61,18 @@ class Pass:
         return [share.rows for share in self.shares]
 
     # Any: a tensor, or a list of them by device.
-    def input_gradient(self, desc: DataDesc, merge: bool) -> Any:
-        """Return the gradient of one input, [B, ...] if merged, with zeros for padded rows."""
+    def input_gradient(self, desc: DataDesc, home: torch.device | None) -> Any:
+        """Return the gradient of one input: by device, or merged on ``home``.
+
+        Merged, it is [B, ...], with zeros for padded rows.
+        """
         grads = [_gradient(own.get(desc.name)) for own in self.leaves]
-        if not merge:
+        if home is None:
             return grads
         found = [grad for grad in grads if grad is not None]
         if not found:
             return None
-        moved = [each.to(found[0].device) for each in found]
+        moved = [each.to(home) for each in found]
         axis = desc.batch_axis
         if axis is None:
             return torch.stack(moved).sum(0)

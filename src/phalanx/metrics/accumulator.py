@@ -37,7 +37,7 @@ from torchmetrics.utilities.data import (
 )
 
 from phalanx.errors import ConfigError
-from phalanx.metrics.device_parts import Part, device_of, gather, is_scalar, num_rows
+from phalanx.metrics.device_parts import Part, device_of, gather, is_scalar, moved, num_rows
 from phalanx.types import Nested
 
 __all__ = ["Arguments", "MetricAccumulator", "fresh", "move", "obstacle_to_merging"]
@@ -250,12 +250,14 @@ class MetricAccumulator:
                 metric.reset()
 
     def update(self, place: int, part: Part) -> None:
-        """Count the part number ``place`` by itself; in any thread."""
+        """Count the part number ``place`` by itself, where its outputs lie; in any thread."""
         if self._merges:
-            metric = self._copies[place]
-            move(metric, device_of(part, self.total.device))
+            metric, device = self._copies[place], device_of(part, self.total.device)
+            move(metric, device)
+            outputs, labels, weights = part
+            here = outputs, moved(labels, device), moved(weights, device)
             with torch.no_grad():
-                self._arguments.call(metric.update, part)
+                self._arguments.call(metric.update, here)
 
     def close(self, parts: Sequence[Part], dims: tuple[int, int] = (0, 0)) -> None:
         """Do what is left when all parts are counted.

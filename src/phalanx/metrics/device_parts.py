@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.plan import flatten, unflatten
 from phalanx.types import Nested
 
-__all__ = ["Columns", "Part", "device_of", "gather", "has_rows", "is_scalar", "num_rows"]
+__all__ = ["Columns", "Part", "device_of", "gather", "has_rows", "is_scalar", "moved", "num_rows"]
 
 # Outputs, labels or None, and one weight per row or None.
 Part = tuple[Nested, Nested, Tensor | None]
@@ -26,8 +26,7 @@ def has_rows(part: Part | None) -> bool:
     """Tell whether there is anything to count in ``part``."""
     if part is None:
         return False
-    leaves, _ = flatten(part[0])
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = _tensors_in(part[0])
     return not tensors or tensors[0].numel() > 0
 
 
@@ -45,14 +44,14 @@ def _gather(values: Sequence[Nested], dim: int, device: torch.device) -> Nested:
     """Join tensors and arrays along ``dim``, and lists, which hold one entry per row."""
     first = values[0]
     if isinstance(first, Tensor):
-        moved = [value.to(device) for value in values]
-        return torch.cat(moved, dim) if first.dim() else torch.stack(moved)
+        here = [value.to(device) for value in values]
+        return torch.cat(here, dim) if first.dim() else torch.stack(here)
     if isinstance(first, np.ndarray):
         return np.concatenate(values, dim) if first.ndim else np.stack(values)
     if isinstance(first, Columns):
         return Columns(_gather(each, dim, device) for each in zip(*values, strict=True))
     if isinstance(first, list):
-        return [_moved(each, device) for value in values for each in value]
+        return [moved(each, device) for value in values for each in value]
     if isinstance(first, Mapping):
         return {key: _gather([value[key] for value in values], dim, device) for key in first}
     if isinstance(first, tuple) and all(isinstance(each, str) for each in first):
@@ -62,7 +61,10 @@ def _gather(values: Sequence[Nested], dim: int, device: torch.device) -> Nested:
     return first
 
 
-def _moved(value: Nested, device: torch.device) -> Nested:
+def moved(value: Nested, device: torch.device) -> Nested:
+    """Return ``value`` with all its tensors on ``device``."""
+    if isinstance(value, Columns):
+        return Columns(moved(each, device) for each in value)
     leaves, spec = flatten(value)
     return unflatten(
         [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
@@ -71,8 +73,7 @@ def _moved(value: Nested, device: torch.device) -> Nested:
 
 def device_of(part: Part, default: torch.device) -> torch.device:
     """Return where the outputs of ``part`` lie."""
-    leaves, _ = flatten(part[0])
-    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), default)
+    return next((tensor.device for tensor in _tensors_in(part[0])), default)
 
 
 def is_scalar(value: Nested) -> bool:
@@ -82,5 +83,9 @@ def is_scalar(value: Nested) -> bool:
 
 def num_rows(labels: Nested) -> int | None:
     """Return how many rows the first tensor has that has any; None if none has."""
-    leaves, _ = flatten(labels)
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+    return next((len(tensor) for tensor in _tensors_in(labels) if tensor.dim()), None)
+
+
+def _tensors_in(value: Nested) -> list[Tensor]:
+    leaves, _ = flatten(list(value) if isinstance(value, Columns) else value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
