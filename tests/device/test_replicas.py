@@ -304,6 +304,44 @@ def test_evaluation_and_further_passes_copy_no_parameters() -> None:
             assert copied_bytes(lambda: assert_close(model(x), net(x), F64)) == inputs + PARAMETERS
 
 
+def test_a_group_copies_parameters_once_for_each_device_and_step() -> None:
+    net = Net().to("dev:0")
+    x, y = batch(0, "dev:0")
+    stepper = OPTIMIZERS["SGD-fused"](net.parameters())
+    rows = ROWS // 2
+    inputs, gradients = x[:rows].nbytes, y[:rows].nbytes
+    data = [desc("data", ROWS, 5)]
+    with DataParallelExecutorGroup(net, ["dev:0", "dev:1"], data=data) as group:
+
+        def step() -> None:
+            group.forward({"data": x}, is_train=True)
+            group.backward([torch.ones_like(y)])
+            group.update(stepper)
+
+        def evaluate() -> None:
+            group.forward({"data": x}, is_train=False)
+
+        step()
+        assert copied_bytes(step) == PARAMETERS + inputs + gradients + 2 * net.seen.nbytes
+        evaluate()  # the step has changed the parameters
+        assert copied_bytes(evaluate) == inputs
+
+
+def test_a_trainer_copies_parameters_once_for_each_device_and_step() -> None:
+    net = Net().to("dev:0")
+    x, y = batch(0, "dev:0")
+    rows = ROWS // 2
+    given = x[:rows].nbytes + y[:rows].nbytes
+    optimizer, options = OPTIMIZERS["SGD-fused"], {"replicas": ["dev:0", "dev:1"]}
+    with phalanx.Trainer(net, F.mse_loss, optimizer, **options) as trainer:
+        trainer.step((x, y))
+        step = partial(trainer.step, (x, y))
+        assert copied_bytes(step) == PARAMETERS + given + 2 * net.seen.nbytes
+        evaluate = partial(trainer.evaluate, [(x, y)])
+        evaluate()
+        assert copied_bytes(evaluate) == given
+
+
 # -- other ways to run -----------------------------------------------
 
 
@@ -321,6 +359,92 @@ def test_pinned_inputs_may_be_on_their_way() -> None:
         x = batch(0, "cpu")[0].pin_memory()
         assert_close(model(x.to("dev:0", non_blocking=True)), net(x.to("dev:0")), F64)
         assert_close(model(x), net(x.to("dev:0")), F64)
+
+
+@pytest.mark.parametrize("way", ["group", "trainer"])
+def test_pinned_batches_on_their_way_train_the_same(way: str) -> None:
+    """The caller must not write to them until they have arrived, as without replicas."""
+    net, twin = Net().to("dev:0"), Net()
+    pinned = [each.pin_memory() for each in batch(0, "cpu")]
+    x, y = (each.to("dev:0", non_blocking=True) for each in pinned)
+    make = OPTIMIZERS["SGD-fused"]
+    if way == "trainer":
+        with phalanx.Trainer(net, F.mse_loss, make, replicas=["dev:0", "dev:1"]) as trainer:
+            trainer.step((x, y))
+            trainer.step(tuple(pinned))
+    else:
+        data, stepper = [desc("data", ROWS, 5)], make(net.parameters())
+        with DataParallelExecutorGroup(net, ["dev:0", "dev:1"], data=data) as group:
+            for given in (x, pinned[0]):
+                group.forward({"data": given}, is_train=True)
+                group.backward([2 * (group.outputs()[0] - y) / y.numel()])
+                group.update(stepper)
+    other = make(twin.parameters())
+    for _ in range(2):
+        other.zero_grad()
+        F.mse_loss(twin(pinned[0]), pinned[1]).backward()
+        other.step()
+    found = [parameter.detach().cpu() for parameter in net.parameters()]
+    assert_close(found, [parameter.detach() for parameter in twin.parameters()], F64)
+
+
+class Failing(Net):
+    """Fails where it is told to, after it has changed the current device."""
+
+    fails = ""
+
+    def forward(self, data: Tensor) -> Tensor:
+        out = super().forward(data)
+        if str(data.device) == self.fails:
+            torch.dev.set_device(1 - data.device.index)
+            raise ZeroDivisionError
+        return out
+
+
+@pytest.mark.parametrize("fails", ["", "dev:0", "dev:1"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_callers_device_and_streams_are_put_back(way: str, fails: str) -> None:
+    def here() -> tuple[int, list[torch.Stream]]:
+        count = torch.dev.device_count()
+        return torch.dev.current_device(), [torch.dev.current_stream(i) for i in range(count)]
+
+    def run() -> None:
+        net = Failing().to("dev:0")
+        net.fails = fails
+        with torch.dev.device("dev:1"):
+            before = here()
+            with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+                WAYS[way](net, ["dev:0", "dev:1"], None, OPTIMIZERS["SGD-fused"])
+            assert here() == before
+        if not fails:
+            assert equals_plain(net, OPTIMIZERS["SGD-fused"])
+
+    on_side_streams(run)
+
+
+def test_autocast_of_the_caller_is_a_groups_and_a_trainers() -> None:
+    """The pass of a group is the caller's; a trainer's loss is computed in his autocast, too."""
+    seen: list[torch.dtype] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(output.dtype)
+        return F.mse_loss(output.float(), target)
+
+    net = Net().float().to("dev:0")
+    x, y = (each.float() for each in batch(0, "dev:0"))
+    data = [desc("data", ROWS, 5, dtype=torch.float32)]
+    optimizer, options = OPTIMIZERS["SGD-fused"], {"replicas": ["dev:0", "dev:1"]}
+    with (
+        DataParallelExecutorGroup(net, ["dev:0", "dev:1"], data=data) as group,
+        phalanx.Trainer(net, loss, optimizer, **options) as trainer,
+        torch.autocast("dev", dtype=torch.bfloat16),
+    ):
+        group.forward({"data": x}, is_train=True)
+        assert group.outputs()[0].dtype == torch.bfloat16
+        group.backward([torch.ones(ROWS, 6, device="dev:0", dtype=torch.bfloat16)])
+        assert all(parameter.grad.dtype == torch.float32 for parameter in net.parameters())
+        trainer.step((x, y))
+    assert set(seen) == {torch.bfloat16}
 
 
 def test_autocast_of_the_caller_is_that_of_all_replicas() -> None:
@@ -347,5 +471,5 @@ def test_a_checkpoint_of_two_devices_goes_on_on_another_number(tmp_path: Path) -
 
     expected = list(trained(range(6), ["dev:0", "dev:1"]).parameters())
     trained(range(3), ["dev:0", "dev:1"])
-    for devices in (["dev:1"], ["cpu", "dev:0", "dev:1"]):
+    for devices in (["dev:1"], ["cpu", "dev:0", "dev:1"], ["cpu"]):
         assert_close(list(trained(range(3, 6), devices, resume=True).parameters()), expected, F64)
