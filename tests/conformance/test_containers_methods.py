@@ -38,6 +38,8 @@ from tests.conformance.models import (
     twin_of,
 )
 
+pytestmark = pytest.mark.devices
+
 F64 = torch.float64
 K = 3
 

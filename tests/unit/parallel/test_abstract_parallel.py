@@ -34,7 +34,7 @@ class ToAll(AbstractParallel):
 
 class Sum(ToAll):
     def merge(self, outputs: list[Tensor]) -> Tensor:
-        return torch.stack(outputs).sum(0)
+        return torch.stack([output.to(outputs[0].device) for output in outputs]).sum(0)
 
 
 class Slices(AbstractParallel):
@@ -488,7 +488,7 @@ def assert_as_in_turn(model: Any, x: Tensor, twin: Any = None) -> None:
     twin = copy.deepcopy(model) if twin is None else twin
     twin.zero_grad()
     x, y = x.clone().requires_grad_(), x.clone().requires_grad_()
-    found, expected = model(x), in_turn(twin, y)
+    found, expected = model(x).cpu(), in_turn(twin, y)
     assert_close(found, expected)
     found.square().sum().backward()
     expected.square().sum().backward()

@@ -22,7 +22,7 @@ class Route(AbstractParallel):
 
 def test_a_tensor_is_a_columns_one_argument_also_when_the_container_has_two() -> None:
     shapes: list[tuple[int, ...]] = []
-    with Route().add(nn.Linear(8, 3)).add(nn.Linear(8, 3)) as model:
+    with Route().add(nn.Linear(8, 3), "cpu").add(nn.Linear(8, 3), "cpu") as model:
         for index in range(2):
             model.get(index).register_forward_hook(lambda _, i, __: shapes.append(i[0].shape))
         x = torch.randn(3, 8)

@@ -198,7 +198,9 @@ class TestUnsplit:
         layer = nn.Linear(3, 5)
         columns = split_linear(layer, 3)
         container = ModelParallel(-1)
-        container.add(DataParallel(columns[0], 2)).add(OnDevice(columns[1], "cpu")).add(columns[2])
+        wrapped = DataParallel(columns[0], 2), OnDevice(columns[1], "cpu"), columns[2]
+        for column in wrapped:
+            container.add(column, "cpu")
         assert same_tensors(unsplit(container), layer)
         assert same_tensors(unsplit(nn.ModuleList(columns)), layer)
         assert same_tensors(unsplit(tuple(columns)), layer)
