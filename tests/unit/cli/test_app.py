@@ -1,0 +1,21 @@
+"""The command as a whole: its doors, and what each says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+def said_by(*start: str, arguments: tuple[str, ...]) -> tuple[int, str, str]:
+    ran = subprocess.run(
+        [sys.executable, *start, *arguments], capture_output=True, text=True, timeout=120
+    )
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("train", "--help"), ("fly",)])
+def test_python_m_phalanx_is_the_command(arguments):
+    code = "from phalanx.cli.app import main; main()"
+    assert said_by("-m", "phalanx", arguments=arguments) == said_by("-c", code, arguments=arguments)
