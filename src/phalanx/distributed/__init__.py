@@ -10,7 +10,7 @@ from phalanx.distributed.cuda_group import nccl_is_here
 from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, RanksChanged
 from phalanx.distributed.elastic_membership import tell_of_death
 from phalanx.distributed.exchange import Exchange, num_ranks_here
-from phalanx.distributed.hosts import hosts_of, this_host
+from phalanx.distributed.hosts import hosts_of, interfaces_up, network_interfaces, this_host
 from phalanx.distributed.merge_hook import Hook, merge_hook
 from phalanx.distributed.open_store import STORE, keep_store, open_store
 
@@ -42,12 +42,14 @@ __all__ = [
     "codec_hook",
     "describe_failures",
     "hosts_of",
+    "interfaces_up",
     "keep_store",
     "launch",
     "launch_script",
     "make_group",
     "merge_hook",
     "nccl_is_here",
+    "network_interfaces",
     "num_ranks_here",
     "open_store",
     "process_failure",

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["INTERFACES", "Hosts", "hosts_of", "loopback", "network_interfaces", "this_host"]
+__all__ = [
+    "INTERFACES",
+    "Hosts",
+    "hosts_of",
+    "interfaces_up",
+    "loopback",
+    "network_interfaces",
+    "this_host",
+]
 
 INTERFACES = "GLOO_SOCKET_IFNAME"
 """The variable that names the network interfaces of gloo, with commas between."""
@@ -74,10 +82,19 @@ def network_interfaces() -> list[str]:
     return [name for name in os.environ.get(INTERFACES, "").split(",") if name]
 
 
+def interfaces_up() -> list[str]:
+    """Return the names of the network interfaces that are in use."""
+    names = []
+    for path in sorted(Path("/sys/class/net").glob("*/flags")):
+        try:
+            flags = path.read_text()
+        except OSError:  # gone meanwhile
+            continue
+        if int(flags, 16) & _IS_UP:
+            names.append(path.parent.name)
+    return names
+
+
 def loopback() -> str | None:
     """Return the network interface that no other host reaches; None where there is none in use."""
-    try:
-        flags = Path("/sys/class/net/lo/flags").read_text()
-    except OSError:
-        return None
-    return "lo" if int(flags, 16) & _IS_UP else None
+    return "lo" if "lo" in interfaces_up() else None

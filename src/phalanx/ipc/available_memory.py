@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from phalanx.ipc.control_groups import enclosing_groups, read_or_nothing
+
 __all__ = ["available_memory_bytes", "lies_in_memory"]
 
-_CGROUPS = Path("sys/fs/cgroup")
-# Version 2 of the hierarchy names no controller, version 1 does: files with the limit, with what is
-# used, and the line of `memory.stat` that holds how much of that is files which can be dropped.
-_NAMES_BY_CONTROLLER = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+# By the version of the hierarchy: files with the limit, with what is used, and the line of
+# `memory.stat` that holds how much of that is files which can be dropped.
+_NAMES_BY_VERSION = {
+    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
@@ -46,7 +47,7 @@ def lies_in_memory(folder: Path, root: Path = Path("/")) -> bool:
     """
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in read_or_nothing(root / "proc/self/mountinfo").splitlines():
         # 36 35 0:24 / /dev/shm rw,nosuid shared:2 - tmpfs tmpfs rw
         mount, _, kind = line.partition(" - ")
         if mount.split()[2] == number:
@@ -64,30 +65,15 @@ def _machine_bytes(root: Path) -> int | None:
 def _control_group_bytes(root: Path) -> list[int]:
     """Return what each of the control groups that we are in still allows."""
     rooms = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        names = _NAMES_BY_CONTROLLER.get(controllers)
-        if names is None:
-            continue
-        top = root / _CGROUPS / controllers
-        group = top / path.lstrip("/")
-        for folder in [group, *group.parents]:
-            limit, used = (_read(folder / name).strip() for name in names[:2])
-            if limit.isdigit() and used.isdigit():
-                cached = _amounts(folder / "memory.stat").get(names[2], 0)
-                rooms.append(max(0, int(limit) - int(used) + cached))
-            if folder == top:
-                break
+    for folder, version in enclosing_groups("memory", root):
+        *files, cached_line = _NAMES_BY_VERSION[version]
+        limit, used = (read_or_nothing(folder / name).strip() for name in files)
+        if limit.isdigit() and used.isdigit():
+            cached = _amounts(folder / "memory.stat").get(cached_line, 0)
+            rooms.append(max(0, int(limit) - int(used) + cached))
     return rooms
 
 
 def _amounts(path: Path) -> dict[str, int]:
-    lines = (line.replace(":", " ").split() for line in _read(path).splitlines())
+    lines = (line.replace(":", " ").split() for line in read_or_nothing(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
+from phalanx.ipc import cores_allowed
 from phalanx.memory.compiled import compiled_function
 
 __all__ = ["cores_to_watch", "keep_awake"]
@@ -27,10 +27,6 @@ __all__ = ["cores_to_watch", "keep_awake"]
 _KEEP_AWAKE = "PHALANX_KEEP_AWAKE"  # 1, 0, or nothing: only in runs of our own
 
 _MOST_CORES = 16  # with more, waking the watchers takes longer than they save
-_QUOTAS = (
-    (Path("/sys/fs/cgroup/cpu.max"), "max"),
-    (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), "-1"),
-)
 
 _watched: dict[int, set[int]] = {}  # by process: a fork has not its parent's threads
 
@@ -72,14 +68,6 @@ def cores_to_watch(num_threads: int) -> list[int]:
     if not hasattr(os, "sched_getaffinity"):
         return []
     cores = sorted(os.sched_getaffinity(0))
-    return [] if len(cores) > min(num_threads, _MOST_CORES) or _is_limited() else cores
-
-
-def _is_limited() -> bool:
-    for path, unlimited in _QUOTAS:
-        try:
-            if path.read_text(encoding="ascii").split()[0] != unlimited:
-                return True
-        except (OSError, IndexError, UnicodeDecodeError):  # this kind is not there
-            continue
-    return False
+    return (
+        [] if len(cores) > min(num_threads, _MOST_CORES) or cores_allowed() is not None else cores
+    )

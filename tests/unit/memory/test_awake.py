@@ -205,13 +205,9 @@ def test_without_compiled_code_it_does_nothing(monkeypatch):
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.parametrize(
-    ("text", "limited"), [("max 100000", False), ("150000 100000", True), ("", False)]
-)
-def test_where_the_cores_are_limited_none_is_watched(monkeypatch, tmp_path, text, limited):
-    quota = tmp_path / "cpu.max"
-    quota.write_text(text)
-    monkeypatch.setattr(awake, "_QUOTAS", ((tmp_path / "no such", "-1"), (quota, "max")))
+@pytest.mark.parametrize("limited", [False, True])
+def test_where_the_cores_are_limited_none_is_watched(monkeypatch, limited):
+    monkeypatch.setattr(awake, "cores_allowed", lambda: 1.5 if limited else None)
     monkeypatch.setattr(awake, "_MOST_CORES", NUM_CORES)
     assert awake.cores_to_watch(NUM_CORES) == ([] if limited else sorted(os.sched_getaffinity(0)))
 
