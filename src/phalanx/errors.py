@@ -90,4 +90,4 @@ class CheckpointError(PhalanxError):
 
 
 class InternalError(PhalanxError):
-    """A bug of ours; please report it."""
+    """A bug of ours; please report it, with the output of `phalanx doctor`."""

@@ -12,6 +12,7 @@ from tests.meta.commands import flags_by_command, root_command
 
 FROZEN: dict[str, tuple[str, ...]] = {
     "": ("--version",),
+    "doctor": ("--json",),
     "launch": (
         "--address",
         "--cpus-per-worker",

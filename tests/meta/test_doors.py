@@ -165,6 +165,7 @@ DOORS: dict[str, Door] = {
         names("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"),
         allowed=(
             *("cli/app.py", "cli/launch.py"),  # for processes that are started
+            "cli/machine.py",  # tells what is set
             *("cluster/ray_launcher.py", "cluster/ray_worker.py"),
             "tables/joining.py",
             "distributed/exchange.py",
@@ -323,6 +324,7 @@ DOORS: dict[str, Door] = {
             "cluster/",
             "tables/host_rendezvous.py",  # asks the kernel for this host's address
             *("tables/host_server.py", "tables/spread_run.py"),  # make the sockets' context
+            "cli/machine.py",  # asks for the host's address, and what ZeroMQ can do
         ),
         caught=("import socket", "from http.server import HTTPServer", "import urllib.request"),
         passed=("from urllib.parse import urlsplit",),
@@ -395,7 +397,7 @@ DOORS: dict[str, Door] = {
                 "safetensors.torch.save_model",
                 "safetensors.numpy.save_file",
             ),
-            names("shutil", "tempfile", "sqlite3", "logging.FileHandler"),
+            names(*("shutil", "tempfile", "sqlite3", "logging.FileHandler"), but=("shutil.which",)),
         ),
         allowed=(
             "train/peer_state.py",
@@ -439,6 +441,7 @@ DOORS: dict[str, Door] = {
             "'a'.replace('a', 'b')",
             "import dataclasses\ndataclasses.replace(x, a=1)",
             "import os\nos.path.exists(p)",
+            "from shutil import which\nwhich('cc')",
         ),
     ),
     "runs stored or written code": Door(

@@ -24,6 +24,7 @@ SLOW = {
     *("phalanx.distributed.rank_start", "phalanx.cluster.ray_launcher"),
     # Need torch, which the command line does without until a command runs.
     *("phalanx.cli.losses", "phalanx.cli.session", "phalanx.codecs", "phalanx.distributed"),
+    *("phalanx.cli.diagnosis", "phalanx.cli.machine"),
     # Need pyzmq, an extra.
     *("phalanx.cluster", "phalanx.tables.host_rendezvous", "phalanx.tables.spread_run"),
 }

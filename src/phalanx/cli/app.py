@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 from phalanx.cli.console import make_console
+from phalanx.cli.doctor import doctor
 from phalanx.cli.launch import launch
 from phalanx.cli.secret_file import secret
 from phalanx.cli.train import INTERRUPTED, train
@@ -37,6 +38,7 @@ app.command()(train)
 # What follows the script is the script's, options as well.
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(secret)
+app.command()(doctor)
 
 
 def _show_version(wanted: bool) -> None:

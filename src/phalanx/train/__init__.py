@@ -13,6 +13,7 @@ from phalanx.callbacks import (
     WorkerLost,
 )
 from phalanx.execution import EXECUTORS
+from phalanx.train.formation import Formation, candidates
 from phalanx.train.merge import Update, merge_updates
 from phalanx.train.sampler import ExactSampler
 from phalanx.train.split import split_batch
@@ -27,6 +28,7 @@ __all__ = [
     "ExactSampler",
     "FitBegun",
     "FitEnded",
+    "Formation",
     "FormationChosen",
     "RanksChanged",
     "Span",
@@ -36,6 +38,7 @@ __all__ = [
     "Trainer",
     "Update",
     "WorkerLost",
+    "candidates",
     "merge_updates",
     "split_batch",
 ]
