@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.callbacks.events import EpochDone, StepDone, WorkerLost
+from phalanx.callbacks.events import EpochDone, RanksChanged, StepDone, WorkerLost
 
 __all__ = ["NO_RECORD", "Record", "read_record", "record_of", "written_record"]
 
@@ -19,7 +19,7 @@ NO_RECORD = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Rec
 
 
 def record_of(event: object) -> Record | None:
-    """Return what is kept of a step, an epoch or the loss of a worker; None for other events."""
+    """Return what is kept of a step, an epoch, a lost worker or changed ranks; else None."""
     if isinstance(event, StepDone):
         return {
             "kind": "step",
@@ -32,6 +32,7 @@ def record_of(event: object) -> Record | None:
             "shares": event.shares,
             "busy_s": event.busy_s,
             "learning_rates": event.learning_rates,
+            "grad_norm": event.grad_norm,
         }
     if isinstance(event, EpochDone):
         return {
@@ -43,6 +44,8 @@ def record_of(event: object) -> Record | None:
             "train": dict(event.train),
             "validation": None if event.validation is None else dict(event.validation),
         }
+    if isinstance(event, RanksChanged):
+        return {"kind": "ranks", **asdict(event)}
     return {"kind": "failure", **asdict(event)} if isinstance(event, WorkerLost) else None
 
 
@@ -67,7 +70,7 @@ def read_record(line: str) -> Record:
         validation = {} if record["validation"] is None else record["validation"]
         for mean in [*record["train"].values(), *validation.values()]:
             _check_number(mean)
-    elif record["kind"] == "failure":
+    elif record["kind"] in ("failure", "ranks"):
         _check_whole(record["step"])
     else:
         raise ValueError(record["kind"])

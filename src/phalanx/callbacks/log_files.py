@@ -32,7 +32,8 @@ _OF_AN_EPOCH = ("epoch", "steps", "samples", "seconds")
 
 
 class JSONL:
-    """A callback that writes a line of JSON for each step, each epoch and each lost worker.
+    """A callback that writes a line of JSON for each step, each epoch, each lost worker and each
+    change of ranks.
 
     The lines are those of a run folder's `metrics.jsonl`. A file that is there is gone on with:
     what it has of steps that are still to come is dropped, be it of another run or of this one
@@ -60,7 +61,7 @@ class JSONL:
         if record is None or not _is_writer(self._trainer):
             return
         with _writing_to(self._path):
-            if record["kind"] != "failure":
+            if record["kind"] in ("step", "epoch"):
                 place, last = _place_of(record), self._last
                 if last is None or place <= last:
                     self._rewind(place)
@@ -94,10 +95,10 @@ _Place = tuple[int, bool]
 
 
 def _place_of(record: Record) -> _Place:
-    """Return where a record stands in a run; a lost worker's before its step."""
+    """Return where a record stands in a run; a lost worker's or rank's before its step."""
     if record["kind"] == "epoch":
         return record["last_step"], True
-    return record["step"] - (record["kind"] == "failure"), False
+    return record["step"] - (record["kind"] != "step"), False
 
 
 class CSV:

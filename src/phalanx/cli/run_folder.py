@@ -2,7 +2,7 @@
 
 runs/digits-cnn-001/
     config.json         the options as resolved, versions, devices
-    metrics.jsonl       one line per step and per epoch
+    metrics.jsonl       one line per step, per epoch and per lost worker
     model.safetensors   the trained weights, under the plain model's keys
     checkpoint/         where `--resume` goes on (written by the trainer)
     training.png        what it looked like
@@ -185,7 +185,7 @@ class RunFolder:
         """
         kept = [
             record
-            for record in self._read_metrics()
+            for record in read_metrics(self.metrics_path)
             if (record["epoch"] < epochs if record["kind"] == "epoch" else record["step"] <= steps)
         ]
         found = [record["step"] for record in kept if record["kind"] == "step"]
@@ -217,34 +217,37 @@ class RunFolder:
         with _trouble_named(self.model_path), written_whole(self.model_path) as draft:
             save_tensors(tensors, draft, metadata={"format": "pt"})
 
-    def _read_metrics(self) -> list[Record]:
-        if not self.metrics_path.exists():
-            return []
-        try:
-            with open_regular(self.metrics_path) as file:
-                lines = file.read().decode("utf-8", errors="replace").splitlines()
-        except OSError as exc:
-            raise CheckpointError(
-                f"{self.metrics_path} must be a readable file, but is not: {exc}."
-            ) from exc
-        records = []
-        for number, line in enumerate(lines, 1):
-            try:
-                records.append(read_record(line))
-            except NO_RECORD as exc:
-                if number < len(lines):
-                    raise CheckpointError(
-                        f"Line {number} of {self.metrics_path} must be a step or an epoch, but is "
-                        f"{line[:80]!r}."
-                    ) from exc
-        return records
-
     def _replace(self, path: Path, text: str) -> None:
         with _trouble_named(path), written_whole(path) as draft:
             draft.write_text(text, encoding="utf-8")
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """Read a file such as metrics.jsonl; none where there is none. Its last line may be torn.
+
+    Raises:
+        CheckpointError: It cannot be read, or a line other than the last is damaged.
+    """
+    if not path.exists():
+        return []
+    try:
+        with open_regular(path) as file:
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+    except OSError as exc:
+        raise CheckpointError(f"{path} must be a readable file, but is not: {exc}.") from exc
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(read_record(line))
+        except NO_RECORD as exc:
+            if number < len(lines):
+                raise CheckpointError(
+                    f"Line {number} of {path} must be a step or an epoch, but is {line[:80]!r}."
+                ) from exc
+    return records
 
 
 def refuse_existing(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from phalanx.callbacks import CSV, JSONL, TensorBoard, WorkerLost
+from phalanx.callbacks import CSV, JSONL, RanksChanged, TensorBoard, WorkerLost, read_record
 from phalanx.errors import ConfigError, UnsupportedError
 from tests.unit.callbacks.events import epoch_done, events_of_run, fit_ended, step_done
 
@@ -36,6 +36,23 @@ def run(num_steps):
 
 
 WHOLE = [("s", 1), ("s", 2), ("s", 3), ("e", 3), ("s", 4), ("s", 5), ("s", 6), ("e", 6)]
+
+
+def test_changed_ranks_and_norms_of_gradients_are_written_down(tmp_path):
+    path = tmp_path / "log.jsonl"
+    changed = RanksChanged(step=3, rank=0, ranks=(0, 2), pids=(7, 9), lost=(1,), came=())
+    play(JSONL(path), [*run(2), changed, step_done(3, per_epoch=3, grad_norm=0.25)])
+    records = [read_record(line) for line in path.read_text().splitlines()]
+    assert records[2] == {
+        "kind": "ranks",
+        "step": 3,
+        "rank": 0,
+        "ranks": [0, 2],
+        "pids": [7, 9],
+        "lost": [1],
+        "came": [],
+    }
+    assert [each["grad_norm"] for each in records if each["kind"] == "step"] == [None, None, 0.25]
 
 
 def test_every_step_and_epoch_is_a_line(tmp_path):
