@@ -31,6 +31,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
         "ARGS",
         "SCRIPT",
     ),
+    "report": ("--out", "-o", "RUNS"),
     "secret": ("PATH",),
     "train": (
         "--batch-size",

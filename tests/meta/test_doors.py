@@ -407,7 +407,7 @@ DOORS: dict[str, Door] = {
             "files.py",  # opens to read, in a way that does not wait
             "train/checkpoint.py",
             "tables/snapshots.py",
-            "cli/run_folder.py",
+            *("cli/run_folder.py", "cli/report/command.py"),
             *("callbacks/best_checkpoint.py", "callbacks/figure.py", "callbacks/log_files.py"),
             "ipc/region.py",
             "ipc/run_directory.py",

@@ -25,6 +25,7 @@ SLOW = {
     # Need torch, which the command line does without until a command runs.
     *("phalanx.cli.losses", "phalanx.cli.session", "phalanx.codecs", "phalanx.distributed"),
     *("phalanx.cli.diagnosis", "phalanx.cli.machine"),
+    *("phalanx.cli.report.page", "phalanx.cli.report.runs"),
     # Need pyzmq, an extra.
     *("phalanx.cluster", "phalanx.tables.host_rendezvous", "phalanx.tables.spread_run"),
 }

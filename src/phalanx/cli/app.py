@@ -16,6 +16,7 @@ from rich.text import Text
 from phalanx.cli.console import make_console
 from phalanx.cli.doctor import doctor
 from phalanx.cli.launch import launch
+from phalanx.cli.report import report
 from phalanx.cli.secret_file import secret
 from phalanx.cli.train import INTERRUPTED, train
 from phalanx.errors import InternalError, PhalanxError
@@ -38,6 +39,7 @@ app.command()(train)
 # What follows the script is the script's, options as well.
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(secret)
+app.command()(report)
 app.command()(doctor)
 
 
