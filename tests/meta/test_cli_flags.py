@@ -52,6 +52,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
         "--resume",
         "--seed",
         "--timeout-s",
+        "--trace",
         "--workloads",
     ),
 }

@@ -409,6 +409,7 @@ DOORS: dict[str, Door] = {
             "tables/snapshots.py",
             *("cli/run_folder.py", "cli/report/command.py"),
             *("callbacks/best_checkpoint.py", "callbacks/figure.py", "callbacks/log_files.py"),
+            "callbacks/trace.py",
             "ipc/region.py",
             "ipc/run_directory.py",
             "distributed/launcher.py",  # a folder for the ranks' output

@@ -28,6 +28,7 @@ from phalanx.callbacks.history import EpochMeans, History, Totals
 from phalanx.callbacks.log_files import CSV, JSONL, TensorBoard
 from phalanx.callbacks.meter import format_mean
 from phalanx.callbacks.progress import Progress, progress_for
+from phalanx.callbacks.trace import Trace
 
 __all__ = [
     "CSV",
@@ -52,6 +53,7 @@ __all__ = [
     "StepDone",
     "TensorBoard",
     "Totals",
+    "Trace",
     "WorkerLost",
     "draw_training",
     "format_mean",

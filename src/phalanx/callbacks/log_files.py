@@ -26,7 +26,7 @@ from phalanx.plan import check_argument
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["CSV", "JSONL", "TensorBoard"]
+__all__ = ["CSV", "JSONL", "TensorBoard", "is_writer", "read_path", "writing_to"]
 
 _OF_AN_EPOCH = ("epoch", "steps", "samples", "seconds")
 
@@ -47,7 +47,7 @@ class JSONL:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = _read_path(path)
+        self._path = read_path(path)
         self._trainer: AttachedTrainer | None = None
         self._last: _Place | None = None  # what was written last, by us
 
@@ -58,9 +58,9 @@ class JSONL:
     def __call__(self, event: object) -> None:
         """Write a line; some ten microseconds."""
         record = record_of(event)
-        if record is None or not _is_writer(self._trainer):
+        if record is None or not is_writer(self._trainer):
             return
-        with _writing_to(self._path):
+        with writing_to(self._path):
             if record["kind"] in ("step", "epoch"):
                 place, last = _place_of(record), self._last
                 if last is None or place <= last:
@@ -115,7 +115,7 @@ class CSV:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = _read_path(path)
+        self._path = read_path(path)
         self._trainer: AttachedTrainer | None = None
 
     def attach(self, trainer: AttachedTrainer) -> None:
@@ -124,10 +124,10 @@ class CSV:
 
     def __call__(self, event: object) -> None:
         """Write the file anew with one row more: they are few, and columns may have come."""
-        if not isinstance(event, EpochDone) or not _is_writer(self._trainer):
+        if not isinstance(event, EpochDone) or not is_writer(self._trainer):
             return
         row = {name: getattr(event, name) for name in _OF_AN_EPOCH} | _means_of(event, ".")
-        with _writing_to(self._path):
+        with writing_to(self._path):
             rows = [each for each in self._rows() if int(each["epoch"]) < event.epoch] + [row]
             with written_whole(self._path) as draft, draft.open("w", encoding="utf-8") as file:
                 columns = dict.fromkeys(name for each in rows for name in each)
@@ -190,7 +190,7 @@ class TensorBoard:
         """Write the scalars of a step or an epoch; the files are closed with each `fit`."""
         if isinstance(event, FitEnded):
             self._close()
-        elif not _is_writer(self._trainer):
+        elif not is_writer(self._trainer):
             return
         elif isinstance(event, StepDone):
             if event.step != self._last_step + 1:
@@ -241,7 +241,8 @@ def _means_of(event: EpochDone, between: str) -> dict[str, float]:
     }
 
 
-def _read_path(path: Any) -> Path:  # Any: whatever the user wrote
+def read_path(path: Any) -> Path:  # Any: whatever the user wrote
+    """Return the path of a file that is to be written; a folder is refused."""
     check_argument(isinstance(path, (str, os.PathLike)), "path", "be a path", path)
     found = Path(path)
     if found.is_dir():
@@ -251,7 +252,8 @@ def _read_path(path: Any) -> Path:  # Any: whatever the user wrote
     return found
 
 
-def _is_writer(trainer: AttachedTrainer | None) -> bool:
+def is_writer(trainer: AttachedTrainer | None) -> bool:
+    """Tell whether this process writes files for all."""
     return trainer is None or trainer.is_first_rank
 
 
@@ -264,7 +266,8 @@ def _text_of(path: Path) -> str:
 
 
 @contextmanager
-def _writing_to(path: Path) -> Iterator[None]:
+def writing_to(path: Path) -> Iterator[None]:
+    """Make the folder of ``path``, and name what the body cannot write."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

@@ -6,6 +6,7 @@ runs/digits-cnn-001/
     model.safetensors   the trained weights, under the plain model's keys
     checkpoint/         where `--resume` goes on (written by the trainer)
     training.png        what it looked like
+    trace.json          with `--trace`: what each replica did when
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class RunFolder:
         self.model_path = path / "model.safetensors"
         self.checkpoint_path = path / "checkpoint"
         self.figure_path = path / "training.png"
+        self.trace_path = path / "trace.json"
 
     @classmethod
     def create(cls, path: Path) -> RunFolder:

@@ -19,7 +19,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.callbacks import History, Progress, Record, draw_training, record_of
+from phalanx.callbacks import (
+    FitEnded,
+    History,
+    Progress,
+    Record,
+    Trace,
+    draw_training,
+    record_of,
+)
 from phalanx.cli.control import Control
 from phalanx.cli.data import Data, open_data
 from phalanx.cli.losses import build_loss, import_forward
@@ -69,6 +77,7 @@ class TrainPlan:
         resumed: The run that goes on, or None for a new one.
         formation: The one that the run had, if it is to keep it.
         control: The file that is read for orders while the run goes on.
+        trace: Whether a trace is written.
     """
 
     options: TrainOptions
@@ -76,6 +85,7 @@ class TrainPlan:
     resumed: RunFolder | None
     formation: FormationOptions | None
     control: Path | None = None
+    trace: bool = False
 
 
 def plan_new(given: Given, out: Path | None) -> TrainPlan:
@@ -163,6 +173,7 @@ class Session:
         self.history = History()
         self._unwritten: list[Record] = []
         self.stragglers = Stragglers()
+        self.trace: Trace | None = None
         self._stopping = False
         self._saved_steps = 0
         is_fixed = parse_replicas(job.options.replicas) != "auto"
@@ -184,6 +195,8 @@ class Session:
                 self.folder = self.job.resumed
                 exits.enter_context(self.folder.held())
                 self._go_on()
+            if self.job.trace:
+                self.trace = Trace(self.folder.trace_path)
             self._exits = exits.pop_all()
         return self
 
@@ -234,6 +247,7 @@ class Session:
             self._write_metrics()
             if not self.history.losses:
                 self.folder.remove_config()  # nothing came of it, so the name is free again
+            self._write_trace()
         return self._conclude(now_s() - begun_s)
 
     def _train(self) -> None:
@@ -293,6 +307,18 @@ class Session:
         except OSError as error:  # the run is worth more than its picture
             self.console.print(f"training.png is not written: {error}")
 
+    def _write_trace(self) -> None:
+        if self.trace is None or not self.history.last_steps:
+            return
+        try:
+            self.trace.write()
+        except PhalanxError as error:  # as above
+            self.console.print(f"trace.json is not written: {error}")
+        else:
+            self.console.print(
+                f"Open {self.folder.trace_path} in https://ui.perfetto.dev, which keeps it here."
+            )
+
     def _open_trainer(self) -> Trainer:
         options, kept = self.options, self.job.formation
         own = None if options.forward is None else import_forward(options.forward)
@@ -327,6 +353,9 @@ class Session:
         record = record_of(event)
         if record is not None:
             self._unwritten.append(record)
+        # Each epoch is a `fit` here: at the end of each, a trace would be written again and again.
+        if self.trace is not None and not isinstance(event, FitEnded):
+            self.trace(event)
         if isinstance(event, FormationChosen):
             self._is_formed = True
         elif isinstance(event, StepDone) and self._stopping and not self.trainer.stopped:

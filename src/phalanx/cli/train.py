@@ -30,6 +30,13 @@ def train(
             "'stop' ends as Ctrl-C does. SIGUSR1 adds a replica, SIGUSR2 takes one away.",
         ),
     ] = None,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="Also write trace.json: what each replica did when, for ui.perfetto.dev.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -58,7 +65,7 @@ def train(
 
     plan = plan_new(given, out) if resume is None else plan_resumed(given, resume, out)
     with (
-        Session(replace(plan, control=control), make_console()) as session,
+        Session(replace(plan, control=control, trace=trace), make_console()) as session,
         stopped_by_signals(session.stop),
         resized_by_signals(session.control.grow),
     ):

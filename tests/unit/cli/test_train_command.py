@@ -164,6 +164,20 @@ def test_a_training_leaves_everything_in_its_folder(phalanx):
     assert str(folder) in out
 
 
+def test_a_trace_holds_the_steps_of_all_epochs(phalanx):
+    code, out, err = phalanx("train", *FAST, "--epochs", 2, "--trace", "--out", "run")
+    assert (code, err) == (0, "")
+    assert "Open run/trace.json in https://ui.perfetto.dev" in out
+    events = json.loads(Path("run/trace.json").read_text())["traceEvents"]
+    names = {each["name"] for each in events if each["ph"] in "Xi"}
+    assert {f"step {step}" for step in range(1, 13)} | {"end of epoch 0", "end of epoch 1"} <= names
+    Path("run/trace.json").write_text("my own")
+    code, _, err = phalanx("train", "--resume", "run", "--epochs", 3, "--trace")
+    assert code == 2
+    assert "must be a new file or an earlier trace" in err
+    assert Path("run/trace.json").read_text() == "my own"
+
+
 @pytest.mark.parametrize("umask", [0o027, 0o002], ids=oct)
 def test_every_file_has_the_mode_that_the_user_wants(phalanx, umask):
     before = os.umask(umask)

@@ -1,0 +1,219 @@
+"""What each replica did when, for Perfetto: the trace events of Chrome's tracing, as JSON.
+
+steps        |--- step 1 ---------||--- step 2 ---------|
+replica 0    |microbatch 0|2| merge||microbatch 0|2| merge|
+replica 1    |microbatch 1|3| merge||microbatch 1|3| merge|
+lost workers      |worker 1 ...---|                         from notice to the end of the step
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from phalanx.callbacks.events import (
+    AttachedTrainer,
+    EpochDone,
+    FitBegun,
+    FitEnded,
+    FormationChosen,
+    RanksChanged,
+    StepDone,
+    WorkerLost,
+)
+from phalanx.callbacks.log_files import is_writer, read_path, writing_to
+from phalanx.clock import now_s
+from phalanx.errors import ConfigError
+from phalanx.files import open_regular, written_whole
+from phalanx.plan import read_count
+
+__all__ = ["Trace"]
+
+_MARK = '{"otherData":{"writer":"phalanx"}'  # what our files begin with
+_PROCESS = 1
+_STEPS, _LOST, _FIRST_REPLICA = 0, 1, 2  # rows
+_PER_S = 1e6  # microseconds
+
+# Any: JSON.
+TraceEvent = dict[str, Any]
+
+
+class Trace:
+    """A callback that writes a trace for https://ui.perfetto.dev or chrome://tracing.
+
+    It has a row for the steps and one for each replica, with each microbatch, its part of the sum
+    and of the optimizer's step; lost workers, changes of ranks and ends of epochs; curves of loss
+    and speed. The file is written at the end of each `fit`, also of one that fails, and replaces an
+    earlier trace. On ranks the first one writes, of its own replicas.
+
+    Args:
+        path: The file; its folder is made when it is needed.
+        most_steps: How many steps are kept, the last ones; a step takes some 150 bytes of the file
+            for each microbatch.
+
+    Raises:
+        ConfigError: ``path`` is none, or something else than a trace lies there; ``most_steps`` is
+            less than 1.
+    """
+
+    def __init__(self, path: str | Path, *, most_steps: int = 10_000) -> None:
+        self._path = read_path(path)
+        self._trainer: AttachedTrainer | None = None
+        self._most_steps = read_count("most_steps", most_steps, 1, "step")
+        # Each with the moment in which it was told.
+        self._steps: deque[tuple[float, StepDone]] = deque(maxlen=self._most_steps)
+        self._rest: deque[tuple[float, object]] = deque(maxlen=self._most_steps)
+
+    def attach(self, trainer: AttachedTrainer) -> None:
+        """Begin anew, with the training of ``trainer``."""
+        self._trainer = trainer
+        self._steps.clear()
+        self._rest.clear()
+
+    def __call__(self, event: object) -> None:
+        """Keep one event; nothing is written before the end."""
+        if isinstance(event, StepDone):
+            self._steps.append((now_s(), event))
+        elif isinstance(event, (WorkerLost, RanksChanged, EpochDone, FormationChosen)):
+            self._rest.append((now_s(), event))
+        elif isinstance(event, FitBegun):
+            self._refuse_other_files()
+        elif isinstance(event, FitEnded):
+            self.write()
+
+    def write(self) -> None:
+        """Write what there is; nothing where no step was made."""
+        if not self._steps or not is_writer(self._trainer):
+            return
+        self._refuse_other_files()
+        events = lay_out_trace(self._steps, self._rest)
+        text = json.dumps({"traceEvents": events}, separators=(",", ":"), allow_nan=False)
+        with writing_to(self._path), written_whole(self._path) as draft:
+            draft.write_text(f"{_MARK},{text[1:]}\n", encoding="utf-8")
+
+    def _refuse_other_files(self) -> None:
+        if not is_writer(self._trainer) or not self._path.exists():
+            return
+        with writing_to(self._path), open_regular(self._path) as file:
+            begin = file.read(len(_MARK))
+        if begin != _MARK.encode():
+            raise ConfigError(
+                f"`path` must be a new file or an earlier trace, but {str(self._path)!r} holds "
+                "something else. Name another."
+            )
+
+
+def lay_out_trace(
+    steps: Iterable[tuple[float, StepDone]], rest: Iterable[tuple[float, object]]
+) -> list[TraceEvent]:
+    """Return trace events of steps and other events, each with the moment in which it was told.
+
+    Times are microseconds since the first of all. What was told of longer ago than the first step
+    is left out.
+    """
+    steps = list(steps)
+    begins = [span.start_s for _, step in steps for span in step.spans]
+    origin_s = min(begins, default=steps[0][0] - steps[0][1].seconds)
+    replicas = {span.replica for _, step in steps for span in step.spans}
+    found = [*_named_rows(sorted(replicas))]
+    for told_s, step in steps:
+        found += _of_step(step, told_s, origin_s)
+    for told_s, event in rest:
+        if told_s >= origin_s:
+            found.append(_of_other(event, told_s, origin_s))
+    return found
+
+
+def _named_rows(replicas: Iterable[int]) -> Iterator[TraceEvent]:
+    rows = {_STEPS: "steps", _LOST: "lost workers"}
+    rows |= {_FIRST_REPLICA + replica: f"replica {replica}" for replica in replicas}
+    yield {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": "phalanx"}}
+    for row, name in rows.items():
+        place = {"ph": "M", "pid": _PROCESS, "tid": row}
+        yield {**place, "name": "thread_name", "args": {"name": name}}
+        yield {**place, "name": "thread_sort_index", "args": {"sort_index": row}}
+
+
+def _of_step(step: StepDone, told_s: float, origin_s: float) -> Iterator[TraceEvent]:
+    stop_s = max((span.stop_s for span in step.spans), default=told_s)
+    start_s = min((span.start_s for span in step.spans), default=stop_s - step.seconds)
+    told = {
+        "loss": step.loss,
+        "samples": step.samples,
+        "epoch": step.epoch,
+        "batch": step.batch,
+        "seconds": step.seconds,
+        "shares": list(step.shares),
+        "learning rates": [rate for rate in step.learning_rates if math.isfinite(rate)],
+        "norm of the gradients": step.grad_norm,
+    }
+    yield _slice(_STEPS, f"step {step.step}", start_s, stop_s, origin_s, told)
+    for span in step.spans:
+        name = _name_of(span.microbatch)
+        row = _FIRST_REPLICA + span.replica
+        yield _slice(row, name, span.start_s, span.stop_s, origin_s, {"step": step.step})
+    speed = step.samples / step.seconds if step.seconds else math.nan
+    for name, value in (("loss", step.loss), ("samples per second", speed)):
+        if math.isfinite(value):
+            at = _microseconds(stop_s - origin_s)
+            yield {"ph": "C", "pid": _PROCESS, "name": name, "ts": at, "args": {name: value}}
+
+
+def _of_other(event: object, told_s: float, origin_s: float) -> TraceEvent:
+    if isinstance(event, WorkerLost):
+        told = {
+            "process": event.pid,
+            "reason": event.reason,
+            "microbatch": event.microbatch,
+            "step": event.step,
+        }
+        begun_s = max(origin_s, told_s - event.seconds)
+        return _slice(_LOST, f"worker {event.worker} lost", begun_s, told_s, origin_s, told)
+    told, name = {}, type(event).__name__
+    if isinstance(event, EpochDone):
+        name = f"end of epoch {event.epoch}"
+        means = {"train": event.train, "validation": event.validation or {}}
+        told = {f"{kind} {each}": value for kind, of in means.items() for each, value in of.items()}
+    elif isinstance(event, RanksChanged):
+        name = "ranks changed"
+        told = {"lost": list(event.lost), "came": list(event.came), "ranks": list(event.ranks)}
+    elif isinstance(event, FormationChosen):
+        name, told = "formation chosen", {"replicas": event.replicas, "reason": event.reason}
+    at = _microseconds(told_s - origin_s)
+    place = {"ph": "i", "s": "p", "pid": _PROCESS, "tid": _STEPS}
+    return {**place, "name": name, "ts": at, "args": _finite(told)}
+
+
+def _slice(
+    row: int, name: str, start_s: float, stop_s: float, origin_s: float, told: dict[str, Any]
+) -> TraceEvent:
+    return {
+        "ph": "X",
+        "pid": _PROCESS,
+        "tid": row,
+        "name": name,
+        "ts": _microseconds(start_s - origin_s),
+        "dur": _microseconds(stop_s - start_s),
+        "args": _finite(told),
+    }
+
+
+def _name_of(microbatch: int | None) -> str:
+    return "merging and optimizer" if microbatch is None else f"microbatch {microbatch}"
+
+
+def _microseconds(seconds: float) -> float:
+    return round(_PER_S * seconds, 3)
+
+
+def _finite(told: dict[str, Any]) -> dict[str, Any]:
+    """Leave out numbers that JSON has no word for."""
+    return {
+        name: value
+        for name, value in told.items()
+        if value is not None and not (isinstance(value, float) and not math.isfinite(value))
+    }
