@@ -20,6 +20,7 @@ from phalanx.errors import CheckpointError, ConfigError
 from tests.unit.callbacks.events import epoch_done, events_of_run, step_done
 
 EVIL = "<script>alert('x')</script>\"'&]]>--><!--"
+CHANGED = record_of(RanksChanged(step=9, rank=0, ranks=(0, 2), pids=(7, 9), lost=(1,), came=()))
 
 
 def records(num_steps=20, **changes):
@@ -216,8 +217,7 @@ class Elements(HTMLParser):
 def evil_run(name=EVIL):
     lines = [*records(30), lost(12, reason=EVIL, dump=EVIL)]
     lines.append(record_of(epoch_done(2, train={EVIL: 0.5, "loss": 1.0})))
-    changed = RanksChanged(step=9, rank=0, ranks=(0, 2), pids=(7, 9), lost=(1,), came=())
-    lines.append(record_of(changed))
+    lines.append(CHANGED)
     config = {"options": {EVIL: EVIL, "lr": [EVIL]}, EVIL: {EVIL: EVIL}}
     return run_of(json.loads(json.dumps(lines)), name=name, config=config)
 
@@ -254,6 +254,43 @@ def test_a_run_without_anything_but_losses_is_a_page_too():
     assert "No worker was lost." in page
     assert "What replicas did" not in page
     assert "Settings" not in page
+
+
+def test_whatever_a_damaged_file_holds_is_a_page_or_an_error_of_ours(tmp_path):
+    odd = [
+        None,
+        True,
+        "x",
+        [],
+        [None, "x", 2.0],
+        {},
+        {"a": 1},
+        -1,
+        0,
+        10**20,
+        10**400,
+        1e308,
+        5e-324,
+    ]
+    draw = random.Random(0)
+    path = tmp_path / "a.jsonl"
+    num_pages = 0
+    for trial in range(300):
+        lines = json.loads(json.dumps([*records(6, per_epoch=3), lost(4), CHANGED]))
+        for _ in range(draw.choice([1, 3, 9])):
+            line = draw.choice(lines)
+            line[draw.choice([name for name in line if name != "kind"])] = draw.choice(odd)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        try:
+            page = make_page(read_runs([path]))
+        except (ConfigError, CheckpointError):
+            continue
+        except Exception as error:
+            error.add_note(f"trial {trial}: {path.read_text()}")
+            raise
+        num_pages += 1
+        assert "NaN" not in page.split("<script>")[0]
+    assert num_pages > 50
 
 
 def test_the_page_stays_small_however_long_the_run():

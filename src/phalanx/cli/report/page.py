@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
 import numpy as np
@@ -19,7 +21,7 @@ from phalanx.callbacks import Record
 from phalanx.cli.report.charts import Curve, Strip, add, draw_curves, draw_strip
 from phalanx.cli.report.comparison import compare_losses, compare_settings, final_values
 from phalanx.cli.report.curves import Axis, Thinned, span_of, thin
-from phalanx.cli.report.runs import Floats, RecordedRun
+from phalanx.cli.report.runs import Floats, RecordedRun, number_of
 
 __all__ = ["MARK", "make_page"]
 
@@ -272,15 +274,19 @@ def _add_failures(body: Element, runs: Sequence[RecordedRun]) -> None:
 
 def _failure_in_words(event: Record) -> tuple[str, str]:
     if event["kind"] == "ranks":
-        news = [f"rank {rank} was lost" for rank in event.get("lost") or ()]
-        news += [f"rank {rank} came" for rank in event.get("came") or ()]
-        return ", ".join(news), f"the ranks {', '.join(map(str, event.get('ranks') or ()))} train"
+        lost, came, now = (_texts_of(event.get(name)) for name in ("lost", "came", "ranks"))
+        news = [f"rank {rank} was lost" for rank in lost] + [f"rank {rank} came" for rank in came]
+        return ", ".join(news), f"the ranks {', '.join(now)} train"
     held = event.get("microbatch")
     in_hands = "" if held is None else f" with microbatch {held} in hands"
-    seconds = event.get("seconds")
-    later = f" {1e3 * seconds:.0f} ms later" if isinstance(seconds, (int, float)) else ""
+    seconds = number_of(event.get("seconds"))
+    later = f" {1e3 * seconds:.0f} ms later" if math.isfinite(seconds) else ""
     happened = f"worker {event.get('worker')} (process {event.get('pid')}) {event.get('reason')}"
     return f"{happened}{in_hands}", f"the step was completed{later}; another worker was started"
+
+
+def _texts_of(value: Any) -> list[str]:  # Any: JSON
+    return [str(each) for each in value] if isinstance(value, list) else []
 
 
 def _add_settings(body: Element, runs: Sequence[RecordedRun]) -> None:

@@ -17,7 +17,7 @@ from phalanx.cli.run_folder import RunFolder, read_metrics
 from phalanx.errors import ConfigError
 from phalanx.files import open_regular
 
-__all__ = ["Floats", "RecordedRun", "read_runs"]
+__all__ = ["Floats", "RecordedRun", "number_of", "read_runs"]
 
 _MOST_STEPS = 1 << 53  # which a float tells apart
 _LARGEST, _SMALLEST = 1e300, 1e-300  # of what is drawn: their ratios must be numbers, too
