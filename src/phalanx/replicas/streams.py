@@ -114,11 +114,6 @@ class RunStreams:
             yield
 
 
-def _streams_on(devices: Iterable[torch.device]) -> list[torch.Stream]:
-    """Return a new stream on each of these devices that has some."""
-    return [torch.Stream(each) for each in dict.fromkeys(devices) if has_streams(each)]
-
-
 @contextlib.contextmanager
 def current_streams(
     streams: Iterable[torch.Stream], device: torch.device | None = None
