@@ -352,10 +352,7 @@ class Trainer(TrainerFacts):
         self._engines.resize(formation)
 
     def stop(self) -> None:
-        """Make the running :meth:`fit` return after the step it is in; callable from anywhere.
-
-        On ranks all must call it in the same step: one that stops alone is lost to the others.
-        """
+        """Make the running :meth:`fit` return after its step, from anywhere; on ranks, from all."""
         self._stopped = True
 
     def evaluate(
