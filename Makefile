@@ -33,6 +33,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AUTOLOAD := src/phalanx_autoload.py  # stands in site-packages itself, as a copy
 ON_DEVICE = tests/device $(shell grep -rl --include='test_*.py' -e 'mark\.gpu' -e 'mark\.devices' tests)
+ON_DEVICE_AT_NIGHT = tests/conformance/test_parity.py  # a minute
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 COMPILED := $(wildcard src/phalanx/memory/*.[ch] src/phalanx/distributed/*.[ch])
 
@@ -117,6 +118,7 @@ night: $(STAMP)  ## every kind of fault at every point in every worker, whole pr
 	@$(BIN)/python -m pytest -m "night or not night" tests/chaos tests/conformance $(ARGS)
 	@$(BIN)/python -m pytest -m night --ignore=tests/chaos --ignore=tests/conformance $(ARGS)
 	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 $(BIN)/python -m pytest -m "night or not night" --device dev $(ON_DEVICE) \
+	    $(ON_DEVICE_AT_NIGHT) \
 	    || [ $$? -eq 5 ]
 
 gpu: $(STAMP)  ## the tests that need a GPU, and the benchmark beside nn.DataParallel and DDP over NCCL

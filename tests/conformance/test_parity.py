@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.errors import UnsupportedError
+from tests.conformance.containers import cpu_and_others
 from tests.conformance.models import (
     CASES,
     CNN_NORM,
@@ -61,7 +62,7 @@ OPTIMIZER = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 
 
 def parallel(module: nn.Module, replicas: int = 2, **options: Any) -> phalanx.DataParallel:
-    return phalanx.DataParallel(module, devices=["cpu"] * replicas, **options)
+    return phalanx.DataParallel(module, devices=cpu_and_others(replicas), **options)
 
 
 @functools.cache
@@ -123,7 +124,7 @@ def test_ten_optimizer_steps_of_the_trainer_equal_the_twins(
 ) -> None:
     weights, losses, outputs = plain_run(case, rows, dtype, optimizer)
     with phalanx.Trainer(
-        case.build(dtype), case.loss, OPTIMIZERS[optimizer], replicas=replicas
+        case.build(dtype), case.loss, OPTIMIZERS[optimizer], replicas=cpu_and_others(replicas)
     ) as trainer:
         done = [trainer.step(batch) for batch in batches_of(case, rows, dtype, STEPS)]
         with torch.no_grad():
@@ -142,7 +143,7 @@ def test_the_trainers_gradient_equals_the_twins(
     net = case.build(dtype)
     twin = twin_of(net)
     batch = case.batch(rows, dtype)
-    with phalanx.Trainer(net, case.loss, plain_sgd, replicas=replicas) as trainer:
+    with phalanx.Trainer(net, case.loss, plain_sgd, replicas=cpu_and_others(replicas)) as trainer:
         before = state_of(trainer.module)
         trainer.step(batch)
         after = state_of(trainer.module)
@@ -158,7 +159,11 @@ def test_the_trainer_equals_the_twin_whatever_the_number_of_microbatches(
 ) -> None:
     weights, _, _ = plain_run(case, 7, torch.float64, "adamw")
     with phalanx.Trainer(
-        case.build(torch.float64), case.loss, adamw, replicas=2, microbatches=microbatches
+        case.build(torch.float64),
+        case.loss,
+        adamw,
+        replicas=cpu_and_others(2),
+        microbatches=microbatches,
     ) as trainer:
         for batch in batches_of(case, 7, torch.float64, STEPS):
             trainer.step(batch)
@@ -252,7 +257,7 @@ def test_the_trainer_keeps_shared_weights_one_weight(replicas: int) -> None:
     batches = batches_of(GPT, 9, torch.float64, STEPS)
     plain_steps(twin, GPT.loss, adamw, batches)
     with phalanx.Trainer(
-        gpt(torch.float64, tied=True), GPT.loss, adamw, replicas=replicas
+        gpt(torch.float64, tied=True), GPT.loss, adamw, replicas=cpu_and_others(replicas)
     ) as trainer:
         for batch in batches:
             trainer.step(batch)
@@ -439,7 +444,7 @@ class TestTrainerInputs:
             left, targets = vector_batch(7, torch.float64, seed=seed)
             batches.append(((left, left[:, :3] * 2), targets))
         plain_steps(twin, MLP.loss, sgd, batches)
-        with phalanx.Trainer(net, MLP.loss, sgd, replicas=3) as trainer:
+        with phalanx.Trainer(net, MLP.loss, sgd, replicas=cpu_and_others(3)) as trainer:
             for batch in batches:
                 trainer.step(batch)
             assert_close(state_of(trainer.module), state_of(twin), torch.float64)
@@ -454,7 +459,7 @@ class TestTrainerInputs:
             mask = (tokens > 3).float()
             batches.append(({"tokens": tokens, "mask": mask}, tokens[:, 0] % 4))
         plain_steps(twin, MLP.loss, adamw, batches)
-        with phalanx.Trainer(net, MLP.loss, adamw, replicas=2) as trainer:
+        with phalanx.Trainer(net, MLP.loss, adamw, replicas=cpu_and_others(2)) as trainer:
             for batch in batches:
                 trainer.step(batch)
             assert_close(state_of(trainer.module), state_of(twin), torch.float32)
@@ -470,7 +475,7 @@ class TestTrainerInputs:
         x, hard = vector_batch(9, torch.float64)
         batch = (x, {"hard": hard, "soft": torch.ones(9, 4, dtype=torch.float64)})
         plain_steps(twin, loss, sgd, [batch])
-        with phalanx.Trainer(net, loss, sgd, replicas=2) as trainer:
+        with phalanx.Trainer(net, loss, sgd, replicas=cpu_and_others(2)) as trainer:
             trainer.step(batch)
             assert_close(state_of(trainer.module), state_of(twin), torch.float64)
 
@@ -499,7 +504,7 @@ def test_frozen_and_unused_parameters_stay_as_they_are(build: Any, optimizer: st
     plain_steps(twin, MLP.loss, factory, batches)
     with parallel(net) as model:
         plain_steps(model, MLP.loss, factory, batches)
-    with phalanx.Trainer(for_trainer, MLP.loss, factory, replicas=2) as trainer:
+    with phalanx.Trainer(for_trainer, MLP.loss, factory, replicas=cpu_and_others(2)) as trainer:
         for batch in batches:
             trainer.step(batch)
         trained = state_of(trainer.module)
@@ -536,7 +541,9 @@ def test_the_trainer_notices_freezing_and_thawing_between_steps(
     batches = batches_of(MLP, 9, torch.float64, 6)
     twin = mlp(torch.float64)
     plain = factory(twin.parameters())
-    with phalanx.Trainer(mlp(torch.float64), MLP.loss, factory, replicas=2) as trainer:
+    with phalanx.Trainer(
+        mlp(torch.float64), MLP.loss, factory, replicas=cpu_and_others(2)
+    ) as trainer:
         for index, (inputs, targets) in enumerate(batches):
             for each in (trainer.module, twin):
                 each[0].requires_grad_(index not in frozen_at)
@@ -576,7 +583,7 @@ def test_parameters_of_several_dtypes_live_side_by_side() -> None:
     plain_steps(twin, MLP.loss, adamw, batches)
     with parallel(net) as model:
         plain_steps(model, MLP.loss, adamw, batches)
-    with phalanx.Trainer(for_trainer, MLP.loss, adamw, replicas=2) as trainer:
+    with phalanx.Trainer(for_trainer, MLP.loss, adamw, replicas=cpu_and_others(2)) as trainer:
         for batch in batches:
             trainer.step(batch)
         assert_close(state_of(trainer.module), state_of(twin), torch.float32)
@@ -801,7 +808,7 @@ def test_autocast_reaches_the_replicas(replicas: int) -> None:
     net = mlp()
     twin = twin_of(net)
     x, targets = vector_batch(15)
-    with parallel(net, replicas) as model:
+    with phalanx.DataParallel(net, devices=["cpu"] * replicas) as model:
         for each in (model, twin):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = MLP.loss(each(x), targets)
@@ -842,7 +849,7 @@ def test_the_callers_threads_inside_operators_come_back() -> None:
     """Beside open replicas a spinning pool of the caller's would steal their cores (measured)."""
     torch.set_num_threads(2)
     x, targets = vector_batch(9)
-    with parallel(mlp(), 2) as model:
+    with phalanx.DataParallel(mlp(), devices=["cpu"] * 2) as model:
         assert torch.get_num_threads() == 2
         MLP.loss(model(x), targets).backward()
         assert torch.get_num_threads() == 1
@@ -855,13 +862,15 @@ def test_the_callers_threads_inside_operators_come_back() -> None:
     with parallel(mlp(), 1) as model:
         model(x)
         assert torch.get_num_threads() == 2
-    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2, microbatches=4) as trainer:
+    with phalanx.Trainer(
+        mlp(), MLP.loss, sgd, replicas=cpu_and_others(2), microbatches=4
+    ) as trainer:
         trainer.step((x, targets))
         assert torch.get_num_threads() == 2
 
 
 def test_the_representation_shows_what_a_bug_report_needs() -> None:
-    with parallel(mlp(), 3) as model:
+    with phalanx.DataParallel(mlp(), devices=["cpu"] * 3) as model:
         assert repr(model).startswith("DataParallel(3 replicas on cpu×3, dim=0") or (
             "3 replicas on cpu×3, dim=0" in repr(model)
         )
