@@ -26,11 +26,12 @@ from phalanx.execution.work_queue import WorkQueue
 from phalanx.memory import FlatParameters
 from phalanx.plan import Node, Shares, workload_sizes
 from phalanx.replicas import (
-    CallerModes,
     MicrobatchRng,
     Replica,
     RngPlan,
     RngUse,
+    callers_streams,
+    current_streams,
     derive_seed,
     has_compiled,
     has_fused_evaluation,
@@ -236,12 +237,13 @@ class Executor(ABC):
             uninterrupted: A Ctrl-C arrives after it, also where the one replica is the caller's
                 thread.
         """
-        modes = CallerModes.capture(self.devices)
+        streams = callers_streams(self.devices)
 
-        def run(index: int) -> T:
-            with modes.placed(self.devices[index]):
+        def on_streams(index: int) -> T:
+            with current_streams(streams, self.devices[index]):
                 return task(index)
 
+        run = on_streams if streams else task
         if uninterrupted and isinstance(self._threads, CallerThread):
             return self._threads.each_uninterrupted(run)
         if not self._threads.closed:

@@ -33,7 +33,7 @@ from phalanx.replicas.memory_format import (
     wants_channels_last,
     warn_of_second_run,
 )
-from phalanx.replicas.modes import CallerModes
+from phalanx.replicas.modes import CallerModes, callers_streams
 from phalanx.replicas.packing import (
     Form,
     alignment_of,
@@ -80,6 +80,7 @@ from phalanx.replicas.statistics import (
 from phalanx.replicas.streams import (
     ReplicaStreams,
     RunStreams,
+    current_streams,
     has_streams,
     pieces_of,
     record_use,
@@ -130,11 +131,13 @@ __all__ = [
     "batch_norm_names",
     "bytes_of",
     "caller_intra_op",
+    "callers_streams",
     "can_be_copied",
     "can_be_followed",
     "check_statistics",
     "copy_of",
     "current_replica",
+    "current_streams",
     "derive_seed",
     "has_compiled",
     "has_fused_evaluation",

@@ -12,7 +12,7 @@ import torch
 
 from phalanx.replicas.streams import current_streams
 
-__all__ = ["CallerModes"]
+__all__ = ["CallerModes", "callers_streams"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class CallerModes:
     @staticmethod
     def capture(devices: Sequence[torch.device]) -> CallerModes:
         """Read the modes of the calling thread for the given devices."""
-        kinds, streams = _kinds_of(tuple(devices))
+        kinds, _ = _kinds_of(tuple(devices))
         return CallerModes(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -41,7 +41,7 @@ class CallerModes:
                 for kind in kinds
                 if torch.is_autocast_enabled(kind)
             ),
-            streams=_current_streams() if streams else (),
+            streams=callers_streams(devices),
         )
 
     @contextlib.contextmanager
@@ -59,10 +59,6 @@ class CallerModes:
                 yield
         finally:
             torch.set_autocast_cache_enabled(cached)
-
-    def placed(self, device: torch.device) -> AbstractContextManager[None]:
-        """Run the body on the caller's streams, with ``device`` as the thread's current one."""
-        return current_streams(self.streams, device) if self.streams else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def on_streams(self) -> Iterator[None]:
@@ -93,13 +89,24 @@ class CallerModes:
     @contextlib.contextmanager
     def _all_entered(self, device: torch.device) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.placed(device))
+            if self.streams:
+                stack.enter_context(current_streams(self.streams, device))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             yield
+
+
+def callers_streams(devices: Sequence[torch.device]) -> tuple[torch.Stream, ...]:
+    """Return the calling thread's stream of each accelerator, if one of the devices is one.
+
+    Example:
+        >>> callers_streams([torch.device("cpu")])
+        ()
+    """
+    return _current_streams() if _kinds_of(tuple(devices))[1] else ()
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from phalanx.replicas.packing import span_bytes
 from phalanx.replicas.parameter_copies import ParameterCopies
 from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.statistics import StatisticsOfReplica
-from phalanx.replicas.streams import record_use
+from phalanx.replicas.streams import has_streams, record_use
 from phalanx.replicas.unchanged import SameParameters
 from phalanx.torch_internals import foreach_add, make_subclass
 
@@ -167,13 +167,15 @@ class Replica:
         """
         gradients: list[Tensor | None] = [None] * len(self._everything)
         elsewhere: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+        late = has_streams(self.device)
         for place, parameter, original in zip(
             self._places, self.parameters, self._originals, strict=True
         ):
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
-                record_use(gradient)
+                if late:
+                    record_use(gradient)
                 gradients[place] = gradient = in_memory_order(gradient, parameter)
                 if travel and gradient.device != original.device:
                     kind = original.device, gradient.dtype
