@@ -39,6 +39,7 @@ from phalanx.replicas import (
     Replica,
     ReplicaRendezvous,
     ReplicaStreams,
+    RunOrder,
     RunStreams,
     SourceGradients,
     Statistics,
@@ -129,7 +130,9 @@ class ThreadExecutor(Executor):
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
         beside = len(devices) > 1 and any(map(has_streams, devices))
-        self._streams = ReplicaStreams(devices, _homes(sources)) if beside else None
+        homes = _homes(sources)
+        self._order = RunOrder([*devices, *homes])
+        self._streams = ReplicaStreams(devices, homes) if beside else None
         self._saved: list[dict[str, Any]] = [{} for _ in self.replicas]
         # Replicas of one module see the same changes, so one of them watches for all.
         self._watchers = self.replicas[:1] if one_source else self.replicas
@@ -172,7 +175,8 @@ class ThreadExecutor(Executor):
     def refresh(self) -> None:
         """Take over everything from the module now."""
         self.outdate()
-        self._refresh_copies()
+        with self._order.next_run(CallerModes.capture(self.devices).streams):
+            self._refresh_copies()
         self.each(lambda index: self.replicas[index].refresh())
 
     def outdate(self) -> None:
@@ -206,9 +210,16 @@ class ThreadExecutor(Executor):
         self._threads.close()
 
     def _work_on(self, state: RunState) -> None:
-        if state.as_of is None:
-            self._refresh_copies()
         modes = CallerModes.capture(self.devices)
+        if state.as_of is not None:
+            self._work_under(modes, state)
+            return
+        with self._order.next_run(modes.streams):
+            self._refresh_copies()
+            self._work_under(modes, state)
+
+    def _work_under(self, modes: CallerModes, state: RunState) -> None:
+        """Run all microbatches of ``state`` under the caller's modes."""
         state.version = _NOW
         each = self._threads.each if state.as_of is None else self.each
         rendezvous = self._rendezvous

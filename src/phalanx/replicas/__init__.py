@@ -79,6 +79,7 @@ from phalanx.replicas.statistics import (
 )
 from phalanx.replicas.streams import (
     ReplicaStreams,
+    RunOrder,
     RunStreams,
     current_streams,
     has_streams,
@@ -114,6 +115,7 @@ __all__ = [
     "RngMode",
     "RngPlan",
     "RngUse",
+    "RunOrder",
     "RunStreams",
     "SourceGradients",
     "Statistic",

@@ -16,6 +16,7 @@ recorded (`record_use`): the memory waits for it.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 __all__ = [
     "ReplicaStreams",
+    "RunOrder",
     "RunStreams",
     "current_streams",
     "has_streams",
@@ -112,6 +114,38 @@ class RunStreams:
             self._sums[stream.device].wait_event(stream.record_event())
         with current_streams(self._sums.values()):
             yield
+
+
+class RunOrder:
+    """One run after another, whichever threads and streams their callers have.
+
+    What a run leaves for the next, such as copies of parameters and buffers, is made on its
+    caller's streams, of which another caller knows nothing.
+
+    Args:
+        devices: Where something is left.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = frozenset(filter(has_streams, devices))
+        self._lock = threading.RLock()
+        self._done: list[torch.Event] = []
+
+    @contextlib.contextmanager
+    def next_run(self, callers: Sequence[torch.Stream]) -> Iterator[None]:
+        """Do the body when no other does, on streams that wait for the one before.
+
+        Args:
+            callers: The caller's current streams, one on each device, in order.
+        """
+        own = [stream for stream in callers if stream.device in self._devices]
+        with self._lock:
+            for stream, event in zip(own, self._done, strict=False):  # there is none at first
+                stream.wait_event(event)
+            try:
+                yield
+            finally:
+                self._done = [stream.record_event() for stream in own]
 
 
 @contextlib.contextmanager
