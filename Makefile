@@ -15,7 +15,7 @@
 
 .DEFAULT_GOAL := help
 BENCHMARKS := bench-step bench-allreduce bench-balance bench-memory bench-recovery bench-tables bench-hosts bench-gpu
-.PHONY: help venv train test check format bits house bench $(BENCHMARKS) chaos night gpu clean .venv/moved
+.PHONY: help venv train test check format bits house docs bench $(BENCHMARKS) chaos night gpu clean .venv/moved
 
 PYTHON ?= python3
 ARGS ?=
@@ -99,6 +99,15 @@ bits: $(STAMP)  ## train three small models in every formation and print hashes 
 
 house: $(STAMP)  ## print the size of the package, its doubled names, and how far one call walks, beside the aims
 	@$(BIN)/python -W ignore -m tests.meta.house $(ARGS)
+
+$(VENV)/.docs: $(STAMP)
+	@echo "Installing what builds the site into $(VENV) (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs  ## build the site into out/site; open out/site/index.html, no server is needed
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "out/site/index.html"
 
 bench: bench-step  ## measure a training step beside its peers; see also bench-allreduce, -balance, -memory, -recovery, -tables, -hosts, -gpu
 
