@@ -1,0 +1,150 @@
+"""The code of the pages runs, and prints what they say.
+
+All Python blocks of a page are one script, in order. One that begins with its name (``# train.py``)
+is a script of its own, started by the line of the page that names it (``$ phalanx launch -n 2
+train.py``). What a block of ``output`` shows must have been printed.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.examples.test_examples import DEADLINE_S, ROOT, run, run_forked
+
+PAGES = {
+    "README.md": r"'loss'",
+    "docs/callbacks.md": r"18 \[6, 12, 18\]\n24\n(.*\n)*stopped: True best: step-\d{8}",
+    "docs/collectives.md": r"rank 1 \[2\.0, 2\.0, 2\.0\]",
+    "docs/containers.md": r"(?s)torch.Size\(\[5, 7, 6\]\).*as one process: True",
+    "docs/executor_group.md": r"two devices: \[\(2, 3\), \(1, 3\)\]",
+    "docs/process_executor.md": r"worker 0 was ended by SIGKILL.*\n(.*\n)*steps done: 12",
+    "docs/tables.md": r"8 syncs\ntensor\(\[1\.0000, 0\.8000, 0\.9000\]\)",
+}
+PROCESSES = {"docs/process_executor.md", "docs/tables.md"}  # these run as users run them
+NEEDS: dict[str, str] = {}
+BY_NIGHT: set[str] = set()
+ELSEWHERE = {  # the test that runs the page's blocks
+    "docs/migrating.md": "tests/conformance/test_torch7.py",
+    "docs/migrating_multiverso.md": "tests/conformance/test_multiverso.py",
+    "docs/migrating_mxnet.md": "tests/conformance/test_mxnet.py",
+    "docs/migrating_oxirs.md": "tests/conformance/test_oxirs.py",
+    "docs/ranks.md": "tests/examples/test_examples.py",
+}
+LANGUAGES = {"python", "output", "text", "console", "bash", ""}
+COMMANDS = {
+    "phalanx": [sys.executable, "-c", "from phalanx.cli.app import main; main()"],
+    "python": [sys.executable],
+}
+BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [text for found, text in BLOCK.findall(page) if found == language]
+
+
+def scripts(page: str) -> dict[str, str]:
+    """Return the scripts of a page by name; what has none of its own is ``page.py``."""
+    found: dict[str, str] = {}
+    for block in blocks(page, "python"):
+        name = re.match(r"# (\w+\.py)\n", block)
+        key = name[1] if name else "page.py"
+        found[key] = found.get(key, "") + block + "\n"
+    return found
+
+
+def command(page: str, script: str) -> list[str]:
+    """Return the words by which a page starts a script of its own."""
+    found = re.search(rf"^(?:\$ )?((?:phalanx|python) [^#\n]*\b{script})\b", page, re.MULTILINE)
+    first, *rest = shlex.split(found[1] if found else f"python {script}")
+    return [*COMMANDS[first], *rest]
+
+
+def start(words: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_page(name: str, folder: Path) -> str:
+    """Run the scripts of a page, in one folder; return what they printed."""
+    page = (ROOT / name).read_text(encoding="utf-8")
+    said = ""
+    found = scripts(page)
+    for script, text in found.items():
+        (folder / script).write_text(text)
+    for script in found:
+        if script != "page.py":
+            said += start(command(page, script), folder)
+        elif name in PROCESSES:
+            said += run(folder / script, folder=folder)
+        else:
+            said += run_forked(folder / script, folder)
+    return said
+
+
+def missing_output(page: str, said: str) -> str:
+    """Return the first block of output that was not printed, or nothing."""
+    for block in blocks(page, "output"):
+        if not doctest.OutputChecker().check_output(f"...\n{block}...\n", f"-\n{said}-\n", OUTPUT):
+            return block
+    return ""
+
+
+def pages() -> list[str]:
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path.relative_to(ROOT).as_posix() for path in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "promise"),
+    [
+        pytest.param(name, promise, marks=[pytest.mark.night] * (name in BY_NIGHT), id=name)
+        for name, promise in PAGES.items()
+    ],
+)
+def test_the_code_of_a_page_runs(name: str, promise: str, tmp_path: Path) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"needs {NEEDS[name]}")
+    said = run_page(name, tmp_path)
+    assert re.search(promise, said), said
+    missing = missing_output((ROOT / name).read_text(encoding="utf-8"), said)
+    assert not missing, f"{missing}\nwas not printed, but\n{said}"
+
+
+def test_every_page_with_code_is_run() -> None:
+    with_code = {name for name in pages() if blocks((ROOT / name).read_text(), "python")}
+    assert with_code == PAGES.keys() | ELSEWHERE.keys()
+    for page, test in ELSEWHERE.items():
+        assert Path(page).name in (ROOT / test).read_text(), (page, test)
+
+
+def test_code_of_another_language_is_not_mistaken_for_code_that_runs() -> None:
+    languages = {
+        (name, language)
+        for name in pages()
+        for language, _ in BLOCK.findall((ROOT / name).read_text())
+    }
+    assert {each for each in languages if each[1] not in LANGUAGES} == set()
+
+
+def test_a_page_is_read_as_it_is_meant() -> None:
+    page = (
+        "```python\na = 1\n```\nand\n```python\n# train.py\nb = 2\n```\n```python\nc = 3\n```\n"
+        "```console\n$ phalanx launch -n 2 train.py  # on each host\n```\n"
+        "```output\nloss 0.5\n...\ndone\n```\n"
+    )
+    assert scripts(page) == {"page.py": "a = 1\n\nc = 3\n\n", "train.py": "# train.py\nb = 2\n\n"}
+    assert command(page, "train.py") == [*COMMANDS["phalanx"], "launch", "-n", "2", "train.py"]
+    assert command(page, "other.py") == [sys.executable, "other.py"]
+    assert missing_output(page, "x\nloss 0.5\nmore\ndone\ny\n") == ""
+    assert missing_output(page, "loss 0.4\ndone\n") == "loss 0.5\n...\ndone\n"
