@@ -7,7 +7,6 @@ train.py``). What a block of ``output`` shows must have been printed.
 
 from __future__ import annotations
 
-import doctest
 import re
 import shlex
 import subprocess
@@ -24,12 +23,22 @@ PAGES = {
     "docs/collectives.md": r"rank 1 \[2\.0, 2\.0, 2\.0\]",
     "docs/containers.md": r"(?s)torch.Size\(\[5, 7, 6\]\).*as one process: True",
     "docs/executor_group.md": r"two devices: \[\(2, 3\), \(1, 3\)\]",
+    "docs/migrating_accelerate.md": "",
+    "docs/migrating_ddp.md": "",
+    "docs/migrating_lightning.md": "",
+    "docs/migrating_transformers.md": "",
+    "docs/one_word.md": "(?s)ddp over phalanx.*fsdp over.*accelerate over.*fabric over",
     "docs/process_executor.md": r"worker 0 was ended by SIGKILL.*\n(.*\n)*steps done: 12",
+    "docs/recipes.md": "(?s)averaged: .*met the others 3 times",
+    "docs/start.md": "",
     "docs/tables.md": r"8 syncs\ntensor\(\[1\.0000, 0\.8000, 0\.9000\]\)",
+    "docs/training.md": "",
 }
 PROCESSES = {"docs/process_executor.md", "docs/tables.md"}  # these run as users run them
-NEEDS: dict[str, str] = {}
-BY_NIGHT: set[str] = set()
+NEEDS = {"docs/one_word.md": ("accelerate", "lightning_fabric")}
+BY_NIGHT = {
+    "docs/one_word.md"
+}  # test_launching_clients.py and test_backend_clients.py hold it by day
 ELSEWHERE = {  # the test that runs the page's blocks
     "docs/migrating.md": "tests/conformance/test_torch7.py",
     "docs/migrating_multiverso.md": "tests/conformance/test_multiverso.py",
@@ -43,7 +52,7 @@ COMMANDS = {
     "python": [sys.executable],
 }
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -92,11 +101,20 @@ def run_page(name: str, folder: Path) -> str:
     return said
 
 
+def is_line(wanted: str, said: str) -> bool:
+    """Tell whether a line is as the page has it, its numbers within a tenth: processors differ."""
+    numbers = [[float(each) for each in NUMBER.findall(line)] for line in (wanted, said)]
+    return NUMBER.sub("#", wanted) == NUMBER.sub("#", said) and numbers[1] == pytest.approx(
+        numbers[0], rel=0.1, abs=0.05
+    )
+
+
 def missing_output(page: str, said: str) -> str:
-    """Return the first block of output that was not printed, or nothing."""
-    for block in blocks(page, "output"):
-        if not doctest.OutputChecker().check_output(f"...\n{block}...\n", f"-\n{said}-\n", OUTPUT):
-            return block
+    """Return the first line of the page's output that was not printed when its turn came."""
+    lines = iter(said.splitlines())
+    for wanted in "".join(blocks(page, "output")).splitlines():
+        if not any(is_line(wanted, line) for line in lines):
+            return wanted
     return ""
 
 
@@ -113,8 +131,8 @@ def pages() -> list[str]:
     ],
 )
 def test_the_code_of_a_page_runs(name: str, promise: str, tmp_path: Path) -> None:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name], reason=f"needs {NEEDS[name]}")
+    for module in NEEDS.get(name, ()):
+        pytest.importorskip(module, reason=f"needs {module}")
     said = run_page(name, tmp_path)
     assert re.search(promise, said), said
     missing = missing_output((ROOT / name).read_text(encoding="utf-8"), said)
@@ -141,10 +159,11 @@ def test_a_page_is_read_as_it_is_meant() -> None:
     page = (
         "```python\na = 1\n```\nand\n```python\n# train.py\nb = 2\n```\n```python\nc = 3\n```\n"
         "```console\n$ phalanx launch -n 2 train.py  # on each host\n```\n"
-        "```output\nloss 0.5\n...\ndone\n```\n"
+        "```output\nloss 0.50\ndone\n```\n"
     )
     assert scripts(page) == {"page.py": "a = 1\n\nc = 3\n\n", "train.py": "# train.py\nb = 2\n\n"}
     assert command(page, "train.py") == [*COMMANDS["phalanx"], "launch", "-n", "2", "train.py"]
     assert command(page, "other.py") == [sys.executable, "other.py"]
-    assert missing_output(page, "x\nloss 0.5\nmore\ndone\ny\n") == ""
-    assert missing_output(page, "loss 0.4\ndone\n") == "loss 0.5\n...\ndone\n"
+    assert missing_output(page, "x\nloss 0.51\nmore\ndone\ny\n") == ""
+    assert missing_output(page, "loss 0.7\ndone\n") == "loss 0.50"
+    assert missing_output(page, "done\nloss 0.5\n") == "done"
