@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.meta import bits
 
-WIDTH, LINE, TOP = 840, 25, 74
+WIDTH, LINE, TOP = 720, 25, 74
 PANEL, INK, DIM, GOOD, BAD = "#17212f", "#e6ebf2", "#93a1b3", "#7fd6b5", "#f0a58a"
 NUMBERS = ("", "one", "two", "three")
 
@@ -82,15 +82,15 @@ def strip(digest: str, x: int, y: int) -> str:
         f'fill="hsl({int(digest[2 * place : 2 * place + 2], 16) * 360 // 256} 62% 60%)"/>'
         for place in range(6)
     )
-    return f'{cells}<text x="{x + 90}" y="{y}" class="m">{digest[:12]}</text>'
+    return f'{cells}<text x="{x + 90}" y="{y}" class="m">{digest[:8]}</text>'
 
 
-def column(title: str, colour: str, rows: list[tuple[str, str]], x: int) -> str:
-    """Draw the formations of one way to train."""
+def column(title: str, colour: str, rows: list[tuple[str, str]], x: int, offset: int) -> str:
+    """Draw the formations of one way to train, and their hashes ``offset`` to the right."""
     lines = [f'<text x="{x}" y="48" class="t" fill="{colour}">{title}</text>']
     for place, (name, digest) in enumerate(rows):
         y = TOP + LINE * place
-        lines.append(f'<text x="{x}" y="{y}" class="n">{name}</text>{strip(digest, x + 175, y)}')
+        lines.append(f'<text x="{x}" y="{y}" class="n">{name}</text>{strip(digest, x + offset, y)}')
     return "\n".join(lines)
 
 
@@ -110,11 +110,11 @@ text {{ font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif }}
 .s {{ font-size: 11px; fill: {DIM} }}
 </style>
 <rect width="{WIDTH}" height="{height}" rx="10" fill="{PANEL}"/>
-{column(f"Trainer(microbatches=4): {say(same)}", GOOD, ours, 28)}
-{column(f"DDP over gloo: {say(differ)}", BAD, theirs, 448)}
-<text x="448" y="{TOP + LINE * 4}" class="n">The same net, batches and optimizer;</text>
-<text x="448" y="{TOP + LINE * 5}" class="n">only sums are made in another order.</text>
-<text x="28" y="{height - 18}" class="s">{note}</text>
+{column(f"Trainer(microbatches=4): {say(same)}", GOOD, ours, 24, 176)}
+{column(f"DDP over gloo: {say(differ)}", BAD, theirs, 400, 100)}
+<text x="400" y="{TOP + LINE * 4}" class="n">The same net, batches and optimizer;</text>
+<text x="400" y="{TOP + LINE * 5}" class="n">only sums are made in another order.</text>
+<text x="24" y="{height - 18}" class="s">{note}</text>
 </svg>
 """
 
@@ -130,9 +130,8 @@ def main() -> None:
     ]
     ours.append((name_of("ranks", 2), spawned(train_as_rank, 2)))
     theirs = [(name_of("ranks", n), spawned(train_by_ddp, n, n)) for n in (1, 2, 3)]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    words = ["git", "log", "-1", "--format=%h", "--abbrev=7", "--", "src"]
+    commit = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     note = f"hash of all weights after {bits.STEPS} steps; {platform.machine()}, torch"
     version = torch.__version__.partition("+")[0]
     picture.write_text(draw(ours, theirs, f"{note} {version}, commit {commit}"))
