@@ -32,13 +32,14 @@ PROMISES = {
     "08_diloco.py": r"20x fewer syncs, within 1 %: True",
     "09_on_ray.py": r"2 workers: .*\nthe same line in all: True\nnear 3 x -1: True",
     "10_callbacks.py": r"stopped after \d+ epochs: True\n(.*\n)*.*the same bits: True",
+    "11_hugging_face.py": r"the same bits: True\nit goes on: Shall I compare thee",
 }
 ARGUMENTS = {
     "06_kill_a_worker.py": ["--steps", "60"],
     "07_word_vectors.py": ["--small"],
     "09_on_ray.py": ["--workers", "2"],
 }
-NEEDS = {"09_on_ray.py": "ray"}
+NEEDS = {"09_on_ray.py": "ray", "11_hugging_face.py": "transformers"}
 BY_NIGHT = {
     "06_kill_a_worker.py",  # docs/process_executor.md kills one by day
     "08_diloco.py",  # its figures want 600 steps; test_shared_module.py holds what it shows
@@ -52,6 +53,7 @@ FORKED = {
     "03_executor_group.py",
     "05_model_parallel.py",
     "10_callbacks.py",
+    "11_hugging_face.py",
 }
 DEADLINE_S = 240  # some start worker processes, which takes long on a busy machine
 

@@ -23,6 +23,7 @@ PAGES = {
     "docs/collectives.md": r"rank 1 \[2\.0, 2\.0, 2\.0\]",
     "docs/containers.md": r"(?s)torch.Size\(\[5, 7, 6\]\).*as one process: True",
     "docs/executor_group.md": r"two devices: \[\(2, 3\), \(1, 3\)\]",
+    "docs/huggingface.md": r"epoch: \d\.\d+\nerror of the loss: (0\.0e|\d\.\de-0[678])",
     "docs/migrating_accelerate.md": "",
     "docs/migrating_ddp.md": "",
     "docs/migrating_lightning.md": "",
@@ -35,7 +36,10 @@ PAGES = {
     "docs/training.md": "",
 }
 PROCESSES = {"docs/process_executor.md", "docs/tables.md"}  # these run as users run them
-NEEDS = {"docs/one_word.md": ("accelerate", "lightning_fabric")}
+NEEDS = {
+    "docs/huggingface.md": ("transformers",),
+    "docs/one_word.md": ("accelerate", "lightning_fabric"),
+}
 BY_NIGHT = {
     "docs/one_word.md"
 }  # test_launching_clients.py and test_backend_clients.py hold it by day
