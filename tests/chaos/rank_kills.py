@@ -121,7 +121,8 @@ class Result:
         who = f"rank {rank}, when rank {victim} was killed, "
         if (survivor.error, survivor.rank) != ("PeerLost", victim):
             self.wrong.append(f"{who}raised {survivor.error}: {survivor.message}")
-        named = rf"Rank {victim} of {RANKS} has died.* of each: rank {victim}: \w+ #\d+"
+        in_what = r"(\w+ #\d+|no operation yet)"
+        named = rf"Rank {victim} of {RANKS} has died.* of each: rank {victim}: {in_what}"
         if not re.match(named, survivor.message):
             self.wrong.append(f"{who}was not told whom, and in what: {survivor.message}")
         if not 0 <= after_s < LATEST_S:
