@@ -29,10 +29,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sent: list[int] = []
     copy_to = Tensor.copy_
 
-    def counted(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        if non_blocking:
+    def counted(self: Tensor, source: Tensor, **options: bool) -> Tensor:
+        if "non_blocking" in options:
             sent.append(source.nbytes)
-        return copy_to(self, source, non_blocking)
+        return copy_to(self, source, **options)
 
     monkeypatch.setattr(Tensor, "copy_", counted)
     return sent
