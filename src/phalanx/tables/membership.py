@@ -1,8 +1,8 @@
 """The workers of a run: one shared page with a line per worker.
 
     words of 8 bytes, 8 to a line
-    line 0       the number of workers expected, 0 if it was not announced | when somebody last
-                 looked who has died, in ns
+    line 0       the number of workers expected, 0 if it was not announced | the time of the last
+                 check for dead workers, in ns
     line 1 + w   worker w:  state | pid | start | clock | incarnation | ·
 
 Each worker writes its own line, under the page's lock. Of those who wait, one checks every 10 to
@@ -156,9 +156,9 @@ class Membership:
             self._mark_dead()
 
     def look_for_dead(self, timeout_s: float) -> bool:
-        """As :meth:`mark_dead`, unless somebody has just looked; tell whether it did.
+        """As :meth:`mark_dead`, unless somebody has just checked; tell whether this call did.
 
-        For those who wait: if each looked at all, many would keep the others from their work.
+        For waiting workers: if each checked all others, many would keep the rest from working.
         """
         now_ns = round(1e9 * now_s())
         if 0 <= now_ns - self._words[_LOOKED_NS] < _LOOK_EVERY_NS:

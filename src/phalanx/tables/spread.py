@@ -380,7 +380,7 @@ class SpreadBarrier:
 
 
 def _wait_for(pendings: Sequence[tuple[RemotePart, PendingCall]], waiting: Waiting) -> None:
-    """Wait for all answers; a silent host is told of before what others say, who miss it."""
+    """Wait for all answers; the error of a host that does not answer comes before all others."""
     errors: list[tuple[bool, PhalanxError]] = []
     for part, pending in pendings:
         try:
