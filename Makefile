@@ -43,6 +43,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 STALE := .venv/moved
 endif
 
+# Targets with one `#` are for the developers of Phalanx, and not shown.
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
@@ -85,19 +86,19 @@ test: $(STAMP)  ## run the whole test suite
 	    || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
 
-check: $(STAMP)  ## formatting, lint, types
+check: $(STAMP)  # formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(STAMP)  ## put the sources into the house format
+format: $(STAMP)  # put the sources into the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bits: $(STAMP)  ## train three small models in every formation and print hashes of their weights
+bits: $(STAMP)  # train three small models in every formation and print hashes of their weights
 	@$(BIN)/python -W ignore -m tests.meta.bits
 
-house: $(STAMP)  ## print the size of the package, its doubled names, and how far one call walks, beside the aims
+house: $(STAMP)  # print the size of the package, its doubled names, and how far one call walks, beside the aims
 	@$(BIN)/python -W ignore -m tests.meta.house $(ARGS)
 
 $(VENV)/.docs: $(STAMP)
@@ -109,12 +110,13 @@ docs: $(VENV)/.docs  ## build the site into out/site; open out/site/index.html, 
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "out/site/index.html"
 
-bench: bench-step  ## measure a training step beside its peers; see also bench-allreduce, -balance, -memory, -recovery, -tables, -hosts, -gpu
+bench: $(STAMP)  ## run all benchmarks into one page, out/bench/index.html (half an hour); bench-step, -tables, …: one of them
+	@$(BIN)/python -m benchmarks all $(ARGS)
 
 $(BENCHMARKS): bench-%: $(STAMP)
 	@$(BIN)/python -m benchmarks $* $(ARGS)
 
-chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and groups; bits and books must stay; mutated frames
+chaos: $(STAMP)  # kill workers and ranks at random, of trainings, tables and groups; bits and books must stay; mutated frames
 	@$(BIN)/python -m tests.chaos.soak --kills $(N) $(ARGS)
 	@$(BIN)/python -m tests.chaos.ledger --kills $(KILLS)
 	@$(BIN)/python -m tests.chaos.server_kills --kills $(SERVER_KILLS)
@@ -123,14 +125,14 @@ chaos: $(STAMP)  ## kill workers and ranks at random, of trainings, tables and g
 	@$(BIN)/python -W ignore -m tests.chaos.ray_kills --kills $(RAY_KILLS)
 	@$(BIN)/python -m tests.chaos.frames_fuzz --frames $(FRAMES)
 
-night: $(STAMP)  ## every kind of fault at every point in every worker, whole products, torch's own distributed tests
+night: $(STAMP)  # every kind of fault at every point in every worker, whole products, torch's own distributed tests
 	@$(BIN)/python -m pytest -m "night or not night" tests/chaos tests/conformance $(ARGS)
 	@$(BIN)/python -m pytest -m night --ignore=tests/chaos --ignore=tests/conformance $(ARGS)
 	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 $(BIN)/python -m pytest -m "night or not night" --device dev $(ON_DEVICE) \
 	    $(ON_DEVICE_AT_NIGHT) \
 	    || [ $$? -eq 5 ]
 
-gpu: $(STAMP)  ## the tests that need a GPU, and the benchmark beside nn.DataParallel and DDP over NCCL
+gpu: $(STAMP)  # the tests that need a GPU, and the benchmark beside nn.DataParallel and DDP over NCCL
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 	@$(BIN)/python -m benchmarks gpu
 

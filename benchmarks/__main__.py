@@ -1,4 +1,7 @@
-"""The command line of the benchmarks: ``python -m benchmarks step`` or ``make bench-step``."""
+"""The command line of the benchmarks: ``python -m benchmarks step`` or ``make bench-step``.
+
+All of them, on one page: ``python -m benchmarks all`` or ``make bench``.
+"""
 
 import typer
 
@@ -7,6 +10,7 @@ from benchmarks.balance import balance
 from benchmarks.gpu import gpu
 from benchmarks.hosts import hosts
 from benchmarks.memory import memory
+from benchmarks.page import measure_all
 from benchmarks.recovery import recovery
 from benchmarks.step import step
 from benchmarks.tables import tables
@@ -20,8 +24,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (step, allreduce, balance, memory, recovery, tables, hosts, gpu):
+BENCHMARKS = {
+    command.__name__: command
+    for command in (step, allreduce, balance, memory, recovery, tables, hosts, gpu)
+}
+for command in BENCHMARKS.values():
     app.command()(command)
+app.command("all")(measure_all(BENCHMARKS))
 
 if __name__ == "__main__":
     main(app, "python -m benchmarks")

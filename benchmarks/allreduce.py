@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.command import Out, begin, command_line, progress, read_counts
+from benchmarks.command import Aims, Out, begin, command_line, progress, read_counts
 from benchmarks.machine import Machine
 from benchmarks.mpi import has_mpi, measure_mpi
 from benchmarks.panels import Line, Lines
@@ -100,11 +100,12 @@ def allreduce(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each backend per size.")] = 15,
     out: Out = Path("out/bench-allreduce"),
+    aims: Aims = False,
 ) -> None:
     """Time all-reduces of 4 KiB to 100 MB: `phalanx` beside gloo, in the same processes.
 
-    MPI comes after them, where `mpirun` and the package mpi4py are installed. A missed target is
-    marked and is no error; ranks that failed are: exit code 1.
+    MPI comes after them, where `mpirun` and the package mpi4py are installed. Ranks that failed
+    are an error: exit code 1.
     """
     counts = read_counts("ranks", ranks, least=2)
     console, machine = begin()
@@ -141,7 +142,7 @@ def allreduce(
             ]
     command = command_line("allreduce", ranks=",".join(map(str, counts)), rounds=rounds)
     report = report_allreduce(timings, failures, machine, command, copy_bytes_per_s)
-    publish(report, console, out)
+    publish(report, console, out, aims=aims)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.command import Model, Out, begin, command_line, progress
+from benchmarks.command import Aims, Model, Out, begin, command_line, progress
 from benchmarks.contestants import check_model
 from benchmarks.machine import Machine
 from benchmarks.panels import Bar, Bars, Line, Lines
@@ -78,11 +78,12 @@ def balance(
         int, typer.Option(min=1, help="Steps that count, at least, of each contestant.")
     ] = 60,
     out: Out = Path("out/bench-balance"),
+    aims: Aims = False,
 ) -> None:
     """Time a training step on two unequal replicas: even, balanced and ideal shares.
 
     The same without a slow replica. Contestants take turns in one run, each in a process of its
-    own. A missed target is marked and is no error; a contestant that failed is: exit code 1.
+    own. One that failed is an error: exit code 1.
     """
     check_model(model)
     if not slowdown > 1:
@@ -110,7 +111,7 @@ def balance(
             accounts={name: read_account(Path(job.account)) for name, job in jobs.items()},
         )
     command = command_line("balance", model=model, slowdown=slowdown, steps=steps)
-    publish(report_balance(contest, machine, pace, command), console, out)
+    publish(report_balance(contest, machine, pace, command), console, out, aims=aims)
 
 
 def _seconds_per_row(model: str, folder: Path) -> float:

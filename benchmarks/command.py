@@ -21,6 +21,7 @@ Out = Annotated[
     Path, typer.Option(help="Folder for the JSON file and the figure; older ones are replaced.")
 ]
 Model = Annotated[str, typer.Option(help="Which model: mlp, cnn or gpt.")]
+Aims = Annotated[bool, typer.Option("--aims", hidden=True)]  # also show targets, for developers
 
 
 def read_counts(option: str, text: str, *, least: int) -> list[int]:

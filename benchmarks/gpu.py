@@ -28,7 +28,7 @@ from benchmarks.panels import Bar, Bars
 from benchmarks.processes import Command, command_of
 from benchmarks.report import Column, Report, Row, Sheet, number, publish
 from benchmarks.turns import Outcome, Pace, Step, compete, serve
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, UnsupportedError
 
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # all others meet over gloo
 
@@ -236,6 +236,8 @@ def _devices(kind: str | None) -> tuple[str, int]:
     found = torch.accelerator.current_accelerator(check_available=True)
     if kind == "cpu":
         return kind, 2
+    if found is None and kind is None:
+        raise UnsupportedError("There is no accelerator here. `--device cpu` tries the benchmark.")
     if found is None or kind not in (None, found.type):
         here = "only the CPU" if found is None else f"{found.type!r}"
         raise ConfigError(

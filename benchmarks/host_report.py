@@ -95,13 +95,13 @@ def report_hosts(
         name: {task: summary.median_s for task, summary in by_task.items()}
         for name, by_task in summaries.items()
     }
-    targets = Sheet("Targets", (Column("measured"), Column("")), tuple(judge(medians)))
+    aims = Sheet("Targets", (Column("measured"), Column("")), tuple(judge(medians)))
     return Report(
         name="hosts",
         title=f"Rows of another host, {rows:,} × {COLS} float32",
         command=command,
         machine=machine,
-        sheets=(_latencies_sheet(medians), _rates_sheet(medians, clients), targets),
+        sheets=(_latencies_sheet(medians), _rates_sheet(medians, clients)),
         panels=(_latencies_panel(medians), _adds_panel(medians, clients)),
         measured={
             "rows": rows,
@@ -113,6 +113,7 @@ def report_hosts(
             },
         },
         failures=failures,
+        aims=aims,
     )
 
 

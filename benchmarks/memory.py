@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.command import Out, begin, command_line, progress, read_counts
+from benchmarks.command import Aims, Out, begin, command_line, progress, read_counts
 from benchmarks.holding import CASES, FORMATIONS, MemoryJob, commands_of
 from benchmarks.machine import Machine
 from benchmarks.panels import Bar, Bars
@@ -78,10 +78,11 @@ def memory(
         int, typer.Option(min=4, help="MiB of parameters that the net has, in steps of 4.")
     ] = 128,
     out: Out = Path("out/bench-memory"),
+    aims: Aims = False,
 ) -> None:
     """Weigh parameters, optimizer state and gradients: worker processes beside DDP.
 
-    A missed target is marked and is no error; a formation that failed is: exit code 1.
+    A formation that failed is an error: exit code 1.
     """
     counts = read_counts("workers", workers, least=1)
     if not (_PROC / "self" / "smaps_rollup").exists():
@@ -112,7 +113,7 @@ def memory(
                 weights.append(
                     Weight(formation=formation, workers=count, bytes_by_case=bytes_by_case)
                 )
-    publish(report_memory(weights, failures, machine, megabytes), console, out)
+    publish(report_memory(weights, failures, machine, megabytes), console, out, aims=aims)
 
 
 def weigh(job: MemoryJob) -> int:

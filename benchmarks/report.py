@@ -1,6 +1,8 @@
-"""One report for all benchmarks: what was measured and on what, tables with targets, a figure.
+"""One report for all benchmarks: what was measured and on what, tables, a figure.
 
 measured numbers ──► Report ──► tables in the terminal, NAME.json, NAME.png
+
+Targets are for developers: they are shown with `--aims` only, and stand in the JSON file.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ class Sheet:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
 
-    def as_table(self) -> Table:
-        """Return it for the terminal; a number with a target is marked as met or missed."""
+    def as_table(self, *, aims: bool = False) -> Table:
+        """Return it for the terminal; with ``aims``, each target is marked as met or missed."""
         table = Table(
             title=f"\n{self.title}",
             title_justify="left",
@@ -84,7 +86,8 @@ class Sheet:
             if not row.cells:
                 table.add_section()
             style = "italic" if not row.cells else "bold" if row.ours else ""
-            table.add_row(row.label, *map(_shown, row.cells), style=style)
+            cells = [_shown(cell if aims else _plain(cell)) for cell in row.cells]
+            table.add_row(row.label, *cells, style=style)
         return table
 
 
@@ -97,6 +100,7 @@ class Report:
         command: The line that measures it again.
         measured: Every number as it was taken, as JSON has it.
         failures: By contestant, why it fell out.
+        aims: A table of nothing but targets.
     """
 
     name: str
@@ -107,6 +111,12 @@ class Report:
     panels: tuple[Panel, ...]
     measured: Mapping[str, Any]  # Any: JSON
     failures: Mapping[str, str] = field(default_factory=dict)
+    aims: Sheet | None = None
+
+    @property
+    def all_sheets(self) -> tuple[Sheet, ...]:
+        """The tables, the one of targets last."""
+        return self.sheets if self.aims is None else (*self.sheets, self.aims)
 
     def as_json(self) -> str:
         """Return everything but the figure."""
@@ -125,7 +135,7 @@ class Report:
                     **asdict(cell),
                     "met": cell.met,
                 }
-                for sheet in self.sheets
+                for sheet in self.all_sheets
                 for row in sheet.rows
                 for column, cell in zip(sheet.columns, row.cells, strict=bool(row.cells))
                 if isinstance(cell, Judged)
@@ -140,17 +150,25 @@ class Report:
         draw(self.panels, self.title, self.machine.in_words(), path)
 
 
-def publish(report: Report, console: Console, out: Path, *, excused: Collection[str] = ()) -> None:
+def publish(
+    report: Report,
+    console: Console,
+    out: Path,
+    *,
+    aims: bool = False,
+    excused: Collection[str] = (),
+) -> None:
     """Print the tables and write both files.
 
     Args:
+        aims: Whether targets are shown.
         excused: Contestants whose failure is no error.
 
     Raises:
         typer.Exit: A contestant failed, code 1.
     """
-    for sheet in report.sheets:
-        console.print(sheet.as_table())
+    for sheet in report.all_sheets if aims else report.sheets:
+        console.print(sheet.as_table(aims=aims))
     for name, cause in report.failures.items():
         console.print(f"{name} failed.", style="red")
         console.print(cause)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.command import Out, begin, command_line, progress, read_names
+from benchmarks.command import Aims, Out, begin, command_line, progress, read_names
 from benchmarks.report import publish
 from benchmarks.table_contestants import CONTESTANTS, TablesJob, commands_of
 from benchmarks.table_peers import is_there
@@ -36,11 +36,12 @@ def tables(
         int, typer.Option(min=1, help="MB of the table of which snapshots are taken.")
     ] = 1_000,
     out: Out = Path("out/bench-tables"),
+    aims: Aims = False,
 ) -> None:
     """Time get and add of rows: tables beside torch RPC, a Ray actor and torch's own kernels.
 
-    Contestants take turns in one run, each in processes of its own. A missed target is marked and
-    is no error; a contestant that failed is: exit code 1.
+    Contestants take turns in one run, each in processes of its own. One that failed is an error:
+    exit code 1.
     """
     names = list(CONTESTANTS)
     if contestants is not None:
@@ -99,4 +100,4 @@ def tables(
         rounds=rounds,
         rows_compiled=is_compiled(),
     )
-    publish(report, console, out)
+    publish(report, console, out, aims=aims)

@@ -60,7 +60,7 @@ def test_own_rows_are_judged_beside_a_table_of_one_host():
 def test_the_report_has_a_column_for_each_that_ran_and_a_figure(tmp_path):
     seconds = {name: {task: [[1e-4]] for task in TASKS} for name in ("phalanx", "socket")}
     report = report_hosts(seconds, {}, describe_machine(), "", rows=9, clients=3)
-    latencies, rates, _ = report.sheets
+    latencies, rates = report.sheets
     assert [column.heading for column in latencies.columns] == ["Phalanx", "TCP socket"]
     assert rates.rows[1].cells == (pytest.approx(10_000), pytest.approx(10_000))
     report.draw(tmp_path / "hosts.png")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import typer
@@ -60,14 +61,29 @@ def test_a_target_is_met_at_its_limit(judged, met):
     assert judged.met is met
 
 
-def test_the_table_marks_what_is_met_and_what_is_missed():
+def test_the_table_marks_for_developers_what_is_met_and_what_is_missed():
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(SHEET.as_table())
+    console.print(SHEET.as_table(aims=True))
     rows = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert "Trainer 12.3 0.50 ≤0.45 ✗" in rows
     assert "tables 5.00 7.00 ≥6.00 ✓" in rows
     assert "nobody – –" in rows
     assert "DDP 123 –" in rows
+
+
+def test_targets_are_shown_to_nobody_who_did_not_ask_for_them(tmp_path):
+    with_aims = replace(report(), aims=Sheet("Targets", (Column("measured"),), (Row("y", (1.0,)),)))
+    shown = {}
+    for aims in (False, True):
+        console = Console(width=80, record=True, file=io.StringIO())
+        publish(with_aims, console, tmp_path, aims=aims)
+        shown[aims] = " ".join(console.export_text().split())
+    assert "0.50" in shown[False]
+    assert not any(mark in shown[False] for mark in ("≤", "✗", "✓", "Targets"))
+    assert all(mark in shown[True] for mark in ("≤0.45 ✗", "✓", "Targets"))
+    record = json.loads(with_aims.as_json())
+    assert [table["title"] for table in record["tables"]] == ["Steps"]
+    assert len(record["targets"]) == 3
 
 
 def test_the_record_says_what_was_measured_where_and_how():

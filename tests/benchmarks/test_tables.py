@@ -107,7 +107,8 @@ def test_two_workers_are_judged_by_the_rows_of_both():
 
 
 def test_sheets_show_medians_rates_and_targets():
-    latencies, rates, targets = report(seconds=2e-5).sheets
+    found = report(seconds=2e-5)
+    latencies, rates, targets = *found.sheets, found.aims
     assert len(latencies.columns) == 4
     assert next(row.cells for row in latencies.rows if row.label == "  add 1,000") == (
         pytest.approx((40.0,) * 4)
@@ -118,7 +119,8 @@ def test_sheets_show_medians_rates_and_targets():
 
 
 def test_who_did_not_run_is_not_shown_and_its_targets_are_open():
-    latencies, rates, targets = report(names=("phalanx",)).sheets
+    found = report(names=("phalanx",))
+    latencies, rates, targets = *found.sheets, found.aims
     assert (len(latencies.columns), len(rates.columns)) == (1, 1)
     [row] = [row for row in targets.rows if row.label == "get 1,000 rows, torch RPC over ours"]
     assert row.cells[0].met is None
