@@ -7,37 +7,32 @@ chaos and conformance at night.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
 
-from phalanx.execution import worker_client, worker_main
+from phalanx.execution import worker_client, worker_main, worker_start
 from phalanx.ipc import die_with_parent
 from tests.multiprocess.fork_server import context
 
 __all__ = ["forked_by_day", "spawn_again"]
 
 
-def _serve(arguments: worker_main.ProcessArguments, *connections: Any) -> None:
+def _serve(*connections: Any) -> None:
     # Its parent is the server, which ends with the process that tests.
     worker_main.die_with_parent = lambda _: die_with_parent(os.getppid())
-    worker_main.serve(arguments, *connections)
+    worker_main.serve(*connections)
 
 
-class _Forking:
-    """What `worker_client` asks of a context of `multiprocessing`."""
-
-    Pipe = staticmethod(context.Pipe)
-
-    @staticmethod
-    def Process(target: object, args: tuple[Any, ...], **options: Any) -> BaseProcess:
-        assert target is worker_main.serve
-        return context.Process(target=_serve, args=args, **options)
+def _fork_worker(*connections: Connection) -> BaseProcess:
+    process = context.Process(target=_serve, args=connections, daemon=True)
+    process.start()
+    return process
 
 
 @contextmanager
@@ -47,10 +42,10 @@ def forked_by_day(config: pytest.Config) -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_client, "_SPAWN", _Forking)
+        patch.setattr(worker_client, "start_worker", _fork_worker)
         yield
 
 
 def spawn_again(patch: pytest.MonkeyPatch) -> None:
     """Let workers start as users' do, within `forked_by_day`."""
-    patch.setattr(worker_client, "_SPAWN", multiprocessing.get_context("spawn"))
+    patch.setattr(worker_client, "start_worker", worker_start.start_worker)

@@ -63,6 +63,7 @@ from phalanx.memory import FlatParameters, SharedMemoryPool
 from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas import (
     CallerModes,
+    Definitions,
     num_cores,
     pack,
     pack_data,
@@ -140,7 +141,10 @@ class ProcessExecutor(Executor):
         self._threads = ThreadPool(
             num_workers, intra_op=self._intra_op, name="phalanx-executor", computes=False
         )
-        self._workers = WorkerGroup(self._threads, pool, num_workers, self._intra_op, on_failure)
+        self._definitions = Definitions(source)
+        self._workers = WorkerGroup(
+            self._threads, pool, num_workers, self._intra_op, self._definitions, on_failure
+        )
         self._moved: list[nn.Parameter] = []
         try:
             elsewhere = [p for p in self.parameters if p.numel() and pool.handle_of(p) is None]
@@ -151,11 +155,22 @@ class ProcessExecutor(Executor):
             self._gradient_buffers = GradientBuffers(self.parameters, specs, pool)
             places, layout = self._sync.handles, self._gradient_buffers.layout
             packed = self._packed_module()
-            self._objects = objects = SharedObjects(source, self._shared, pool)
+            self._objects = objects = SharedObjects(
+                source, self._shared, pool, self._definitions
+            )
             values = objects.globals_at_first
+            definitions = tuple(self._definitions.packed)
             self._workers.start(
                 WorkerInit(
-                    packed, objects.packed, places, layout, rules, steps, values, num_workers
+                    definitions,
+                    packed,
+                    objects.packed,
+                    places,
+                    layout,
+                    rules,
+                    steps,
+                    values,
+                    num_workers,
                 )
             )
         except BaseException:
@@ -220,7 +235,7 @@ class ProcessExecutor(Executor):
         for parameter in self._moved:
             parameter.data = parameter.data.clone()
         self._moved = []
-        for held in ("pool", "_sync", "_gradient_buffers", "_objects"):
+        for held in ("pool", "_sync", "_gradient_buffers", "_objects", "_definitions"):
             self.__dict__.pop(held, None)  # a graph may hold this for longer, and the memory not
 
     # -- workers -----------------------------------------------------
@@ -237,9 +252,9 @@ class ProcessExecutor(Executor):
             return ("parameter", numbers[id(obj)], kind, place, value, obj.requires_grad, others)
 
         try:
-            return pack(self._source, aside)
+            return pack(self._source, aside, self._definitions)
         except Exception as error:  # whatever the user's objects raise when pickled
-            raise picklable_or_named(self._source, error) from error
+            raise picklable_or_named(self._source, error) from None
 
     def call_worker(
         self, index: int, make: Callable[[Collection[str]], Callable[[Worker], object]]
@@ -300,6 +315,7 @@ class ProcessExecutor(Executor):
                 self._objects.changed_globals(),
             ),
             lambda obj: ("shared", numbers[id(obj)]) if id(obj) in numbers else None,
+            self._definitions,
         )
 
     def _prepare_first(self, run: _ProcessRun) -> None:
@@ -367,7 +383,7 @@ class ProcessExecutor(Executor):
         task = MicrobatchMessage(
             index=microbatch,
             spec=run.spec,
-            rows=pack_data((batch, changes), aside),
+            rows=pack_data((batch, changes), aside, self._definitions),
             weight=state.weights[microbatch],
             seed=state.seed,
             gradient_buffer=-1 if buffer is None else buffer.region,
@@ -409,7 +425,8 @@ class ProcessExecutor(Executor):
 
     def _send_once(self, worker: WorkerProcess, things: dict[str, SentOnce]) -> None:
         for name in [name for name in things if name not in worker.saved]:
-            answer = worker.ask(pack_data(RemoteCall(Save(name, things[name]))), START_S)
+            message = pack_data(RemoteCall(Save(name, things[name])), teller=self._definitions)
+            answer = worker.ask(message, START_S)
             if isinstance(answer, Failed):
                 raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
 

@@ -22,6 +22,7 @@ from phalanx.execution.mailbox import Mailbox, collect
 from phalanx.ipc import aligned
 from phalanx.memory import SharedMemoryPool, TensorHandle
 from phalanx.replicas import (
+    CodeTeller,
     FunctionState,
     GlobalValues,
     PackedGlobals,
@@ -76,20 +77,26 @@ class SharedObjects:
         source: The module; what belongs to it is not looked at.
         objects: What runs refer to. What they reach may change, and they do not.
         pool: Where large tensors lie on their way.
+        teller: Tells workers of code.
 
     Raises:
         ConfigError: They cannot be sent.
     """
 
     def __init__(
-        self, source: nn.Module, objects: Sequence[object], pool: SharedMemoryPool
+        self,
+        source: nn.Module,
+        objects: Sequence[object],
+        pool: SharedMemoryPool,
+        teller: CodeTeller,
     ) -> None:
         self._source = source
         self._objects = list(objects)
         self._pool = pool
+        self._teller = teller
         self._mailbox = Mailbox(pool)
         self._first: dict[types.FunctionType, FunctionState] = {}
-        self._globals = GlobalValues([source, *objects])
+        self._globals = GlobalValues([source, *objects], teller)
         self._now = self._pack(0, {})
 
     @property
@@ -119,7 +126,7 @@ class SharedObjects:
         now = self._pack(version, values)
         if not now.watched.code <= before.watched.code:  # code that nobody has looked through
             changed = self._globals.changes()
-            self._globals = GlobalValues([self._source, *self._objects])
+            self._globals = GlobalValues([self._source, *self._objects], self._teller)
             values = {**changed, **self._globals.at_first}
             now = replace(now, packed=replace(now.packed, values=values))
         self._now = now  # all at once: whoever is interrupted before packs it again
@@ -132,7 +139,7 @@ class SharedObjects:
 
         def packed_or_none(obj: Any) -> bytes | None:
             try:
-                return pack(obj, inline)
+                return pack(obj, inline, self._teller)
             except Exception:  # whatever the user's objects raise when pickled
                 return None
 
@@ -155,9 +162,9 @@ class SharedObjects:
 
         states = self._states(watched.functions, inline)
         try:
-            blob = pack((self._objects, states), aside)
+            blob = pack((self._objects, states), aside, self._teller)
         except Exception as error:  # whatever the user's objects raise when pickled
-            raise picklable_or_named(self._source, error) from error
+            raise picklable_or_named(self._source, error) from None
         contents = [_Contents(each, self._sent(each, places)) for each in watched.tensors]
         return _Moment(PackedObjects(version, blob, values), watched, contents)
 
@@ -192,13 +199,20 @@ class SharedObjects:
                 is_new = first.get(place, self) is not value
                 if not (is_new or place[0] == "attribute" or _is_followed(value)):
                     continue
-                if _can_be_sent((function, value), aside):
+                if self._can_be_sent((function, value), aside):
                     sent[place] = value
                 elif is_new:
                     raise _refused(function, place)
             if sent:
                 found.append((function, sent))
         return found
+
+    def _can_be_sent(self, value: Any, aside: Any) -> bool:
+        try:
+            pack(value, aside, self._teller)
+        except Exception:  # whatever the user's objects raise when pickled
+            return False
+        return True
 
 
 def _refused(function: types.FunctionType, place: tuple[str, Any]) -> ConfigError:
@@ -213,15 +227,6 @@ def _refused(function: types.FunctionType, place: tuple[str, Any]) -> ConfigErro
 
 def _is_followed(value: object) -> bool:
     return isinstance(value, (Tensor, nn.Module)) or can_be_followed(value)
-
-
-# Any: a value of the user's.
-def _can_be_sent(value: Any, aside: Any) -> bool:
-    try:
-        pack(value, aside)
-    except Exception:  # whatever the user's objects raise when pickled
-        return False
-    return True
 
 
 class _Contents:

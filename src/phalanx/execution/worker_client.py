@@ -7,31 +7,32 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from typing import Any
 
 from phalanx.clock import now_s
-from phalanx.errors import ConfigError, PeerLost, UnsupportedError
+from phalanx.errors import PeerLost
 from phalanx.execution.mailbox import Mailbox, collect
 from phalanx.execution.timeouts import set_timeouts
 from phalanx.execution.worker_main import (
+    AddDefinitions,
     Failed,
     Forget,
     ProcessArguments,
     RegionsFollow,
     WorkerInitHandle,
-    serve,
 )
+from phalanx.execution.worker_start import start_worker
 from phalanx.ipc import injected, signal_main_thread
 from phalanx.memory import SharedMemoryPool
 from phalanx.replicas import load, pack
 
-__all__ = ["START_S", "Lost", "WorkerProcess"]
+__all__ = ["START_S", "Lost", "Told", "WorkerProcess"]
 
 START_S = 120.0  # from its start until a worker is ready; importing may take its time
-_SPAWN = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
 _DUMP_S = 1.0
 _DUMP_END = b" in <module>\n"  # the outermost frame of the main thread, which is written last
 _GOODBYE_S = 1.0
@@ -56,6 +57,14 @@ class Lost(Exception):
     exited: bool
 
 
+@dataclass
+class Told:
+    """Which definitions a worker has been sent: the first ``count`` of those that there are."""
+
+    packed: Sequence[bytes]
+    count: int
+
+
 class WorkerProcess:
     """Start a worker; the calling thread must outlive it.
 
@@ -67,11 +76,10 @@ class WorkerProcess:
         intra_op: Threads inside its operators.
         init: What it begins with.
         pool: The executor's.
+        told: The definitions that there are, with those of ``init``.
 
     Raises:
         PeerLost: The system starts no process.
-        UnsupportedError: This process may have no children.
-        ConfigError: The script that runs has no guard.
 
     Attributes:
         version: The version of the module's attributes that it has (see `SourceSync`); -1 for none.
@@ -88,6 +96,7 @@ class WorkerProcess:
         intra_op: int,
         init: WorkerInitHandle,
         pool: SharedMemoryPool,
+        told: Told,
     ) -> None:
         self.index = index
         self.version = -1
@@ -99,6 +108,7 @@ class WorkerProcess:
         self.parent_pid = os.getpid()
         self._pool = pool
         self._regions = 0
+        self._told = told
         self._started_s = now_s()
         self._timeout_s = START_S
         self._has_answered = False
@@ -116,47 +126,34 @@ class WorkerProcess:
         for source in (self._answers_fd, self._process.sentinel):
             self._poll.register(source, select.POLLIN)
         with contextlib.suppress(OSError):  # it may be dead already; `poll_ready` finds out
-            self._send(pack(init))
+            self._send_regions()
+            self._connection.send_bytes(pack(init))
 
     def _start(self, intra_op: int) -> None:
-        if multiprocessing.current_process().daemon:
-            raise UnsupportedError(
-                "Worker processes must be started by a process that may have children, but this "
-                "one is a daemon of `multiprocessing`, such as a worker of its `Pool`. Use "
-                "`concurrent.futures.ProcessPoolExecutor` there, or executor='threads'."
-            )
-        self._connection, theirs = _SPAWN.Pipe(duplex=True)
+        self._connection, theirs = multiprocessing.Pipe(duplex=True)
         set_timeouts(self._connection, START_S)
-        self._dump, their_dump = _SPAWN.Pipe(duplex=False)
-        arguments = ProcessArguments(
-            worker=self.index, parent_pid=self.parent_pid, intra_op=intra_op, fault=injected()
-        )
-        self._process = _SPAWN.Process(
-            target=serve,
-            args=(arguments, theirs, their_dump),
-            name=f"phalanx-worker-{self.index}",
-            daemon=True,
-        )
-        # A Ctrl-C is the parent's to answer, also while the worker is still importing. The tracker,
-        # which `start` would start, takes the mask off again.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        self._dump, their_dump = multiprocessing.Pipe(duplex=False)
         try:
-            self._process.start()
-        except RuntimeError:  # a script without a guard starts itself again and again
-            raise ConfigError(
-                "A script that uses executor='processes' must start its work under `if __name__ == "
-                "'__main__':`, but does not: each worker imports it, and would start workers again."
-            ) from None  # it says the same in twenty lines
+            self._process = start_worker(theirs, their_dump)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
             their_dump.close()
+        main = vars(sys.modules["__main__"])
+        arguments = ProcessArguments(
+            worker=self.index,
+            parent_pid=self.parent_pid,
+            intra_op=intra_op,
+            fault=injected(),
+            argv=list(sys.argv),
+            main={name: main[name] for name in ("__file__", "__package__") if name in main},
+        )
+        with contextlib.suppress(OSError):  # as below
+            self._connection.send_bytes(pack(arguments))
 
     @property
     def pid(self) -> int:
         """Its process number."""
-        return self._process.pid or -1
+        return self._process.pid
 
     def poll_ready(self, timeout_s: float) -> bool:
         """Wait at most ``timeout_s`` until it is ready.
@@ -226,12 +223,20 @@ class WorkerProcess:
         if forgotten:
             self._connection.send_bytes(pack(Forget(tuple(forgotten))))
             self._saved -= forgotten
+        self._send_regions()
+        told = self._told
+        if len(told.packed) > told.count:
+            news = tuple(told.packed[told.count :])
+            self._connection.send_bytes(pack(AddDefinitions(news)))
+            told.count += len(news)
+        self._connection.send_bytes(message)
+
+    def _send_regions(self) -> None:
         missing = len(self._pool) - self._regions
         if missing:
             self._connection.send_bytes(pack(RegionsFollow(missing)))
             self._pool.send(self._connection, range(self._regions, self._regions + missing))
             self._regions += missing
-        self._connection.send_bytes(message)
 
     def _wait(self, timeout_s: float) -> bool:
         """Wait until it has spoken or ended; note which."""

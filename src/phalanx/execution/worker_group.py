@@ -13,7 +13,7 @@ from phalanx.errors import PeerLost
 from phalanx.execution.failures import WorkerFailure
 from phalanx.execution.mailbox import Mailbox
 from phalanx.execution.thread_pool import ThreadPool
-from phalanx.execution.worker_client import START_S, Lost, WorkerProcess, dismiss_all
+from phalanx.execution.worker_client import START_S, Lost, Told, WorkerProcess, dismiss_all
 from phalanx.execution.worker_main import (
     Failed,
     RemoteCall,
@@ -22,7 +22,7 @@ from phalanx.execution.worker_main import (
     WorkerInitHandle,
 )
 from phalanx.memory import SharedMemoryPool
-from phalanx.replicas import pack
+from phalanx.replicas import Definitions, pack
 
 __all__ = ["WorkerGroup"]
 
@@ -35,6 +35,7 @@ class WorkerGroup:
         pool: Memory that workers see.
         size: Number of workers.
         intra_op: Threads inside operators, per worker.
+        definitions: Tell workers of code that they cannot import.
         on_failure: Called for every lost worker, in any thread.
     """
 
@@ -44,11 +45,13 @@ class WorkerGroup:
         pool: SharedMemoryPool,
         size: int,
         intra_op: int,
+        definitions: Definitions,
         on_failure: Callable[[WorkerFailure], None],
     ) -> None:
         self._threads = threads
         self._pool = pool
         self._intra_op = intra_op
+        self._definitions = definitions
         self._on_failure = on_failure
         # A dead worker's are its replacement's: the pool frees nothing.
         self._mailboxes = [(Mailbox(pool), Mailbox(pool)) for _ in range(size)]
@@ -63,6 +66,7 @@ class WorkerGroup:
             PeerLost: One ended by itself, or was not ready in time.
         """
         self._init = self._stored(init)
+        self._first_told = len(init.definitions)
         # Noted one by one: where another does not start, these are dismissed.
         self._threads.each(lambda index: self._workers.append(self._launch(index)))
         self._workers.sort(key=lambda worker: worker.index)
@@ -78,7 +82,9 @@ class WorkerGroup:
         return WorkerInitHandle(handle)
 
     def _launch(self, index: int) -> WorkerProcess:
-        return WorkerProcess(index, self._mailboxes[index], self._intra_op, self._init, self._pool)
+        told = Told(self._definitions.packed, self._first_told)
+        mail = self._mailboxes[index]
+        return WorkerProcess(index, mail, self._intra_op, self._init, self._pool, told)
 
     def _await_first(self, index: int) -> None:
         try:
@@ -92,8 +98,7 @@ class WorkerGroup:
             if lost.exited:
                 raise PeerLost(
                     f"Worker {index} must start, but {lost.reason} before it was ready. Its own "
-                    "output says why; most often a script starts its work outside of `if __name__ "
-                    "== '__main__':`.",
+                    "output says why.",
                     index,
                 ) from None
             self.replace(index, lost)
@@ -143,7 +148,7 @@ class WorkerGroup:
         try:
             if not worker.poll_ready(0.0):
                 return False
-            answer = worker.ask(pack(RemoteCall(make(worker.saved), settings)), timeout_s)
+            answer = worker.ask(self._packed(make(worker.saved), settings), timeout_s)
         except Lost as lost:
             try:
                 self.replace(index, lost)
@@ -154,6 +159,10 @@ class WorkerGroup:
             self._deferred = error
             return False
         return not isinstance(answer, Failed)
+
+    # Any: see `read_settings`.
+    def _packed(self, call: Callable[[Worker], object], settings: tuple[Any, ...]) -> bytes:
+        return pack(RemoteCall(call, settings), teller=self._definitions)
 
     def raise_deferred(self) -> None:
         """Raise what :meth:`call` could not."""

@@ -1,5 +1,8 @@
 """What a worker process does: one replica, one microbatch or one shard of the step after another.
 
+It is started as a program of its own (see `worker_start.py`) that imports nothing of the user's but
+modules: its `__main__` holds what it was told of the script's (see `Definitions`).
+
 Whatever the worker has to keep lies in shared memory or comes with the message, so that losing it
 at any instruction loses nothing but what it was about to do.
 """
@@ -9,7 +12,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 import traceback
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -19,6 +24,7 @@ import torch
 from torch import nn
 
 from phalanx.clock import now_s
+from phalanx.errors import ConfigError
 from phalanx.execution.contract import MicrobatchContext
 from phalanx.execution.gradient_buffers import GradientBufferLayout, WrittenGradients
 from phalanx.execution.gradient_writer import GradientWriter
@@ -35,15 +41,18 @@ from phalanx.replicas import (
     PackedGlobals,
     Replica,
     RngPlan,
+    add_definitions,
     adopt_globals,
     derive_seed,
     load,
     pack,
     set_intra_op,
+    why_missing,
 )
 from phalanx.torch_internals import make_subclass
 
 __all__ = [
+    "AddDefinitions",
     "AdoptObjects",
     "Done",
     "Failed",
@@ -56,6 +65,7 @@ __all__ = [
     "Worker",
     "WorkerInit",
     "WorkerInitHandle",
+    "main",
     "serve",
 ]
 
@@ -64,12 +74,19 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class ProcessArguments:
-    """What a process is started with; everything else comes through its connection."""
+    """What a process is told first.
+
+    Attributes:
+        argv: The arguments of the script that runs.
+        main: What `__main__` says of itself.
+    """
 
     worker: int
     parent_pid: int
     intra_op: int
     fault: Any  # Any: a planted fault of the chaos tests, or None
+    argv: list[str]
+    main: dict[str, str | None]
 
 
 @dataclass(frozen=True)
@@ -80,10 +97,18 @@ class RegionsFollow:
 
 
 @dataclass(frozen=True)
+class AddDefinitions:
+    """Code that the messages to come refer to; there is no answer."""
+
+    packed: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
 class WorkerInit:
     """The model.
 
     Attributes:
+        definitions: The code that it is of, where that cannot be imported.
         blob: The module, packed; parameters are places in the pool.
         objects: What runs refer to beside it.
         buffers: Where the module's buffers lie.
@@ -94,6 +119,7 @@ class WorkerInit:
         num_workers: How many workers the executor has.
     """
 
+    definitions: tuple[bytes, ...]
     blob: bytes
     objects: PackedObjects
     buffers: list[TensorHandle | None]
@@ -238,9 +264,22 @@ class Failed:
     saved: tuple[str, ...]
 
 
-def serve(arguments: ProcessArguments, connection: Connection, dump: Connection) -> None:
+def main() -> None:
+    """Be a worker: the program that `worker_start.py` starts."""
+    connection, dump = (Connection(int(word)) for word in sys.argv[1:3])
+    serve(connection, dump)
+
+
+def serve(connection: Connection, dump: Connection) -> None:
     """Work until the parent closes the connection or is gone."""
+    try:
+        arguments: ProcessArguments = load(connection.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(0)
     die_with_parent(arguments.parent_pid)
+    sys.argv[:] = arguments.argv
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(sys.modules["__main__"]).update(arguments.main)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     faulthandler.register(signal.SIGUSR1, file=dump.fileno(), all_threads=True)
     inject(arguments.fault, arguments.worker)
@@ -261,6 +300,9 @@ def serve(arguments: ProcessArguments, connection: Connection, dump: Connection)
                 case RegionsFollow(count):
                     pool.receive(connection, count)
                     continue
+                case AddDefinitions(definitions):
+                    add_definitions(definitions)
+                    continue
                 case Forget(names):
                     assert worker is not None
                     for name in names:
@@ -268,6 +310,7 @@ def serve(arguments: ProcessArguments, connection: Connection, dump: Connection)
                     continue
                 case WorkerInitHandle(place):
                     init: WorkerInit = load(pool.at(place).numpy().tobytes())
+                    add_definitions(init.definitions)
                     worker = Worker(arguments.worker, init, pool)
                     _warm_up(steps=init.steps)
                     stay_awake = _watch(arguments, init.num_workers)
@@ -425,6 +468,14 @@ def _warm_up(*, steps: bool) -> None:
 
 
 def _failed(error: BaseException, saved: tuple[str, ...]) -> Failed:
+    reason = why_missing(error.name) if isinstance(error, NameError) else None
+    if reason is not None:
+        told = ConfigError(
+            f"`{error.name}`, a global variable of the script, must be picklable where code reads "
+            f"it that worker processes run, but is not: {reason}. Make it in a file of its own, "
+            "such as `model.py`, and import it from there, or use executor='threads'."
+        )
+        error = told.with_traceback(error.__traceback__)
     text = "".join(traceback.format_exception(error))
     packed: bytes | None = None
     for args, attributes in (

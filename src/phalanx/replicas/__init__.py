@@ -3,6 +3,7 @@
 from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.batch_norm import batch_norm_names, synchronise_batch_norm
 from phalanx.replicas.compiling import CompileOnce, has_compiled, refuse_compiled_in_place
+from phalanx.replicas.definitions import Definitions, add_definitions, why_missing
 from phalanx.replicas.devices import (
     accelerator_kind,
     known_devices,
@@ -35,6 +36,7 @@ from phalanx.replicas.memory_format import (
 )
 from phalanx.replicas.modes import CallerModes, callers_streams
 from phalanx.replicas.packing import (
+    CodeTeller,
     Form,
     alignment_of,
     bytes_of,
@@ -99,7 +101,9 @@ from phalanx.replicas.watched_objects import (
 __all__ = [
     "Attributes",
     "CallerModes",
+    "CodeTeller",
     "CompileOnce",
+    "Definitions",
     "FlatLayout",
     "Form",
     "FunctionState",
@@ -125,6 +129,7 @@ __all__ = [
     "WatchedInputs",
     "WatchedObjects",
     "accelerator_kind",
+    "add_definitions",
     "add_gradients",
     "adopt_globals",
     "advance_process_generator",
@@ -181,5 +186,6 @@ __all__ = [
     "use_channels_last",
     "wants_channels_last",
     "warn_of_second_run",
+    "why_missing",
     "write_statistics",
 ]

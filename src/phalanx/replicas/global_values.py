@@ -2,10 +2,10 @@
 
 So are attributes of the functions it calls, and their defaults that can change inside.
 
-A worker process imports a script anew, without what stands under ``if __name__ == "__main__":``. So
-what the script has set there, from its command line say, would have its old value in workers. The
-code of the module, the loss and `forward` is looked through for what it reads; plain values go to
-the workers when they start, and again when they have changed; those of installed packages only when
+A worker process imports modules anew. So what was set in them since, from a command line say, would
+have its old value in workers; and what the script itself has set, that of its start. The code of
+the module, the loss and `forward` is looked through for what it reads; plain values go to the
+workers when they start, and again when they have changed; those of installed packages only when
 they start.
 
 Followed are numbers, texts and the like, small tensors and arrays, containers, namespaces,
@@ -34,7 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from phalanx.replicas.packing import is_plain, load, pack
+from phalanx.replicas.code_by_value import MAIN, codes_of
+from phalanx.replicas.packing import CodeTeller, is_plain, load, pack
 from phalanx.replicas.tensor_version import TensorVersion
 
 __all__ = [
@@ -75,12 +76,14 @@ class GlobalValues:
 
     Args:
         roots: The module, and what else the workers call.
+        teller: Tells workers of code.
 
     Attributes:
         at_first: What a worker begins with.
     """
 
-    def __init__(self, roots: Sequence[object]) -> None:
+    def __init__(self, roots: Sequence[object], teller: CodeTeller) -> None:
+        self._teller = teller
         code = _Code(roots)
         self._followed: list[_Followed] = []
         first: dict[tuple[str, str, str], bytes] = {}
@@ -88,12 +91,13 @@ class GlobalValues:
         installed = {module for module, _ in code.homes if _is_installed(module)}
         for home, name in code.names():
             value = _look_up(code.homes[home], name)
-            packed = _packed(value)
+            packed = _packed(value, teller)
             if packed is not None:
-                if not _is_at_home(value, home, name):  # a worker's own import has those
+                # What a worker has imported is as it was; what it was told of the script may not be.
+                if home[0] == MAIN or not _is_at_home(value, home, name):
                     first[*home, name] = packed
                 if home[0] not in installed:
-                    self._followed.append(_Followed((*home, name), code.homes[home], value))
+                    self._followed.append(_Followed((*home, name), code.homes[home], value, teller))
         self.at_first: PackedGlobals = first
         self._changed: dict[tuple[str, str, str], bytes] = {}
 
@@ -101,7 +105,7 @@ class GlobalValues:
         """Return all that is not as it was at first; nothing most of the time."""
         for each in self._followed:
             if each.has_changed():
-                packed = _packed(each.value)
+                packed = _packed(each.value, self._teller)
                 if packed is not None:
                     self._changed[each.key] = packed
         return dict(self._changed)
@@ -129,8 +133,11 @@ class _Followed:
     """One variable, and what it was when it was looked at last."""
 
     # Any: a variable of the user's code, and where it is.
-    def __init__(self, key: tuple[str, str, str], home: Any, value: Any) -> None:
+    def __init__(
+        self, key: tuple[str, str, str], home: Any, value: Any, teller: CodeTeller
+    ) -> None:
         self.key = key
+        self._teller = teller
         self._home = home
         self._note(value)
 
@@ -145,12 +152,12 @@ class _Followed:
     def _copied(self, value: Any) -> Any:
         if self._is_compared:
             return copy.deepcopy(value)
-        return _pickled(value) if self._is_pickled else None
+        return _pickled(value, self._teller) if self._is_pickled else None
 
     def _is_as_copied(self, value: Any) -> bool:
         if self._is_compared:
             return bool(value == self._copy)
-        return not self._is_pickled or _pickled(value) == self._copy
+        return not self._is_pickled or _pickled(value, self._teller) == self._copy
 
     def has_changed(self) -> bool:
         now = _look_up(self._home, self.key[2])
@@ -172,15 +179,15 @@ def _look_up(home: Any, name: str) -> Any:
     return (vars(home) if isinstance(home, type) else home).get(name, _NOTHING)
 
 
-def _packed(value: Any) -> bytes | None:
+def _packed(value: Any, teller: CodeTeller | None = None) -> bytes | None:
     """Pickle a value that can be followed; None for others."""
-    return _pickled(value) if can_be_followed(value) else None
+    return _pickled(value, teller) if can_be_followed(value) else None
 
 
-def _pickled(value: Any) -> bytes | None:
+def _pickled(value: Any, teller: CodeTeller | None) -> bytes | None:
     try:
-        return pack(value)
-    except Exception:  # of a notebook, or of a class that is not where it says
+        return pack(value, teller=teller)
+    except Exception:  # such as of a class that is not where it says
         return None
 
 
@@ -309,7 +316,7 @@ class _Code:
         names: dict[str, None] = {}
         self._read_function(function)
         home = self._home(function.__globals__["__name__"], "", function.__globals__)
-        for code in _codes_of(function.__code__):
+        for code in codes_of(function.__code__):
             names.update(dict.fromkeys(code.co_names))
             if any(op in code.co_code[::2] for op in _STORES):
                 self._assigned |= {
@@ -368,13 +375,10 @@ class _Code:
                 self._waiting.append(value)
 
     def _home(self, module: str, qualified: str, namespace: Any) -> _Home:
-        home = (_MAIN if module == "__mp_main__" else module, qualified)
+        home = (module, qualified)
         self.homes.setdefault(home, namespace)
         self._names.setdefault(home, {})
         return home
-
-
-_MAIN = "__main__"
 
 
 def is_atom(value: object) -> bool:
@@ -384,7 +388,7 @@ def is_atom(value: object) -> bool:
 
 def is_foreign(module: object) -> bool:
     """Tell whether a module of this name is torch's, NumPy's, Python's or this package's."""
-    return not isinstance(module, str) or (module != _MAIN and module.partition(".")[0] in _FOREIGN)
+    return not isinstance(module, str) or (module != MAIN and module.partition(".")[0] in _FOREIGN)
 
 
 def _is_installed(module: str) -> bool:
@@ -398,9 +402,7 @@ def _is_at_home(value: Any, home: _Home, name: str) -> bool:
         return False
     module = getattr(value, "__module__", None)
     qualified = f"{home[1]}.{name}" if home[1] else name
-    return (_MAIN if module == "__mp_main__" else module) == home[0] and getattr(
-        value, "__qualname__", None
-    ) == qualified
+    return module == home[0] and getattr(value, "__qualname__", None) == qualified
 
 
 def _callables(attributes: Mapping[Any, Any]) -> list[Callable[..., Any]]:
@@ -414,10 +416,3 @@ def _callables(attributes: Mapping[Any, Any]) -> list[Callable[..., Any]]:
         elif callable(value):
             found.append(value)
     return found
-
-
-def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from _codes_of(each)

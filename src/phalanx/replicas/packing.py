@@ -7,24 +7,30 @@ memory that both sides see; never through torch's own sharing, which would move 
 
 from __future__ import annotations
 
-import inspect
 import io
 import pickle
-import sys
 import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.replicas.code_by_value import (
+    is_importable,
+    number_of,
+    reduced_code,
+    reduced_function,
+    reduced_numbered,
+)
 from phalanx.replicas.hooks import HOOKS_OF_STATE
 
 __all__ = [
+    "CodeTeller",
     "Form",
     "alignment_of",
     "bytes_of",
@@ -35,6 +41,7 @@ __all__ = [
     "pack",
     "pack_data",
     "picklable_or_named",
+    "reduced",
     "span_bytes",
 ]
 
@@ -44,30 +51,46 @@ _ALIGN_BYTES = 64  # kernels may choose by alignment, so a copy lies as its orig
 Aside = Callable[[Any], Any]
 
 
+class CodeTeller(Protocol):
+    """Sees to it that those who read what is packed have the code that it refers to."""
+
+    def number(self, obj: type | types.FunctionType) -> int | None:
+        """Return the number that it has over there; None to send it by value."""
+
+
 class _Packer(pickle.Pickler):
     """Ask about objects that are not plain values or containers: a call for each would cost more.
 
     An object that is set aside is met once; where it comes again, it is the same one over there.
     """
 
-    def __init__(self, file: io.BytesIO, aside: Aside) -> None:
+    def __init__(self, file: io.BytesIO, aside: Aside, teller: CodeTeller | None) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._aside = aside
+        self._number = number_of if teller is None else teller.number
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
-            _refuse_interactive(obj)
-            return NotImplemented if isinstance(obj, type) else _reduced_inner(obj)
-        if isinstance(obj, types.MethodType):
-            return _reduced_method(obj)
+            if is_importable(obj):
+                return NotImplemented
+            number = self._number(obj)
+            if number is not None:
+                return reduced_numbered(number)
+            return NotImplemented if isinstance(obj, type) else reduced_function(obj)
         token = self._aside(obj)
-        if token is not None:
-            return _found, token
-        if isinstance(obj, Tensor) and is_plain(obj):
-            return _restored, _taken_apart(obj)
-        if isinstance(obj, nn.Module):
-            return _reduced_module(obj)
-        return NotImplemented
+        return reduced(obj) if token is None else (_found, token)
+
+
+# Any: what `__reduce_ex__` returns.
+def reduced(obj: Any) -> Any:
+    """Return how ``obj``, neither class nor function, is pickled; NotImplemented for as usual."""
+    if isinstance(obj, types.MethodType):
+        return _reduced_method(obj)
+    if isinstance(obj, Tensor) and is_plain(obj):
+        return _restored, _taken_apart(obj)
+    if isinstance(obj, nn.Module):
+        return _reduced_module(obj)
+    return reduced_code(obj)
 
 
 def _nothing(_: Any) -> None:
@@ -87,13 +110,14 @@ def _found(*token: Any) -> Any:
     return _finding.find(token)
 
 
-def pack(value: Any, aside: Aside = _nothing) -> bytes:
+def pack(value: Any, aside: Aside = _nothing, teller: CodeTeller | None = None) -> bytes:
     """Pickle ``value``; what ``aside`` returns for an object stands for it, unless it is None.
 
-    It is not asked about plain values, lists, tuples, dicts, sets, classes and functions.
+    It is not asked about plain values, lists, tuples, dicts, sets, classes and functions. Those
+    that cannot be imported are what ``teller`` has told; without one, what was told here.
     """
     file = io.BytesIO()
-    _Packer(file, aside).dump(value)
+    _Packer(file, aside, teller).dump(value)
     return file.getvalue()
 
 
@@ -186,61 +210,7 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-# -- inner functions -------------------------------------------------
-
-
-# Any: what `__reduce_ex__` returns.
-def _reduced_inner(function: types.FunctionType) -> Any:
-    """Return how a function is pickled that another one has made, and that captures nothing.
-
-    By the other one's name, and its place among what that one makes: no code is sent. A function
-    that captures variables would have its own ones over there, so pickle refuses it, and lambdas,
-    which have no name.
-    """
-    outer_name, inner, name = function.__qualname__.rpartition(".<locals>.")
-    if not inner or function.__closure__ or name == "<lambda>":
-        return NotImplemented
-    outer: Any = sys.modules.get(function.__module__)
-    for each in outer_name.partition(".<locals>.")[0].split("."):
-        outer = getattr(outer, each, None)
-    codes = _inner_codes(outer, function.__code__.co_qualname)
-    if function.__code__ not in codes or function.__globals__ is not _globals_of(outer):
-        return NotImplemented
-    place, defaults = codes.index(function.__code__), function.__defaults__
-    told = outer, function.__code__.co_qualname, place, defaults, function.__kwdefaults__
-    return _made_again, told, dict(function.__dict__) or None
-
-
-def _inner_codes(outer: Any, qualified: str) -> list[types.CodeType]:
-    """Return the code of all inner functions of this name, in their order."""
-    if not isinstance(outer, types.FunctionType):
-        return []
-    found: list[types.CodeType] = []
-    waiting = [inspect.unwrap(outer).__code__]
-    while waiting:
-        inner = [each for each in waiting.pop().co_consts if isinstance(each, types.CodeType)]
-        found += [each for each in inner if each.co_qualname == qualified]
-        waiting += inner
-    return found
-
-
-def _globals_of(outer: types.FunctionType) -> dict[str, Any]:
-    unwrapped: types.FunctionType = inspect.unwrap(outer)  # past a decorator of another module
-    return unwrapped.__globals__
-
-
-# Any: values of the user's functions.
-def _made_again(
-    outer: types.FunctionType,
-    qualified: str,
-    place: int,
-    defaults: tuple[Any, ...] | None,
-    keywords: dict[str, Any] | None,
-) -> types.FunctionType:
-    code = _inner_codes(outer, qualified)[place]
-    function = types.FunctionType(code, _globals_of(outer), code.co_name, defaults)
-    function.__qualname__, function.__kwdefaults__ = qualified, keywords
-    return function
+# -- methods ---------------------------------------------------------
 
 
 # Any: what `__reduce_ex__` returns.
@@ -310,7 +280,7 @@ def _without_hooks(state: Any) -> Any:
 
 
 # Any: the user's data.
-def pack_data(data: Any, aside: Aside = _nothing) -> bytes:
+def pack_data(data: Any, aside: Aside = _nothing, teller: CodeTeller | None = None) -> bytes:
     """Do as :func:`pack` for what batches hold.
 
     Raises:
@@ -318,32 +288,15 @@ def pack_data(data: Any, aside: Aside = _nothing) -> bytes:
         OutOfSpace: There is no room for what ``aside`` sets aside.
     """
     try:
-        return pack(data, aside)
+        return pack(data, aside, teller)
     except PhalanxError:
         raise
     except Exception as error:  # whatever the user's objects raise when pickled
         raise ConfigError(
             "What a batch holds must be picklable to be sent to worker processes (for "
             f"shard_loading=True its data set and `collate_fn`), but is not: {error}. Give tensors "
-            "and plain values, define functions at the top of a module, or use executor='threads'."
-        ) from error
-
-
-def _refuse_interactive(obj: type | types.FunctionType) -> None:
-    main = sys.modules.get("__main__")
-    if obj.__module__ != "__main__" or main is None or _can_be_imported_again(main):
-        return
-    raise ConfigError(
-        f"`{obj.__qualname__}` must be importable by worker processes, but is defined in a "
-        "notebook or at a prompt. Move it to a file of its own, such as `model.py`, and import it "
-        "from there, or use executor='threads'."
-    )
-
-
-def _can_be_imported_again(main: types.ModuleType) -> bool:
-    return (
-        getattr(main, "__spec__", None) is not None or getattr(main, "__file__", None) is not None
-    )
+            "and plain values, or use executor='threads'."
+        ) from None
 
 
 def picklable_or_named(module: nn.Module, error: Exception) -> ConfigError:
@@ -360,11 +313,10 @@ def picklable_or_named(module: nn.Module, error: Exception) -> ConfigError:
                 name = f"{path}.{key}" if path else key
                 return ConfigError(
                     f"Attribute `{name}` of `module` must be picklable to be sent to worker "
-                    f"processes, but is {type(value).__name__!r}: {cause}. Define functions at the "
-                    "top of a module, make other objects in `forward`, or use executor='threads'."
+                    f"processes, but is {type(value).__name__!r}: {cause}. Make such objects in "
+                    "`forward`, or use executor='threads'."
                 )
     return ConfigError(
         f"`module`, `loss` and `forward` must be picklable to be sent to worker processes, but are "
-        f"not: {error}. Define functions at the top of a module (no lambda, no inner function that "
-        "captures variables), or use executor='threads'."
+        f"not: {error}. Make what cannot be pickled where it is used, or use executor='threads'."
     )
