@@ -298,6 +298,7 @@ DOORS: dict[str, Door] = {
             "os.system",
             "os.popen",
             but=(
+                "multiprocessing.Pipe",
                 "multiprocessing.connection.Connection",
                 "multiprocessing.context.get_spawning_popen",
                 "multiprocessing.reduction",
@@ -305,7 +306,7 @@ DOORS: dict[str, Door] = {
         ),
         allowed=(
             "distributed/rank_restarts.py",
-            "execution/worker_client.py",
+            "execution/worker_start.py",
             "cluster/ray_worker.py",
             "tables/host_supervisor.py",  # a server outlives the worker that started it
         ),
@@ -336,6 +337,7 @@ DOORS: dict[str, Door] = {
             "execution/thread_pool.py",  # holds them back where the caller's thread is the replica
             "execution/worker_main.py",
             "execution/worker_client.py",
+            "execution/worker_start.py",
             "distributed/launcher.py",
             "cluster/ray_launcher.py",  # names them
             "distributed/rank_restarts.py",
@@ -467,6 +469,7 @@ DOORS: dict[str, Door] = {
         ),
         allowed=(
             "replicas/packing.py",
+            *("replicas/code_by_value.py", "replicas/definitions.py"),  # what packing cannot name
             # Functions and what they return, on connections of Ray's, which pickles itself.
             *("cluster/ray_launcher.py", "distributed/rank_start.py"),
         ),
@@ -490,8 +493,11 @@ DOORS: dict[str, Door] = {
     "imports by a name that it was given": Door(
         names("importlib", "pkgutil", "runpy", "builtins.__import__"),
         # `module:attribute` on the command line; data that ships in the package; `phalanx launch`;
-        # the package's own names, when they are first used.
-        allowed=("cli/", "distributed/rank_start.py", "__init__.py"),
+        # the package's own names, when they are first used; modules that a script has imported.
+        allowed=(
+            *("cli/", "distributed/rank_start.py", "__init__.py"),
+            "replicas/code_by_value.py",
+        ),
         caught=("import importlib", "from importlib import import_module", "__import__('a')"),
     ),
 }

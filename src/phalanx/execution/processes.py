@@ -155,9 +155,7 @@ class ProcessExecutor(Executor):
             self._gradient_buffers = GradientBuffers(self.parameters, specs, pool)
             places, layout = self._sync.handles, self._gradient_buffers.layout
             packed = self._packed_module()
-            self._objects = objects = SharedObjects(
-                source, self._shared, pool, self._definitions
-            )
+            self._objects = objects = SharedObjects(source, self._shared, pool, self._definitions)
             values = objects.globals_at_first
             definitions = tuple(self._definitions.packed)
             self._workers.start(

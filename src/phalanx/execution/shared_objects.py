@@ -77,7 +77,7 @@ class SharedObjects:
         source: The module; what belongs to it is not looked at.
         objects: What runs refer to. What they reach may change, and they do not.
         pool: Where large tensors lie on their way.
-        teller: Tells workers of code.
+        teller: Tells workers of code that they cannot import.
 
     Raises:
         ConfigError: They cannot be sent.

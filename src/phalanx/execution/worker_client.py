@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import select
 import signal
@@ -11,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from typing import Any
 
 from phalanx.clock import now_s
@@ -130,9 +130,9 @@ class WorkerProcess:
             self._connection.send_bytes(pack(init))
 
     def _start(self, intra_op: int) -> None:
-        self._connection, theirs = multiprocessing.Pipe(duplex=True)
+        self._connection, theirs = Pipe(duplex=True)
         set_timeouts(self._connection, START_S)
-        self._dump, their_dump = multiprocessing.Pipe(duplex=False)
+        self._dump, their_dump = Pipe(duplex=False)
         try:
             self._process = start_worker(theirs, their_dump)
         finally:

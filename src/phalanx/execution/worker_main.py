@@ -468,8 +468,7 @@ def _warm_up(*, steps: bool) -> None:
 
 
 def _failed(error: BaseException, saved: tuple[str, ...]) -> Failed:
-    reason = why_missing(error.name) if isinstance(error, NameError) else None
-    if reason is not None:
+    if isinstance(error, NameError) and (reason := why_missing(str(error.name))) is not None:
         told = ConfigError(
             f"`{error.name}`, a global variable of the script, must be picklable where code reads "
             f"it that worker processes run, but is not: {reason}. Make it in a file of its own, "

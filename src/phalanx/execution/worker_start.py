@@ -65,7 +65,7 @@ def start_worker(connection: Connection, dump: Connection) -> StartedProcess:
     """
     descriptors = connection.fileno(), dump.fileno()
     options = ["-O"] * sys.flags.optimize + [f"-W{each}" for each in sys.warnoptions]
-    words = [*map(str, descriptors), *(each for each in sys.path if isinstance(each, str))]
+    words = [*map(str, descriptors), *sys.path]
     # A Ctrl-C is the parent's to answer, also while the worker is still importing.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -73,17 +73,19 @@ class Definitions:
         Raises:
             ConfigError: It cannot be sent.
         """
+        number = number_of(obj)
+        if number in self._told:
+            return number
         with self._lock:
-            number = number_of(obj)
-            if number in self._told:
-                return number
-            if has_number(obj):
+            if isinstance(obj, type) or has_number(obj):
                 return self._tell(obj)
-            assert isinstance(obj, types.FunctionType)
             self._tell_names([obj])
             return None
 
     def _tell(self, obj: type | types.FunctionType) -> int:
+        number = number_of(obj)
+        if number is not None and number in self._told:  # by another thread, meanwhile
+            return number
         if isinstance(obj, type):  # made before it, with what code of theirs reads when it is made
             for base in (*reversed(obj.__mro__[1:]), type(obj)):
                 if not is_importable(base):
@@ -171,7 +173,7 @@ class Definitions:
         return number in self._told
 
 
-class _ByValue(cloudpickle.CloudPickler):  # type: ignore[misc]  # has no annotations
+class _ByValue(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no annotations
     """Take apart what workers do not know yet.
 
     Attributes:

@@ -76,13 +76,13 @@ class GlobalValues:
 
     Args:
         roots: The module, and what else the workers call.
-        teller: Tells workers of code.
+        teller: Tells workers of code that they cannot import.
 
     Attributes:
         at_first: What a worker begins with.
     """
 
-    def __init__(self, roots: Sequence[object], teller: CodeTeller) -> None:
+    def __init__(self, roots: Sequence[object], teller: CodeTeller | None = None) -> None:
         self._teller = teller
         code = _Code(roots)
         self._followed: list[_Followed] = []
@@ -93,7 +93,7 @@ class GlobalValues:
             value = _look_up(code.homes[home], name)
             packed = _packed(value, teller)
             if packed is not None:
-                # What a worker has imported is as it was; what it was told of the script may not be.
+                # A worker's own import has the latter; what it was told of a script may be old.
                 if home[0] == MAIN or not _is_at_home(value, home, name):
                     first[*home, name] = packed
                 if home[0] not in installed:
@@ -134,7 +134,7 @@ class _Followed:
 
     # Any: a variable of the user's code, and where it is.
     def __init__(
-        self, key: tuple[str, str, str], home: Any, value: Any, teller: CodeTeller
+        self, key: tuple[str, str, str], home: Any, value: Any, teller: CodeTeller | None
     ) -> None:
         self.key = key
         self._teller = teller
