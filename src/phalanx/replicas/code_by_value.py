@@ -22,6 +22,7 @@ __all__ = [
     "MAIN",
     "codes_of",
     "has_number",
+    "is_found",
     "is_importable",
     "is_of_module",
     "keep_number",
@@ -48,6 +49,14 @@ _namespaces: dict[str, dict[str, Any]] = {}
 def is_importable(obj: type | types.FunctionType) -> bool:
     """Tell whether another process finds ``obj`` by its name, if it is where it says."""
     return obj.__module__ != MAIN and "<" not in obj.__qualname__
+
+
+def is_found(obj: type | types.FunctionType) -> bool:
+    """Tell whether ``obj`` is where it says; the methods that `NamedTuple` makes are not."""
+    found: Any = sys.modules.get(obj.__module__)
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
 
 
 def has_number(obj: type | types.FunctionType) -> bool:
@@ -117,12 +126,16 @@ def _complete(function: types.FunctionType, state: tuple[dict[str, Any], dict[st
 def reduced_code(obj: Any) -> Any:
     """Return how other parts of code are pickled; `NotImplemented` for what is none."""
     if isinstance(obj, types.CellType):  # made empty: it may hold its own function
-        return types.CellType, (), _content(obj), None, None, _fill
+        return _empty_cell, (), _content(obj), None, None, _fill
     if isinstance(obj, types.ModuleType):
         return (_module, (obj.__name__,)) if _is_imported_by_name(obj) else NotImplemented
     if isinstance(obj, type(_cached)):
         return _cached_again, (obj.__wrapped__, obj.cache_parameters())
     return NotImplemented
+
+
+def _empty_cell() -> types.CellType:
+    return types.CellType()
 
 
 def _content(cell: types.CellType) -> tuple[Any, ...]:

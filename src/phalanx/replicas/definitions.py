@@ -30,6 +30,7 @@ from phalanx.replicas.code_by_value import (
     MAIN,
     codes_of,
     has_number,
+    is_found,
     is_importable,
     is_of_module,
     keep_number,
@@ -206,7 +207,7 @@ class _ByValue(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no ann
         if not isinstance(obj, (type, types.FunctionType)):
             found = self._definitions.reduced(obj)
             return super().reducer_override(obj) if found is NotImplemented else found
-        if is_importable(obj):
+        if is_importable(obj) and is_found(obj):
             return super().reducer_override(obj) if isinstance(obj, type) else NotImplemented
         number = number_of(obj)
         if number is not None and self._definitions.was_told(number):

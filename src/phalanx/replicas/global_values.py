@@ -393,7 +393,7 @@ def is_foreign(module: object) -> bool:
 
 def _is_installed(module: str) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return bool({"site-packages", "dist-packages"} & set(Path(file).parts))
+    return module != MAIN and bool({"site-packages", "dist-packages"} & set(Path(file).parts))
 
 
 def _is_at_home(value: Any, home: _Home, name: str) -> bool:
