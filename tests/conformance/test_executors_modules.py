@@ -250,17 +250,21 @@ def test_a_layers_method_or_class_may_be_replaced_between_steps(
         assert torch.equal(plain, weights(executor=executor, replicas=1)), executor
 
 
-def test_a_bound_lambda_is_named() -> None:
-    net = nn.Sequential(nn.Linear(5, 3))
-    net[0].forward = types.MethodType(lambda self, x: x, net[0])  # type: ignore[method-assign]
-    with (
-        phalanx.Trainer(
+def test_a_bound_lambda_trains_as_in_threads() -> None:
+    def weights(executor: str) -> Tensor:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 3))
+        scale = 2.0
+        forward = types.MethodType(lambda self, x: F.linear(x, self.weight * scale), net[0])
+        net[0].forward = forward  # type: ignore[method-assign]
+        with phalanx.Trainer(
             net,
             F.mse_loss,
             lambda p: torch.optim.SGD(p, lr=0.1),
-            executor="processes",
+            executor=executor,
             replicas=1,
-        ) as trainer,
-        pytest.raises(ConfigError, match=r"Attribute `0.forward` of `module` must be picklable"),
-    ):
-        trainer.step((torch.randn(8, 5), torch.randn(8, 3)))
+        ) as trainer:
+            trainer.step((torch.randn(8, 5), torch.randn(8, 3)))
+        return net[0].weight.detach()
+
+    assert torch.equal(weights("threads"), weights("processes"))
