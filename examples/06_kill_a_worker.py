@@ -107,5 +107,5 @@ def main() -> None:
     print(f"the same bits: {undisturbed == disturbed}")
 
 
-if __name__ == "__main__":  # worker processes import this file; without it they would train, too
+if __name__ == "__main__":
     main()
