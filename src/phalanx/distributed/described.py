@@ -48,6 +48,11 @@ class DescribedGroup(dist.ProcessGroup):
         self._group_desc = "undefined"
         self._num_operations = 0
 
+    @property
+    def device_types(self) -> frozenset[str]:
+        """The kinds of devices whose tensors this group takes."""
+        return frozenset(each.type for each in self._device_types)
+
     # The next five have the names by which torch's Python asks; it has no public ones.
 
     @property
@@ -56,10 +61,10 @@ class DescribedGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> dist.ProcessGroup:
         """Return this group for a device that it serves, as torch asks for a group's backend."""
-        if torch.device(device).type not in {known.type for known in self._device_types}:
+        if torch.device(device).type not in self.device_types:
             raise RuntimeError(
                 f"Group {self._group_name!r} has no backend for {torch.device(device).type}; it "
-                f"serves {', '.join(known.type for known in self._device_types)}."
+                f"serves {', '.join(sorted(self.device_types))}."
             )
         return self
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.distributed.described import DescribedGroup
 from phalanx.errors import ConfigError, PeerError, PeerLost, StateError
 
 __all__ = ["Exchange", "num_ranks_here"]
@@ -43,6 +44,14 @@ class Exchange:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._device = _device_of_documents()
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """The kinds of devices whose tensors the ranks can exchange."""
+        group = dist.group.WORLD
+        if isinstance(group, DescribedGroup):  # which may serve more than torch knows of it
+            return group.device_types
+        return frozenset(each.partition(":")[0] for each in dist.get_backend_config().split(","))
 
     def gather(self, document: bytes, about: str) -> list[bytes]:
         """Return every rank's document, by rank.

@@ -11,7 +11,12 @@ from torch.optim import Optimizer
 from phalanx.distributed import ElasticExchange, Exchange, GroupChanged
 from phalanx.execution.contract import MicrobatchContext, RunResult
 from phalanx.execution.rank_reduction import RankReduction
-from phalanx.execution.ranks import RankExecutor, write_once
+from phalanx.execution.ranks import (
+    RankExecutor,
+    device_types_of,
+    refuse_unserved,
+    write_once,
+)
 from phalanx.execution.sharded_optimizer import Stepper
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.memory import FlatParameters
@@ -31,9 +36,14 @@ class ElasticRankExecutor(RankExecutor):
     exchange: ElasticExchange
 
     def join(self, exchange: Exchange | None = None) -> None:
-        """Take part in ``exchange``, whose ranks have one state already."""
+        """Take part in ``exchange``, whose ranks have one state already.
+
+        Raises:
+            ConfigError: The module is on a device whose tensors they cannot exchange.
+        """
         assert isinstance(exchange, ElasticExchange)
         self._module = self.sources[0]
+        refuse_unserved(device_types_of(self._module), exchange)
         self.exchange = exchange
         self._newcomers_wait = False
         self._follow()

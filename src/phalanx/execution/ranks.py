@@ -43,7 +43,7 @@ from phalanx.plan import flatten, workload_sizes
 from phalanx.replicas import Statistic, merge_statistics
 from phalanx.types import Nested
 
-__all__ = ["RankExecutor", "described", "write_once"]
+__all__ = ["RankExecutor", "described", "device_types_of", "refuse_unserved", "write_once"]
 
 _TRACED = 64  # elements of each microbatch that tell one batch from another
 _STEP = "run a batch"
@@ -71,7 +71,8 @@ class RankExecutor(ThreadExecutor):
 
         Raises:
             StateError: This process is in no group.
-            ConfigError: Ranks differ in their model; it says which.
+            ConfigError: Ranks differ in their model; it says which. Or it is on a device whose
+                tensors they cannot exchange.
         """
         self._module = module = self.sources[0]
         self.exchange = exchange = Exchange() if exchange is None else exchange
@@ -83,6 +84,12 @@ class RankExecutor(ThreadExecutor):
                     f"All ranks must train the same model, but rank {rank}'s has other parameters "
                     "than rank 0's. Build it from the same arguments in every process."
                 )
+            if each["device_types"] != told[0]["device_types"]:
+                raise ConfigError(
+                    "All ranks must hold the module on the same kind of device, but rank 0 has it "
+                    f"on {' and '.join(told[0]['device_types'])} and rank {rank} on "
+                    f"{' and '.join(each['device_types'])}. Move it before the trainer is made."
+                )
             differing = sorted({*each["frozen"]} ^ {*told[0]["frozen"]})
             if differing:
                 here = 0 if differing[0] in told[0]["frozen"] else rank
@@ -90,6 +97,7 @@ class RankExecutor(ThreadExecutor):
                     f"All ranks must train the same parameters, but `{differing[0]}` is frozen on "
                     f"rank {here} and not on rank {rank - here}. Freeze it in every process."
                 )
+        refuse_unserved(own["device_types"], exchange)
         self._take_shares([each["workloads"] for each in told])
         self.align(module)
 
@@ -355,7 +363,30 @@ def described(module: nn.Module, workloads: Sequence[float]) -> dict[str, Any]: 
         "workloads": list(workloads),
         "model": _digest_of(module),
         "frozen": [name for name, each in module.named_parameters() if not each.requires_grad],
+        "device_types": device_types_of(module),
     }
+
+
+def device_types_of(module: nn.Module) -> list[str]:
+    """Return on which kinds of devices parameters and buffers lie."""
+    return sorted({each.device.type for each in (*module.parameters(), *module.buffers())})
+
+
+def refuse_unserved(device_types: Sequence[str], exchange: Exchange) -> None:
+    """Refuse kinds of devices between which nothing can travel.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    unserved = [each for each in device_types if each not in exchange.device_types]
+    if unserved:
+        served = ", ".join(sorted(exchange.device_types))
+        raise ConfigError(
+            "`module` must lie on a device whose tensors the ranks can exchange "
+            f"({served}), but is on {' and '.join(unserved)}. Leave it on the CPU and give its "
+            f"replicas there as `replicas=['{unserved[0]}:0']`, or start the ranks with a backend "
+            "for that device."
+        )
 
 
 def _digest_of(module: nn.Module) -> str:
