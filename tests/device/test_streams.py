@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.execution import partial_sums, threads
+from phalanx.execution.threads import ThreadExecutor
 from phalanx.replicas import inputs, parameter_copies, replica
 from phalanx.replicas.streams import RunOrder, RunStreams, current_streams
 from tests.conformance.models import assert_close
@@ -207,6 +208,27 @@ def test_callers_of_one_container_need_not_wait_for_each_other(
         for index in range(torch.dev.device_count()):
             torch.dev.synchronize(index)
     assert planted or all(each.tolist() == (x + 1).tolist() for each in found)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("devices", [["dev:0"], ["dev:1"], ["dev:0", "dev:1"]])
+def test_callers_whose_passes_write_buffers_need_not_wait_for_each_other(
+    devices: list[str], planted: bool, monkeypatch: pytest.MonkeyPatch, raises_race: Any
+) -> None:
+    if planted:
+        monkeypatch.setattr(ThreadExecutor, "in_order", lambda self: nullcontext())
+    net, x = nn.BatchNorm1d(5).to("dev:0", F64), batch(0, "dev:0")[0]
+    streams = [torch.Stream("dev:0") for _ in range(3)]
+    for stream in streams:
+        stream.wait_stream(torch.dev.current_stream("dev:0"))
+    with phalanx.DataParallel(net, devices) as model, torch.no_grad():
+        with raises_race("has not waited") if planted else nullcontext():
+            for stream in streams:
+                with stream:
+                    model(x)
+        for index in range(torch.dev.device_count()):
+            torch.dev.synchronize(index)
+    assert planted or net.num_batches_tracked.item() == 3
 
 
 def test_threads_with_one_container_leave_no_stale_replica(

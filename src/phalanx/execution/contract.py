@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from phalanx.replicas import (
     Replica,
     RngPlan,
     RngUse,
+    RunOrder,
     callers_streams,
     current_streams,
     derive_seed,
@@ -217,6 +219,7 @@ class Executor(ABC):
     sources: tuple[nn.Module, ...]
     parameters: list[nn.Parameter]
     _threads: ThreadPool | CallerThread
+    _order: RunOrder
     one_source: bool = True
     keeps_gradients: bool = False
     worker_pids: Sequence[int] = ()
@@ -250,6 +253,13 @@ class Executor(ABC):
             return self._threads.each(run)
         with contextlib.closing(ThreadPool(len(self), intra_op=self.intra_op)) as pool:
             return pool.each(run)
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """Return a context in which no other thread runs forward passes, or writes what they left.
+
+        Its work on accelerators comes after that of the one before.
+        """
+        return self._order.next_run(callers_streams(self.devices))
 
     def run(
         self,

@@ -64,6 +64,7 @@ from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas import (
     CallerModes,
     Definitions,
+    RunOrder,
     num_cores,
     pack,
     pack_data,
@@ -136,6 +137,7 @@ class ProcessExecutor(Executor):
         self._shared = list(shared)
         self._timeout_s = min(float(timeout_s), LONGEST_S)
         self._pid = os.getpid()
+        self._order = RunOrder(self.devices)
         self._once = OnceNames(weakref.WeakMethod(self.forget))
         self._settings = read_settings()
         self._threads = ThreadPool(

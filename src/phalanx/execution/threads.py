@@ -175,7 +175,7 @@ class ThreadExecutor(Executor):
     def refresh(self) -> None:
         """Take over everything from the module now."""
         self.outdate()
-        with self._order.next_run(CallerModes.capture(self.devices).streams):
+        with self.in_order():
             self._refresh_copies()
         self.each(lambda index: self.replicas[index].refresh())
 

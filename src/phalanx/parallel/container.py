@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
@@ -45,6 +46,7 @@ class _Running:
 
     def __init__(self) -> None:
         self.executor: Executor | None = None
+        self.opening = threading.RLock()  # two threads may make the first call
         self.restore_caller: Callable[[], object] | None = None
         self.flat: FlatParameters | None = None
         self.held = HeldGradients()
@@ -299,21 +301,22 @@ class Container(nn.Module):
         return {**self.__dict__, "_running": _Running()}
 
     def _open_executor(self) -> Executor:
-        before = self._running.executor
-        if before is not None and not (self._is_of(before) and before.matches_source()):
-            self.close()
-        if self._running.executor is None:
-            executor = self._make_executor()
-            try:
-                self._running.held.bind(executor.parameters)
-                for init in self._initialisers:
-                    executor.each(lambda _, init=init: init())  # type: ignore[misc]
-            except BaseException:
-                executor.close()
-                raise
-            self._running.executor = executor
-            self._quiet_caller(executor)
-        return self._running.executor
+        with self._running.opening:
+            before = self._running.executor
+            if before is not None and not (self._is_of(before) and before.matches_source()):
+                self.close()
+            if self._running.executor is None:
+                executor = self._make_executor()
+                try:
+                    self._running.held.bind(executor.parameters)
+                    for init in self._initialisers:
+                        executor.each(lambda _, init=init: init())  # type: ignore[misc]
+                except BaseException:
+                    executor.close()
+                    raise
+                self._running.executor = executor
+                self._quiet_caller(executor)
+            return self._running.executor
 
     def _quiet_caller(self, executor: Executor) -> None:
         """Let the caller's operators run on one thread while workers share its CPU.
@@ -347,22 +350,23 @@ class Container(nn.Module):
         executor = self._open_executor()
         if self._feedback is not None:
             self._feedback.bind(executor.parameters)
-        graph = Graph(
-            executor,
-            parts,
-            run,
-            held=self._running.held,
-            hold=self._running.hold,
-            feedback=self._feedback,
-            inputs=self._inputs,
-        )
-        report = graph.forward(weights)
-        statistics = self._merged_statistics(report)
-        merged = merge(graph.outputs(report))
-        if report.drew:
-            advance_process_generator()
-        if statistics:
-            write_statistics(self._buffers_by_name(), statistics)
+        with executor.in_order():  # of several threads, each begins with what the one before wrote
+            graph = Graph(
+                executor,
+                parts,
+                run,
+                held=self._running.held,
+                hold=self._running.hold,
+                feedback=self._feedback,
+                inputs=self._inputs,
+            )
+            report = graph.forward(weights)
+            statistics = self._merged_statistics(report)
+            merged = merge(graph.outputs(report))
+            if report.drew:
+                advance_process_generator()
+            if statistics:
+                write_statistics(self._buffers_by_name(), statistics)
         if observe is not None:
             graph.report_seconds(report.seconds, observe)
         self._running.num_passes += 1

@@ -10,6 +10,7 @@ import gc
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from phalanx import AbstractParallel, DataParallel
 from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.parallel import container
 from phalanx.parallel.container import Container
 
 
@@ -118,6 +120,58 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Any]:
 def model(make: Callable[[], Any]) -> Iterator[Any]:
     with make() as made:
         yield made
+
+
+# --- several callers ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], None]:
+    """Return what lets a function wait at its end for another call of it, which shall not come."""
+
+    def let_meet(owner: Any, name: str) -> None:
+        call, met = getattr(owner, name), threading.Barrier(2)
+
+        def call_together(*args: Any) -> Any:
+            found = call(*args)
+            with suppress(threading.BrokenBarrierError):
+                met.wait(0.3)
+            return found
+
+        monkeypatch.setattr(owner, name, call_together)
+
+    return let_meet
+
+
+def called_by_two(model: nn.Module, x: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+    callers = [threading.Thread(target=lambda: found.append(model(x))) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    return found
+
+
+def test_threads_that_call_one_container_lose_no_count_and_draw_each_their_own(
+    make: Any, meeting: Any
+) -> None:
+    meeting(container, "check_statistics")
+    x = draw(64)
+    with make(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Dropout())) as model:
+        first, second = called_by_two(model, x)
+        assert not torch.equal(first == 0, second == 0)
+        counts = [each for name, each in model.named_buffers() if name.endswith("tracked")]
+        assert counts
+        assert all(each.item() == 2 for each in counts)
+
+
+def test_threads_that_make_the_first_call_make_one_set_of_threads(make: Any, meeting: Any) -> None:
+    with make() as model:
+        meeting(type(model), "_make_executor")
+        first, second = called_by_two(model, draw())
+        assert torch.equal(first, second)
+        assert worker_names() == NAMES
 
 
 # --- threads --------------------------------------------------------------------------------------
