@@ -131,6 +131,8 @@ night: $(STAMP)  # every kind of fault at every point in every worker, whole pro
 	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 $(BIN)/python -m pytest -m "night or not night" --device dev $(ON_DEVICE) \
 	    $(ON_DEVICE_AT_NIGHT) \
 	    || [ $$? -eq 5 ]
+	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 TEST_DEV_FIRST=1 $(BIN)/python -m pytest -m devices --device dev $(ON_DEVICE) \
+	    || [ $$? -eq 5 ]
 
 gpu: $(STAMP)  # the tests that need a GPU, and the benchmark beside nn.DataParallel and DDP over NCCL
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

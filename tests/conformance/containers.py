@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import phalanx
-from tests.conformance.models import assert_close, gradients_of
+from tests.conformance.models import ACCELERATOR_FIRST, assert_close, gradients_of
 
 CPU = torch.device("cpu")
 
@@ -30,11 +30,16 @@ def places(device: torch.device, count: int) -> list[torch.device]:
 
 
 def cpu_and_others(count: int) -> list[str]:
-    """Return the CPU and, with `--device dev`, the test device's devices in turn behind it."""
+    """Return the CPU and, with `--device dev`, the test device's devices in turn behind it.
+
+    With TEST_DEV_FIRST=1 one of these comes first, and the CPU second.
+    """
     if not hasattr(torch, "dev"):
         return ["cpu"] * count
     have = torch.dev.device_count()
-    return ["cpu", *(f"dev:{index % have}" for index in range(count - 1))]
+    others = [f"dev:{index % have}" for index in range(count)]
+    found = [others[0], "cpu", *others[1:]] if ACCELERATOR_FIRST else ["cpu", *others]
+    return found[:count]
 
 
 def parallel(

@@ -8,6 +8,7 @@ rows of a batch or draws numbers: their outputs row by row do not depend on how 
 from __future__ import annotations
 
 import copy
+import os
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ CLASSES = 4
 # gradient that may be small, which costs one more digit. The bounds leave a
 # factor of ten or more above what is measured.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+# Of lists of devices. What lies where the first one is has its twin on the CPU all the same.
+ACCELERATOR_FIRST = os.environ.get("TEST_DEV_FIRST") == "1"
 
 
 def mlp(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Module:
@@ -343,7 +347,9 @@ def call(module: nn.Module, inputs: Any) -> Any:
 def assert_close(actual: Any, expected: Any, dtype: torch.dtype, *, times: float = 1.0) -> None:
     """Compare tensors, lists and dicts of them within ``times`` the tolerance of ``dtype``."""
     tolerance = TOLERANCE[dtype] * times
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        actual, expected, rtol=tolerance, atol=tolerance, check_device=not ACCELERATOR_FIRST
+    )
 
 
 def assert_same_bits(actual: Any, expected: Any, where: str = "") -> None:

@@ -49,8 +49,8 @@ def test_dtype_outputs_and_gradients_have_that_of_the_inputs(dtype):
         group.backward([g])
         assert [each.dtype for each in group.outputs()] == [dtype]
         assert [each.dtype for each in group.input_grads()] == [dtype]
-        assert torch.equal(group.outputs()[0], x.relu())
-        assert torch.equal(group.input_grads()[0], g * (x > 0))
+        assert torch.equal(group.outputs()[0].cpu(), x.relu())
+        assert torch.equal(group.input_grads()[0].cpu(), g * (x > 0))
 
 
 def test_layout_merged_and_per_device():
@@ -58,7 +58,7 @@ def test_layout_merged_and_per_device():
     x = draw(3, 8, 7)
     with group_of(nn.Tanh(), data, devices=TWO, inputs_need_grad=True, outputs=[out]) as group:
         group.forward(x)
-        assert torch.equal(group.outputs()[0], x.tanh())
+        assert torch.equal(group.outputs()[0].cpu(), x.tanh())
         assert group.outputs()[0].shape == (3, 8, 7)
         (parts,) = group.outputs(merge=False)
         assert [tuple(part.shape) for part in parts] == [(3, 4, 7)] * 2
@@ -77,7 +77,7 @@ def test_layout_of_an_uneven_batch():
         group.forward(x)
         (parts,) = group.outputs(merge=False)
         assert [tuple(part.shape) for part in parts] == [(3, 1, 7), (3, 5, 7), (3, 9, 7)]
-        assert torch.equal(group.outputs()[0], x.tanh())
+        assert torch.equal(group.outputs()[0].cpu(), x.tanh())
         assert list(group.output_shapes) == [("output", (3, 15, 7))]
 
 

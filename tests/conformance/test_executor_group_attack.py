@@ -261,7 +261,8 @@ def test_labels_cut_by_the_user_must_have_each_devices_rows():
                 group.update_metric(metric, labels, pre_sliced=True)
         assert metric.update_count == 0
         group.update_metric(metric, list(Y.split(sizes)), pre_sliced=True)
-        assert_close(metric.compute(), (group.outputs()[0].argmax(1) == Y).float().mean(), F64)
+        right = group.outputs()[0].argmax(1).cpu() == Y
+        assert_close(metric.compute(), right.float().mean(), F64)
 
 
 def test_labels_cut_by_the_user_may_hold_each_devices_padded_rows():
@@ -340,7 +341,7 @@ def test_score_and_fit_leave_no_metric_with_others_inside_out(make):
         expected = make()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            expected.update(group.outputs()[0], Y)
+            expected.update(group.outputs()[0].cpu(), Y)
             value = expected.compute()
         assert set(found) == {"m"}
         if isinstance(value, dict):

@@ -463,7 +463,7 @@ def test_a_group_that_does_not_train_refuses_to_fit_before_anything_is_done():
 def test_arrays_of_the_other_byte_order_are_read():
     with group_of(nn.Identity(), desc("input", ROWS, 5)) as group:
         group.forward(X.numpy().astype(">f8"))
-        assert torch.equal(group.outputs()[0], X)
+        assert torch.equal(group.outputs()[0].cpu(), X)
 
 
 class Squares(nn.Module):
@@ -588,4 +588,4 @@ def test_outputs_of_one_name_are_refused_unless_they_are_declared_with_others():
     with group_of(Alike(), desc("data", ROWS, 5), outputs=outputs) as group:
         group.forward(X)
         assert [name for name, _ in group.output_shapes] == ["a", "b"]
-        assert torch.equal(group.outputs()[1], X + 1)
+        assert torch.equal(group.outputs()[1].cpu(), X + 1)

@@ -148,8 +148,8 @@ def test_a_range_of_outputs_is_merged_by_its_own_layouts():
             assert all(torch.equal(a, b) for a, b in zip(found, whole[begin:end], strict=True))
             parts = group.outputs(merge=False, begin=begin, end=end)
             assert len(parts) == len(whole[begin:end])
-        assert torch.equal(whole[1], x.T)
-        assert torch.equal(whole[2], x.unsqueeze(0))
+        assert torch.equal(whole[1].cpu(), x.T)
+        assert torch.equal(whole[2].cpu(), x.unsqueeze(0))
 
 
 def test_a_loss_over_the_merged_outputs_reaches_every_device():

@@ -139,7 +139,7 @@ def test_accuracy_and_custom_metrics_count_whole_batches_without_padded_rows() -
         group.forward(mxnet.DataBatch([X], [CLASSES], 2), is_train=False)
         for metric in (accuracy, custom, pair):
             group.update_metric(metric, [CLASSES])
-        outputs = group.get_outputs()[1]
+        outputs = group.get_outputs()[1].cpu()
     expected = float((outputs.argmax(1) == CLASSES[:7]).float().mean())
     assert accuracy.get() == ("accuracy", pytest.approx(expected))
     assert accuracy.num_inst == 7

@@ -27,12 +27,14 @@ from phalanx.errors import ConfigError, StateError
 from phalanx.parallel import split_linear
 from phalanx.replicas import known_devices
 from tests.conformance.containers import cpu_and_others, joined
+from tests.conformance.models import ACCELERATOR_FIRST
 
 pytestmark = pytest.mark.devices
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30
 THREE = cpu_and_others(3)
+AT_FIRST = "torch.Cuda" if ACCELERATOR_FIRST else "torch."  # of names of types there
 LR = 0.25
 
 
@@ -54,7 +56,8 @@ def conv_net() -> nn.Sequential:
 
 
 def close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    same_device = not ACCELERATOR_FIRST
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12, check_device=same_device)
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
@@ -91,11 +94,12 @@ class Summed(nn.Module):
 
 # A module with explicit passes on the CPU, and its twin in plain PyTorch; both [B, 4] -> [B, 3].
 def table_pair():
-    return torch7.DataParallelTable(0).add(net := mlp(), THREE), copy.deepcopy(net)
+    return torch7.DataParallelTable(0).add(net := mlp(), THREE), copy.deepcopy(net).cpu()
 
 
 def flat_table_pair():
-    return torch7.DataParallelTable(0, True).add(net := mlp(), THREE), copy.deepcopy(net)
+    made = torch7.DataParallelTable(0, True).add(net := mlp(), THREE)
+    return made, copy.deepcopy(net).cpu()
 
 
 def data_parallel_pair():
@@ -346,7 +350,7 @@ def test_gradients_of_nested_inputs_are_nested_like_them(kind):
         "explicit": lambda: torch7.Explicit(net),
         "gpu": lambda: torch7.GPU(net, "cpu"),
     }[kind]()
-    twin = copy.deepcopy(net)
+    twin = copy.deepcopy(net).cpu()
     inputs = {"words": torch.tensor([1, 6, 1, 0, 2]), "both": (draw(5, 4), draw(5, 3, seed=1))}
     g, h = draw(5, 3, seed=2), draw(5, 3, seed=3)
     leaves = [leaf.clone().requires_grad_() for leaf in inputs["both"]]
@@ -354,7 +358,7 @@ def test_gradients_of_nested_inputs_are_nested_like_them(kind):
     torch.autograd.backward([expected[0], expected[1]["square"]], [g, h])
     outputs = made.forward(inputs)
     close(outputs[1]["square"], expected[1]["square"].detach())
-    assert torch.equal(outputs[1]["words"], inputs["words"])
+    assert torch.equal(outputs[1]["words"].cpu(), inputs["words"])
     gradient = made.backward(inputs, [g, {"square": h, "words": None}])
     assert gradient["words"] is None
     assert type(gradient["both"]) is tuple
@@ -413,8 +417,9 @@ def test_a_module_may_change_its_input_where_no_gradient_of_it_is_wanted(wrap):
     net = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3)).double()
     twin = copy.deepcopy(net)
     made, x, g = wrap(net), draw(5, 4), draw(5, 3)
+    x = x.to(next(net.parameters()).device)
     made.gradInput = None
-    expected = twin(x.clone())
+    expected = twin(x.cpu().clone())
     expected.backward(g)
     close(made.forward(x), expected.detach())
     assert made.backward(x, g) is None
@@ -755,12 +760,12 @@ def test_reset_draws_anew_with_the_deviation_asked():
     torch.manual_seed(1)
     made.reset()
     torch.manual_seed(1)
-    assert torch.equal(net[0].weight, nn.Linear(100, 100).weight)
+    assert torch.equal(net[0].weight.cpu(), nn.Linear(100, 100).weight)
     assert not torch.equal(net[0].weight, before)
     made.reset(0.5)
     assert net[0].weight.std().item() == pytest.approx(0.5, rel=0.02)  # of 10,000 draws
     assert net[0].weight.abs().max() <= 0.5 * 3**0.5
-    assert torch.equal(net[1].weight, torch.ones(100))
+    assert net[1].weight.eq(1).all()
 
 
 @pytest.mark.parametrize(
@@ -769,12 +774,12 @@ def test_reset_draws_anew_with_the_deviation_asked():
         ("torch.FloatTensor", torch.float32, "torch.FloatTensor"),
         ("torch.DoubleTensor", torch.float64, "torch.DoubleTensor"),
         ("torch.HalfTensor", torch.float16, "torch.HalfTensor"),
-        (torch.bfloat16, torch.bfloat16, "torch.BFloat16Tensor"),
+        (torch.bfloat16, torch.bfloat16, f"{AT_FIRST}BFloat16Tensor"),
     ],
 )
 def test_types_are_told_and_changed(asked, dtype, told):
     made = torch7.DataParallelTable(0).add(nn.BatchNorm1d(3), THREE)
-    assert made.type() == "torch.FloatTensor"
+    assert made.type() == ("torch.CudaTensor" if ACCELERATOR_FIRST else "torch.FloatTensor")
     assert made.type(asked) is made
     assert made.module.weight.dtype == dtype
     assert made.module.num_batches_tracked.dtype == torch.int64
@@ -826,7 +831,7 @@ def test_what_was_set_before_add_stays():
 
 def test_nccl_that_does_not_serve_the_devices_is_one_warning():
     net = torch7.DataParallelTable(0, True, True)
-    with pytest.warns(UserWarning, match="`useNCCL` has no effect on cpu.*, which NCCL") as caught:
+    with pytest.warns(UserWarning, match=r"`useNCCL` has no effect on .*cpu.*, which") as caught:
         net.add(mlp(), THREE)
     assert len(caught) == 1
     assert caught[0].filename == __file__

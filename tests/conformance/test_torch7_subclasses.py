@@ -14,6 +14,7 @@ import phalanx
 from phalanx.compat import torch7
 from phalanx.errors import ConfigError, UnsupportedError
 from tests.conformance.containers import cpu_and_others
+from tests.conformance.models import assert_close
 
 pytestmark = pytest.mark.devices
 
@@ -64,9 +65,9 @@ def test_a_rule_of_ones_own_is_called_in_every_subclass(kind: type) -> None:
         first, second = plain.chunk(2)
         expected = torch.cat([mlp()(second), mlp()(first)])
         output = net.forward(own)
-        torch.testing.assert_close(output, expected.detach())
+        assert_close(output, expected.detach(), torch.float32)
         expected.sum().backward()
-        torch.testing.assert_close(net.backward(own, torch.ones_like(output)), plain.grad)
+        assert_close(net.backward(own, torch.ones_like(output)), plain.grad, torch.float32)
 
 
 class Summed(torch7.DataParallel):
@@ -83,7 +84,7 @@ def test_outputs_of_replicas_are_merged_by_a_rule_of_ones_own() -> None:
         net.backward(X, torch.ones(3))
         twin(X).sum().backward()
         for own, other in zip(net.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(own.grad, other.grad)
+            assert_close(own.grad, other.grad, torch.float32)
         torch.testing.assert_close(net.forward(X[:1]), twin(X[:1]).sum(0).detach())
 
 
@@ -238,7 +239,7 @@ def test_a_lambda_for_threads_does_not_prevent_saving(face: Any) -> None:
         other = saved_and_loaded(net)
     started.calls = 0  # type: ignore[attr-defined]
     with other:
-        torch.testing.assert_close(other(X), mlp()(X))
+        assert_close(other(X), mlp()(X), torch.float32)
     assert (ran, started.calls) == ([], 2)  # type: ignore[attr-defined]
     with net.clone() as clone:
         clone(X)

@@ -28,6 +28,7 @@ FORMATIONS = {
     "the cpu second": (["dev:0", "cpu"], None),
     "the other first": (["dev:1", "dev:0"], [1, 5]),
     "two on one": (["dev:0", "dev:1", "dev:1"], [3, 1, 2]),
+    "two on the first": (["dev:0", "dev:0", "dev:1"], [1, 5, 9]),
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     f"{kind.__name__}-{way}": partial(kind, **options, **{way: True})
