@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.plan import Layout, Rows, check_function, flatten
+from phalanx.replicas import FrozenCopies
 from phalanx.types import LossFn, Nested, WeightFn
 
 __all__ = ["ReplicaLosses", "loss_of_nothing"]
@@ -40,6 +40,7 @@ class ReplicaLosses:
                 "module, and let that return the loss."
             )
         self._loss_fn = loss_fn
+        self._copies = FrozenCopies(loss_fn) if isinstance(loss_fn, nn.Module) else None
 
     def cut_targets(self, targets: Nested, sizes: Sequence[int], dim: int) -> list[Nested]:
         """Cut ``targets`` as the inputs are cut.
@@ -87,9 +88,9 @@ class ReplicaLosses:
             ConfigError: It is no scalar.
         """
         loss_fn = self._loss_fn
-        device = next((each.device for each in _tensors(outputs)), torch.device("cpu"))
-        if isinstance(loss_fn, nn.Module) and any(b.device != device for b in loss_fn.buffers()):
-            loss_fn = copy.deepcopy(loss_fn).to(device)
+        if self._copies is not None:
+            device = next((each.device for each in _tensors(outputs)), torch.device("cpu"))
+            loss_fn = self._copies.on(device)
         loss: object = loss_fn(outputs, targets)
         if not isinstance(loss, Tensor) or loss.dim():
             told = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

@@ -13,6 +13,7 @@ from phalanx.replicas.devices import (
     resolve_devices,
 )
 from phalanx.replicas.flat_layout import FlatLayout
+from phalanx.replicas.frozen_copies import FrozenCopies
 from phalanx.replicas.global_values import (
     GlobalValues,
     PackedGlobals,
@@ -106,6 +107,7 @@ __all__ = [
     "Definitions",
     "FlatLayout",
     "Form",
+    "FrozenCopies",
     "FunctionState",
     "GlobalValues",
     "Inputs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.execution import MicrobatchContext, MicrobatchResult
 from phalanx.plan import check_function, flatten, unflatten
-from phalanx.replicas import Inputs, MicrobatchRng, run_backward
+from phalanx.replicas import FrozenCopies, Inputs, MicrobatchRng, run_backward
 from phalanx.train.foreign_leaves import find_foreign_leaves, refuse_foreign_leaves
 from phalanx.train.loss_buffers import LossBuffers
 from phalanx.train.sharding import Shard
@@ -45,7 +46,9 @@ class Objective:
         check_function(name, function)
         self._loss = loss
         self._forward = forward
+        self._trained = trained
         self._loss_buffers = LossBuffers(name, function, trained)
+        self._copies = FrozenCopies(loss) if isinstance(loss, nn.Module) else None
         self.leaves_checked = False
         self._inputs = Inputs()
 
@@ -63,7 +66,9 @@ class Objective:
         trains: bool,
     ) -> tuple[Tensor, MicrobatchResult]:
         """Run one microbatch forward; one that ``trains`` must bring no graph."""
-        loss, outputs, targets = self._run(context, rng, self._call, trains=trains)
+        own, buffers = self._loss_for(context.replica.device)
+        call = partial(self._call, own)
+        loss, outputs, targets = self._run(context, rng, call, buffers, trains=trains)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(
@@ -81,23 +86,31 @@ class Objective:
 
     def predict(self, context: MicrobatchContext, rng: MicrobatchRng) -> Nested:
         """Return the module's outputs for one microbatch, in memory of their own."""
-        return _detached(self._run(context, rng, self._predict, trains=False), copies=True)
+        found = self._run(context, rng, self._predict, self._loss_buffers, trains=False)
+        return _detached(found, copies=True)
+
+    def _loss_for(self, device: torch.device) -> tuple[LossFn | None, LossBuffers]:
+        """Return the loss as it is used on a device, and its buffers there."""
+        if self._copies is not None and (own := self._copies.on(device)) is not self._loss:
+            return own, LossBuffers("loss", own, self._trained)
+        return self._loss, self._loss_buffers
 
     def _run(
         self,
         context: MicrobatchContext,
         rng: MicrobatchRng,
         call: Callable[[nn.Module, Nested], T],
+        buffers: LossBuffers,
         *,
         trains: bool,
     ) -> T:
         """Call the module, by ``call``, on a microbatch that is read and lies on its device."""
         batch = context.batch.read() if isinstance(context.batch, Shard) else context.batch
         batch, lent = self._inputs.lend(batch, context.replica.device, trains=trains)
-        before = self._loss_buffers.note()
+        before = buffers.note()
         with rng:
             result = call(context.replica.module, batch)
-        self._loss_buffers.check(before)
+        buffers.check(before)
         self._inputs.note(lent)
         return result
 
@@ -108,7 +121,7 @@ class Objective:
         return find_foreign_leaves(loss, context.replica.leaves() | self._loss_buffers.leaves())
 
     def _call(
-        self, module: nn.Module, batch: Nested
+        self, loss: LossFn | None, module: nn.Module, batch: Nested
     ) -> tuple[Any, Nested, Nested]:  # Any: the user's loss, unchecked
         """Return the loss, the outputs, and the targets that metrics shall see."""
         if self._forward is not None:
@@ -122,10 +135,10 @@ class Objective:
                 f"A batch must be a pair (inputs, targets), but is {type(batch).__name__!r}. Give "
                 "`forward=` to take batches of another form."
             )
-        assert self._loss is not None
+        assert loss is not None
         inputs, targets = batch
         outputs = _call_module(module, inputs)
-        return self._loss(outputs, targets), outputs, targets
+        return loss(outputs, targets), outputs, targets
 
     def _predict(self, module: nn.Module, batch: Nested) -> Nested:
         if self._forward is None:
