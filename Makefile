@@ -134,9 +134,12 @@ night: $(STAMP)  # every kind of fault at every point in every worker, whole pro
 	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 TEST_DEV_FIRST=1 $(BIN)/python -m pytest -m devices --device dev $(ON_DEVICE) \
 	    || [ $$? -eq 5 ]
 
-gpu: $(STAMP)  # the tests that need a GPU, and the benchmark beside nn.DataParallel and DDP over NCCL
-	@$(BIN)/python -m pytest -m gpu $(ARGS)
-	@$(BIN)/python -m benchmarks gpu
+gpu: $(STAMP)  ## the tests that run on a GPU, and the benchmark beside nn.DataParallel and DDP over NCCL
+	@kind=$$($(BIN)/python -c 'import torch; print(torch.accelerator.current_accelerator(check_available=True) or "")'); \
+	[ -n "$$kind" ] || { echo "make: torch must see a GPU for this, but sees none; $(BIN)/phalanx doctor may say why." \
+	    "To try the benchmark without one: make bench-gpu ARGS='--device cpu'" >&2; exit 1; }; \
+	$(BIN)/python -m pytest -m "night or not night" --device $$kind $(or $(ARGS),$(ON_DEVICE) $(ON_DEVICE_AT_NIGHT)) \
+	    && $(BIN)/python -m benchmarks gpu
 
 clean:  ## remove .venv and what tools left behind
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

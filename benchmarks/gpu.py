@@ -161,7 +161,8 @@ def _two_on_one(job: GpuJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
 def _trainer(job: GpuJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
     first = job.devices[0]
     with phalanx.Trainer(module.to(first), loss_of, sgd, replicas=job.devices) as trainer:
-        yield lambda: trainer.step(batch)
+        own = _on(first, batch)
+        yield lambda: trainer.step(own)
 
 
 CONTESTANTS = {
@@ -236,12 +237,14 @@ def _devices(kind: str | None) -> tuple[str, int]:
     found = torch.accelerator.current_accelerator(check_available=True)
     if kind == "cpu":
         return kind, 2
-    if found is None and kind is None:
-        raise UnsupportedError("There is no accelerator here. `--device cpu` tries the benchmark.")
-    if found is None or kind not in (None, found.type):
-        here = "only the CPU" if found is None else f"{found.type!r}"
+    if found is None:
+        raise UnsupportedError(
+            "This needs an accelerator, but torch sees none; `phalanx doctor` may say why. Give "
+            "`--device cpu` to try the benchmark itself."
+        )
+    if kind not in (None, found.type):
         raise ConfigError(
-            f"`--device` must be a kind of device that is here, but is {kind!r}. Here is {here}."
+            f"`--device` must be a kind of device that is here ({found.type}), but is {kind!r}."
         )
     return found.type, torch.accelerator.device_count()
 

@@ -28,7 +28,7 @@ def test_all_contestants_train_and_the_report_has_them(tmp_path):
 def test_without_an_accelerator_it_says_so(tmp_path):
     result = CliRunner().invoke(app, ["gpu", f"--out={tmp_path / 'out'}"])
     assert isinstance(result.exception, UnsupportedError)
-    assert "There is no accelerator here" in str(result.exception)
+    assert "needs an accelerator, but torch sees none" in str(result.exception)
     assert not (tmp_path / "out").exists()
 
 

@@ -29,6 +29,10 @@ class StandIn:
     def reduce(self, inputs: list[Tensor], output: Tensor | None = None, root: int = 0) -> None:
         assert output is None
         assert len({(each.shape, each.dtype, each.is_contiguous()) for each in inputs}) == 1
+        assert inputs[0].is_contiguous()
+        assert inputs[0].is_floating_point()  # NCCL knows no complex numbers,
+        assert len({each.device for each in inputs}) == len(inputs)  # nor the CPU, nor one twice
+        assert all(each.device.type == "dev" for each in inputs)
         self.calls.append(([str(each.device) for each in inputs], root))
         for each in reversed(inputs):
             if each is not inputs[root]:
@@ -118,6 +122,23 @@ def test_what_only_some_devices_have_and_what_reaches_the_module_itself(nccl: St
         return [parameter.detach().cpu() for parameter in net.parameters()]
 
     assert_close(gradients("nccl"), gradients("tree"), F64)
+    assert len(nccl.calls) == 1
+
+
+@pytest.mark.parametrize("home", ["cpu", "dev:0"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_complex_numbers_and_modules_on_the_cpu(
+    nccl: StandIn, dtype: torch.dtype, home: str
+) -> None:
+    def gradient(reduce: str) -> Tensor:
+        net = nn.Linear(5, 6, bias=False, dtype=dtype)
+        nn.init.constant_(net.weight, 0.5)
+        with phalanx.DataParallel(net.to(home), ["dev:0", "dev:1"], reduce=reduce) as model:
+            model(batch(0, home)[0].to(dtype)).abs().square().mean().backward()
+        assert str(net.weight.grad.device) == home
+        return net.weight.grad.cpu()
+
+    assert_close(gradient("nccl"), gradient("tree"), F64)
     assert len(nccl.calls) == 1
 
 

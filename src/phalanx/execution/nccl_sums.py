@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.execution.partial_sums import Gradients
-from phalanx.replicas import FlatLayout, add_gradients, record_use
+from phalanx.replicas import FlatLayout, add_gradients, has_streams, record_use
 from phalanx.torch_internals import foreach_copy
 
 __all__ = ["NcclSums"]
@@ -52,7 +52,8 @@ class NcclSums:
 
     def _reduce_to(self, home: torch.device, places: Sequence[int]) -> list[Tensor]:
         layout = FlatLayout([_row_like(self._parameters[place]) for place in places])
-        devices = list(dict.fromkeys([home, *self._sums]))
+        first = home if has_streams(home) else next(iter(self._sums))  # not a CPU: NCCL's are GPUs
+        devices = list(dict.fromkeys([first, *self._sums]))
         flats = [layout.zeros(device) for device in devices]
         for device, flat in zip(devices, flats, strict=True):
             own = self._sums.get(device, [None] * len(self._parameters))
@@ -66,8 +67,9 @@ class NcclSums:
             for _, gradient in pairs:
                 record_use(gradient)
         if len(devices) > 1:
-            torch.cuda.nccl.reduce(flats, root=0)
-        return layout.places_in(flats[0])
+            numbers = [torch.view_as_real(each) if each.is_complex() else each for each in flats]
+            torch.cuda.nccl.reduce(numbers, root=0)
+        return layout.places_in(flats[0].to(home))
 
 
 def _row_like(parameter: Tensor) -> Tensor:
