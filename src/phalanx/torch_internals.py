@@ -34,6 +34,7 @@ __all__ = [
     "gloo_options",
     "has_global_module_hooks",
     "has_global_step_hooks",
+    "has_workers",
     "in_backward",
     "in_forward_mode",
     "in_func_transform",
@@ -131,6 +132,11 @@ def has_global_module_hooks() -> bool:
 def has_global_step_hooks() -> bool:
     """Tell whether hooks are to be called around the steps of all optimizers."""
     return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def has_workers(loader: object) -> bool:
+    """Tell whether a `DataLoader` has persistent workers that it has started."""
+    return getattr(loader, "_iterator", None) is not None
 
 
 def gloo_options(process_group: Any) -> Any:

@@ -329,3 +329,58 @@ def test_what_the_user_seeds_after_a_failure_in_the_first_batch_counts() -> None
         return net.lin.weight.flatten().tolist()
 
     assert order(disturbed=True) == order(disturbed=False)
+
+
+class Masking:
+    """A collator that draws from a generator of its own, made with its first batch."""
+
+    def __init__(self) -> None:
+        self.generator: torch.Generator | None = None
+
+    def __call__(self, rows: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(7)
+        inputs, targets = (torch.stack(each) for each in zip(*rows, strict=True))
+        return [
+            inputs * torch.bernoulli(torch.full_like(inputs, 0.7), generator=self.generator),
+            targets,
+        ]
+
+
+def masked() -> DataLoader[Any]:
+    return DataLoader(data_of(13), batch_size=4, shuffle=True, collate_fn=Masking())
+
+
+def with_persistent_workers() -> DataLoader[Any]:
+    return DataLoader(
+        data_of(13), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True
+    )
+
+
+def data_of(rows: int) -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(rows, 5, generator=draw), torch.randn(rows, 3, generator=draw))
+
+
+@pytest.mark.parametrize("make", [masked, with_persistent_workers])
+@pytest.mark.parametrize("goes_on", ["with another loader", "with this one"])
+@pytest.mark.parametrize("stops_at", [2, 4, 6])  # within an epoch, at its end, within the second
+def test_what_a_loader_draws_goes_on_where_it_was_left(
+    stops_at: int, goes_on: str, make: Callable[[], DataLoader[Any]], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(5, 3)
+    whole, stopped = copy.deepcopy(net), copy.deepcopy(net)
+    with phalanx.Trainer(whole, F.mse_loss, sgd, replicas=1, microbatches=2) as trainer:
+        torch.manual_seed(3)
+        trainer.fit(make(), epochs=3)
+    torch.manual_seed(3)
+    loader = make()
+    with phalanx.Trainer(stopped, F.mse_loss, sgd, replicas=1, microbatches=2) as trainer:
+        trainer.fit(loader, epochs=3, steps=stops_at)
+        trainer.save(tmp_path / "c")
+        torch.manual_seed(99)
+        trainer.resume(tmp_path / "c")
+        later = make() if goes_on == "with another loader" else loader
+        trainer.fit(later, steps=12 - stops_at, epochs=3)
+    assert_same_bits(whole, stopped)

@@ -119,7 +119,10 @@ class TrainOptions:
             "suits data and model",
         ),
     ]
-    seed: Annotated[int, _option("N", "Decides initial weights, data order and dropout.", "0")] = 0
+    seed: Annotated[
+        int,
+        _option("N", "Decides initial weights, data order, dropout and what data sets draw.", "0"),
+    ] = 0
     codec: Annotated[
         str | None,
         _option(

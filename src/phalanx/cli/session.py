@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import random
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
@@ -183,6 +185,7 @@ class Session:
     def __enter__(self) -> Self:
         with self._exits as exits:
             options = self.options
+            _seed_process(options.seed)
             self.data = open_data(options.data, batch_size=options.batch_size, seed=options.seed)
             self.module = build_model(options.model, self.data, seed=options.seed)
             self.progress = Progress(self.console, epochs=options.epochs)
@@ -448,6 +451,13 @@ class Session:
             devices=[str(device) for device in self.trainer.devices],
             is_text=self.data.kind == "tokens" and self._counts_classes(),
         )
+
+
+def _seed_process(seed: int) -> None:
+    """Seed the generators that a user's data set may draw from."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def _create_folder(job: TrainPlan) -> RunFolder:

@@ -1,8 +1,8 @@
 """Where the order of the data comes from, so that a resumed epoch goes on where it was left.
 
-A loader's order is decided by generators: its own or its sampler's, or the process's own ones.
-Their state at the start of an epoch is kept; to go on, it is put back, the loader is iterated anew
-and the batches that were done already are passed over.
+A loader's order, and what its collator draws, is decided by generators: its own, its parts', or the
+process's. Their state at the start of an epoch is kept; to go on, it is put back, the loader is
+iterated anew and the batches that were done already are passed over.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from phalanx.errors import CheckpointError
+from phalanx.torch_internals import has_workers
 from phalanx.train.sampler import ExactSampler
 from phalanx.types import Nested
 
-__all__ = ["EpochOrder", "Reader", "begin_epoch"]
+__all__ = ["EpochOrder", "Reader", "begin_epoch", "draw_base_seed"]
 
 _NUMPY_WORDS = 624  # of the Mersenne twister
 
@@ -83,35 +85,55 @@ class EpochOrder:
         loader: The loader's own, then.
         now: Where the process's have come to since; None at the beginning of an epoch, and in
             checkpoints of older versions.
+        had_workers: Whether the loader's persistent workers had been started by then: a
+            `DataLoader` draws a number for them only when it starts them.
     """
 
     start: ProcessStates
     loader: Mapping[str, Tensor]
     now: ProcessStates | None = None
+    had_workers: bool = False
 
     @staticmethod
     def capture(loader: object) -> EpochOrder:
         """Read the generators; nothing is drawn."""
         own = {name: each.get_state() for name, each in _generators_of(loader).items()}
-        return EpochOrder(ProcessStates.capture(), own)
+        return EpochOrder(ProcessStates.capture(), own, had_workers=has_workers(loader))
 
     def restore(self, loader: object) -> None:
         """Put the generators back to where the epoch began.
 
+        A collator may make its generator with its first batch. One that this loader has not made
+        yet is made by reading a batch, and so are persistent workers; a generator that was not
+        there when the epoch began starts anew.
+
         Raises:
             CheckpointError: The loader's generators are of another kind; nothing has changed then.
         """
-        own = {k: v for k, v in _generators_of(loader).items() if k in self.loader}
-        for name, generator in own.items():
-            _check_fits(name, self.loader[name], generator)
+        own = _generators_of(loader)
+        if isinstance(loader, DataLoader) and (
+            not own.keys() >= self.loader.keys() or (self.had_workers and not has_workers(loader))
+        ):
+            here = ProcessStates.capture()
+            next(iter(loader), None)
+            here.restore()
+            own = _generators_of(loader)
+        for name in own.keys() & self.loader.keys():
+            _check_fits(name, self.loader[name], own[name])
         self.start.restore()
         for name, generator in own.items():
-            generator.set_state(self.loader[name])
+            if name in self.loader:
+                generator.set_state(self.loader[name])
+            else:
+                generator.manual_seed(generator.initial_seed())
+        if isinstance(loader, DataLoader) and has_workers(loader) and not self.had_workers:
+            draw_base_seed(loader)  # as it did when it started them, and does not again
 
     def pack(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors by name, and the rest as JSON can hold it."""
         tensors, values = self.start.pack()
         tensors |= self.loader
+        values["had_workers"] = self.had_workers
         if self.now is not None:
             now, values["now"] = self.now.pack()
             tensors |= {f"now.{name}": each for name, each in now.items()}
@@ -138,7 +160,8 @@ class EpochOrder:
                     torch.Generator().set_state(state)
         except Exception as error:  # generators raise many kinds
             raise ValueError(f"`order` holds no states of generators: {error!r}") from error
-        return EpochOrder(start, {k: v for k, v in states.items() if "loader" in k}, now)
+        own_states = {k: v for k, v in states.items() if "loader" in k}
+        return EpochOrder(start, own_states, now, bool(values.get("had_workers", False)))
 
 
 @dataclass
@@ -241,6 +264,11 @@ def _may_draw(loader: object) -> bool:
     return not isinstance(loader, (list, tuple))
 
 
+def draw_base_seed(loader: DataLoader[Any]) -> None:
+    """Draw what a `DataLoader` draws for its workers before it asks for the first sample."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
 def length_of(loader: Iterable[Nested]) -> int | None:
     """Return how many batches there are, where the loader knows it."""
     try:
@@ -283,13 +311,15 @@ def _check_fits(name: str, state: Tensor, generator: torch.Generator) -> None:
 
 
 def _generators_of(loader: object) -> dict[str, torch.Generator]:
-    """Return the generators of a loader and of its samplers, each once, by a name for each."""
+    """Return the generators of a loader and of its parts, each once, by a name for each."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = (
         loader,
         getattr(loader, "sampler", None),
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
+        getattr(loader, "collate_fn", None),
+        getattr(loader, "dataset", None),
     )
     each = [getattr(owner, "generator", None) for owner in owners]
     found = dict.fromkeys(one for one in each if isinstance(one, torch.Generator))

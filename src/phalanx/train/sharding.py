@@ -17,13 +17,12 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from phalanx.errors import ConfigError
 from phalanx.execution import SentOnce
 from phalanx.replicas import MicrobatchRng, RngPlan, RngUse, derive_seed, numpy_swap
-from phalanx.train.order import begin_epoch
+from phalanx.train.order import begin_epoch, draw_base_seed
 from phalanx.types import Nested
 
 __all__ = ["Loaders", "Shard"]
@@ -136,7 +135,7 @@ class ShardedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Shard]:
-        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        draw_base_seed(self._loader)
         return self._shards()
 
     def _shards(self) -> Iterator[Shard]:

@@ -30,8 +30,10 @@ FAST = ("--model", "mlp", "--replicas", "1", "--batch-size", "256")
 OWN_CODE = '''
 import os
 import pathlib
+import random
 import signal
 import threading
+import numpy
 import torch
 from torch import nn
 
@@ -82,6 +84,16 @@ class Unequal(Net):
         cost = 3.0 if name == "phalanx-replica-1" else 1.0
         Unequal.clock[name] = Unequal.clock.get(name, 0.0) + cost * len(x)
         return super().forward(x)
+
+class Noisy(torch.utils.data.Dataset):
+    num_classes = 3
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, place):
+        noise = random.random() + float(numpy.random.rand())
+        return noise + torch.randn(1, 8, 8), torch.tensor(place % 3)
 
 class Stream:
     def __iter__(self):
@@ -140,6 +152,27 @@ def files_in(folder: str) -> set[str]:
 
 
 # --- training -------------------------------------------------------------------------------------
+
+
+def test_the_seed_decides_what_a_data_set_draws(phalanx):
+    losses = []
+    for replicas, seed in ((1, 5), (2, 5), (1, 6)):
+        words = [
+            "--data",
+            "own_code:Noisy",
+            "--batch-size",
+            6,
+            "--microbatches",
+            2,
+            "--model",
+            "mlp",
+        ]
+        folder = f"run-{replicas}-{seed}"
+        more = ["--replicas", replicas, "--seed", seed, "--epochs", 1, "--out", folder]
+        code, _, err = phalanx("train", *words, *more)
+        assert (code, err) == (0, "")
+        losses.append([each["loss"] for each in metrics_of(folder) if "loss" in each])
+    assert losses[0] == losses[1] != losses[2]
 
 
 def test_a_training_leaves_everything_in_its_folder(phalanx):
