@@ -26,6 +26,8 @@ SLOW = {
     *("phalanx.cli.losses", "phalanx.cli.session", "phalanx.codecs", "phalanx.distributed"),
     *("phalanx.cli.diagnosis", "phalanx.cli.machine"),
     *("phalanx.cli.report.page", "phalanx.cli.report.runs"),
+    *("phalanx.cli.planning.hollow", "phalanx.cli.planning.measuring"),
+    *("phalanx.cli.planning.outcome", "phalanx.forecast"),
     # Need pyzmq, an extra.
     *("phalanx.cluster", "phalanx.tables.host_rendezvous", "phalanx.tables.spread_run"),
 }

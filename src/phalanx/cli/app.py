@@ -16,6 +16,7 @@ from rich.text import Text
 from phalanx.cli.console import make_console
 from phalanx.cli.doctor import doctor
 from phalanx.cli.launch import launch
+from phalanx.cli.planning import plan
 from phalanx.cli.report import report
 from phalanx.cli.secret_file import secret
 from phalanx.cli.train import INTERRUPTED, train
@@ -41,6 +42,7 @@ app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(secret)
 app.command()(report)
 app.command()(doctor)
+app.command()(plan)
 
 
 def _show_version(wanted: bool) -> None:
