@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +27,7 @@ __all__ = ["plan", "read_counts", "read_formations"]
 _FORMATIONS = "threads,processes,ranks,ddp"
 _CHECKED = (1, 2, 4)
 _MOST_BYTES = 1 << 24
+_MOST_WORKERS = 100_000  # as `predict` takes
 
 
 def plan(
@@ -53,17 +54,20 @@ def plan(
     microbatches: Annotated[
         int | None,
         typer.Option(
-            metavar="M",
+            min=1,
+            max=_MOST_WORKERS,
             help="Cut each batch into M microbatches, whatever the workers.",
             show_default="one per worker, so the batch grows with them",
         ),
     ] = None,
     cores: Annotated[
-        int | None, typer.Option(help="Of each host.", show_default="as measured")
+        int | None, typer.Option(min=1, help="Of each host.", show_default="as measured")
     ] = None,
     workers_per_host: Annotated[
         int | None,
-        typer.Option(help="When a host is full, the next gets some.", show_default="one per core"),
+        typer.Option(
+            min=1, help="When a host is full, the next gets some.", show_default="one per core"
+        ),
     ] = None,
     bytes_per_s: Annotated[
         float, typer.Option(help="Bytes per second that a host sends to others, and receives.")
@@ -86,7 +90,7 @@ def plan(
         float, typer.Option(help="How often one process is lost, with its machine or without.")
     ] = 0.0,
     checkpoint_s: Annotated[float, typer.Option(help="Seconds between two checkpoints.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of the simulation.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
     measured: Annotated[
         Path | None,
         typer.Option(
@@ -109,8 +113,6 @@ def plan(
     A few steps are measured on this machine, for a minute; then steps and failures are simulated.
     """
     counts, names = read_counts(workers), read_formations(formations)
-    if seed < 0:
-        raise ConfigError(f"`--seed` must be 0 or more, but is {seed!r}.")
     given = {"data": data, "model": model, "batch_size": batch_size}
     given = {name: value for name, value in given.items() if value is not None}
     if measured is not None:
@@ -122,18 +124,22 @@ def plan(
 
     progress = make_console(stderr=True)
     faults = Faults(jitter=jitter, failures_per_hour=failures_per_hour, checkpoint_s=checkpoint_s)
+    network = Cluster(
+        cores=1,
+        workers_per_host=1,
+        bytes_per_s=bytes_per_s,
+        latency_s=latency_s,
+        message_s=message_s,
+    )
     if measured is None:
         costs = _measure(given, names, progress)
     else:
         costs = read_costs(_read_measured(measured))
         names = [name for name in names if name in costs.formations]
-    cores = costs.cores if cores is None else cores
-    cluster = Cluster(
-        cores=cores,
-        workers_per_host=cores if workers_per_host is None else workers_per_host,
-        bytes_per_s=bytes_per_s,
-        latency_s=latency_s,
-        message_s=message_s,
+    cluster = replace(
+        network,
+        cores=costs.cores if cores is None else cores,
+        workers_per_host=workers_per_host or cores or costs.cores,
     )
     predictions = predict_all(
         costs,
@@ -167,9 +173,11 @@ def read_counts(text: str) -> list[int]:
         [1, 4]
     """
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdecimal() and int(word) > 0 for word in words):
+    are_numbers = all(word.isascii() and word.isdecimal() for word in words)
+    if not are_numbers or not all(0 < int(word) <= _MOST_WORKERS for word in words):
         raise ConfigError(
-            f"`--workers` must be whole numbers from 1 on, with commas between, but is {text!r}."
+            f"`--workers` must be whole numbers from 1 to {_MOST_WORKERS}, with commas between, "
+            f"but is {text!r}."
         )
     return sorted({int(word) for word in words})
 

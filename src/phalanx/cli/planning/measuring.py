@@ -1,7 +1,7 @@
 """Measure what a prediction needs, on this machine: a few steps of each formation.
 
-`trainer.step` of three models (see `FormationCosts`), with one to three workers, and where there are
-more cores with one for each; then single operations, and the loss of a worker process.
+A step of three models (see `FormationCosts`) with one worker and with two, of ranks with three as
+well, and where there are more cores with one for each; then single operations, and lost workers.
 """
 
 from __future__ import annotations
@@ -54,8 +54,16 @@ def measure(subject: Subject, formations: Sequence[str], tell: Tell) -> StepCost
     Blocks: For half a minute, or longer where steps are.
     """
     cores = num_cores()
-    counts = sorted({1, 2, 3, min(cores, _MOST_MEASURED)})
-    steps = measure_steps(subject, formations, counts, SIZES, tell)
+    counts = {
+        # What another peer costs shows from the third rank on; the second costs that there is one.
+        name: sorted({1, 2, min(cores, _MOST_MEASURED), *((3,) if name in _OF_RANKS else ())})
+        for name in formations
+    }
+    steps: Seconds = {}
+    for group in (_OF_RANKS, tuple(set(FORMATIONS) - set(_OF_RANKS))):
+        some = [name for name in formations if name in group]
+        if some:
+            steps |= measure_steps(subject, some, counts[some[0]], SIZES, tell)
     tell("single operations")
     module, _ = subject.build("whole")
     trained = [each for each in module.parameters() if each.requires_grad]
@@ -70,10 +78,10 @@ def measure(subject: Subject, formations: Sequence[str], tell: Tell) -> StepCost
     start_s = _time_start(subject)
     costs = {
         name: FormationCosts(
-            workers=tuple(counts),
-            empty_s=tuple(steps[name][count]["empty"] for count in counts),
-            hollow_s=tuple(steps[name][count]["hollow"] for count in counts),
-            whole_s=tuple(steps[name][count]["whole"] for count in counts),
+            workers=tuple(counts[name]),
+            empty_s=tuple(steps[name][count]["empty"] for count in counts[name]),
+            hollow_s=tuple(steps[name][count]["hollow"] for count in counts[name]),
+            whole_s=tuple(steps[name][count]["whole"] for count in counts[name]),
             restart_s=loss.restart_s if name == "processes" else start_s,
             recovery_s=loss.recovery_s if name == "processes" else None,
         )

@@ -35,6 +35,6 @@ def time_steps(
 def usual_step_s(
     step: Callable[[], object], seconds: float, *, agree: Callable[[int], int] = int
 ) -> float:
-    """Return what a step takes that nothing else on the machine holds up: the lower quartile."""
+    """Return what a step takes that nothing else on the machine holds up: the lower decile."""
     taken_s = sorted(time_steps(step, seconds, agree=agree))
-    return taken_s[len(taken_s) // 4]
+    return taken_s[len(taken_s) // 10]
