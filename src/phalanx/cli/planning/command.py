@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = ["plan", "read_counts", "read_formations"]
 
 _FORMATIONS = "threads,processes,ranks,ddp"
 _CHECKED = (1, 2, 4)
+_BUSY_LOAD = 0.5
 _MOST_BYTES = 1 << 24
 _MOST_WORKERS = 100_000  # as `predict` takes
 
@@ -123,6 +125,12 @@ def plan(
     from phalanx.forecast import Cluster, Faults, predict_all, read_costs
 
     progress = make_console(stderr=True)
+    load = os.getloadavg()[0]
+    if measured is None and load > _BUSY_LOAD:
+        progress.print(
+            f"This machine had other work in the last minute (load {load:.1f}). If it still has, "
+            "that will show in the numbers: measure it at rest."
+        )
     faults = Faults(jitter=jitter, failures_per_hour=failures_per_hour, checkpoint_s=checkpoint_s)
     network = Cluster(
         cores=1,
@@ -220,7 +228,7 @@ def _read_measured(path: Path) -> Any:  # Any: JSON
 
 def _measure(given: Given, names: Sequence[str], progress: Console) -> StepCosts:
     from phalanx.cli.planning.hollow import Subject  # late: torch
-    from phalanx.cli.planning.measuring import measure
+    from phalanx.cli.planning.measuring import measure  # late: torch
 
     with progress.status("Measuring") as status:
         return measure(Subject(complete(given)), names, _teller(progress, status))
@@ -229,8 +237,8 @@ def _measure(given: Given, names: Sequence[str], progress: Console) -> StepCosts
 def _check(given: Given, costs: StepCosts, progress: Console) -> list[Checked]:
     """Measure whole steps, and set them beside what was predicted of this machine."""
     from phalanx.cli.planning.hollow import Subject  # late: torch
-    from phalanx.cli.planning.measuring import measure_steps
-    from phalanx.cli.planning.outcome import compare
+    from phalanx.cli.planning.measuring import measure_steps  # late: torch
+    from phalanx.cli.planning.outcome import compare  # late: torch
 
     with progress.status("Checking") as status:
         tell = _teller(progress, status)

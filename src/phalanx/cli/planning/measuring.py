@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import statistics
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -128,9 +129,13 @@ def measure_steps(
 def _time_trainer(subject: Subject, size: str, executor: str | Processes, count: int) -> float:
     module, loss = subject.build(size)
     batch = repeated(subject.microbatch(), count)
-    with Trainer(
-        module, loss, subject.optimizer(), replicas=count, executor=executor, intra_op=1
-    ) as trainer:
+    with warnings.catch_warnings():
+        # More workers than cores are what is to be measured.
+        warnings.filterwarnings("ignore", message=".*at most the .* of this machine")
+        trainer = Trainer(
+            module, loss, subject.optimizer(), replicas=count, executor=executor, intra_op=1
+        )
+    with trainer:
         return usual_step_s(lambda: trainer.step(batch), _TURN_S)
 
 
