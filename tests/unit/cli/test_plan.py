@@ -114,6 +114,19 @@ def test_a_hollow_model_has_the_sizes_of_the_whole_one_and_computes_nothing():
     assert sizes["empty"] == [1] * len(sizes["whole"])
 
 
+def test_what_does_more_is_never_measured_to_take_less():
+    found = measuring.at_rest({
+        1: {"empty": 6.5, "hollow": 1.7, "whole": 3.9},
+        2: {"empty": 1.8, "hollow": 2.2, "whole": 3.7},
+        3: {"empty": 1.9, "hollow": 9.0, "whole": 5.0},
+    })  # fmt: skip
+    assert found == {
+        1: {"empty": 1.7, "hollow": 1.7, "whole": 3.7},
+        2: {"empty": 1.8, "hollow": 2.2, "whole": 3.7},
+        3: {"empty": 1.9, "hollow": 5.0, "whole": 5.0},
+    }
+
+
 def test_an_error_is_of_the_prediction_over_what_was_measured():
     [one, two] = compare(COSTS, {"threads": {1: {"whole": 0.106}, 2: {"whole": 0.234}}})
     assert (one.formation, one.workers, two.workers) == ("threads", 1, 2)

@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from phalanx.forecast import FORMATIONS, FormationCosts, StepCosts
 from phalanx.replicas import num_cores
 from phalanx.train import Trainer
 
-__all__ = ["measure", "measure_steps"]
+__all__ = ["at_rest", "measure", "measure_steps"]
 
 _TURN_S = 0.6  # of each model in each formation
 _MOST_MEASURED = 16  # workers
@@ -65,6 +65,7 @@ def measure(subject: Subject, formations: Sequence[str], tell: Tell) -> StepCost
         some = [name for name in formations if name in group]
         if some:
             steps |= measure_steps(subject, some, counts[some[0]], SIZES, tell)
+    steps = {name: at_rest(by_count) for name, by_count in steps.items()}
     tell("single operations")
     module, _ = subject.build("whole")
     trained = [each for each in module.parameters() if each.requires_grad]
@@ -126,16 +127,42 @@ def measure_steps(
     return found
 
 
+def at_rest(seconds: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
+    """Return what steps take without other work, which only makes them longer.
+
+    A model that computes more, or one more worker, never makes a step shorter; so each is at most
+    what was measured of those that do more.
+
+    Example:
+        >>> at_rest({1: {"empty": 9.0, "hollow": 2.0}, 2: {"empty": 1.0, "hollow": 3.0}})
+        {1: {'empty': 1.0, 'hollow': 2.0}, 2: {'empty': 1.0, 'hollow': 3.0}}
+    """
+    sizes = list(next(iter(seconds.values())))
+    return {
+        count: {
+            size: min(
+                seconds[more][larger]
+                for more in seconds
+                for larger in sizes[place:]
+                if more >= count
+            )
+            for place, size in enumerate(sizes)
+        }
+        for count in seconds
+    }
+
+
 def _time_trainer(subject: Subject, size: str, executor: str | Processes, count: int) -> float:
     module, loss = subject.build(size)
     batch = repeated(subject.microbatch(), count)
-    with warnings.catch_warnings():
-        # More workers than cores are what is to be measured.
-        warnings.filterwarnings("ignore", message=".*at most the .* of this machine")
-        trainer = Trainer(
+    with (
+        warnings.catch_warnings(),
+        Trainer(
             module, loss, subject.optimizer(), replicas=count, executor=executor, intra_op=1
-        )
-    with trainer:
+        ) as trainer,
+    ):
+        # More workers than cores are what is to be measured.
+        warnings.filterwarnings("ignore", message=".*at most the .* cores of this machine")
         return usual_step_s(lambda: trainer.step(batch), _TURN_S)
 
 
