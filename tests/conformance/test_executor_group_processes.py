@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -431,7 +432,7 @@ def test_what_cannot_work_is_refused_at_once(
 
 def test_a_module_that_cannot_be_sent_is_as_it_was() -> None:
     net = Zoo()
-    net.rule = lambda x: x
+    net.rule = threading.Lock()
     mapped = shared_addresses()
     with group_on(net, "processes") as group:
         with pytest.raises(ConfigError, match="Attribute `rule` of `module` must be picklable"):

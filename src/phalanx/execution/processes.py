@@ -14,6 +14,7 @@ here, so a death costs the microbatch in the worker's hands and nothing else.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import warnings
 import weakref
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from phalanx.errors import StateError, UnsupportedError
+from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.execution.contract import (
     CachedPayload,
     Executor,
@@ -516,7 +517,7 @@ def check_shareable(source: nn.Module) -> None:
     """Refuse a module whose tensors processes cannot share; nothing is done to it.
 
     Raises:
-        ConfigError: A parameter has no shape yet.
+        ConfigError: A parameter has no shape yet, or a hook would collect in the workers.
         UnsupportedError: A tensor lies on another device, or is not dense; or copies of the module
             would not be compiled as it is.
     """
@@ -524,6 +525,7 @@ def check_shareable(source: nn.Module) -> None:
     refuse_aliases(source)
     refuse_scripts(source)
     refuse_compiled_in_place(source)
+    _refuse_collecting_hooks(source)
     tensors = {"Parameter": source.named_parameters(), "Buffer": source.named_buffers()}
     for kind, named in tensors.items():
         for name, tensor in named:
@@ -540,3 +542,18 @@ def check_shareable(source: nn.Module) -> None:
                     f"{kind} `{name}` must be dense for executor='processes', but is {told}. Use "
                     "executor='threads'."
                 )
+
+
+def _refuse_collecting_hooks(source: nn.Module) -> None:
+    """Refuse hooks with a container of this process's, which would stay as it is here."""
+    for path, module in source.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            variables = inspect.getclosurevars(hook).nonlocals if inspect.isfunction(hook) else {}
+            for name, value in variables.items():
+                if isinstance(value, (list, dict, set)):
+                    where = f"`{path}`" if path else "`module`"
+                    raise ConfigError(
+                        f"A hook of {where} must not capture a list, dict or set in worker "
+                        f"processes, as each would fill its own, but captures `{name}`. Return "
+                        "from `forward` what it collects, or use executor='threads'."
+                    )
