@@ -132,14 +132,14 @@ class SharedObjects:
         self._now = now  # all at once: whoever is interrupted before packs it again
 
     def _pack(self, version: int, values: PackedGlobals) -> _Moment:
-        known = dict(_parts_of(self._source))
+        known, teller = dict(_parts_of(self._source)), self._teller  # `watched` is not to hold us
 
         def inline(obj: Any) -> Any:
             return known.get(id(obj))
 
         def packed_or_none(obj: Any) -> bytes | None:
             try:
-                return pack(obj, inline, self._teller)
+                return pack(obj, inline, teller)
             except Exception:  # whatever the user's objects raise when pickled
                 return None
 
