@@ -33,6 +33,7 @@ PAGES = {
     "docs/recipes.md": "(?s)averaged: .*met the others 3 times",
     "docs/start.md": "",
     "docs/tables.md": r"8 syncs\ntensor\(\[1\.0000, 0\.8000, 0\.9000\]\)",
+    "docs/train_command.md": "",
     "docs/training.md": "",
 }
 PROCESSES = {"docs/process_executor.md", "docs/tables.md"}  # these run as users run them
