@@ -235,8 +235,8 @@ class Trainer(TrainerFacts):
         """Train for ``epochs`` passes over ``loader``, or ``steps`` updates, whichever ends first.
 
         An epoch that was left in the middle goes on behind the last batch that was done, and is the
-        first of this call's. Where the checkpoint of a :meth:`resume` was saved during a call, or
-        after one that was interrupted, the next ends where that one would have, not by ``epochs``.
+        first of this call's. Where the checkpoint of a :meth:`resume` was saved during a call with
+        ``epochs``, or after one that was interrupted, the next ends with that one's last epoch.
 
         Args:
             loader: Any iterable of batches that can be iterated once per epoch.
