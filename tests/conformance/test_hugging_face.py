@@ -206,7 +206,6 @@ def test_the_bits_are_the_same_in_worker_processes() -> None:
     assert same(threads, processes)
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize(
     ("make", "kind", "weight"),
     [(gpt2, "causal", num_predicted), (masked, "masked", num_masked)],
@@ -218,16 +217,16 @@ def test_checkpointing_draws_the_same_numbers_again(make: Any, kind: str, weight
     for is_checkpointed in (False, True):
         module: Any = seeded(make)
         if is_checkpointed:
-            module.gradient_checkpointing_enable(PRESERVING)
+            module.activation_checkpointing_enable(PRESERVING)
         found.append(train(module, make_loader(kind), weight, forward=forward))
     assert same(*found)
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_checkpointing_that_would_draw_others_is_refused_with_the_way_out() -> None:
     module: Any = seeded(llama)
-    module.gradient_checkpointing_enable()
-    with pytest.raises(UnsupportedError, match=r"gradient_checkpointing_enable\({.*preserve_rng}"):
+    module.activation_checkpointing_enable()
+    match = r"activation_checkpointing_enable\({.*preserve_rng}"
+    with pytest.raises(UnsupportedError, match=match):
         train(module, make_loader("causal"), num_predicted, forward=without_cache)
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +193,66 @@ def test_targets_of_another_batch_size_are_named(trainer: phalanx.Trainer) -> No
     x, _ = vector_batch(8)
     with refused(trainer, ConfigError, r"`[^`]+` must have 8 rows along dim 0 like .*, but has 7"):
         trainer.step((x, torch.zeros(7, dtype=torch.long)))
+
+
+class Output(SimpleNamespace):
+    """An output with its loss inside, as models of Hugging Face return it."""
+
+
+@pytest.mark.parametrize(
+    ("forward", "told"),
+    [
+        (
+            lambda net, pair: Output(loss=MLP.loss(net(pair[0]), pair[1])),
+            "'Output'. Return its `loss`",
+        ),
+        (lambda net, pair: (None, net(pair[0])), "'NoneType'. Take its mean"),
+        (lambda net, pair: net(pair[0]), "(4, 4). Take its mean"),
+    ],
+)
+def test_what_forward_must_return_instead_is_said(forward: Any, told: str) -> None:
+    match = re.escape(f"`forward` must return a loss of one element, but returned {told}.")
+    trainer = phalanx.Trainer(mlp(), None, sgd, forward=forward, replicas=2)
+    with trainer, refused(trainer, ConfigError, match):
+        trainer.step(vector_batch(8))
+
+
+def test_a_mean_over_no_targets_is_a_cause_of_nan_with_a_way_out() -> None:
+    x, y = vector_batch(8)
+    y[4:] = -100  # the second microbatch has none; cross-entropy ignores them
+    options: dict[str, Any] = {"replicas": 2, "microbatches": 2}
+    match = r"is nan in microbatch 1; .*no targets.*`weight=`"
+    trainer = phalanx.Trainer(mlp(), MLP.loss, sgd, **options)
+    with trainer, refused(trainer, ConfigError, match):
+        trainer.step((x, y))
+    expected = MLP.loss(mlp()(x), y).item()
+    with phalanx.Trainer(
+        mlp(), MLP.loss, sgd, weight=lambda pair: (pair[1] != -100).sum(), **options
+    ) as trainer:
+        assert trainer.step((x, y)).loss == pytest.approx(expected)
+
+
+def test_batches_without_labels_are_predicted_and_not_evaluated() -> None:
+    def forward(net: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+        scores = net(batch["x"])
+        return (MLP.loss(scores, batch["labels"]) if "labels" in batch else None), scores
+
+    batch = {"x": vector_batch(8)[0]}
+    with phalanx.Trainer(
+        mlp(), None, sgd, forward=forward, weight=lambda batch: len(batch["labels"]), replicas=2
+    ) as trainer:
+        with pytest.raises(KeyError, match="labels") as caught:
+            trainer.evaluate([batch])
+        assert "`predict()` asks for no weights" in caught.value.__notes__[0]
+        assert torch.allclose(trainer.predict([batch]), mlp().eval()(batch["x"]))
+
+
+def test_outputs_of_different_lengths_are_not_joined() -> None:
+    batches = [torch.ones(4, length) for length in (3, 5)]
+    trainer = phalanx.Trainer(nn.PReLU(), MLP.loss, sgd, replicas=1)
+    match = r"but microbatches returned \(4, 3\), \(4, 5\)"
+    with trainer, pytest.raises(ConfigError, match=match):
+        trainer.predict(batches)
 
 
 def test_an_input_of_another_batch_size_is_named() -> None:

@@ -145,6 +145,7 @@ class Merging:
     ) -> None:
         self._dim = dim
         self._noun = noun
+        self._plural = noun + ("es" if noun.endswith("ch") else "s")
         self._advised = way_out
         self._rules: dict[str, Merge] = {}
         self._optional: set[str] = set()
@@ -253,7 +254,7 @@ class Merging:
             told = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
             raise ConfigError(
                 f"Output {named(path)} of `module` must have shapes that {rule._text()!r} can "
-                f"merge, but {self._noun}s returned {told}. {self._way_out(path, 'per_replica')}"
+                f"merge, but {self._plural} returned {told}. {self._way_out(path, 'per_replica')}"
             )
 
     def _refuse_values(self, path: str, rule: Merge | None, leaves: list[Any]) -> None:

@@ -327,7 +327,8 @@ def _refuse_checkpointing(num_preserved: int) -> None:
                 "in a replica, but does: the second forward would draw other numbers and the "
                 "gradient would be wrong. Call checkpoint(…, use_reentrant=False, "
                 "context_fn=phalanx.preserve_rng), or move the dropout out of the checkpointed "
-                "part. A model of Hugging Face takes both by gradient_checkpointing_enable("
-                "{'use_reentrant': False, 'context_fn': phalanx.preserve_rng})."
+                "part. A model of Hugging Face takes both by activation_checkpointing_enable("
+                "{'use_reentrant': False, 'context_fn': phalanx.preserve_rng}), before "
+                "transformers 5.24 by gradient_checkpointing_enable(…)."
             )
         frame = frame.f_back  # type: ignore[assignment]

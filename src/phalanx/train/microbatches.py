@@ -102,7 +102,11 @@ class Splitter:
             return [float(size) for size in sizes]
         weights = []
         for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-            weights.append(_read_weight(self.weight(part), index) if size else 0.0)
+            try:
+                weights.append(_read_weight(self.weight(part), index) if size else 0.0)
+            except (KeyError, AttributeError) as error:  # it lacks labels, most likely
+                error.add_note("`weight` raised it. `predict()` asks for no weights.")
+                raise
         if not any(weights):
             raise ConfigError(
                 "`weight` must be above 0 for at least one microbatch, but is 0 for all. Leave "

@@ -71,9 +71,10 @@ class Objective:
         loss, outputs, targets = self._run(context, rng, call, buffers, trains=trains)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            name, what = ("forward", "loss") if self.is_forward else ("loss", "tensor")
+            way_out = "Return its `loss`." if hasattr(loss, "loss") else "Take its mean."
             raise ConfigError(
-                f"`loss` must return a tensor of one element, but returned {shown!r}. Take its "
-                "mean."
+                f"`{name}` must return a {what} of one element, but returned {shown!r}. {way_out}"
             )
         if loss.is_complex():
             raise ConfigError(
@@ -176,10 +177,12 @@ class TrainTask:
         rng = context.drawing(kept=[self.objective])
         loss, result = self.objective.compute(context, rng, self.keep_outputs, trains=True)
         if not math.isfinite(result.loss):
+            empty = " A mean over no targets is nan, too: `weight=` of 0 leaves such data out."
             raise ConfigError(
                 f"`loss` must be finite, but is {result.loss!r} in microbatch {context.index}; "
                 "the step was refused and nothing has changed. Lower the learning rate, clip "
                 "gradients by `clip_norm`, or look at this microbatch's data."
+                + (empty if math.isnan(result.loss) else "")
             )
         if not loss.requires_grad:
             raise ConfigError(
