@@ -22,6 +22,7 @@ from phalanx.types import Nested
 __all__ = ["Merge", "Merging", "join"]
 
 _KINDS = ("cat", "stack", "mean", "sum", "first", "per_replica")
+_SHOWN = 8  # shapes in an error; of more, each once
 _WRITTEN = re.compile(r"\s*(\w+)\s*(?:\(\s*(-?\d+)?\s*\))?\s*")
 
 
@@ -251,7 +252,8 @@ class Merging:
             else:
                 shapes.append([-1])  # a dim that one of them has not fits nothing
         if any(shape != shapes[0] for shape in shapes):
-            told = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+            found = [str(tuple(leaf.shape)) for leaf in leaves]
+            told = ", ".join(found if len(found) <= _SHOWN else dict.fromkeys(found))
             raise ConfigError(
                 f"Output {named(path)} of `module` must have shapes that {rule._text()!r} can "
                 f"merge, but {self._plural} returned {told}. {self._way_out(path, 'per_replica')}"
