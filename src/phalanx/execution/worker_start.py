@@ -72,6 +72,7 @@ def start_worker(connection: Connection, dump: Connection) -> StartedProcess:
         started = subprocess.Popen(
             [sys.executable, *options, "-c", _MAIN, *words],
             stdin=subprocess.DEVNULL,
+            cwd=os.getcwd(),  # an error here if it is gone; torch would end the worker without one
             pass_fds=descriptors,
         )
     finally:
