@@ -12,7 +12,7 @@ from tests.meta.house import (
     profiled,
     questions_of_kind,
 )
-from tests.meta.source import Module
+from tests.meta.source import Module, read_house
 
 PLANTED = [
     Module("execution/contract.py", "class Executor: ...\nclass Job: ..."),
@@ -26,6 +26,11 @@ PLANTED = [
 def test_names_that_stand_twice_are_counted() -> None:
     assert doubled(class_names(PLANTED)) == {"Job": 2}
     assert doubled(file_names(PLANTED)) == {"threads.py": 2}
+
+
+def test_no_class_and_no_file_of_the_package_has_anothers_name() -> None:
+    assert doubled(class_names(read_house())) == {}
+    assert doubled(file_names(read_house())) == {}
 
 
 def test_questions_of_an_executors_kind_are_found_outside_its_room() -> None:

@@ -1,7 +1,7 @@
 """Predictions: from steps that were measured in small formations to those of any size."""
 
+from phalanx.forecast.availability import share_left_by_restarts, share_left_by_substitutes
 from phalanx.forecast.costs import FORMATIONS, FormationCosts, StepCosts, read_costs
-from phalanx.forecast.failures import share_left_by_restarts, share_left_by_substitutes
 from phalanx.forecast.prediction import Cluster, Faults, Prediction, predict, predict_all
 from phalanx.forecast.simulation import makespan_s, work_of_workers_s
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.errors import ConfigError
+from phalanx.forecast.availability import share_left_by_restarts, share_left_by_substitutes
 from phalanx.forecast.costs import FORMATIONS, FormationCosts, FormationKind, StepCosts
-from phalanx.forecast.failures import share_left_by_restarts, share_left_by_substitutes
 from phalanx.forecast.simulation import makespan_s, work_of_workers_s
 from phalanx.plan import equal_sizes
 
@@ -158,7 +158,9 @@ def predict(
             raise ConfigError(f"`{name}` must be from 1 to {_MOST_WORKERS}, but is {count!r}.")
     if FORMATIONS[formation].is_on_one_host and workers > cluster.workers_per_host:
         return None
-    step = _Step(costs, formation, workers, cluster, faults or Faults(), microbatches, seed)
+    step = _SimulatedStep(
+        costs, formation, workers, cluster, faults or Faults(), microbatches, seed
+    )
     parts_s = step.parts_s()
     step_s = sum(parts_s.values())
     share_left = step.share_left(step_s)
@@ -203,7 +205,7 @@ def predict_all(
 
 
 @dataclass(frozen=True)
-class _Step:
+class _SimulatedStep:
     """One step of one formation."""
 
     costs: StepCosts
