@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
-from phalanx.distributed.elastic_membership import RankMembership
+from phalanx.distributed.elastic_membership import RankMembership, Report
 from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
 from phalanx.ipc import wait_until
 from tests.conformance.test_executors_same_bits import (
@@ -267,6 +268,30 @@ def test_one_of_another_host_that_never_showed_life_is_lost_too() -> None:
         assert wait_until(lambda: membership._is_gone(2), DEADLINE_S)
     finally:
         membership.leave()
+
+
+def test_who_was_let_in_since_the_last_beat_is_no_newcomer() -> None:
+    """Such a one made the ranks form another group, in which a rank that stops goes unnoticed."""
+    has_read, goes_on = threading.Event(), threading.Event()
+
+    class SlowBeat(HashStore):
+        def get(self, key: str) -> bytes:
+            found: bytes = super().get(key)
+            if key == "waiting/1" and threading.current_thread() is not threading.main_thread():
+                has_read.set()
+                assert goes_on.wait(DEADLINE_S)
+            return found
+
+    store = SlowBeat()
+    store.set("waiting/1", "{}")
+    membership = RankMembership(store, 0, 1, timeout_s=DEADLINE_S, lost_after_s=DEADLINE_S)
+    try:
+        assert has_read.wait(DEADLINE_S)
+        membership.next_epoch(Report(done=None, admits=False, about={}))
+    finally:
+        goes_on.set()
+        membership.leave()  # after the beat
+    assert not membership.newcomers_wait
 
 
 def unpackable(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:

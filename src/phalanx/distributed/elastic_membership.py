@@ -177,14 +177,12 @@ class RankMembership:
     Attributes:
         number: Ours; no other process of the run ever has it.
         epoch: The number of the last epoch.
-        newcomers_wait: Whether others want to come in.
     """
 
     def __init__(
         self, store: Store, rank: int, size: int, *, timeout_s: float, lost_after_s: float
     ) -> None:
         self.epoch = 0
-        self.newcomers_wait = False
         self._store = store
         self._size = size
         self._timeout_s = timeout_s
@@ -193,6 +191,7 @@ class RankMembership:
         self._members: Sequence[int] = ()
         self._cards: dict[int, _Card] = {}
         self._gone: set[int] = set()
+        self._wanting: frozenset[int] = frozenset()  # as the last beat has found
         self._beats: dict[int, tuple[bytes, float]] = {}
         self.number = store.add("count", 1)
         card = _Card(rank, self._host, *ProcessIdentity.current())
@@ -216,6 +215,11 @@ class RankMembership:
         with contextlib.suppress(RuntimeError):  # the store is gone, and everybody with it
             self._store.set(f"left/{self.number}", _FINISHED if finished else _LOST)
             self.wait_no_longer()
+
+    @property
+    def newcomers_wait(self) -> bool:
+        """Whether others want to come in; who was let in since the last beat does not count."""
+        return not self._wanting <= {*self._members, *self._gone}
 
     def process_of(self, number: int) -> tuple[int, int]:
         """Return the place that the launcher gave a process, and its process number."""
@@ -417,10 +421,7 @@ class RankMembership:
                 come = [number for number in numbers if self._store.check([f"card/{number}"])]
                 if any(self._card(number).host != self._host for number in come):
                     self._store.set(f"beat/{self.number}", str(beats))
-                known = {*self._members, *self._gone}
-                self.newcomers_wait = any(
-                    number not in known and self._wants(number) for number in come
-                )
+                self._wanting = frozenset(number for number in come if self._wants(number))
             except RuntimeError:
                 return  # the store is gone: who needs it next says so
             if self._ended.wait(_BEAT_S):
