@@ -116,8 +116,9 @@ def resolve_device(device: Device, name: str = "devices") -> torch.device:
         return torch.device("cpu")
     count, index = num_devices(found.type), found.index or 0
     if not 0 <= index < count:
+        way_out = f"Give '{found.type}:{count - 1}' or a lower one." if count else "Give 'cpu'."
         raise ConfigError(
             f"`{name}` must exist on this machine, but {str(device)!r} does not: it has {count} "
-            f"device(s) of kind {found.type!r}. Give 'cpu'."
+            f"device(s) of kind {found.type!r}. {way_out}"
         )
     return torch.device(found.type, index)

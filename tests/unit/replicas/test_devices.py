@@ -59,7 +59,9 @@ def test_a_name_stands_for_a_device_with_its_index(name: Any, found: torch.devic
 @pytest.mark.parametrize("name", ["cuda:2", "cuda:7"])
 def test_a_device_that_is_not_there_is_refused_with_how_many_there_are(name: str) -> None:
     match = f"`devices` must exist on this machine, but '{name}' does not: it has 2 device(s) of "
-    with pytest.raises(ConfigError, match=re.escape(match) + "kind 'cuda'. Give 'cpu'"):
+    with pytest.raises(
+        ConfigError, match=re.escape(match) + "kind 'cuda'. Give 'cuda:1' or a lower one."
+    ):
         resolve_device(name)
 
 
