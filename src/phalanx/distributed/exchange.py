@@ -1,10 +1,20 @@
-"""Exchange between the ranks of one group, beside a user's own collectives."""
+"""Exchange between the ranks of one group, beside a user's own collectives.
+
+# Note [Lent tensors]
+A thread of gloo's lets go of an operation's tensors a moment after the operation has ended, and
+takes Python's lock for it. Once Python has begun to end, that thread is ended instead, and takes
+the process with it: "terminate called without an active exception", after all the work was done.
+Destroying the group would wait for its threads; but torch keeps every group that is there when
+`torch.distributed.nn.functional` is first imported, which the first optimizer does. So a
+backend is given aliases that nobody else has, and an exchange ends when those are gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,11 +22,13 @@ from torch import Tensor
 
 from phalanx.distributed.described import DescribedGroup
 from phalanx.errors import ConfigError, PeerError, PeerLost, StateError
+from phalanx.ipc import wait_until
 
 __all__ = ["Exchange", "num_ranks_here"]
 
 _LENGTH = 8  # bytes that a document's length takes
 _ABOUT = 24  # and those of what it is about
+_LET_GO_S = 0.2  # a thread that is about to do it needs none; a failed operation may keep them
 
 
 class Exchange:
@@ -44,6 +56,8 @@ class Exchange:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._device = _device_of_documents()
+        self._lent: list[weakref.ref[Tensor]] = []
+        weakref.finalize(self, _await_return, self._lent)
 
     @property
     def device_types(self) -> frozenset[str]:
@@ -106,16 +120,26 @@ class Exchange:
     # --- by whom it is carried --------------------------------------------------------------------
 
     def _all_gather(self, found: list[Tensor], own: Tensor) -> None:
+        *found, own = self._lend([*found, own])
         dist.all_gather(found, own)
 
     def _all_to_all(
         self, received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int]
     ) -> None:
+        received, sent = self._lend([received, sent])
         dist.all_to_all_single(received, sent, sizes, sent_sizes)
 
     def _broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
+        (tensor,) = self._lend([tensor])
         work: dist.Work | None = dist.broadcast(tensor, owner, async_op=True)
         return work
+
+    def _lend(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Return aliases for a backend. See Note [Lent tensors]."""
+        self._lent[:] = [each for each in self._lent if each() is not None]
+        aliases = [each.detach() for each in tensors]
+        self._lent += map(weakref.ref, aliases)
+        return aliases
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
@@ -130,6 +154,11 @@ class Exchange:
                 "model may be in the middle of a step: start the job again from its last "
                 "checkpoint."
             ) from error
+
+
+def _await_return(lent: Sequence[weakref.ref[Tensor]]) -> None:
+    """Wait until the backend has let go of what it was lent. See Note [Lent tensors]."""
+    wait_until(lambda: all(each() is None for each in lent), _LET_GO_S)
 
 
 def num_ranks_here() -> int:
