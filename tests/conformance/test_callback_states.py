@@ -180,6 +180,7 @@ class Odd(Mean):
     ("state", "match"),
     [
         ({"x": object()}, "must hold plain values, but object"),
+        ({"x": {(1, 2): 0.5}}, r"keys are numbers or strings, but \(1, 2\) is a tuple"),
         ([1], "must return a mapping of names"),
         ({1: 2}, "must return a mapping of names"),
     ],

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import phalanx
 from phalanx.errors import CheckpointError
@@ -351,6 +351,23 @@ def masked() -> DataLoader[Any]:
     return DataLoader(data_of(13), batch_size=4, shuffle=True, collate_fn=Masking())
 
 
+class Noisy(TensorDataset):
+    """Draws from a generator of its own."""
+
+    def __init__(self, seed: int, rows: int) -> None:
+        super().__init__(*data_of(rows).tensors)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, targets = super().__getitem__(index)
+        return inputs + torch.randn(5, generator=self.generator), targets
+
+
+def noisy_parts() -> DataLoader[Any]:
+    data = Subset(ConcatDataset([Noisy(5, 9), Noisy(6, 7)]), [*range(2, 15)])
+    return DataLoader(data, batch_size=4, shuffle=True, collate_fn=Masking())
+
+
 def with_persistent_workers() -> DataLoader[Any]:
     return DataLoader(
         data_of(13), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True
@@ -362,7 +379,7 @@ def data_of(rows: int) -> TensorDataset:
     return TensorDataset(torch.randn(rows, 5, generator=draw), torch.randn(rows, 3, generator=draw))
 
 
-@pytest.mark.parametrize("make", [masked, with_persistent_workers])
+@pytest.mark.parametrize("make", [masked, noisy_parts, with_persistent_workers])
 @pytest.mark.parametrize("goes_on", ["with another loader", "with this one"])
 @pytest.mark.parametrize("stops_at", [2, 4, 6])  # within an epoch, at its end, within the second
 def test_what_a_loader_draws_goes_on_where_it_was_left(

@@ -63,8 +63,12 @@ class BestCheckpoint:
 
     @property
     def best(self) -> Path | None:
-        """The folder of the best epoch so far."""
-        return self.folder / self._kept[0][1] if self._kept else None
+        """The folder of the best epoch whose checkpoint is there; None for none.
+
+        Training that goes on from a checkpoint knows of the folders that were kept then, of which
+        some may have been removed since.
+        """
+        return next((folder for folder in self.kept if folder.is_dir()), None)
 
     @property
     def kept(self) -> dict[Path, float]:

@@ -79,7 +79,8 @@ class History:
     """A callback that keeps the curve of a training, its epochs, and its last steps in full.
 
     Attributes:
-        losses: The loss of each step since the run began; step s is at index s - 1.
+        losses: The loss of each step since it was first called; that of step s is at index s - 1
+            where that was at the run's beginning.
         epochs: The finished epochs.
         last_steps: The last few events, with their spans.
         totals: Sums over this process.

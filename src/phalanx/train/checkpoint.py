@@ -302,7 +302,7 @@ def pack_state(state: object) -> Any:
     ):
         return {"tensor": [_dtype_name(state), list(state.shape), state.flatten().tolist()]}
     if isinstance(state, Mapping):
-        return {"pairs": [[pack_state(k), pack_state(v)] for k, v in state.items()]}
+        return {"pairs": [[_packed_key(k), pack_state(v)] for k, v in state.items()]}
     if isinstance(state, (list, tuple)):
         return [pack_state(value) for value in state]
     if state is None or isinstance(state, (bool, int, float, str)):
@@ -311,6 +311,16 @@ def pack_state(state: object) -> Any:
         f"A checkpoint must hold plain values, but {type(state).__name__} {state!r:.80} is none. "
         "Use a scheduler, an optimizer and callbacks whose state is numbers, strings, lists, dicts "
         "and small tensors."
+    )
+
+
+def _packed_key(key: object) -> bool | int | float | str | None:
+    if key is None or isinstance(key, (bool, int, float, str)):
+        return key
+    raise CheckpointError(
+        f"A checkpoint must hold mappings whose keys are numbers or strings, but {key!r:.80} is a "
+        f"{type(key).__name__}. Let the state of the callback, scheduler or optimizer hold a list "
+        "of pairs."
     )
 
 

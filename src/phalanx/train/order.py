@@ -8,6 +8,7 @@ iterated anew and the batches that were done already are passed over.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -111,19 +112,21 @@ class EpochOrder:
             CheckpointError: The loader's generators are of another kind; nothing has changed then.
         """
         own = _generators_of(loader)
+        lacks_some = len(own.keys() & _by_path(self.loader, own).keys()) < len(self.loader)
         if isinstance(loader, DataLoader) and (
-            not own.keys() >= self.loader.keys() or (self.had_workers and not has_workers(loader))
+            lacks_some or (self.had_workers and not has_workers(loader))
         ):
             here = ProcessStates.capture()
             next(iter(loader), None)
             here.restore()
             own = _generators_of(loader)
-        for name in own.keys() & self.loader.keys():
-            _check_fits(name, self.loader[name], own[name])
+        stored = _by_path(self.loader, own)
+        for name in own.keys() & stored.keys():
+            _check_fits(name, stored[name], own[name])
         self.start.restore()
         for name, generator in own.items():
-            if name in self.loader:
-                generator.set_state(self.loader[name])
+            if name in stored:
+                generator.set_state(stored[name])
             else:
                 generator.manual_seed(generator.initial_seed())
         if isinstance(loader, DataLoader) and has_workers(loader) and not self.had_workers:
@@ -311,16 +314,44 @@ def _check_fits(name: str, state: Tensor, generator: torch.Generator) -> None:
 
 
 def _generators_of(loader: object) -> dict[str, torch.Generator]:
-    """Return the generators of a loader and of its parts, each once, by a name for each."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (
-        loader,
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        getattr(loader, "collate_fn", None),
-        getattr(loader, "dataset", None),
-    )
-    each = [getattr(owner, "generator", None) for owner in owners]
-    found = dict.fromkeys(one for one in each if isinstance(one, torch.Generator))
-    return {f"loader.{place}": generator for place, generator in enumerate(found)}
+    """Return the generators of a loader and of its parts, each once, by the path to its owner."""
+    found: dict[str, torch.Generator] = {}
+    for path, owner in _parts_of(loader):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and all(
+            generator is not each for each in found.values()
+        ):
+            found[path] = generator
+    return found
+
+
+def _parts_of(loader: object) -> Iterator[tuple[str, object]]:
+    """Return what may decide the order or the content of batches, by its path from the loader."""
+    yield "loader", loader
+    for path in ("sampler", "batch_sampler", "batch_sampler.sampler", "collate_fn"):
+        owner: object = loader
+        for name in path.split("."):
+            owner = getattr(owner, name, None)
+        yield f"loader.{path}", owner
+    # What holds other data sets, as `random_split`, `Subset` and `ConcatDataset` do.
+    waiting = [("loader.dataset", getattr(loader, "dataset", None))]
+    seen: set[int] = set()
+    while waiting:
+        path, owner = waiting.pop()
+        if owner is None or id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        yield path, owner
+        waiting.append((f"{path}.dataset", getattr(owner, "dataset", None)))
+        inner = getattr(owner, "datasets", None)
+        if isinstance(inner, (list, tuple)):
+            waiting += [(f"{path}.datasets.{i}", each) for i, each in enumerate(inner)]
+
+
+def _by_path(
+    stored: Mapping[str, Tensor], own: Mapping[str, torch.Generator]
+) -> Mapping[str, Tensor]:
+    """Return states by the path of their owner; older checkpoints number those that there are."""
+    if not all(re.fullmatch(r"loader\.\d+", name) for name in stored):
+        return stored
+    return dict(zip(own, stored.values(), strict=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 
@@ -141,7 +142,7 @@ def test_nothing_of_the_users_is_removed(tmp_path):
     (tmp_path / "elsewhere" / "model.safetensors").write_text("mine")
     for path in (tmp_path / "step-00000020").iterdir():
         path.unlink()
-    (tmp_path / "step-00000020").rmdir()
+    shutil.rmtree(tmp_path / "step-00000020")
     (tmp_path / "step-00000020").symlink_to(tmp_path / "elsewhere")
     with pytest.warns(UserWarning, match="among the best no more, but stays"):
         best(epoch_done(2, validation={"loss": 1.0}))
@@ -161,6 +162,14 @@ def test_all_ranks_save_and_the_first_removes(tmp_path):
     attached(best, is_first_rank=False)
     play(best, [3.0, 2.0])
     assert names_in(tmp_path) == ["step-00000010", "step-00000020"]
+
+
+def test_the_best_is_one_that_is_still_there(tmp_path):
+    older = BestCheckpoint(tmp_path, keep=2)
+    attached(older)
+    play(older, [3.0, 2.0])
+    shutil.rmtree(tmp_path / "step-00000020")
+    assert older.best == tmp_path / "step-00000010"
 
 
 def test_an_epoch_that_could_not_be_saved_is_not_among_the_best(tmp_path):
