@@ -8,11 +8,11 @@ the module, the loss and `forward` is looked through for what it reads; plain va
 workers when they start, and again when they have changed; those of installed packages only when
 they start.
 
-Followed are numbers, texts and the like, small tensors and arrays, containers, namespaces,
-dataclasses and plain objects of them, and functions and classes that can be imported. A plain
-object is one that pickle takes by its attributes alone. Left alone is what the code itself assigns
-(a counter, a cache that is filled once), which is each process's own, and whatever belongs to
-torch, NumPy, Python's library or this package.
+Followed are numbers, texts, paths and the like, small tensors and arrays, functions and classes,
+containers, namespaces, dataclasses and plain objects of them. A plain object is one that pickle
+takes by its attributes alone. Left alone is what the code itself assigns (a counter, a cache that
+is filled once), which is each process's own, and whatever belongs to torch, NumPy, Python's library
+or this package.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import argparse
 import collections
 import copy
 import dataclasses
+import datetime
 import dis
 import enum
 import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 # (module, qualified name of the class or function or "", name of the variable) -> the value,
-# pickled.
+# pickled, or nothing where there is none any more.
 PackedGlobals = Mapping[tuple[str, str, str], bytes]
 # (module, qualified name of a class or function, or "" for the module's globals).
 _Home = tuple[str, str]
@@ -62,6 +63,7 @@ _MOST_TENSOR_BYTES = 1 << 16
 _SCALARS = (
     *(bool, int, float, complex, str, bytes, type(None)),
     *(torch.dtype, torch.device, enum.Enum, np.generic),
+    *(PurePath, range, datetime.date, datetime.time, datetime.timedelta),
 )
 _IMPORTED = (types.FunctionType, types.BuiltinFunctionType, type)
 _SEQUENCES = (list, tuple, set, frozenset, torch.Size)
@@ -83,8 +85,14 @@ class GlobalValues:
     """
 
     def __init__(self, roots: Sequence[object], teller: CodeTeller | None = None) -> None:
+        self._roots = roots
         self._teller = teller
-        code = _Code(roots)
+        self._changed: dict[tuple[str, str, str], bytes] = {}
+        self._look_through()
+
+    def _look_through(self) -> None:
+        """Note what is read by the code as it is now."""
+        teller, code = self._teller, _Code(self._roots)
         self._followed: list[_Followed] = []
         first: dict[tuple[str, str, str], bytes] = {}
         # Thousands of names, of which no step's code changes any: looked at once.
@@ -92,22 +100,25 @@ class GlobalValues:
         for home, name in code.names():
             value = _look_up(code.homes[home], name)
             packed = _packed(value, teller)
-            if packed is not None:
-                # A worker's own import has the latter; what it was told of a script may be old.
-                if home[0] == MAIN or not _is_at_home(value, home, name):
-                    first[*home, name] = packed
-                if home[0] not in installed:
-                    self._followed.append(_Followed((*home, name), code.homes[home], value, teller))
+            # A worker's own import has the latter; what it was told of a script may be old.
+            is_told = home[0] == MAIN or not _is_at_home(value, home, name)
+            if packed is not None and is_told:
+                first[*home, name] = packed
+            if (packed is not None or value is _NOTHING) and home[0] not in installed:
+                self._followed.append(_Followed((*home, name), code.homes[home], value, teller))
         self.at_first: PackedGlobals = first
-        self._changed: dict[tuple[str, str, str], bytes] = {}
 
     def changes(self) -> PackedGlobals:
         """Return all that is not as it was at first; nothing most of the time."""
-        for each in self._followed:
-            if each.has_changed():
-                packed = _packed(each.value, self._teller)
-                if packed is not None:
-                    self._changed[each.key] = packed
+        changed = [each for each in self._followed if each.has_changed()]
+        for each in changed:
+            packed = _ABSENT if each.value is _NOTHING else _packed(each.value, self._teller)
+            if packed is not None:
+                self._changed[each.key] = packed
+        if any(isinstance(each.value, _IMPORTED) for each in changed):
+            before = self.at_first
+            self._look_through()  # other code may read other variables
+            self._changed |= {k: v for k, v in self.at_first.items() if before.get(k) != v}
         return dict(self._changed)
 
 
@@ -118,15 +129,15 @@ def adopt_globals(values: PackedGlobals, roots: Sequence[object]) -> None:
     homes = _Code(roots).homes
     for (module, qualified, name), packed in values.items():
         home = homes.get((module, qualified))
-        if home is None or _packed(_look_up(home, name)) == packed:
-            continue
-        if not isinstance(home, dict):
-            setattr(home, name, load(packed))
-        else:
-            home[name] = load(packed)
+        if home is not None and _packed(_look_up(home, name)) != packed:
+            _put(home, name, packed)
+    unknown = {key: packed for key, packed in values.items() if key[:2] not in homes}
+    if len(unknown) < len(values):  # code that has come just now may read them
+        adopt_globals(unknown, roots)
 
 
 _NOTHING = object()
+_ABSENT = b""
 
 
 class _Followed:
@@ -179,6 +190,18 @@ def _look_up(home: Any, name: str) -> Any:
     return (vars(home) if isinstance(home, type) else home).get(name, _NOTHING)
 
 
+def _put(home: Any, name: str, packed: bytes) -> None:
+    if packed == _ABSENT:
+        if isinstance(home, dict):
+            home.pop(name, None)
+        elif name in vars(home):
+            delattr(home, name)
+    elif isinstance(home, dict):
+        home[name] = load(packed)
+    else:
+        setattr(home, name, load(packed))
+
+
 def _packed(value: Any, teller: CodeTeller | None = None) -> bytes | None:
     """Pickle a value that can be followed; None for others."""
     return _pickled(value, teller) if can_be_followed(value) else None
@@ -195,8 +218,6 @@ def can_be_followed(value: Any) -> bool:
     """Tell whether ``value`` is plain and small, or a function or class."""
     if isinstance(value, Tensor):
         return is_plain(value) and value.nbytes <= _MOST_TENSOR_BYTES
-    if isinstance(value, _IMPORTED):
-        return True
     return _is_plain(value, _members_of_any)
 
 
@@ -205,7 +226,7 @@ def _is_plain(value: Any, members_of: Callable[[Any], Sequence[Any] | None]) -> 
     waiting, num_seen = [(value, _MOST_DEPTH)], 0
     while waiting:
         each, depth = waiting.pop()
-        if isinstance(each, _SCALARS):
+        if isinstance(each, (*_SCALARS, *_IMPORTED)):
             continue
         members = members_of(each)
         if members is None or (members and depth == 0) or len(members) > _MOST_MEMBERS:
@@ -360,10 +381,16 @@ class _Code:
                 self._waiting.append(value)
 
     def _visit_class(self, kind: type) -> None:
-        for each in kind.__mro__:
-            if is_foreign(each.__module__) or issubclass(each, enum.Enum):
-                continue
+        own = [
+            each
+            for each in kind.__mro__
+            if not is_foreign(each.__module__) and not issubclass(each, enum.Enum)
+        ]
+        for each in own:
             home = self._home(each.__module__, each.__qualname__, each)
+            # Those of its bases may be set in it later.
+            inherited = {name for base in own if base is not each for name in vars(base)}
+            self._names[home] |= dict.fromkeys(name for name in inherited if name[:1] != "_")
             for name, value in vars(each).items():
                 if name.startswith("__") and name.endswith("__"):
                     if isinstance(value, types.FunctionType):

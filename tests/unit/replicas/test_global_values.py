@@ -75,7 +75,10 @@ def model(monkeypatch) -> Any:
 
 
 def values_of(packed: Any) -> dict[str, Any]:
-    return {f"{m}.{c}.{n}" if c else f"{m}.{n}": load(v) for (m, c, n), v in packed.items()}
+    return {
+        f"{m}.{c}.{n}" if c else f"{m}.{n}": load(v) if v else "gone"
+        for (m, c, n), v in packed.items()
+    }
 
 
 def test_what_the_code_reads_is_found_and_what_it_assigns_is_left_alone(model):
@@ -236,7 +239,8 @@ def test_a_variable_may_become_anything_or_go(objects):
     objects.plain, objects.number = np.ones(2), iter([])
     del objects.held
     changed = values_of(values.changes())
-    assert list(changed) == ["own_objects.plain"]
+    assert changed.keys() == {"own_objects.plain", "own_objects.held"}
+    assert changed["own_objects.held"] == "gone"
     assert changed["own_objects.plain"].tolist() == [1.0, 1.0]
 
 
