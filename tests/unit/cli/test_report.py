@@ -108,6 +108,12 @@ def test_the_final_values_are_those_of_the_records():
     }
 
 
+def test_the_best_epoch_is_named_by_its_own_number():
+    late = [epoch_done(epoch, validation={"loss": loss}) for epoch, loss in ((5, 3), (6, 1), (7, 2))]
+    found = final_values(run_of([*records(2), *map(record_of, late)]))
+    assert found["best validation loss"] == "1.0000 (epoch 7)"
+
+
 def test_losses_are_compared_bit_by_bit():
     one, other = records(9), records(9)
     assert compare_losses(run_of(one), run_of(other)) == "the same bits in all 9 steps"

@@ -34,7 +34,8 @@ def final_values(run: RecordedRun) -> dict[str, str]:
     validation = run.means("validation", "loss")
     if np.isfinite(validation).any():
         best = int(np.nanargmin(validation))
-        found["best validation loss"] = f"{validation[best]:.4f} (epoch {best + 1})"
+        epoch = run.epochs[best]["epoch"] + 1  # a file may begin after `--resume`
+        found["best validation loss"] = f"{validation[best]:.4f} (epoch {epoch})"
     whole = np.isfinite(seconds) & np.isfinite(samples)
     total_s = float(seconds[whole].sum())
     found["seconds in steps"] = f"{total_s:,.1f}"
