@@ -47,7 +47,7 @@ from phalanx.cli.options import (
     untrusted,
 )
 from phalanx.cli.recipes import begin_anew, decay_linearly
-from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
+from phalanx.cli.run_folder import RunFolder, name_run, read_metrics, refuse_existing
 from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
@@ -375,9 +375,24 @@ class Session:
                 f"`--epochs` must be more than the {done} that the run in {self.folder.path} has "
                 f"finished, but is {self.options.epochs}. Give --epochs {2 * done}."
             )
+        begun = self._count_begun_epochs()
+        if begun > self.options.epochs:  # else its weights would be written as those of the end
+            raise ConfigError(
+                f"`--epochs` must be at least the {begun} that the run in {self.folder.path} has "
+                f"begun, but is {self.options.epochs}. Give --epochs {begun}."
+            )
         self.history.restore(
             self.folder.rewind_metrics(steps=self.trainer.steps, epochs=self.trainer.epochs)
         )
+
+    def _count_begun_epochs(self) -> int:
+        finished = self.trainer.epochs
+        last_steps = [
+            record["last_step"]
+            for record in read_metrics(self.folder.metrics_path)
+            if record["kind"] == "epoch" and record["epoch"] < finished
+        ]
+        return finished + (self.trainer.steps > max(last_steps, default=0))
 
     def _write_metrics(self) -> None:
         records, self._unwritten = self._unwritten, []

@@ -433,6 +433,18 @@ def test_a_finished_run_says_how_to_go_on(phalanx):
     assert "`--epochs` must be more than the 1 that the run in run has finished" in err
 
 
+def test_a_run_cannot_end_before_an_epoch_that_it_is_in(phalanx):
+    Path("signal").write_text(str(int(signal.SIGINT)))  # in the middle of epoch 2
+    words = ("--model", "own_code:Interrupted", "--microbatches", 3, "--batch-size", 64)
+    code, out, _ = phalanx("train", *words, "--epochs", 3, "--replicas", 1, "--out", "run")
+    assert (code, "in epoch 2 of 3" in out) == (130, True)
+    before = files_in("run")
+    code, _, err = phalanx("train", "--resume", "run", *words[:2], "--epochs", 1)
+    assert code == 2
+    assert "`--epochs` must be at least the 2 that the run in run has begun, but is 1" in err
+    assert files_in("run") == before  # no weights of an epoch's middle as those of a finished run
+
+
 def test_a_run_that_shall_outlive_its_terminal_does():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
