@@ -13,6 +13,7 @@ from phalanx.cli.data import open_data
 from phalanx.errors import ConfigError
 
 SOURCE = """
+import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -46,6 +47,18 @@ triple = (tensors, tensors, tensors)
 nested = Batches
 nested.inner = tensors
 
+class OfBits(Own):
+    num_classes = numpy.int64(3)
+
+class OfFlag(Own):
+    num_classes = True
+
+class OfOne(Own):
+    num_classes = 1
+
+class OfHalves(Own):
+    num_classes = 2.5
+
 def make_pair(): return Own, tensors
 def make_dataset(): return tensors
 def needs_argument(folder): return tensors
@@ -70,6 +83,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("tensors", [2, 2, 1], False, (2,), None),
         ("named", [2, 2, 1], False, (2,), 3),
         ("Own", [2, 2, 1], False, (2,), 3),
+        ("OfBits", [2, 2, 1], False, (2,), 3),
         ("stream", [2, 2, 1], False, None, None),
         ("loader", [4, 1], False, (2,), 3),
         ("batch_list", [2, 3], False, None, None),
@@ -130,6 +144,9 @@ def test_a_test_set_is_read_in_order_and_leaves_the_default_generator_alone() ->
         ("own_data:triple", "must be a Dataset, .* but is a tuple"),
         ("own_data:rows", "must be a Dataset, .* but is a Tensor"),
         ("own_data:iterator", "once per epoch, but is a list_iterator, which runs out"),
+        ("own_data:OfFlag", "`num_classes` of .* must be an int of at least 2, but is True"),
+        ("own_data:OfOne", "`num_classes` of .* must be an int of at least 2, but is 1"),
+        ("own_data:OfHalves", r"`num_classes` of .* must be an int of at least 2, but is 2\.5"),
         ("own data:x", "must be of the form `module:attribute`"),
         ("own_data:x:y", "must be of the form `module:attribute`"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def open_custom(spec: str, *, batch_size: int, seed: int) -> Data:
     attribute ``num_classes`` or the length of ``classes``; a loader is not touched to find out.
 
     Raises:
-        ConfigError: There is no such attribute, or it is none of these.
+        ConfigError: There is no such attribute, it is none of these, or its `num_classes` is no
+            int of at least 2.
     """
     check_batch_size(batch_size)
     found = _resolve(import_attribute(spec), spec)
@@ -45,7 +47,7 @@ def open_custom(spec: str, *, batch_size: int, seed: int) -> Data:
         if test is None
         else _open_loader(test, spec, batch_size=batch_size, seed=seed, shuffle=False),
         input_shape=_input_shape(source),
-        num_classes=_num_classes(source),
+        num_classes=_num_classes(source, spec),
         description=f"{spec}: {type(source).__name__}",
     )
 
@@ -92,9 +94,15 @@ def _input_shape(source: Any) -> tuple[int, ...] | None:
     return tuple(first.shape) if isinstance(first, Tensor) else None
 
 
-def _num_classes(source: Any) -> int | None:
+def _num_classes(source: Any, spec: str) -> int | None:
     num_classes = getattr(source, "num_classes", None)
-    if isinstance(num_classes, int):
-        return num_classes
-    classes = getattr(source, "classes", None)
-    return len(classes) if isinstance(classes, list | tuple | dict) else None
+    if num_classes is None:
+        classes = getattr(source, "classes", None)
+        return len(classes) if isinstance(classes, list | tuple | dict) else None
+    # Integral: numpy's, too
+    if isinstance(num_classes, bool) or not isinstance(num_classes, Integral) or num_classes < 2:
+        raise ConfigError(
+            f"`num_classes` of `{spec}` must be an int of at least 2, but is {num_classes!r:.80}. "
+            "Leave it out where there are no classes."
+        )
+    return int(num_classes)
