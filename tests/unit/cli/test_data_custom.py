@@ -47,6 +47,9 @@ triple = (tensors, tensors, tensors)
 nested = Batches
 nested.inner = tensors
 
+class Endless(Dataset):
+    def __getitem__(self, index): return rows[index % 5], labels[index % 5]
+
 class OfBits(Own):
     num_classes = numpy.int64(3)
 
@@ -59,6 +62,8 @@ class OfOne(Own):
 class OfHalves(Own):
     num_classes = 2.5
 
+empty = TensorDataset(rows[:0], labels[:0])
+untested = (tensors, empty)
 def make_pair(): return Own, tensors
 def make_dataset(): return tensors
 def needs_argument(folder): return tensors
@@ -147,6 +152,9 @@ def test_a_test_set_is_read_in_order_and_leaves_the_default_generator_alone() ->
         ("own_data:OfFlag", "`num_classes` of .* must be an int of at least 2, but is True"),
         ("own_data:OfOne", "`num_classes` of .* must be an int of at least 2, but is 1"),
         ("own_data:OfHalves", r"`num_classes` of .* must be an int of at least 2, but is 2\.5"),
+        ("own_data:Endless", "must be a Dataset with `__len__`, but Endless has none"),
+        ("own_data:empty", "^`own_data:empty` must hold at least one row, but its TensorDataset"),
+        ("own_data:untested", "^The validation set of `own_data:untested` must hold at least one"),
         ("own data:x", "must be of the form `module:attribute`"),
         ("own_data:x:y", "must be of the form `module:attribute`"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from numbers import Integral
 from typing import Any
 
@@ -30,8 +30,8 @@ def open_custom(spec: str, *, batch_size: int, seed: int) -> Data:
     attribute ``num_classes`` or the length of ``classes``; a loader is not touched to find out.
 
     Raises:
-        ConfigError: There is no such attribute, it is none of these, or its `num_classes` is no
-            int of at least 2.
+        ConfigError: There is no such attribute, it is none of these or empty, or its
+            ``num_classes`` is no int of at least 2.
     """
     check_batch_size(batch_size)
     found = _resolve(import_attribute(spec), spec)
@@ -42,10 +42,12 @@ def open_custom(spec: str, *, batch_size: int, seed: int) -> Data:
     return Data(
         name=spec,
         kind="custom",
-        train=_open_loader(train, spec, batch_size=batch_size, seed=seed, shuffle=True),
+        train=_open_loader(train, f"`{spec}`", batch_size=batch_size, seed=seed, shuffle=True),
         test=None
         if test is None
-        else _open_loader(test, spec, batch_size=batch_size, seed=seed, shuffle=False),
+        else _open_loader(
+            test, f"The validation set of `{spec}`", batch_size=batch_size, seed=seed, shuffle=False
+        ),
         input_shape=_input_shape(source),
         num_classes=_num_classes(source, spec),
         description=f"{spec}: {type(source).__name__}",
@@ -65,25 +67,42 @@ def _resolve(found: Any, spec: str) -> Any:
 
 
 def _open_loader(
-    found: Any, spec: str, *, batch_size: int, seed: int, shuffle: bool
+    found: Any, name: str, *, batch_size: int, seed: int, shuffle: bool
 ) -> Iterable[Any]:
     if isinstance(found, Dataset):
-        return DataLoader(
-            found,
-            batch_size=batch_size,
-            shuffle=shuffle and not isinstance(found, IterableDataset),
-            # Without its own generator a DataLoader draws from the global one at every epoch.
-            generator=torch.Generator().manual_seed(seed),
-        )
-    if hasattr(found, "__next__"):
+        if not isinstance(found, IterableDataset | Sized):
+            raise ConfigError(
+                f"{name} must be a Dataset with `__len__`, but {type(found).__name__} has none. "
+                "Add it: rows are drawn by their numbers."
+            )
+    elif hasattr(found, "__next__"):
         raise ConfigError(
-            f"`{spec}` must be iterable once per epoch, but is a {type(found).__name__}, which "
+            f"{name} must be iterable once per epoch, but is a {type(found).__name__}, which "
             "runs out. Name the function that makes it, wrapped in a class with `__iter__`."
         )
-    if not hasattr(found, "__iter__") or isinstance(found, str | bytes | dict | Tensor | tuple):
-        raise ConfigError(f"`{spec}` must be {_ACCEPTED}, but is a {type(found).__name__}.")
-    loader: Iterable[Any] = found
-    return loader
+    elif not hasattr(found, "__iter__") or isinstance(found, str | bytes | dict | Tensor | tuple):
+        raise ConfigError(f"{name} must be {_ACCEPTED}, but is a {type(found).__name__}.")
+    if _is_empty(found):
+        raise ConfigError(
+            f"{name} must hold at least one row, but its {type(found).__name__} is empty."
+        )
+    if not isinstance(found, Dataset):
+        loader: Iterable[Any] = found
+        return loader
+    return DataLoader(
+        found,
+        batch_size=batch_size,
+        shuffle=shuffle and not isinstance(found, IterableDataset),
+        # Without its own generator a DataLoader draws from the global one at every epoch.
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def _is_empty(found: Any) -> bool:
+    try:
+        return isinstance(found, Sized) and len(found) == 0
+    except TypeError:  # a DataLoader over an IterableDataset
+        return False
 
 
 def _input_shape(source: Any) -> tuple[int, ...] | None:
