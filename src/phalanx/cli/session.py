@@ -497,7 +497,10 @@ def _schedule_for(data: Data, epochs: int) -> Callable[[Optimizer], LRScheduler]
 
 
 def _length(loader: Iterable[Any]) -> int | None:
-    return len(loader) if isinstance(loader, Sized) else None
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # a DataLoader over an IterableDataset
+        return None
 
 
 def _count_parameters(module: nn.Module) -> int:

@@ -98,6 +98,10 @@ class Noisy(torch.utils.data.Dataset):
 class Stream:
     def __iter__(self):
         yield from [(torch.ones(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2]))] * 3
+
+class Rows(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from [(torch.ones(1, 8, 8), torch.tensor(1))] * 18
 '''
 
 
@@ -297,11 +301,12 @@ def test_text_is_trained_with_a_perplexity_and_without_an_accuracy(phalanx):
     assert "accuracy" not in metrics_of("runs/text-text-gpt-001")[-1]["train"]
 
 
-def test_a_loader_of_ones_own_may_have_no_length_and_no_test(phalanx):
-    words = ("--data", "own_code:Stream", "--model", "own_code:Net", "--replicas", 2)
-    code, out, err = phalanx("train", *words, "--epochs", 2)
+@pytest.mark.parametrize("name", ["Stream", "Rows"])
+def test_a_loader_of_ones_own_may_have_no_length_and_no_test(phalanx, name):
+    words = ("--data", f"own_code:{name}", "--model", "own_code:Net", "--replicas", 2)
+    code, out, err = phalanx("train", *words, "--epochs", 2, "--batch-size", 6)
     assert (code, err) == (0, "")
-    records = metrics_of("runs/own_code-Stream-own_code-Net-001")
+    records = metrics_of(f"runs/own_code-{name}-own_code-Net-001")
     assert [record["kind"] for record in records] == (["step"] * 3 + ["epoch"]) * 2
     assert records[-1]["validation"] is None
     assert "epoch 2/2: loss" in out
