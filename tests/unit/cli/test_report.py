@@ -109,8 +109,11 @@ def test_the_final_values_are_those_of_the_records():
 
 
 def test_the_best_epoch_is_named_by_its_own_number():
-    late = [epoch_done(epoch, validation={"loss": loss}) for epoch, loss in ((5, 3), (6, 1), (7, 2))]
-    found = final_values(run_of([*records(2), *map(record_of, late)]))
+    late = [
+        record_of(epoch_done(epoch, validation={"loss": loss}))
+        for epoch, loss in ((5, 3.0), (6, 1.0), (7, 2.0))
+    ]
+    found = final_values(run_of([*records(2), *late]))
     assert found["best validation loss"] == "1.0000 (epoch 7)"
 
 
@@ -260,6 +263,12 @@ def test_a_run_without_anything_but_losses_is_a_page_too():
     assert "No worker was lost." in page
     assert "What replicas did" not in page
     assert "Settings" not in page
+
+
+@pytest.mark.parametrize("losses", [(1e-299, 1e299), (10**299, 3), (-1e299, 1e299), (1e-299, 2.0)])
+def test_losses_without_a_ratio_are_a_page_too(losses):
+    steps = [{"kind": "step", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    assert "NaN" not in make_page([run_of(steps)])
 
 
 def test_whatever_a_damaged_file_holds_is_a_page_or_an_error_of_ours(tmp_path):

@@ -20,7 +20,7 @@ from phalanx.files import open_regular
 __all__ = ["Floats", "RecordedRun", "number_of", "read_runs"]
 
 _MOST_STEPS = 1 << 53  # which a float tells apart
-_LARGEST, _SMALLEST = 1e300, 1e-300  # of what is drawn: their ratios must be numbers, too
+_LARGEST, _SMALLEST = 1e140, 1e-140  # of what is drawn: their ratios must be numbers, too
 
 Floats = npt.NDArray[np.float64]
 
