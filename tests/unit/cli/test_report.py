@@ -81,9 +81,19 @@ def test_what_is_no_run_is_refused(tmp_path):
     damaged.write_text("nonsense\n" + written_record(records(1)[0]))
     with pytest.raises(CheckpointError, match="Line 1"):
         read_runs([damaged])
-    damaged.write_text('{"kind": "step", "step": 1' + "0" * 400 + ', "loss": 1}\n')
-    with pytest.raises(ConfigError, match="must have steps"):
-        read_runs([damaged])
+
+
+@pytest.mark.parametrize("kind", ["step", "failure", "ranks", "epoch"])
+@pytest.mark.parametrize("place", [-(10**400), 10**400, -1], ids=["low", "high", "-1"])
+def test_a_record_without_a_place_on_a_chart_is_refused(tmp_path, kind, place):
+    lines = json.loads(json.dumps([*records(6), lost(3), CHANGED, record_of(epoch_done())]))
+    line = next(each for each in lines if each["kind"] == kind)
+    for name in ("epoch", "last_step") if kind == "epoch" else ("step",):
+        path = tmp_path / f"{name}.jsonl"
+        changed = [{**each, name: place} if each is line else each for each in lines]
+        path.write_text("".join(json.dumps(each) + "\n" for each in changed))
+        with pytest.raises(CheckpointError, match=f"`{name}` of each {kind} in .* must be from 0"):
+            read_runs([path])
 
 
 # --- deciding -------------------------------------------------------------------------------------
@@ -284,7 +294,9 @@ def test_whatever_a_damaged_file_holds_is_a_page_or_an_error_of_ours(tmp_path):
         0,
         10**20,
         10**400,
+        -(10**400),
         1e308,
+        1e-299,
         5e-324,
     ]
     draw = random.Random(0)

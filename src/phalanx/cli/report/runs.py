@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from phalanx.callbacks import Record
 from phalanx.cli.run_folder import RunFolder, read_metrics
-from phalanx.errors import ConfigError
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.files import open_regular
 
 __all__ = ["Floats", "RecordedRun", "number_of", "read_runs"]
@@ -100,9 +100,10 @@ def _read_run(path: Path, name: str) -> RecordedRun:
     records = read_metrics(metrics_path)
     by_kind: dict[str, list[Record]] = {"step": [], "epoch": [], "failure": [], "ranks": []}
     for record in records:
+        _check_places(record, metrics_path)
         by_kind[record["kind"]].append(record)
     by_kind["step"].sort(key=lambda record: record["step"])
-    if not by_kind["step"] or not 0 < by_kind["step"][-1]["step"] < _MOST_STEPS:
+    if not by_kind["step"] or by_kind["step"][-1]["step"] < 1:
         raise ConfigError(f"`RUN` must have steps, from 1 on, but {str(metrics_path)!r} has none.")
     return RecordedRun(
         name=name,
@@ -113,6 +114,16 @@ def _read_run(path: Path, name: str) -> RecordedRun:
         config=folder.read_config() if is_folder and folder.config_path.is_file() else {},
         weights=_hash_of(folder.model_path) if is_folder else None,
     )
+
+
+def _check_places(record: Record, path: Path) -> None:
+    """Refuse a record whose place in the run is no number that a chart can show."""
+    for name in ("epoch", "last_step") if record["kind"] == "epoch" else ("step",):
+        if not 0 <= record[name] < _MOST_STEPS:
+            raise CheckpointError(
+                f"`{name}` of each {record['kind']} in {path} must be from 0 to 2**53 - 1, but one "
+                f"is {record[name]!r:.80}."
+            )
 
 
 def _hash_of(path: Path) -> str | None:
