@@ -99,10 +99,11 @@ def choose(machine: Machine) -> list[Choice]:
         "the bits must not depend on the number of replicas",
     )
     given = machine.omp_num_threads
+    threads = 1 if given is None else _read_threads(given) or machine.threads
     ranks = Choice(
         "phalanx launch",
-        f"{_count(cores, 'rank')} × {_count(given or 1, 'thread')}",
-        "one for each core" + (f"; OMP_NUM_THREADS={given}" if given else ""),
+        f"{_count(cores, 'rank')} × {_count(threads, 'thread')}",
+        "one for each core" + ("" if given is None else f"; OMP_NUM_THREADS={given}"),
     )
     return [trainer, fixed, *_choose_device(machine), ranks, *_choose_network(machine)]
 
@@ -228,6 +229,15 @@ def _of_cores(machine: Machine) -> Iterator[Finding]:
             "note",
             "Cores",
             "There is one core. Replicas on the CPU give the same numbers, but no speed.",
+        )
+    given = machine.omp_num_threads
+    if given is not None and _read_threads(given) is None:
+        yield Finding(
+            "warning",
+            "Threads",
+            f"OMP_NUM_THREADS must be a positive number, but is {given!r}: it is not followed, and "
+            f"each rank takes {_count(machine.threads, 'thread')}.",
+            "unset OMP_NUM_THREADS, or export OMP_NUM_THREADS=1",
         )
     if not machine.keeps_order:
         yield Finding(
@@ -365,8 +375,14 @@ def _cores(count: int) -> str:
     return _count(count, "core")
 
 
-def _count(count: int | str, noun: str) -> str:
-    return f"{count} {noun}" if str(count) == "1" else f"{count} {noun}s"
+def _read_threads(text: str) -> int | None:
+    """Read OMP_NUM_THREADS, a number or one for each level of nesting; None where it is neither."""
+    found = re.fullmatch(r"\s*0*([1-9][0-9]{0,8})\s*(,[\s0-9,]*)?", text, flags=re.ASCII)
+    return None if found is None else int(found[1])
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _size(count: int | None) -> str:

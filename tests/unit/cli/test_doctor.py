@@ -76,6 +76,8 @@ def test_of_a_machine_that_has_all_nothing_is_said():
         ({"open_files": 100, "most_open_files": 100}, "warning", "Open files", "administrator"),
         ({"quota_cores": 1.5}, "warning", "Cores", r"1\.5 cores, but .* count 3.*-n 1"),
         ({"quota_cores": 0.5}, "warning", "Cores", r"taskset -c 0-0 .*replicas=1"),
+        ({"omp_num_threads": "abc"}, "warning", "Threads", "positive number, but is 'abc'.*unset"),
+        ({"omp_num_threads": "0"}, "warning", "Threads", "each rank takes 3 threads"),
         ({"cores": 1}, "note", "Cores", "one core"),
         ({"processor": "aarch64", "keeps_order": False}, "warning", "Processor", "On aarch64"),
         ({"cpu_capability": "DEFAULT"}, "warning", "Processor", "no AVX2"),
@@ -140,6 +142,8 @@ def test_the_trainer_is_said_to_try_what_it_tries():
     [
         ({}, "phalanx launch", "3 ranks × 1 thread", "one for each core"),
         ({"omp_num_threads": "2"}, "phalanx launch", "3 ranks × 2 threads", "OMP_NUM_THREADS=2"),
+        ({"omp_num_threads": "2,1"}, "phalanx launch", "3 ranks × 2 threads", "NUM_THREADS=2,1"),
+        ({"omp_num_threads": "0"}, "phalanx launch", "3 ranks × 3 threads", "OMP_NUM_THREADS=0"),
         ({}, "init_process_group", "phalanx", "shared memory"),
         (GPUS, "init_process_group", "torch's own choice", "NCCL"),
         (GPUS, "DataParallel", "3 replicas", "replicas=['cuda:0', 'cuda:1', '…']"),
