@@ -8,6 +8,7 @@ Legend: B batch, T tokens of context, D width, V size of the vocabulary, H atten
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -300,4 +301,10 @@ def _own_model(spec: str, seed: int) -> nn.Module:
         raise ConfigError(
             f"`{spec}` must be an nn.Module or give one, but is a {type(found).__name__}."
         )
+    for name, tensor in itertools.chain(found.named_parameters(), found.named_buffers()):
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            raise ConfigError(
+                f"`{spec}` must have parameters of known sizes, but `{name}` has none yet. Name a "
+                "function that runs the model on a batch first."
+            )
     return found

@@ -158,6 +158,7 @@ net = Net()
 number = 3
 
 def make(): return Net()
+def make_lazy(): return nn.Sequential(nn.LazyLinear(3))
 def make_number(): return 3
 def needs_argument(size): return Net()
 """
@@ -194,6 +195,7 @@ def test_a_users_own_function_draws_by_the_seed() -> None:
     [
         ("number", r"must be an nn\.Module or give one, but is a int"),
         ("make_number", r"must be an nn\.Module or give one, but is a int"),
+        ("make_lazy", r"must have parameters of known sizes, but `0\.weight` has none yet"),
         ("needs_argument", "must be callable without arguments"),
         ("absent", "must have the attribute `absent`"),
     ],
