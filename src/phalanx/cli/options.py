@@ -27,6 +27,7 @@ _OF_WORKERS = ("timeout_s", "max_failures", "memory_dir")
 _CHANGEABLE = ("replicas", "workloads", "epochs", "lr", "executor", *_OF_WORKERS)
 _OF_CODE = ("data", "model", "loss", "forward")  # they may be module:attribute
 _EXECUTORS = ("threads", "processes", "inline")  # the command is no rank of a job
+_LARGEST_RATE = (2 - 2**-23) * 2.0**127  # of float32
 _LARGEST_SEED = 2**63 - 1  # what torch's generators take
 
 
@@ -167,8 +168,10 @@ class TrainOptions:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ConfigError(f"`{_flag(name)}` must be 1 or more, but is {count!r}.")
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ConfigError(f"`--lr` must be a number above 0, but is {self.lr!r}.")
+        if not 0 < self.lr <= _LARGEST_RATE:
+            raise ConfigError(
+                f"`--lr` must be a number above 0 that float32 holds, but is {self.lr!r}."
+            )
         if not 0 <= self.seed <= _LARGEST_SEED:
             raise ConfigError(f"`--seed` must be from 0 to 2**63 - 1, but is {self.seed!r}.")
         _check_loss(self.loss, self.forward)

@@ -118,9 +118,10 @@ def test_what_is_said_is_taken():
         ({"epochs": 0}, "`--epochs` must be 1 or more, but is 0"),
         ({"batch_size": -1}, "`--batch-size` must be 1 or more, but is -1"),
         ({"microbatches": 0}, "`--microbatches` must be 1 or more, but is 0"),
-        ({"lr": 0.0}, "`--lr` must be a number above 0, but is 0.0"),
-        ({"lr": float("nan")}, "`--lr` must be a number above 0, but is nan"),
-        ({"lr": float("inf")}, "`--lr` must be a number above 0, but is inf"),
+        ({"lr": 0.0}, "`--lr` must be a number above 0 that float32 holds, but is 0.0"),
+        ({"lr": float("nan")}, "`--lr` must be a number above 0 that float32 holds, but is nan"),
+        ({"lr": 1e300}, "`--lr` must be a number above 0 that float32 holds, but is 1e\\+300"),
+        ({"lr": float("inf")}, "`--lr` must be a number above 0 that float32 holds, but is inf"),
         (
             {"codec": "zip"},
             r"`--codec` must be fp16, bf16, one_bit, top_k or 'top_k\(fraction\)', ",
