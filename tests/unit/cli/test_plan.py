@@ -90,7 +90,9 @@ def test_numbers_out_of_range_are_refused_as_the_command_line_is_read(file, word
     assert run("--measured", file, *words).exit_code == 2
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "{}", '{"measured": 3}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", "{}", '{"measured": 3}', pytest.param("[" * 100_000, id="nested")]
+)
 def test_a_file_of_something_else_is_refused(tmp_path, content):
     (tmp_path / "x").write_text(content)
     assert isinstance(run("--measured", tmp_path / "x").exception, ConfigError)

@@ -218,7 +218,7 @@ def _refuse_what_is_measured(given: Mapping[str, object]) -> None:
 def _read_measured(path: Path) -> Any:  # Any: JSON
     try:
         told = json.loads(read_text(path, max_bytes=_MOST_BYTES))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"`--measured` must be a file of JSON, but {str(path)!r} is none: {error}. "
             "Make one: phalanx plan --json > FILE"
