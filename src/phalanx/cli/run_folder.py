@@ -237,9 +237,10 @@ def read_metrics(path: Path) -> list[Record]:
         return []
     try:
         with open_regular(path) as file:
-            lines = file.read().decode("utf-8", errors="replace").splitlines()
+            text = file.read().decode("utf-8", errors="replace")
     except OSError as exc:
         raise CheckpointError(f"{path} must be a readable file, but is not: {exc}.") from exc
+    lines = text.removesuffix("\n").split("\n")  # JSON may hold U+2028, where `splitlines` cuts
     records = []
     for number, line in enumerate(lines, 1):
         try:

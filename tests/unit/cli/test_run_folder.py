@@ -161,6 +161,13 @@ def test_a_damaged_line_in_the_middle_is_named(folder):
         folder.rewind_metrics(steps=1, epochs=0)
 
 
+def test_a_line_of_metrics_ends_with_a_newline_and_nothing_else(folder):
+    lines = ['{"kind": "step", "step": 1, "loss": 1, "note": "a\u2028b\u0085c"}\r\n', "{torn"]
+    folder.metrics_path.write_text("".join(lines), encoding="utf-8")
+    (record,) = folder.rewind_metrics(steps=1, epochs=0)
+    assert record["note"] == "a\u2028b\u0085c"
+
+
 def test_weights_come_back_under_the_plain_models_keys(folder):
     module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
     module.to(memory_format=torch.channels_last)
