@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from phalanx.cli.console import make_console
+from phalanx.cli.console import make_console, replace_unencodable
 from phalanx.cli.doctor import doctor
 from phalanx.cli.launch import launch
 from phalanx.cli.planning import plan
@@ -71,6 +71,7 @@ def phalanx(
 def main(command: typer.Typer = app, prog_name: str = "phalanx") -> None:
     """Run a command line; what the user can act on is one message, all else a traceback."""
     os.environ.setdefault(_KEEP_AWAKE, "1")  # this process is ours, and so are those it starts
+    replace_unencodable()
     try:
         command(prog_name=prog_name)
     except InternalError:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 from rich.console import Console
 
 
@@ -12,3 +15,9 @@ def make_console(*, stderr: bool = False) -> Console:
     of the terminal, because most of what is printed holds names, paths and commands of the user's.
     """
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def replace_unencodable() -> None:
+    """Let stdout have a ? for what its encoding lacks, as ASCII lacks ×; stderr escapes it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a caller may have put something else there
+        sys.stdout.reconfigure(errors="replace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -19,3 +20,11 @@ def said_by(*start: str, arguments: tuple[str, ...]) -> tuple[int, str, str]:
 def test_python_m_phalanx_is_the_command(arguments):
     code = "from phalanx.cli.app import main; main()"
     assert said_by("-m", "phalanx", arguments=arguments) == said_by("-c", code, arguments=arguments)
+
+
+def test_what_an_encoding_lacks_is_replaced():
+    command = [sys.executable, "-m", "phalanx", "doctor"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert "1 replica ? " in ran.stdout
+    assert "UnicodeEncodeError" not in ran.stderr
