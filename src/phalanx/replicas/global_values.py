@@ -21,7 +21,6 @@ import argparse
 import collections
 import copy
 import dataclasses
-import datetime
 import dis
 import enum
 import functools
@@ -63,7 +62,7 @@ _MOST_TENSOR_BYTES = 1 << 16
 _SCALARS = (
     *(bool, int, float, complex, str, bytes, type(None)),
     *(torch.dtype, torch.device, enum.Enum, np.generic),
-    *(PurePath, range, datetime.date, datetime.time, datetime.timedelta),
+    *(PurePath, range),
 )
 _IMPORTED = (types.FunctionType, types.BuiltinFunctionType, type)
 _SEQUENCES = (list, tuple, set, frozenset, torch.Size)
