@@ -133,8 +133,8 @@ def recovery(
 
     Beside it, in the same table, ranks that survive the loss of others, and torchrun over gloo and
     `phalanx launch` over phalanx, both with --max-restarts, and Ray Train with max_failures, on the
-    same model. A contestant of ours that failed is an error: exit code 1. A peer that does not go
-    on after a kill is none.
+    same model. A contestant of ours that failed is an error: exit code 1. A peer's failure, such as
+    not to go on after a kill, is a result.
     """
     check_model(model)
     console, machine = begin()
@@ -178,8 +178,7 @@ def recovery(
     report = report_recovery(
         results, failures, machine, again, model=model, workers=workers, seed=seed
     )
-    # That a peer does not go on is a result, and so are its kills until then.
-    publish(report, console, out, aims=aims, excused=_PEERS & {result.name for result in results})
+    publish(report, console, out, aims=aims, excused=_PEERS)
 
 
 class Training(Child):

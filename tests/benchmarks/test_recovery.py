@@ -246,6 +246,20 @@ def test_a_failed_contestant_is_shown_and_the_command_says_so_at_the_end(tmp_pat
     }
 
 
+def test_a_peer_that_does_not_go_on_is_a_result(tmp_path, monkeypatch):
+    def disturb(training, *_):
+        if training.name == "torchrun":
+            raise PeerLost("It did not go on after the first kill.")
+        return disturbed(training.name, kill())
+
+    monkeypatch.setattr(recovery_module, "command", lambda *_, **__: (sys.executable, "-c", ""))
+    monkeypatch.setattr(recovery_module, "is_available", lambda name: False)
+    monkeypatch.setattr(recovery_module, "disturb", disturb)
+    result = run_recovery(f"--out={tmp_path}")
+    assert result.exit_code == 0, result.output
+    assert "torchrun failed." in result.output
+
+
 def test_an_unknown_model_is_refused_before_anything_runs(tmp_path):
     result = run_recovery("--model=bert", f"--out={tmp_path / 'out'}")
     assert isinstance(result.exception, ConfigError)
