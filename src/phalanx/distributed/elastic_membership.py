@@ -218,7 +218,7 @@ class RankMembership:
 
     @property
     def newcomers_wait(self) -> bool:
-        """Whether others want to come in; who was let in since the last beat does not count."""
+        """Whether a process that is not a member waits to come in, as the last beat found."""
         return not self._wanting <= {*self._members, *self._gone}
 
     def process_of(self, number: int) -> tuple[int, int]:
