@@ -20,12 +20,12 @@ from rich.console import Console
 from benchmarks.command import begin, read_names
 from benchmarks.machine import Machine
 from benchmarks.report import number
-from phalanx.cli import report as run_report
-from phalanx.cli.report.charts import add
+from phalanx.cli import reporting as run_reporting
+from phalanx.cli.reporting.charts import add
 from phalanx.errors import ConfigError, UnsupportedError
 
 # As `phalanx report` has it: light and dark, narrow and wide.
-_STYLE = Path(run_report.__file__).parents[1] / "assets" / "report.css"
+_STYLE = Path(run_reporting.__file__).parents[1] / "assets" / "report.css"
 _MORE_STYLE = "img { max-width: 100%; height: auto; background: #fff; border-radius: 6px; }"
 
 

@@ -410,7 +410,7 @@ DOORS: dict[str, Door] = {
             "files.py",  # opens to read, in a way that does not wait
             "train/checkpoint.py",
             "tables/snapshots.py",
-            *("cli/run_folder.py", "cli/report/command.py"),
+            *("cli/run_folder.py", "cli/report.py"),
             *("callbacks/best_checkpoint.py", "callbacks/figure.py", "callbacks/log_files.py"),
             "callbacks/trace.py",
             "ipc/region.py",

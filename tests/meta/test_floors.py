@@ -25,7 +25,7 @@ SLOW = {
     # Need torch, which the command line does without until a command runs.
     *("phalanx.cli.losses", "phalanx.cli.session", "phalanx.codecs", "phalanx.distributed"),
     *("phalanx.cli.diagnosis", "phalanx.cli.machine"),
-    *("phalanx.cli.report.page", "phalanx.cli.report.runs"),
+    *("phalanx.cli.reporting.page", "phalanx.cli.reporting.runs"),
     *("phalanx.cli.planning.hollow", "phalanx.cli.planning.measuring"),
     *("phalanx.cli.planning.outcome", "phalanx.forecast"),
     # Need pyzmq, an extra.

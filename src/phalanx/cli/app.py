@@ -16,7 +16,7 @@ from rich.text import Text
 from phalanx.cli.console import make_console, replace_unencodable
 from phalanx.cli.doctor import doctor
 from phalanx.cli.launch import launch
-from phalanx.cli.planning import plan
+from phalanx.cli.plan import plan
 from phalanx.cli.report import report
 from phalanx.cli.secret_file import secret
 from phalanx.cli.train import INTERRUPTED, train

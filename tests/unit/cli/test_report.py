@@ -12,10 +12,10 @@ import pytest
 
 from phalanx.callbacks import RanksChanged, WorkerLost, record_of, written_record
 from phalanx.cli.app import main
-from phalanx.cli.report.comparison import compare_losses, compare_settings, final_values
-from phalanx.cli.report.curves import Axis, format_tick, thin
-from phalanx.cli.report.page import MARK, make_page, strip_of
-from phalanx.cli.report.runs import RecordedRun, read_runs
+from phalanx.cli.reporting.comparison import compare_losses, compare_settings, final_values
+from phalanx.cli.reporting.curves import Axis, format_tick, thin
+from phalanx.cli.reporting.page import MARK, make_page, strip_of
+from phalanx.cli.reporting.runs import RecordedRun, read_runs
 from phalanx.errors import CheckpointError, ConfigError
 from tests.unit.callbacks.events import epoch_done, events_of_run, step_done
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from phalanx.cli.report.page import make_page
+from phalanx.cli.reporting.page import make_page
 from tests.unit.cli.test_report import EVIL, evil_run, records, run_of
 
 BROWSER = next(

@@ -1,5 +1,1 @@
-"""``phalanx plan``: what a step would take in formations of any size."""
-
-from phalanx.cli.planning.command import plan
-
-__all__ = ["plan"]
+"""What ``phalanx plan`` measures, and how it shows what that makes of a step."""

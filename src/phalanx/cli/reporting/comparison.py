@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.callbacks import format_mean
-from phalanx.cli.report.runs import RecordedRun
+from phalanx.cli.reporting.runs import RecordedRun
 
 __all__ = ["compare_losses", "compare_settings", "final_values"]
 

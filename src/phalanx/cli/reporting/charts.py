@@ -17,8 +17,8 @@ from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
 
-from phalanx.cli.report.curves import Axis, Thinned, format_tick
-from phalanx.cli.report.runs import Floats
+from phalanx.cli.reporting.curves import Axis, Thinned, format_tick
+from phalanx.cli.reporting.runs import Floats
 
 __all__ = ["Curve", "Strip", "add", "draw_curves", "draw_strip"]
 

@@ -1,4 +1,4 @@
-"""``phalanx report``: the command; the page is made in `page.py`."""
+"""``phalanx report``: the command; the page is made in `reporting/page.py`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def report(
     be under way. An earlier report is replaced, any other file is not.
     """
     # Late, as they need torch, which takes seconds: `--help` does without.
-    from phalanx.cli.report.page import MARK, make_page
-    from phalanx.cli.report.runs import read_runs
+    from phalanx.cli.reporting.page import MARK, make_page
+    from phalanx.cli.reporting.runs import read_runs
 
     _refuse_other_files(out, MARK)
     found = read_runs(runs)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.cli.report.runs import Floats
+from phalanx.cli.reporting.runs import Floats
 
 __all__ = ["Axis", "Thinned", "format_tick", "span_of", "thin"]
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from phalanx import __version__
 from phalanx.callbacks import Record
-from phalanx.cli.report.charts import Curve, Strip, add, draw_curves, draw_strip
-from phalanx.cli.report.comparison import compare_losses, compare_settings, final_values
-from phalanx.cli.report.curves import Axis, Thinned, span_of, thin
-from phalanx.cli.report.runs import Floats, RecordedRun, number_of
+from phalanx.cli.reporting.charts import Curve, Strip, add, draw_curves, draw_strip
+from phalanx.cli.reporting.comparison import compare_losses, compare_settings, final_values
+from phalanx.cli.reporting.curves import Axis, Thinned, span_of, thin
+from phalanx.cli.reporting.runs import Floats, RecordedRun, number_of
 
 __all__ = ["MARK", "make_page"]
 

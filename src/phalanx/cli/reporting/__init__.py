@@ -1,0 +1,1 @@
+"""The page that ``phalanx report`` writes, from runs that were recorded."""
