@@ -91,10 +91,12 @@ def _access(job: HostsJob, access: Access, meet: Callable[[], object]) -> Steps:
             "get": remote.getting(access.get),
             "add": remote.adding(access.add),
             "flood": remote.adding(access.add),
+            "stream": remote.adding(access.add_later),
             "local get": local.getting(access.get),
             "local add": local.adding(access.add),
         },
         meet=meet,
+        finish=access.finish,
     )
 
 
@@ -146,7 +148,10 @@ def _one_host(job: HostsJob) -> Iterator[Steps]:
 
 def _of_table(matrix: tables.Table) -> Access:
     return Access(
-        lambda rows, out: matrix.get(rows, out=out), lambda rows, delta: matrix.add(delta, rows)
+        get=lambda rows, out: matrix.get(rows, out=out),
+        add=lambda rows, delta: matrix.add(delta, rows),
+        add_later=lambda rows, delta: matrix.add(delta, rows, wait=False),
+        finish=matrix.flush,
     )
 
 
@@ -159,13 +164,13 @@ def _rpc(job: HostsJob) -> Iterator[Steps]:
         rpc_matrix(job.process, job.num_clients, job.rows, job.folder) as access,
         _meeting(job) as meet,
     ):
-        yield _only(_access(job, access, meet), "get", "add", "flood")
+        yield _only(_access(job, access, meet), "get", "add", "flood", "stream")
 
 
 @contextmanager
 def _ray(job: HostsJob) -> Iterator[Steps]:
     with ray_matrix(job.process, job.rows, job.folder) as access, _meeting(job) as meet:
-        yield _only(_access(job, access, meet), "get", "add", "flood")
+        yield _only(_access(job, access, meet), "get", "add", "flood", "stream")
 
 
 @contextmanager
@@ -186,7 +191,8 @@ def _socket(job: HostsJob) -> Iterator[Steps]:
             def get(ids: Tensor, out: Tensor) -> None:
                 _ask_for_bytes(connection, ids, out)
 
-            yield _only(_access(job, Access(get, get), meet), "get")
+            access = Access(get, get, get, lambda: None)
+            yield _only(_access(job, access, meet), "get")
 
 
 def _ask_for_bytes(connection: socket.socket, ids: Tensor, out: Tensor) -> None:

@@ -112,15 +112,16 @@ def _torch(job: TablesJob, draws: Draws) -> Iterator[Steps]:
 
 @contextmanager
 def _rpc(job: TablesJob, draws: Draws) -> Iterator[Steps]:
-    with rpc_matrix(job.rank, 2, job.rows, job.folder) as (get, add):
-        makers = {"get": draws.getting(get), "add": draws.adding(add)}
+    with rpc_matrix(job.rank, 2, job.rows, job.folder) as access:
+        makers = {"get": draws.getting(access.get), "add": draws.adding(access.add)}
         yield Steps(makers=makers if job.rank < 2 else {})
 
 
 @contextmanager
 def _ray(job: TablesJob, draws: Draws) -> Iterator[Steps]:
-    with ray_matrix(job.rank, job.rows, job.folder) as (get, add):
-        yield Steps(makers={"get": draws.getting(get), "add": draws.adding(add)})
+    with ray_matrix(job.rank, job.rows, job.folder) as access:
+        makers = {"get": draws.getting(access.get), "add": draws.adding(access.add)}
+        yield Steps(makers=makers)
 
 
 # --- a snapshot -----------------------------------------------------------------------------------

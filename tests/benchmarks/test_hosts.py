@@ -19,7 +19,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.report import Judged
 from benchmarks.table_tasks import Steps, TableTask
 
-FLOOD = TASKS_OF_ALL[0]
+FLOOD, STREAM = TASKS_OF_ALL
 
 
 def judged(medians, label):
@@ -45,8 +45,11 @@ def test_encryption_may_cost_half_of_the_bandwidth(name, met):
     assert judged(medians, label).met is met
 
 
-def test_small_adds_are_counted_per_second_of_all_clients():
-    cell = judged({"phalanx": {FLOOD: 8e-5}}, "adds of 10 rows, all clients")
+@pytest.mark.parametrize(
+    ("task", "how"), [(FLOOD, "each waited for"), (STREAM, "waited for at the end")]
+)
+def test_small_adds_are_counted_per_second_of_all_clients(task, how):
+    cell = judged({"phalanx": {task: 8e-5}}, f"adds of 10 rows, all clients, {how}")
     assert cell == Judged(pytest.approx(12_500), 10_000.0, at_least=True)
     assert cell.met
 
@@ -77,6 +80,19 @@ def test_a_flood_is_counted_in_adds_of_all_clients(monkeypatch):
     steps = Steps(makers={"flood": lambda task: lambda: added.append(task.rows)})
     assert take_turn(FLOOD, steps, 3, is_client=True, turn_s=0.002) == [6.0 / (2 * 3)]
     assert len(added) == host_tasks._WARM_UP + 2
+
+
+def test_a_stream_ends_when_all_adds_have_been_taken(monkeypatch):
+    monkeypatch.setattr(host_tasks, "now_s", iter([0.0, 6.0]).__next__)
+    done = []
+    steps = Steps(
+        makers={"stream": lambda _: lambda: done.append("add")},
+        meet=lambda: done.append("meet"),
+        finish=lambda: done.append("finish"),
+    )
+    assert take_turn(STREAM, steps, 3, is_client=True, turn_s=0.0007) == [6.0 / (3 * 3)]
+    warm_up = ["add"] * host_tasks._WARM_UP
+    assert done == [*warm_up, "finish", "meet", *["add"] * 3, "finish", "meet"]
 
 
 def test_who_owns_the_rows_only_meets_the_clients():
@@ -140,7 +156,7 @@ def test_every_contestant_that_is_installed_with_torch_answers_every_task(tmp_pa
     assert result.exit_code == 0, result.output
     contestants = json.loads((tmp_path / "hosts.json").read_text())["measured"]["contestants"]
     counts = {name: len(tasks) for name, tasks in contestants.items()}
-    assert counts == {"phalanx": 13, "encrypted": 13, "one-host": 6, "rpc": 7, "socket": 3}
+    assert counts == {"phalanx": 14, "encrypted": 14, "one-host": 6, "rpc": 8, "socket": 3}
 
 
 def test_a_contestant_that_is_not_installed_is_left_out(tmp_path, monkeypatch):

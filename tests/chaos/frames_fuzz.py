@@ -102,12 +102,21 @@ SPEC = json.dumps(
 ERROR = json.dumps({"error": "PeerTimeout", "message": "Worker 3 did not come.", "rank": 3})
 
 
+TWO_ROWS, THEIR_NUMBERS = np.array([0, ROWS - 1]).tobytes(), bytes(16)
+PAYLOADS = {
+    Operation.GET: TWO_ROWS,
+    Operation.ADD: TWO_ROWS + THEIR_NUMBERS,
+    Operation.PUT: TWO_ROWS + THEIR_NUMBERS,
+    Operation.ADD_TOGETHER: np.array([1, 1]).tobytes() + TWO_ROWS + THEIR_NUMBERS,
+}
+
+
 def request(operation: int, worker: int, incarnation: int) -> Head:
     """Return the head of a request that names two rows of the table."""
-    has_rows = {Operation.GET: 16, Operation.ADD: 32, Operation.PUT: 32}
-    nbytes = has_rows.get(Operation(operation), 0)
-    args = (2, 0, 0, 0) if nbytes else (0, 1, 0, 0)
-    number = int(operation == Operation.ADD)
+    nbytes = len(PAYLOADS.get(Operation(operation), b""))
+    together = operation == Operation.ADD_TOGETHER
+    args = (2, 2 * together, 0, 0) if nbytes else (0, 1, 0, 0)
+    number = int(together or operation == Operation.ADD)
     client = b"frames that lie."
     return Head(
         Kind.REQUEST, operation, worker, incarnation, client, 1, number, args, nbytes, len("fuzzed")
@@ -117,8 +126,14 @@ def request(operation: int, worker: int, incarnation: int) -> Head:
 # --- a server, and good clients beside ------------------------------------------------------------
 
 ASKED = [
-    *(Operation.GET, Operation.ADD, Operation.PUT, Operation.TICK, Operation.ARRIVE),
-    *(Operation.COPY_ALL, Operation.COUNTS, Operation.KEYS, Operation.REPLACE_ALL),
+    *(Operation.GET, Operation.ADD, Operation.ADD_TOGETHER, Operation.PUT, Operation.TICK),
+    *(
+        Operation.ARRIVE,
+        Operation.COPY_ALL,
+        Operation.COUNTS,
+        Operation.KEYS,
+        Operation.REPLACE_ALL,
+    ),
 ]
 
 
@@ -192,10 +207,10 @@ def ask_a_server(num_messages: int, chance: random.Random, progress: Callable[[i
         socket = context.socket(zmq.DEALER)
         socket.connect(address)
         enter_as_worker(socket, CLIENTS)
-        payload = np.array([0, ROWS - 1], dtype=np.int64).tobytes() + bytes(16)
         for number in range(num_messages):
-            head = request(chance.choice(ASKED), CLIENTS, 2)
-            frames = [head.encode(), b"fuzzed", payload[: head.payload_bytes]]
+            operation = chance.choice(ASKED)
+            head = request(operation, CLIENTS, 2)
+            frames = [head.encode(), b"fuzzed", PAYLOADS.get(operation, b"")]
             assert socket.poll(DEADLINE_S * 1e3, zmq.POLLOUT), "the server has stopped to read"
             socket.send_multipart(mutated_message(chance, frames))
             while socket.poll(0):

@@ -1,7 +1,8 @@
 """Servers of hosts, killed at random under workers that keep books: ``make chaos``.
 
 Eight clients on three hosts add, over and over, lines that count themselves: (1, q, q²) for a
-client's q-th add. A lost add and a doubled one cannot cancel in the three sums. Two books:
+client's q-th add. A lost add and a doubled one cannot cancel in the three sums. Every second client
+waits for none of a burst, which its next get shows. Two books:
 
     rows     int64 matrix; on each host a row per client, and a tail that every add raises by 1
     keys     int64 by key: the client's key twice over, and a key of its own for each q
@@ -48,6 +49,7 @@ TAIL = 301
 ROWS = CLIENTS + TAIL  # of a host
 LONGEST_GAP_S = 0.1
 BOTH_EVERY = 100  # kills; starting a supervisor takes seconds
+BURST = 7  # adds that every second client makes without waiting
 DEADLINE_S = 60.0
 NOBODY = 0xFFFFFFFF
 _numbers = itertools.count()
@@ -60,7 +62,7 @@ class Books:
         self.rows = world.matrix(HOSTS * ROWS, 3, torch.int64, name="rows", init=0)
         self.keys = world.keys(3, torch.int64, name="keys", capacity=1)
 
-    def add(self, client: int, q: int) -> None:
+    def add(self, client: int, q: int, *, wait: bool) -> None:
         """Add the client's q-th line to both."""
         line = torch.tensor([1, q, q * q])
         delta = torch.ones(HOSTS, 1 + TAIL, 3, dtype=torch.int64)
@@ -68,8 +70,9 @@ class Books:
         rows = [
             host * ROWS + row for host in range(HOSTS) for row in (client, *range(CLIENTS, ROWS))
         ]
-        self.rows.add(delta.flatten(0, 1), rows=rows)
-        self.keys.add(torch.stack([line] * 3), rows=[-1 - client, own_key(client, q), -1 - client])
+        self.rows.add(delta.flatten(0, 1), rows=rows, wait=wait)
+        keys = [-1 - client, own_key(client, q), -1 - client]
+        self.keys.add(torch.stack([line] * 3), rows=keys, wait=wait)
 
     def check(self, client: int, q: int) -> None:
         """Fail unless exactly the first ``q`` adds of a client are there, each once and whole."""
@@ -113,8 +116,9 @@ def keep_books(parent: Parent, given: dict[str, str]) -> None:
         world.barrier()
         parent.tell("here")
         while not parent.connection.poll():
-            q += 1
-            books.add(me, q)
+            for _ in range(BURST if me % 2 else 1):
+                q += 1
+                books.add(me, q, wait=me % 2 == 0)
             books.check(me, q)
             books.check_tail(q % HOSTS)
         assert parent.hear() == "enough"

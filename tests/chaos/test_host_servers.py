@@ -1,7 +1,8 @@
 """A host's server is killed in the middle of an add, at any point: the add counts once, and whole.
 
 Worker 0 is on host 0 and adds to rows of host 1, whose server kills itself at a fail point. Another
-one is started, maps the same memory, and the worker, which has had no answer, asks again.
+one is started, maps the same memory, and the worker, which has had no answer, asks again. Where it
+waits for none of its adds ("together"), the second and third are one message.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import itertools
 import json
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -78,8 +80,11 @@ def work(parent: Parent, given: dict[str, str], kind: str) -> None:
         else:  # all of host 1
             table, rows = world.matrix(6000, 2, name="t"), list(range(3100, 6000))
         if world.worker_id == 0:
-            for number in range(ADDS):
-                table.add(torch.full((len(rows), 2), 10.0**number), rows=rows)
+            [remote] = world._context._others.of(0).values()
+            with remote.adding if kind == "together" else nullcontext():
+                for number in range(ADDS):
+                    delta = torch.full((len(rows), 2), 10.0**number)
+                    table.add(delta, rows=rows, wait=kind != "together")
         world.barrier()
         parent.tell(table.get(rows).unique().tolist())
     parent.tell("left")
@@ -124,7 +129,9 @@ def nothing_is_left(tmp_path: Path):
 
 
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("kind", ["rows", pytest.param("keys", marks=pytest.mark.night)])
+@pytest.mark.parametrize(
+    "kind", ["rows", "together", pytest.param("keys", marks=pytest.mark.night)]
+)
 def test_an_add_counts_once_wherever_the_server_dies(tmp_path, kind, point):
     assert play(tmp_path, kind, point) == [ONCE] * 2
 
@@ -135,11 +142,15 @@ def test_keys_that_were_coming_when_the_server_died_come_once(tmp_path):
 
 @pytest.mark.night  # it is about the tests
 @pytest.mark.parametrize(
-    ("bug", "point"),
-    [("counted_twice", "after unlock"), ("undone_counts", "half the rows written")],
+    ("bug", "kind", "point"),
+    [
+        ("counted_twice", "rows", "after unlock"),
+        ("counted_twice", "together", "after unlock"),
+        ("undone_counts", "rows", "half the rows written"),
+    ],
 )
-def test_a_planted_bug_is_caught(tmp_path, bug, point):
-    got = play(tmp_path, "rows", point, bug)
+def test_a_planted_bug_is_caught(tmp_path, bug, kind, point):
+    got = play(tmp_path, kind, point, bug)
     assert got != [ONCE] * 2
 
 

@@ -318,6 +318,60 @@ def test_rows_of_one_part_may_be_a_strided_tensor(workers, n, run):
     workers(run, n, every_second_row)
 
 
+NOT_AWAITED = 61
+
+
+def add_without_waiting(world: tables.TableGroup) -> list:
+    """Add many times without waiting, out of one buffer; what one has added, one reads."""
+    me, n = world.worker_id, world.num_workers
+    matrix = world.matrix(12, 2, dtype=torch.int64, name="m", num_shards=2)
+    keys = world.keys(2, torch.int64, name="k")
+    whole = world.array(5, name="a")
+    order = world.matrix(6 * n, 2, name="o", updater="momentum")
+    buffer = torch.empty(2, 2, dtype=torch.int64)
+    rows = torch.empty(2, dtype=torch.int64)
+    for number in range(NOT_AWAITED):
+        buffer.fill_(1 + number)
+        rows[0], rows[1] = number % 12, (number + 5) % 12
+        matrix.add(buffer, rows=rows, wait=False)
+        keys.add(buffer, rows=[-number, me], wait=False)
+        whole.add(torch.ones(5), wait=False)
+        # Momentum keeps what came before: another order gives other bits.
+        order.add([[0.1 * number, 0.3]] * 2, rows=[me, 5 * n + me], wait=number % 7 == 0)
+        if number == 31:
+            assert whole.get([4]).item() >= 32.0
+    own = order.get([me, 5 * n + me]).tolist()
+    world.barrier()
+    assert whole.get().tolist() == [float(n * NOT_AWAITED)] * 5
+    found = [matrix.get().tolist(), own, len(keys), keys.get([-5, 0]).tolist()]
+    world.barrier()
+    if world.is_master:
+        matrix.add(torch.ones(12, 2, dtype=torch.int64), wait=False)
+        matrix.flush()
+    world.barrier()
+    assert torch.equal(matrix.get(), torch.tensor(found[0]) + 1)
+    return found
+
+
+def added_by_one(n: int) -> list:
+    """Return the same by one process that waits each time."""
+    with tables.join() as world:
+        matrix = world.matrix(12, 2, dtype=torch.int64)
+        keys, order = world.keys(2, torch.int64), world.matrix(2, 2, updater="momentum")
+        for number in range(NOT_AWAITED):
+            delta = torch.full((2, 2), 1 + number)
+            for worker in range(n):
+                matrix.add(delta, rows=[number % 12, (number + 5) % 12])
+                keys.add(delta, rows=[-number, worker])
+            order.add([[0.1 * number, 0.3]] * 2, rows=[0, 1])
+        return [matrix.get().tolist(), order.get().tolist(), len(keys), keys.get([-5, 0]).tolist()]
+
+
+@in_every_formation
+def test_adds_that_nobody_waits_for_are_in_once_and_in_their_order(workers, n, run):
+    assert workers(run, n, add_without_waiting) == [added_by_one(n)] * n
+
+
 def several_gets(world: tables.TableGroup) -> None:
     table = world.matrix(4, 2, name="t", init=3.0)
     pending = [table.async_get([row]) for row in (3, 1, 1)]

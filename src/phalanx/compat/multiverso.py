@@ -145,13 +145,13 @@ class ArrayTableHandler(TableHandler):
 
         Args:
             data: As many numbers as the table has; they may be changed afterwards.
-            sync: Whether it is in when this returns. On one host it always is.
+            sync: Whether it is in when this returns; rows of this host always are. An error of
+                one that is not waited for comes with a later call.
 
         Raises:
             ConfigError: There are more or fewer numbers, or NaN or infinity among them.
         """
-        del sync
-        self._table.add(_floats(data, self._table.shape, "data"))
+        self._table.add(_floats(data, self._table.shape, "data"), wait=sync)
 
 
 class MatrixTableHandler(TableHandler):
@@ -203,16 +203,16 @@ class MatrixTableHandler(TableHandler):
         Args:
             data: As many numbers as those rows have; they may be changed afterwards.
             row_ids: 0-based; a row may stand there twice, then both are added.
-            sync: Whether it is in when this returns. On one host it always is.
+            sync: Whether it is in when this returns; rows of this host always are. An error of
+                one that is not waited for comes with a later call.
 
         Raises:
             ConfigError: A row is outside the table, there are more or fewer numbers, or NaN or
                 infinity is among them.
         """
-        del sync
         num_row, num_col = self._table.shape
         count = num_row if row_ids is None else len(row_ids)
-        self._table.add(_floats(data, (count, num_col), "data"), row_ids)
+        self._table.add(_floats(data, (count, num_col), "data"), row_ids, wait=sync)
 
 
 def _floats(given: Data, shape: tuple[int, ...], name: str) -> Tensor:

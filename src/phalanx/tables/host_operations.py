@@ -52,6 +52,9 @@ class Operation(IntEnum):
     REPLACE_ALL = 13  # number of keys, number of parts  payload: parts
     COUNTS = 14  # [adds undone, keys]
     KEYS = 15  # [payload: keys]
+    ADD_TOGETHER = (
+        16  # how many adds, rows of all  number: of the first  payload: rows of each, rows, deltas
+    )
 
 
 def part_starts(spec: TableSpec, num_hosts: int) -> list[int]:

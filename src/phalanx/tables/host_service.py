@@ -31,6 +31,7 @@ from phalanx.cluster import Answer, Head, Request
 from phalanx.errors import ConfigError, StateError
 from phalanx.ipc import wait_until
 from phalanx.memory import all_within
+from phalanx.tables.deferred_adds import MOST_TOGETHER
 from phalanx.tables.host_operations import (
     RULE,
     Operation,
@@ -82,6 +83,7 @@ class HostService:
             Operation.OPEN: self._open,
             Operation.GET: self._get,
             Operation.ADD: self._add,
+            Operation.ADD_TOGETHER: self._add_together,
             Operation.PUT: self._put,
             Operation.ARRIVE: self._arrive,
             Operation.FINISH: self._finish,
@@ -112,6 +114,11 @@ class HostService:
             if args[0] == -1:
                 return spec.rows * spec.cols * spec.dtype.itemsize
             return _checked(args[0], 0, None, "rows") * (8 + spec.cols * spec.dtype.itemsize)
+        if operation == Operation.ADD_TOGETHER:
+            spec = self._storage(text).spec
+            num_adds = _checked(args[0], 1, MOST_TOGETHER, "adds")
+            num_rows = _checked(args[1], 0, None, "rows")
+            return 8 * num_adds + num_rows * (8 + spec.cols * spec.dtype.itemsize)
         if operation == Operation.REPLACE_ALL:
             spec = self._storage(text).spec
             num_rows = _checked(args[0], 0, None, "keys") if spec.has_keys else spec.rows
@@ -282,7 +289,12 @@ class HostService:
         num_rows = request.head.args[0]
         if num_rows == -1:
             return None, 0
-        rows, offset = from_memory(request.payload, 0, torch.int64, (num_rows,))
+        return self._rows_at(0, num_rows, request, spec)
+
+    def _rows_at(
+        self, offset: int, num_rows: int, request: Request, spec: TableSpec
+    ) -> tuple[Tensor, int]:
+        rows, offset = from_memory(request.payload, offset, torch.int64, (num_rows,))
         if not spec.has_keys and not all_within(rows, spec.rows):
             raise ConfigError(
                 f"`rows` must be within this host's part of table {spec.name!r}, which has "
@@ -311,15 +323,27 @@ class HostService:
         return Entry(rows, delta, request.head.worker, assigns, number=number)
 
     def _add(self, request: Request) -> Answer:
-        head = request.head
-        if not 1 <= head.number < 1 << _INCARNATION_BITS:
-            raise ConfigError(
-                f"`number` must be 1 to {(1 << _INCARNATION_BITS) - 1} for an add, but is "
-                f"{head.number}."
-            )
-        number = head.incarnation << _INCARNATION_BITS | head.number
-        entry = self._entry(request, number, assigns=bool(head.args[3]))
+        number, assigns = _first_number(request.head, 1), bool(request.head.args[3])
+        entry = self._entry(request, number, assigns=assigns)
         self._storage(request.text).add(entry, _LOCK_S)
+        return Answer()
+
+    def _add_together(self, request: Request) -> Answer:
+        """Make several adds, as if each had come alone; one that is refused ends them."""
+        head, storage = request.head, self._storage(request.text)
+        num_adds, num_rows = head.args[:2]
+        first, spec = _first_number(head, num_adds), storage.spec
+        counted, offset = from_memory(request.payload, 0, torch.int64, (num_adds,))
+        counts = counted.tolist()
+        if min(counts) < 0 or sum(counts) != num_rows:
+            raise ConfigError(
+                f"The rows of each add must make {num_rows} together, but make {sum(counts)}."
+            )
+        rows, offset = self._rows_at(offset, num_rows, request, spec)
+        delta, _ = from_memory(request.payload, offset, spec.dtype, (num_rows, spec.cols))
+        each = zip(rows.split(counts), delta.split(counts), strict=True)
+        for number, (its_rows, its_delta) in enumerate(each, first):
+            storage.add(Entry(its_rows, its_delta, head.worker, number=number), _LOCK_S)
         return Answer()
 
     def _put(self, request: Request) -> Answer:
@@ -369,10 +393,18 @@ class HostService:
         return Answer(payload=[as_memory(storage.keys(_LOCK_S))])
 
 
+def _first_number(head: Head, num_adds: int) -> int:
+    """Return the number of the first add that is asked for, over all incarnations."""
+    most = (1 << _INCARNATION_BITS) - num_adds
+    if not 1 <= head.number <= most:
+        raise ConfigError(f"`number` must be 1 to {most} for an add, but is {head.number}.")
+    return head.incarnation << _INCARNATION_BITS | head.number
+
+
 def _checked(value: int, low: int, high: int | None, what: str) -> int:
     if value < low or (high is not None and value > high):
-        limit = "" if high is None else f" to {high}"
-        raise ConfigError(f"The number of {what} must be {low}{limit} or more, but is {value}.")
+        limit = "or more" if high is None else f"to {high}"
+        raise ConfigError(f"The number of {what} must be {low} {limit}, but is {value}.")
     return value
 
 

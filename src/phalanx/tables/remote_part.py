@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from phalanx.cluster import Connection, PendingCall, Reply
 from phalanx.ipc import Waiting
+from phalanx.tables.deferred_adds import DeferredAdds
 from phalanx.tables.host_operations import (
     RULE,
     Operation,
@@ -36,19 +38,24 @@ class RemoteHost:
     Attributes:
         host: Its number.
         num_barriers: How many barriers were finished there when this worker last looked.
+        adding: Held while an add is under way: adds are numbered, and end, one after the other.
+        deferred: Adds that the worker does not wait for.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.host = connection.endpoint.host
         self.num_barriers = 0
-        self.adding = threading.Lock()  # adds are numbered, and end, one after the other
+        self.adding = threading.Lock()
+        endpoint = connection.endpoint
+        self.deferred = DeferredAdds(f"{endpoint.name} (server at {endpoint.address})")
         self._num_adds = 0
 
-    def next_add(self) -> int:
-        """Return the number of the next add; `adding` is held."""
-        self._num_adds += 1
-        return self._num_adds
+    def number_adds(self, count: int) -> int:
+        """Number the next adds, and return the first one's number; `adding` is held."""
+        first = self._num_adds + 1
+        self._num_adds += count
+        return first
 
     def call(self, operation: Operation, what: str, timeout_s: float, **asked: Any) -> Reply:
         """Ask and wait; see :meth:`Connection.begin`."""
@@ -77,6 +84,11 @@ class RemoteHost:
         entered, self.connection.incarnation, self.num_barriers, _ = reply.args
         self.connection.worker = entered
         return entered
+
+    def close(self) -> None:
+        """Let go of the sockets; adds that are still kept are dropped."""
+        self.deferred.close()
+        self.connection.close()
 
     def wait_at_barrier(self, name: str, timeout_s: float) -> int:
         """Come to the barrier of that name, wait, and return its round."""
@@ -165,9 +177,27 @@ class RemotePart:
             Operation.ADD,
             "an add",
             args=(_count(entry), 0, 0, int(entry.assigns)),
-            number=self.remote.next_add(),
+            number=self.remote.number_adds(1),
             payload=_payload(entry),
         )
+
+    def add_together(self, entries: Sequence[Entry], timeout_s: float) -> None:
+        """Make adds, each on its own, by one message; of several, each is of rows."""
+        with self.remote.adding:
+            if len(entries) == 1:
+                pending = self.begin_add(entries[0])
+            else:
+                rows = [entry.rows for entry in entries if entry.rows is not None]
+                counts = torch.tensor([len(each) for each in rows])
+                parts = [counts, torch.cat(rows), torch.cat([entry.delta for entry in entries])]
+                pending = self._begin(
+                    Operation.ADD_TOGETHER,
+                    f"{len(entries)} adds",
+                    args=(len(entries), len(parts[1])),
+                    number=self.remote.number_adds(len(entries)),
+                    payload=[as_memory(part) for part in parts],
+                )
+            self.wait(pending, timeout_s)
 
     def begin_put(self, entry: Entry, number: int) -> PendingCall:
         """Put an add down for round ``number``."""

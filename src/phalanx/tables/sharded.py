@@ -223,6 +223,13 @@ class Sharded(Generic[P]):
         else:
             self._add_parts(self._parts_of(entry), Waiting(timeout_s))  # all shards together
 
+    def add_later(self, entry: Entry, timeout_s: float) -> None:
+        """Take one add without waiting for other hosts: there are none."""
+        self.add(entry, timeout_s)
+
+    def finish_adds(self, worker: int, timeout_s: float) -> None:
+        """Wait until what ``worker`` has added is in: it is."""
+
     def _add_parts(self, parts: list[tuple[P, Entry]], waiting: Waiting) -> None:
         while parts:
             shard, part = parts.pop(_first_free(parts))

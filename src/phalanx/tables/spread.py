@@ -12,7 +12,7 @@ a host when all workers have arrived there.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -145,7 +145,10 @@ class SpreadStorage:
                 self.local.read(own, out, worker, timeout_s, backs_up=backs_up)
             else:
                 part = self.remote_parts(worker)[host]
-                part.wait(part.begin_read(own, out, backs_up=backs_up), timeout_s)
+                waiting = Waiting(timeout_s)
+                part.remote.deferred.finish(timeout_s)
+                pending = part.begin_read(own, out, backs_up=backs_up)
+                part.wait(pending, waiting.remaining_s())
             return
         cuts = self._cut(rows)
         sorted_out, wanted, at = torch.empty_like(out), {}, 0
@@ -162,11 +165,12 @@ class SpreadStorage:
     ) -> None:
         """Read from each host; what is asked of others is under way while this one's is read."""
         mine = wanted.get(self._hosts.me)
-        waiting, parts = Waiting(timeout_s), self.remote_parts(worker)
+        waiting = Waiting(timeout_s)
+        parts = {h: part for h, part in self.remote_parts(worker).items() if h in wanted}
+        _finish_adds(parts.values(), waiting)  # a worker reads what it has added
         pendings = [
             (part, part.begin_read(*wanted[host], backs_up=backs_up))
             for host, part in parts.items()
-            if host in wanted
         ]
         if mine is not None:
             self.local.read(*mine, worker, timeout_s, backs_up=backs_up)
@@ -177,28 +181,37 @@ class SpreadStorage:
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, checked; see :meth:`Sharded.add`."""
-        if entry.unchecked:
-            if not all_finite(entry.delta):
-                raise NotFinite
-            entry = entry._replace(unchecked=False)
-        entries = self._entries(entry)
+        entries = self._entries(_checked(entry))
         mine = entries.get(self._hosts.me)
         if mine is not None and len(entries) == 1:
             self.local.add(mine, timeout_s)
             return
-        waiting, parts = Waiting(timeout_s), self.remote_parts(entry.worker)
+        waiting, all_parts = Waiting(timeout_s), self.remote_parts(entry.worker)
+        parts = {host: all_parts[host] for host in entries if host in all_parts}
+        _finish_adds(parts.values(), waiting)  # a worker's adds are taken in their order
         with ExitStack() as held:
-            for host in entries:  # in the order of hosts, so that two threads never hold crosswise
-                if host in parts:
-                    held.enter_context(parts[host].remote.adding)
-            pendings = [
-                (parts[host], parts[host].begin_add(each))
-                for host, each in entries.items()
-                if host in parts
-            ]
+            for (
+                part
+            ) in parts.values():  # in the order of hosts, so that two threads never hold crosswise
+                held.enter_context(part.remote.adding)
+            pendings = [(part, part.begin_add(entries[host])) for host, part in parts.items()]
             if mine is not None:
                 self.local.add(mine, timeout_s)
             _wait_for(pendings, waiting)
+
+    def add_later(self, entry: Entry, timeout_s: float) -> None:
+        """Take one add, of which only this host's part is in when this returns."""
+        parts = self.remote_parts(entry.worker)
+        for host, each in self._entries(_checked(entry)).items():
+            if host == self._hosts.me:
+                self.local.add(each, timeout_s)
+            else:  # the delta is the caller's, who may change it
+                kept = each._replace(delta=each.delta.clone())
+                parts[host].remote.deferred.put(parts[host], kept, timeout_s)
+
+    def finish_adds(self, worker: int, timeout_s: float) -> None:
+        """Wait until what ``worker`` has added is in on all hosts."""
+        _finish_adds(self.remote_parts(worker).values(), Waiting(timeout_s))
 
     def _entries(self, entry: Entry) -> dict[int, Entry]:
         """Cut an add by host, in the order of their numbers."""
@@ -374,9 +387,26 @@ class SpreadBarrier:
 
     def wait(self, worker: int, name: str, timeout_s: float) -> int:
         """Come, wait for the others, and return the round; see :meth:`Barrier.wait`."""
+        waiting, remotes = Waiting(timeout_s), self._hosts.remotes_of(worker)
+        for remote in remotes.values():
+            remote.deferred.finish(waiting.remaining_s())
         if self._hosts.me == 0:
-            return self._local.wait(worker, name, timeout_s)
-        return self._hosts.remotes_of(worker)[0].wait_at_barrier(name, timeout_s)
+            return self._local.wait(worker, name, waiting.remaining_s())
+        return remotes[0].wait_at_barrier(name, waiting.remaining_s())
+
+
+def _checked(entry: Entry) -> Entry:
+    """Return an add whose numbers have been looked at where they have to be finite."""
+    if not entry.unchecked:
+        return entry
+    if not all_finite(entry.delta):
+        raise NotFinite
+    return entry._replace(unchecked=False)
+
+
+def _finish_adds(parts: Iterable[RemotePart], waiting: Waiting) -> None:
+    for part in parts:
+        part.remote.deferred.finish(waiting.remaining_s())
 
 
 def _wait_for(pendings: Sequence[tuple[RemotePart, PendingCall]], waiting: Waiting) -> None:

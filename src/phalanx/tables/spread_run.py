@@ -68,11 +68,17 @@ class OtherHosts:
         for remote in self._remotes.get(worker, {}).values():
             remote.call(operation, what, timeout_s, **asked)
 
+    def finish_adds(self, worker: int, timeout_s: float) -> None:
+        """Wait until what ``worker`` has added is in on all hosts."""
+        waiting = Waiting(timeout_s)
+        for remote in self._remotes.get(worker, {}).values():
+            remote.deferred.finish(waiting.remaining_s())
+
     def close(self) -> None:
         """Let go of all sockets."""
         for remotes in self._remotes.values():
             for remote in remotes.values():
-                remote.connection.close()
+                remote.close()
         self._remotes = {}
         self._context.destroy(linger=0)
 
@@ -117,14 +123,22 @@ class SpreadMembership(Membership):
         return number
 
     def leave(self, worker: int, incarnation: int, timeout_s: float) -> None:
-        """Stop counting ``worker`` on all hosts; one that does not answer finds out by itself."""
-        super().leave(worker, incarnation, timeout_s)
-        for remote in self._others.of(worker).values():
-            with suppress(PhalanxError):
-                remote.call(Operation.LEAVE, "`leave`", min(timeout_s, _LEAVE_S))
+        """Stop counting ``worker`` on all hosts; one that does not answer finds out by itself.
+
+        Raises:
+            PhalanxError: An add that nobody waited for failed. The worker has left all the same.
+        """
+        try:
+            self._others.finish_adds(worker, timeout_s)
+        finally:
+            super().leave(worker, incarnation, timeout_s)
+            for remote in self._others.of(worker).values():
+                with suppress(PhalanxError):
+                    remote.call(Operation.LEAVE, "`leave`", min(timeout_s, _LEAVE_S))
 
     def advance(self, worker: int) -> int:
         """Count a tick of ``worker`` on all hosts."""
+        self._others.finish_adds(worker, _LOCK_S)
         clock = super().advance(worker)
         self._others.all_call(worker, Operation.TICK, "a tick", _LOCK_S, args=(clock,))
         return clock

@@ -101,7 +101,7 @@ class TableStats:
 class Table:
     """Rows that several workers add to and read; made by ``world.matrix`` or ``world.array``.
 
-    An add that has returned is in every later read of an asynchronous or bounded table, once; in
+    An add that has been taken is in every later read of an asynchronous or bounded table, once; in
     those of a bulk-synchronous one from the end of its round on. A worker that dies within an add
     leaves all of it or none of it (of each shard's part, if there are several shards).
 
@@ -151,7 +151,11 @@ class Table:
             delta: For ``rows``, or for the whole table. A tensor or array of the table's dtype, or
                 a sequence of numbers. It may be changed as soon as this returns.
             rows: int64, 0-based; of an array, the elements; of a :class:`KeyTable`, the keys.
-            wait: Whether the add has been taken when this returns. On one host it always has.
+            wait: Whether the add has been taken when this returns. This host's rows always have
+                it then, and so has a bulk-synchronous table. Adds to rows of other hosts are sent
+                by a thread, in their order, several in a message. :meth:`flush`, this worker's
+                gets, ``barrier``, ``tick`` and ``leave`` wait for them, and raise the error of one
+                that failed; those behind it are not made.
 
         Shapes:
             matrix: rows (K,) with delta (K, cols), or delta (rows, cols).
@@ -177,7 +181,7 @@ class Table:
         try:
             if self._is_guarded and not unchecked and not all_finite(value):
                 raise NotFinite
-            self._take(Entry(index, value, self._group.worker_id, False, unchecked))
+            self._take(Entry(index, value, self._group.worker_id, False, unchecked), wait)
         except NotFinite:
             self._refuse_nonfinite()
             return
@@ -194,7 +198,7 @@ class Table:
             "table with `nonfinite='skip'` to leave such adds out."
         )
 
-    def _take(self, entry: Entry) -> None:
+    def _take(self, entry: Entry, wait: bool = True) -> None:
         # An add of a worker outside the round would make the gets of that round differ.
         if self._group.left or (self._is_bulk and not self._group.is_counted()):
             raise StateError(
@@ -203,8 +207,10 @@ class Table:
             )
         if self._is_bulk:
             self._storage.rounds.put(entry)
-        else:
+        elif wait:
             self._storage.add(entry, self._group.timeout_s)
+        else:
+            self._storage.add_later(entry, self._group.timeout_s)
 
     def assign(self, value: Numbers) -> None:
         """Replace all values, past the updater, whose state stays; only the master may.
@@ -221,6 +227,7 @@ class Table:
         if self._is_bulk:
             self._take(Entry(None, delta, self._group.worker_id, assigns=True))
         else:
+            self.flush()
             self._storage.replace_all([delta], self._group.timeout_s)
 
     def _check_master(self, what: str) -> None:
@@ -321,8 +328,13 @@ class Table:
     # --- the rest ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Return when all adds of this worker are taken; on one host they are already."""
+        """Return when all adds of this worker are taken; on one host they are already.
+
+        Raises:
+            PhalanxError: One that was made with ``wait=False`` failed. It is said once.
+        """
         self._check_open()
+        self._storage.finish_adds(self._group.worker_id, self._group.timeout_s)
 
     def snapshot(self, directory: str | os.PathLike[str], *, every_s: float | None = None) -> Path:
         """Write values and updater's state into ``directory``, synced; others go on meanwhile.
@@ -365,6 +377,7 @@ class Table:
         """
         self._check_open()
         self._check_master("restore")
+        self.flush()
         parts = load_parts(self._spec, read_directory(directory))
         with self._group.snapshots.gate.whole:
             self._storage.replace_all(parts, self._group.timeout_s)
@@ -448,7 +461,7 @@ class KeyTable(Table):
 
     def __len__(self) -> int:
         """Return how many keys are there."""
-        self._check_open()
+        self.flush()
         return self._storage.num_keys()
 
     def keys(self) -> Tensor:
@@ -457,7 +470,7 @@ class KeyTable(Table):
         With several shards, each is of a moment of its own. In a bulk-synchronous table they are
         those of the rounds that are in; this is no get, and ends no round.
         """
-        self._check_open()
+        self.flush()
         return self._storage.keys(self._group.timeout_s)
 
     def assign(self, value: Numbers, rows: Rows | None = None) -> None:
@@ -500,6 +513,8 @@ def snapshot_together(
     for table in tables:
         table._check_open()
     if every_s is None:
+        for table in tables:
+            table.flush()
         return [table._save(folder) for table in tables]
     group = tables[0]._group
     if not group.is_counted():

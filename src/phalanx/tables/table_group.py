@@ -150,11 +150,17 @@ class TableGroup:
         """Stop counting as a worker: nobody waits for this one any more.
 
         Tables stay readable, but take no more adds of this worker, nor does it write snapshots.
+
+        Raises:
+            PhalanxError: An add that was made with ``wait=False`` failed. The worker has left all
+                the same.
         """
         self.snapshots.close(self.timeout_s)
-        if not self.closed and self.is_counted():
-            self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
-        self.left = True
+        try:
+            if not self.closed and self.is_counted():
+                self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
+        finally:
+            self.left = True
 
     def close(self) -> None:
         """Leave and let go of everything; the last one out removes what the run has shared.
@@ -162,6 +168,7 @@ class TableGroup:
         Raises:
             StateError: This thread is in a call of a table, or another one was for ``timeout_s``
                 seconds. Close again when that has ended.
+            PhalanxError: As :meth:`leave`; everything has been let go of.
 
         Blocks: Until the workers that were announced have come, else they would come to a run that
         is not there any more (a warning names those that have not); and until the calls of other
@@ -185,14 +192,16 @@ class TableGroup:
     def _leave_and_close(self) -> None:
         if self.closed:
             return
-        if not self.forked:
-            self.leave()
-        self.closed = True
         try:
-            self._context.count_out(self.timeout_s)
-        except BaseException:
-            self.closed = False
-            raise
+            if not self.forked:
+                self.leave()
+        finally:
+            self.closed = True
+            try:
+                self._context.count_out(self.timeout_s)
+            except BaseException:
+                self.closed = False
+                raise
 
     def __enter__(self) -> TableGroup:
         return self
