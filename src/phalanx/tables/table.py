@@ -269,7 +269,8 @@ class Table:
         """Begin a :meth:`get`; ``wait()`` on the answer ends it. Several may be open.
 
         In a bulk-synchronous table this ends the worker's round, so adds that follow are of the
-        next one; wait before the next get.
+        next one; wait before the next get. In any other, rows are read when they are waited for,
+        so what is added until then is in.
 
         Raises:
             ConfigError: As :meth:`get`.
