@@ -143,9 +143,14 @@ def test_stale_statistics_are_caught(course: Course, monkeypatch: pytest.MonkeyP
     course.await_workers()
     executor = course.executor
     workers = executor._workers
-    nowhere = [None] * len(executor._sync.handles)
-    now = executor._packed_module(), executor._objects.packed
-    old = workers._stored(WorkerInit(*now, nowhere, executor._gradient_buffers.layout))
+    init = WorkerInit(
+        definitions=tuple(executor._definitions.packed),
+        blob=executor._packed_module(),
+        objects=executor._objects.packed,
+        buffers=[None] * len(executor._sync.handles),  # nowhere that others write to
+        layout=executor._gradient_buffers.layout,
+    )
+    old = workers._stored(init)
     with monkeypatch.context() as patch:
         patch.setattr(workers, "_init", old)
         course.suffer({1: Order("shard taken")})

@@ -387,12 +387,12 @@ class SpreadBarrier:
 
     def wait(self, worker: int, name: str, timeout_s: float) -> int:
         """Come, wait for the others, and return the round; see :meth:`Barrier.wait`."""
-        waiting, remotes = Waiting(timeout_s), self._hosts.remotes_of(worker)
-        for remote in remotes.values():
-            remote.deferred.finish(waiting.remaining_s())
+        remotes = self._hosts.remotes_of(worker)
+        for remote in remotes.values():  # before it comes: others count from there
+            remote.deferred.finish(timeout_s)
         if self._hosts.me == 0:
-            return self._local.wait(worker, name, waiting.remaining_s())
-        return remotes[0].wait_at_barrier(name, waiting.remaining_s())
+            return self._local.wait(worker, name, timeout_s)
+        return remotes[0].wait_at_barrier(name, timeout_s)
 
 
 def _checked(entry: Entry) -> Entry:
