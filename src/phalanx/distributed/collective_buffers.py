@@ -62,7 +62,8 @@ _LARGEST_SLOT_BYTES = 1 << 20
 _ALL_SLOTS_BYTES = 8 << 20
 _MOST_CUTS = 16  # a cut of n ranks holds n² views
 _SMALLEST_SLOT_BYTES = 64 << 10
-_USUAL_SIZES = PieceSizes(16 << 10, 256 << 10)  # pieces that stay in the caches of the cores
+_WHOLE_BYTES = 16 << 10
+_PIECE_BYTES = 256 << 10  # pieces that stay in the caches of the cores
 _PUBLISHED, _REDUCED, _DONE, _PER_PIECE = 1, 2, 3, 3
 
 
@@ -85,6 +86,8 @@ class CollectiveBuffers:
         self.size = pages.size
         self.pages = pages
         self.slot_bytes = slot_bytes(pages.size)
+        self._usual_sizes = PieceSizes(_WHOLE_BYTES, min(_PIECE_BYTES, self.slot_bytes))
+        self._contended_sizes = PieceSizes(self.slot_bytes // 2, self.slot_bytes)
         self._region = region
         self._slots_by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
         self._cuts: dict[tuple[torch.dtype, tuple[int, ...], int], list[Sequence[Tensor]]] = {}
@@ -142,9 +145,7 @@ class CollectiveBuffers:
     @property
     def piece_sizes(self) -> PieceSizes:
         """How to cut the all-reduce that was begun; where cores are contended, in few pieces."""
-        if self.contention.agreed:
-            return PieceSizes(self.slot_bytes // 2, self.slot_bytes)
-        return _USUAL_SIZES._replace(piece_bytes=min(_USUAL_SIZES.piece_bytes, self.slot_bytes))
+        return self._contended_sizes if self.contention.agreed else self._usual_sizes
 
     def agree_on_contention(self) -> None:
         """Note whether any rank was contended in this all-reduce: the next one goes by that."""
@@ -158,6 +159,7 @@ class CollectiveBuffers:
         while (status := native.run(function)) != Status.ENDED:
             if status == Status.WAITS:
                 yield self.pages.others, native.wanted
+                native.choose_spin()
             elif status == Status.DIFFERS:
                 self._check(self.pages.others)  # it raises, unless a test has it pass
                 native.agree()

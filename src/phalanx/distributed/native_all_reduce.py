@@ -10,6 +10,7 @@ briefly; longer waits are those of all operations (engine.py).
 
 from __future__ import annotations
 
+import struct
 from array import array
 from enum import IntEnum
 from typing import NamedTuple
@@ -28,6 +29,7 @@ PIECE_POINTS = ("piece written", "piece published", "result given", "piece ended
 
 # As in native_all_reduce.c.
 _NUM_WORDS = 20
+_OF_OPERATION = struct.Struct("12q")  # those from _FAIL_POINTS on
 _SPIN_NS, _FAIL_POINTS, _PIECE, _PHASE, _WANTED, _AGREED = 6, 8, 13, 15, 16, 17
 _SPIN_S, _CROWDED_SPIN_S = 150e-6, 50e-6  # some times what another takes for its part of a piece
 
@@ -85,16 +87,21 @@ class NativeState:
 
     def begin(self, operation: Fingerprint, piece: int, flat: Tensor, sizes: PieceSizes) -> None:
         """Begin an operation over ``flat``, whose first piece has that number."""
-        stops = injected() is not None
+        stops, tensor = injected() is not None, flat.data_ptr()
         number, what, num_elements = operation
-        self._words[_FAIL_POINTS:] = array(
-            "q", [stops, number, what, flat.data_ptr(), num_elements, piece, 0, 0, 0, 0, *sizes]
+        _OF_OPERATION.pack_into(
+            *(self._words, _FAIL_POINTS * self._words.itemsize),
+            *(stops, number, what, tensor, num_elements, piece, 0, 0, 0, 0, *sizes),
         )
+        self.choose_spin()
+
+    def choose_spin(self) -> None:
+        """Have compiled code spin as long as this rank shall now; at the begin, and after waits."""
+        spin_s = self._contention.spin_s(_SPIN_S, _CROWDED_SPIN_S)
+        self._words[_SPIN_NS] = round(spin_s * 1e9)
 
     def run(self, function: Function) -> int:
         """Let compiled code go on until it would wait; return a `Status`."""
-        spin_s = self._contention.spin_s(_SPIN_S, _CROWDED_SPIN_S)
-        self._words[_SPIN_NS] = round(spin_s * 1e9)
         return int(function(self._address))
 
     def fail_point(self) -> None:

@@ -116,10 +116,8 @@ def reduction_of(op: object, dtype: torch.dtype) -> ReduceOperation:
         ConfigError: These numbers cannot be reduced so.
         UnsupportedError: This operation is not built.
     """
-    kind = getattr(op, "op", op)
-    if kind == ReduceOp.PREMUL_SUM:
-        return _scaling_sum(op, dtype)
-    return _reduction_of(kind, dtype)
+    reduction = _reduction_of(getattr(op, "op", op), dtype)
+    return _scaling_sum(op, dtype) if reduction is None else reduction
 
 
 def _scaling_sum(op: object, dtype: torch.dtype) -> ReduceOperation:
@@ -135,11 +133,15 @@ def _scaling_sum(op: object, dtype: torch.dtype) -> ReduceOperation:
             f"`op` must bring a real factor, but brings {given!r}. Give ReduceOp.PREMUL_SUM(0.5)."
         ) from exc
     plain = _reduction_of(ReduceOp.SUM, dtype)
+    assert plain is not None
     return replace(plain, number=_PREMUL_SUM_NUMBER, name="PREMUL_SUM", factor=factor)
 
 
 @cache
-def _reduction_of(kind: object, dtype: torch.dtype) -> ReduceOperation:
+def _reduction_of(kind: object, dtype: torch.dtype) -> ReduceOperation | None:
+    """Return what one kind of operation is, None for the one that brings a factor of its own."""
+    if kind == ReduceOp.PREMUL_SUM:
+        return None
     found = next((known for known in _COMBINE_BY_OP if known == kind), None)
     if found is None:
         raise UnsupportedError(

@@ -52,6 +52,7 @@ __all__ = ["NAME", "SharedGroup"]
 GroupMaker = Callable[[Store, int, int, datetime.timedelta], dist.ProcessGroup]
 
 _MOST_KEPT, _LARGEST_KEPT_BYTES = 1024, 1024
+_NO_TIME = datetime.timedelta(0)
 
 
 # Any, below: options are torch's own classes, which have no common base and no types.
@@ -129,7 +130,7 @@ class SharedGroup(DescribedGroup):
     def _seconds(self, opts: Any) -> float:
         """Return how long a call with these options may take."""
         timeout = getattr(opts, "timeout", None)
-        if timeout is not None and timeout >= datetime.timedelta(0):  # unset, it is negative
+        if timeout is not None and timeout >= _NO_TIME:  # unset, it is negative
             return float(timeout.total_seconds())
         return self._timeout_s
 
