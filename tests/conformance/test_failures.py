@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.train import StepDone
+from phalanx.execution.sharded_optimizer import FlatStepper
+from phalanx.train import StepDone, step_engine
 from tests.conformance.models import (
     CNN_NORM,
     MLP,
@@ -426,8 +427,43 @@ def test_an_interrupt_in_a_callback_arrives_and_the_trainer_can_be_saved(tmp_pat
         assert_same_bits(whole_state(trainer), expected)
 
 
-def interrupt_again_and_again() -> None:
+IN_THREADS = pytest.mark.parametrize("light_bytes", [0, 1 << 16], ids=["threads", "caller"])
+"""Who steps a small model: the replicas' threads, or the caller, as by default."""
+
+
+@IN_THREADS
+def test_ctrl_c_while_weights_are_stepped_arrives_after_the_step(
+    light_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_engine, "_LIGHT_BYTES", light_bytes)
+    step_part, interrupted = FlatStepper.step_part, []
+
+    def interrupt(self: FlatStepper, part: int) -> None:
+        if part == 1:
+            interrupted.append(threading.current_thread())
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        step_part(self, part)
+
+    def new_trainer() -> phalanx.Trainer:
+        return phalanx.Trainer(mlp(), MLP.loss, adamw, replicas=3, microbatches=MICROBATCHES)
+
+    with new_trainer() as trainer, new_trainer() as undisturbed:
+        for each in (trainer, undisturbed):
+            each.step(vector_batch(ROWS))
+        monkeypatch.setattr(FlatStepper, "step_part", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(vector_batch(ROWS, seed=1))
+        monkeypatch.undo()
+        undisturbed.step(vector_batch(ROWS, seed=1))
+        assert trainer.steps == 2
+        assert_same_bits(whole_state(trainer), whole_state(undisturbed))
+    by_caller = [thread is threading.main_thread() for thread in interrupted]
+    assert by_caller == [light_bytes > 0]
+
+
+def interrupt_again_and_again(light_bytes: int) -> None:
     """Run in a process of its own, so that a hang is one failed test and not the end of all."""
+    step_engine._LIGHT_BYTES = light_bytes
     signal.signal(signal.SIGINT, signal.default_int_handler)
     armed = threading.Event()
 
@@ -461,13 +497,15 @@ def interrupt_again_and_again() -> None:
     assert house_threads() == []
 
 
-def test_ctrl_c_while_the_replicas_compute_leaves_a_usable_trainer() -> None:
+@IN_THREADS
+def test_ctrl_c_while_the_replicas_compute_leaves_a_usable_trainer(light_bytes: int) -> None:
     """The signal comes while the main thread waits for replicas that hold the model's memory.
 
     Every place of the wait must bear it: also the moment between the last replica's word and its
     being heard.
     """
-    script = "from tests.conformance.test_failures import interrupt_again_and_again as run; run()"
+    script = "from tests.conformance.test_failures import interrupt_again_and_again as run; "
+    script += f"run({light_bytes})"
     try:
         done = subprocess.run(
             [sys.executable, "-c", script],

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.train import StepDone
+from phalanx.train import StepDone, step_engine
 from tests.conformance.models import (
     CNN_NORM,
     GPT_DROPOUT,
@@ -153,6 +153,13 @@ def test_the_number_of_replicas_does_not_show(recipe: Recipe, replicas: int) -> 
     outcome = train(recipe, replicas)
     assert len(outcome.losses) == STEPS
     assert_same(outcome, reference(str(recipe)))
+
+
+@EVERY_RECIPE
+def test_threads_step_as_the_caller_does(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models as small as these are stepped by the caller, unless it is made to wake threads."""
+    monkeypatch.setattr(step_engine, "_LIGHT_BYTES", 0)
+    assert_same(train(recipe, 3), reference(str(recipe)))
 
 
 @pytest.mark.parametrize("workloads", [[3, 1], [0, 1], [1, 100]])

@@ -219,6 +219,7 @@ class Executor(ABC):
     sources: tuple[nn.Module, ...]
     parameters: list[nn.Parameter]
     _threads: ThreadPool | CallerThread
+    _caller: CallerThread | None = None  # does light work of all replicas; None: it is elsewhere
     _order: RunOrder
     one_source: bool = True
     keeps_gradients: bool = False
@@ -231,7 +232,9 @@ class Executor(ABC):
     _fused: bool | None = None  # see `has_fused_evaluation`; None: not known yet
     _compiled = False  # see `has_compiled`
 
-    def each(self, task: Callable[[int], T], *, uninterrupted: bool = False) -> list[T]:
+    def each(
+        self, task: Callable[[int], T], *, uninterrupted: bool = False, light: bool = False
+    ) -> list[T]:
         """Run ``task(replica index)`` in every replica's thread at once, on the caller's streams.
 
         After :meth:`close`, for a backward pass that is still to come, on threads of its own.
@@ -239,6 +242,7 @@ class Executor(ABC):
         Args:
             uninterrupted: A Ctrl-C arrives after it, also where the one replica is the caller's
                 thread.
+            light: Waking threads would take longer than the work: the caller may do all of it.
         """
         streams = callers_streams(self.devices)
 
@@ -247,10 +251,11 @@ class Executor(ABC):
                 return task(index)
 
         run = on_streams if streams else task
-        if uninterrupted and isinstance(self._threads, CallerThread):
-            return self._threads.each_uninterrupted(run)
-        if not self._threads.closed:
-            return self._threads.each(run)
+        threads = self._caller if light and self._caller is not None else self._threads
+        if uninterrupted and isinstance(threads, CallerThread):
+            return threads.each_uninterrupted(run)
+        if not threads.closed:
+            return threads.each(run)
         with contextlib.closing(ThreadPool(len(self), intra_op=self.intra_op)) as pool:
             return pool.each(run)
 

@@ -222,9 +222,15 @@ class ThreadPool:
 
 
 class CallerThread:
-    """A pool of one without a thread: tasks run in the caller's, where a debugger finds them."""
+    """A pool without threads: tasks run in the caller's, one after the other.
 
-    def __init__(self, *, intra_op: int) -> None:
+    Args:
+        size: Number of tasks.
+        intra_op: Threads inside the operators.
+    """
+
+    def __init__(self, size: int, *, intra_op: int) -> None:
+        self._size = size
         self._intra_op = intra_op
         self.closed = False
 
@@ -236,9 +242,9 @@ class CallerThread:
             return self.each(task)
 
     def each(self, task: Callable[[int], T]) -> list[T]:
-        """Run ``task(0)`` here and now; a Ctrl-C arrives inside of it."""
+        """Run ``task`` for each index here and now; a Ctrl-C arrives inside of it."""
         with caller_intra_op(self._intra_op):
-            return [task(0)]
+            return [task(index) for index in range(self._size)]
 
     def is_alone(self) -> bool:
         """Tell whether the program has no thread of Python's but the calling one."""

@@ -141,8 +141,9 @@ class ThreadExecutor(Executor):
         self._compile_once = CompileOnce(sources) if compiled else None
         self._rendezvous = self._synchronise(sources[0], rules) if one_source and rules else None
         self.has_rendezvous = self._rendezvous is not None
+        self._caller = CallerThread(len(devices), intra_op=self.intra_op)
         if inline:
-            self._threads = CallerThread(intra_op=self.intra_op)
+            self._threads = self._caller
         else:
             self._threads = ThreadPool(len(devices), intra_op=self.intra_op)
 
