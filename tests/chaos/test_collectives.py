@@ -149,7 +149,14 @@ def go_halting(troops: list[Troop], cases: list[Case]) -> dict[Case, list[str]]:
     return {case: wrong for share in found for case, wrong in share.items() if wrong}
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "gather", "barrier"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "all_reduce",
+        "barrier",
+        *(pytest.param(k, marks=pytest.mark.night) for k in ("broadcast", "gather")),
+    ],
+)
 def test_a_halted_rank_is_named_at_the_timeout_and_fails_when_it_goes_on(troops, kind):
     pids = [troop.pids for troop in troops]
     cases = [

@@ -311,6 +311,7 @@ def test_a_script_needs_no_guard_and_runs_once(tmp_path: Path) -> None:
     assert stdout == "once\nTrue\n", stderr
 
 
+@pytest.mark.night
 def test_a_module_of_a_package_may_be_run(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
@@ -324,7 +325,9 @@ def test_a_module_of_a_package_may_be_run(tmp_path: Path) -> None:
     assert stdout == "once\nTrue\n", stderr
 
 
-@pytest.mark.parametrize("way", ["-", "-c", pytest.param("-i", marks=pytest.mark.night)])
+@pytest.mark.parametrize(
+    "way", ["-c", *(pytest.param(each, marks=pytest.mark.night) for each in ("-", "-i"))]
+)
 def test_a_script_need_not_be_a_file(way: str, tmp_path: Path) -> None:
     if way == "-c":
         stdout, stderr = run("-c", SCRIPT, cwd=tmp_path)

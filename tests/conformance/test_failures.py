@@ -497,7 +497,10 @@ def interrupt_again_and_again(light_bytes: int) -> None:
     assert house_threads() == []
 
 
-@IN_THREADS
+@pytest.mark.parametrize(
+    "light_bytes",
+    [pytest.param(0, marks=pytest.mark.night, id="threads"), pytest.param(1 << 16, id="caller")],
+)
 def test_ctrl_c_while_the_replicas_compute_leaves_a_usable_trainer(light_bytes: int) -> None:
     """The signal comes while the main thread waits for replicas that hold the model's memory.
 

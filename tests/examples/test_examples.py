@@ -41,6 +41,9 @@ ARGUMENTS = {
 }
 NEEDS = {"09_on_ray.py": "ray", "11_hugging_face.py": "transformers"}
 BY_NIGHT = {
+    "07_word_vectors.py",  # test_table_embedding.py trains one by day
+    "10_callbacks.py",  # docs/callbacks.md runs by day
+    "11_hugging_face.py",  # docs/huggingface.md
     "06_kill_a_worker.py",  # docs/process_executor.md kills one by day
     "08_diloco.py",  # its figures want 600 steps; test_shared_module.py holds what it shows
     "09_on_ray.py",  # test_ray.py starts a Ray by day

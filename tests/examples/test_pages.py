@@ -42,8 +42,10 @@ NEEDS = {
     "docs/one_word.md": ("accelerate", "lightning_fabric"),
 }
 BY_NIGHT = {
-    "docs/one_word.md"
-}  # test_launching_clients.py and test_backend_clients.py hold it by day
+    "docs/one_word.md",  # test_launching_clients.py and test_backend_clients.py hold it by day
+    "docs/recipes.md",  # test_callbacks.py, test_trainer_moments.py and others
+    "docs/containers.md",  # test_containers.py and those beside it
+}
 ELSEWHERE = {  # the test that runs the page's blocks
     "docs/migrating.md": "tests/conformance/test_torch7.py",
     "docs/migrating_multiverso.md": "tests/conformance/test_multiverso.py",

@@ -174,6 +174,7 @@ def test_a_fit_whose_ranks_did_not_come_trains_nothing_alone(
     assert "2 ranks must come" in outcome(rank)
 
 
+@pytest.mark.night
 def test_a_fit_whose_ranks_did_not_come_may_be_tried_again(
     children: Children, tmp_path: Path
 ) -> None:
@@ -220,7 +221,7 @@ def dies_at_the_second_group(parent: Parent, trained: phalanx.Trainer, losses: l
     trained.fit(batches(), epochs=1)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.night), 1])
 def test_who_dies_as_the_next_group_is_made_is_not_waited_for(
     rank: int, children: Children, tmp_path: Path
 ) -> None:

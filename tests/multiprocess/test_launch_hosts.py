@@ -102,6 +102,7 @@ def two_hosts(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
             one.communicate()
 
 
+@pytest.mark.night
 def test_a_launcher_whose_ranks_have_ended_does_not_wait_for_one_that_failed(two_hosts, tmp_path):
     a, b = two_hosts
     (tmp_path / "a-may-end").touch()

@@ -65,7 +65,9 @@ def trained_everything(rank: int, replicas: int, folder: Path, stop: int) -> Run
         return result(trained, losses)
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("size", "replicas"), [pytest.param(2, 2, marks=pytest.mark.night), (3, 1)]
+)
 def test_weights_buffers_moments_and_losses_are_those_of_one_process(
     size: int, replicas: int, two: Ranks, three: Ranks, expected: Run, tmp_path: Path
 ) -> None:

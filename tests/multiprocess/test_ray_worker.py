@@ -82,7 +82,9 @@ def wait() -> None:
     signal.pause()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.night)]
+)
 def test_a_signal_that_ends_a_worker_is_told(worker, number):
     start(worker, wait)
     ((_, (pid,)),) = worker.read()

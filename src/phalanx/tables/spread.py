@@ -190,9 +190,8 @@ class SpreadStorage:
         parts = {host: all_parts[host] for host in entries if host in all_parts}
         _finish_adds(parts.values(), waiting)  # a worker's adds are taken in their order
         with ExitStack() as held:
-            for (
-                part
-            ) in parts.values():  # in the order of hosts, so that two threads never hold crosswise
+            # In the order of hosts, so that two threads never hold crosswise.
+            for part in parts.values():
                 held.enter_context(part.remote.adding)
             pendings = [(part, part.begin_add(entries[host])) for host, part in parts.items()]
             if mine is not None:

@@ -348,7 +348,9 @@ def test_a_stopped_training_goes_on_to_the_same_bits_on_other_replicas(phalanx, 
             assert one["validation"] == other["validation"]
 
 
-@pytest.mark.parametrize(("fault", "returned"), [("nan", 2), ("another", 1)])
+@pytest.mark.parametrize(
+    ("fault", "returned"), [("nan", 2), pytest.param("another", 1, marks=pytest.mark.night)]
+)
 def test_what_was_done_before_a_step_that_failed_is_saved(phalanx, fault, returned):
     words = ("--model", "own_code:Failing", "--microbatches", "3", "--batch-size", "25")
     words += ("--seed", "5", "--epochs", "1")

@@ -176,7 +176,10 @@ def test_no_core_is_watched_in_a_process_that_is_not_ours():
 @can_watch
 @pytest.mark.parametrize(
     ("value", "watched"),
-    [(None, True), ("0", False), pytest.param("1", True, marks=pytest.mark.night)],
+    [
+        (None, True),
+        *(pytest.param(*each, marks=pytest.mark.night) for each in [("0", False), ("1", True)]),
+    ],
 )
 def test_worker_processes_watch_the_cores_and_may_use_them_all(monkeypatch, value, watched):
     if value is None:
