@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.errors import PeerTimeout
+from phalanx.errors import OutOfSpace, PeerTimeout
+from phalanx.ipc import wait_until
+from phalanx.tables.remote_part import RemoteHost
 from tests.multiprocess.children import Children, Parent
 from tests.multiprocess.hosts import run_hosts
 
@@ -370,6 +372,37 @@ def added_by_one(n: int) -> list:
 @in_every_formation
 def test_adds_that_nobody_waits_for_are_in_once_and_in_their_order(workers, n, run):
     assert workers(run, n, add_without_waiting) == [added_by_one(n)] * n
+
+
+def refuse_once(remote: RemoteHost) -> None:
+    """Let the next message of adds to a host be refused."""
+    connection, begin = remote.connection, remote.connection.begin
+
+    def begin_none(*_: object, **__: object) -> None:
+        connection.begin = begin  # type: ignore[method-assign]
+        raise OutOfSpace("refused")
+
+    connection.begin = begin_none  # type: ignore[assignment, method-assign]
+
+
+def add_behind_one_that_failed(world: tables.TableGroup) -> list:
+    table = world.array(9, torch.int64)
+    world.barrier()
+    if world.worker_id == 0:
+        remote = world._context.membership._others.of(0)[2]
+        refuse_once(remote)
+        table.add([1], rows=[7], wait=False)
+        assert wait_until(lambda: remote.deferred._error is not None, DEADLINE_S)
+        with pytest.raises(OutOfSpace, match="refused"):
+            table.add([1, 1, 1], rows=[0, 4, 8], wait=False)
+        assert table.get([0]).item() == 0, "this host has taken its part of a refused add"
+        table.add([1, 1, 1], rows=[0, 4, 8], wait=False)
+    world.barrier()
+    return table.get().tolist()
+
+
+def test_an_add_that_raises_an_earlier_ones_error_is_made_on_no_host(run):
+    assert run_hosts(3, run, 3, add_behind_one_that_failed) == [[1, 0, 0, 0, 1, 0, 0, 0, 1]] * 3
 
 
 def several_gets(world: tables.TableGroup) -> None:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from phalanx.errors import PeerTimeout
+from phalanx.errors import PeerTimeout, StateError
+from phalanx.ipc import Waiting
 from phalanx.tables.shard import Entry
 
-__all__ = ["MOST_TOGETHER", "DeferredAdds"]
+__all__ = ["MOST_TOGETHER", "DeferredAdds", "finish_all"]
 
 MOST_TOGETHER = 1024  # adds in one message
 _MESSAGE_BYTES = 1 << 20
@@ -54,40 +55,73 @@ class DeferredAdds:
         self._changed = threading.Condition()
         self._kept: deque[_Kept] = deque()
         self._kept_bytes = 0
-        self._num_left = 0  # kept or under way
+        self._num_put = 0
+        self._num_ended = 0  # of these, in their order: taken, failed or dropped
+        self._num_dropped = 0  # since the error
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._last_came = False
         self._closing = False
 
-    def put(self, part: AddedTo, entry: Entry, timeout_s: float) -> None:
-        """Keep an add, which must stay as it is; wait where too much is kept.
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Wait while too much is kept.
 
         Raises:
-            PhalanxError: An earlier add failed.
+            PhalanxError: An earlier add failed, or the worker has left.
+        """
+        with self._changed:
+            self._refuse_after_last()
+            self._wait(lambda: self._kept_bytes <= _KEPT_BYTES, timeout_s)
+            if self._thread is None:
+                thread = threading.Thread(target=self._send_all, name="phalanx adds", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def put(self, part: AddedTo, entry: Entry, timeout_s: float) -> None:
+        """Keep an add, which must stay as it is; there was room for it.
+
+        After an add that failed, and of which nobody was told yet, it is dropped as the others are
+        that were kept: what it adds on this host is in by now.
+
+        Raises:
+            StateError: The worker has left.
         """
         nbytes = entry.delta.nbytes + (0 if entry.rows is None else entry.rows.nbytes)
         with self._changed:
-            self._wait(lambda: self._kept_bytes <= _KEPT_BYTES, timeout_s)
+            self._refuse_after_last()
+            self._num_put += 1
+            if self._error is not None:
+                self._num_dropped += 1
+                self._num_ended += 1
+                return
             self._kept.append(_Kept(part, entry, nbytes, timeout_s))
             self._kept_bytes += nbytes
-            self._num_left += 1
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._send_all, name="phalanx adds", daemon=True
-                )
-                self._thread.start()
             self._changed.notify_all()
 
-    def finish(self, timeout_s: float) -> None:
-        """Wait until every add has been taken.
+    def finish(self, timeout_s: float, *, last: bool = False) -> None:
+        """Wait until every add has been taken that was put before; others may come meanwhile.
+
+        Args:
+            timeout_s: How long.
+            last: Refuse those that come from now on.
 
         Raises:
             PhalanxError: One failed; those that were kept behind it are dropped. Said once.
         """
-        if not self._num_left and self._error is None:
+        self._last_came |= last
+        # In this order: an add's error is set before the add counts as ended.
+        if self._num_put == self._num_ended and self._error is None and not last:
             return
         with self._changed:
-            self._wait(lambda: not self._num_left, timeout_s)
+            num_put = self._num_put
+            self._wait(lambda: self._num_ended >= num_put, timeout_s)
+
+    def _refuse_after_last(self) -> None:
+        if self._last_came:
+            raise StateError(
+                "An add must be made by a worker of the run, but this one has left. Add before "
+                "`leave()`."
+            )
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float) -> None:
         in_time = self._changed.wait_for(
@@ -95,18 +129,24 @@ class DeferredAdds:
         )
         error, self._error = self._error, None
         if error is not None:
+            if self._num_dropped:
+                error.add_note(
+                    f"{self._num_dropped} later adds of this worker to that host, made with "
+                    "`wait=False`, were not sent."
+                )
             raise error
         if not in_time:
+            then = "The worker leaves" if self._last_came else "They are still being sent"
             raise PeerTimeout(
-                f"{self._server} did not take {self._num_left} adds that were made with "
-                f"`wait=False` within {timeout_s:g} s. They are still being sent. See whether that "
-                "host and the network keep up."
+                f"{self._server} did not take {self._num_put - self._num_ended} adds that were "
+                f"made with `wait=False` within {timeout_s:g} s. {then}. See whether that host and "
+                "the network keep up."
             )
 
     def close(self) -> None:
         """End the thread when the message that is under way has ended; what is kept is dropped."""
         with self._changed:
-            self._closing = True
+            self._last_came = self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
@@ -121,10 +161,15 @@ class DeferredAdds:
                 first.part.add_together([each.entry for each in together], first.timeout_s)
             except Exception as exc:  # of any kind: whoever asks next is told
                 error = exc
+                if len(together) > 1 and not isinstance(exc, PeerTimeout):
+                    exc.add_note(
+                        f"It was one of {len(together)} adds in a message: those before it were "
+                        "made, those behind it were not."
+                    )
             with self._changed:
-                self._num_left -= len(together)
                 if error is not None:
                     self._drop_kept(error)
+                self._num_ended += len(together)
                 self._changed.notify_all()
 
     def _next(self) -> list[_Kept]:
@@ -147,15 +192,31 @@ class DeferredAdds:
 
     def _drop_kept(self, error: Exception) -> None:
         """Drop what came after an add that failed, which a caller may want to make otherwise."""
-        if self._kept:
-            error.add_note(
-                f"{len(self._kept)} later adds of this worker to that host, made with "
-                "`wait=False`, were not sent."
-            )
-        self._num_left -= len(self._kept)
+        self._error = error
+        self._num_dropped = len(self._kept)
+        self._num_ended += len(self._kept)
         self._kept.clear()
         self._kept_bytes = 0
-        self._error = error
+
+
+def finish_all(adds: Iterable[DeferredAdds], timeout_s: float, *, last: bool = False) -> None:
+    """Wait for the adds to several hosts, as :meth:`DeferredAdds.finish` does.
+
+    Raises:
+        PhalanxError: Some failed, on the first host that did; notes say which did on others. Those
+            to the hosts behind it have been waited for all the same.
+    """
+    waiting, errors = Waiting(timeout_s), []
+    for each in adds:
+        try:
+            each.finish(waiting.remaining_s(), last=last)
+        except Exception as exc:  # of any kind, as the thread has met it
+            errors.append(exc)
+    if errors:
+        first, *others = errors
+        for other in others:
+            first.add_note(f"Also failed: {type(other).__name__}: {other}")
+        raise first
 
 
 def _go_together(first: _Kept, other: _Kept, nbytes: int) -> bool:

@@ -25,6 +25,7 @@ from phalanx.cluster import PendingCall
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting
 from phalanx.memory import MatrixRows, all_finite, all_within
+from phalanx.tables.deferred_adds import finish_all
 from phalanx.tables.hash_index import mix
 from phalanx.tables.host_operations import part_of, part_starts
 from phalanx.tables.key_storage import KeyStorage
@@ -167,7 +168,7 @@ class SpreadStorage:
         mine = wanted.get(self._hosts.me)
         waiting = Waiting(timeout_s)
         parts = {h: part for h, part in self.remote_parts(worker).items() if h in wanted}
-        _finish_adds(parts.values(), waiting)  # a worker reads what it has added
+        _finish_adds(parts.values(), timeout_s)  # a worker reads what it has added
         pendings = [
             (part, part.begin_read(*wanted[host], backs_up=backs_up))
             for host, part in parts.items()
@@ -188,7 +189,7 @@ class SpreadStorage:
             return
         waiting, all_parts = Waiting(timeout_s), self.remote_parts(entry.worker)
         parts = {host: all_parts[host] for host in entries if host in all_parts}
-        _finish_adds(parts.values(), waiting)  # a worker's adds are taken in their order
+        _finish_adds(parts.values(), timeout_s)  # a worker's adds are taken in their order
         with ExitStack() as held:
             # In the order of hosts, so that two threads never hold crosswise.
             for part in parts.values():
@@ -200,17 +201,20 @@ class SpreadStorage:
 
     def add_later(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, of which only this host's part is in when this returns."""
-        parts = self.remote_parts(entry.worker)
-        for host, each in self._entries(_checked(entry)).items():
-            if host == self._hosts.me:
-                self.local.add(each, timeout_s)
-            else:  # the delta is the caller's, who may change it
-                kept = each._replace(delta=each.delta.clone())
-                parts[host].remote.deferred.put(parts[host], kept, timeout_s)
+        parts, waiting = self.remote_parts(entry.worker), Waiting(timeout_s)
+        entries = self._entries(_checked(entry))
+        mine = entries.pop(self._hosts.me, None)
+        for host in entries:  # first: an earlier add's error must not leave half of this one
+            parts[host].remote.deferred.wait_for_room(waiting.remaining_s())
+        if mine is not None:
+            self.local.add(mine, timeout_s)
+        for host, each in entries.items():  # the delta is the caller's, who may change it
+            kept = each._replace(delta=each.delta.clone())
+            parts[host].remote.deferred.put(parts[host], kept, timeout_s)
 
     def finish_adds(self, worker: int, timeout_s: float) -> None:
         """Wait until what ``worker`` has added is in on all hosts."""
-        _finish_adds(self.remote_parts(worker).values(), Waiting(timeout_s))
+        _finish_adds(self.remote_parts(worker).values(), timeout_s)
 
     def _entries(self, entry: Entry) -> dict[int, Entry]:
         """Cut an add by host, in the order of their numbers."""
@@ -354,8 +358,9 @@ class SpreadRounds:
     def arrive(self, worker: int) -> _SpreadArrival:
         """Say that ``worker`` has put down all of its round."""
         storage = self._storage
-        local = storage.local.rounds.arrive(worker)
         parts = storage.remote_parts(worker).values()
+        _finish_adds(parts, _COUNTS_S)  # to other tables: who comes to the same get sees them
+        local = storage.local.rounds.arrive(worker)
         _wait_for([(p, p.begin_arrive(local.number)) for p in parts], Waiting(_COUNTS_S))
         return _SpreadArrival(local, local.number, worker)
 
@@ -387,8 +392,8 @@ class SpreadBarrier:
     def wait(self, worker: int, name: str, timeout_s: float) -> int:
         """Come, wait for the others, and return the round; see :meth:`Barrier.wait`."""
         remotes = self._hosts.remotes_of(worker)
-        for remote in remotes.values():  # before it comes: others count from there
-            remote.deferred.finish(timeout_s)
+        # Before it comes: others count from there.
+        finish_all((remote.deferred for remote in remotes.values()), timeout_s)
         if self._hosts.me == 0:
             return self._local.wait(worker, name, timeout_s)
         return remotes[0].wait_at_barrier(name, timeout_s)
@@ -403,9 +408,8 @@ def _checked(entry: Entry) -> Entry:
     return entry._replace(unchecked=False)
 
 
-def _finish_adds(parts: Iterable[RemotePart], waiting: Waiting) -> None:
-    for part in parts:
-        part.remote.deferred.finish(waiting.remaining_s())
+def _finish_adds(parts: Iterable[RemotePart], timeout_s: float) -> None:
+    finish_all((part.remote.deferred for part in parts), timeout_s)
 
 
 def _wait_for(pendings: Sequence[tuple[RemotePart, PendingCall]], waiting: Waiting) -> None:

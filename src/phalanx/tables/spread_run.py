@@ -12,6 +12,7 @@ import zmq
 from phalanx.cluster import Connection, CurveKeys, Endpoint
 from phalanx.errors import PhalanxError, UnsupportedError
 from phalanx.ipc import Region, Waiting
+from phalanx.tables.deferred_adds import finish_all
 from phalanx.tables.host_operations import Operation, part_of
 from phalanx.tables.host_supervisor import SupervisorWatch
 from phalanx.tables.membership import Membership
@@ -68,11 +69,10 @@ class OtherHosts:
         for remote in self._remotes.get(worker, {}).values():
             remote.call(operation, what, timeout_s, **asked)
 
-    def finish_adds(self, worker: int, timeout_s: float) -> None:
-        """Wait until what ``worker`` has added is in on all hosts."""
-        waiting = Waiting(timeout_s)
-        for remote in self._remotes.get(worker, {}).values():
-            remote.deferred.finish(waiting.remaining_s())
+    def finish_adds(self, worker: int, timeout_s: float, *, last: bool = False) -> None:
+        """Wait until what ``worker`` has added is in on all hosts; ``last``: it adds no more."""
+        remotes = self._remotes.get(worker, {}).values()
+        finish_all((remote.deferred for remote in remotes), timeout_s, last=last)
 
     def close(self) -> None:
         """Let go of all sockets."""
@@ -129,7 +129,7 @@ class SpreadMembership(Membership):
             PhalanxError: An add that nobody waited for failed. The worker has left all the same.
         """
         try:
-            self._others.finish_adds(worker, timeout_s)
+            self._others.finish_adds(worker, timeout_s, last=True)
         finally:
             super().leave(worker, incarnation, timeout_s)
             for remote in self._others.of(worker).values():

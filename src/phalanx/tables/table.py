@@ -154,8 +154,9 @@ class Table:
             wait: Whether the add has been taken when this returns. This host's rows always have
                 it then, and so has a bulk-synchronous table. Adds to rows of other hosts are sent
                 by a thread, in their order, several in a message. :meth:`flush`, this worker's
-                gets, ``barrier``, ``tick`` and ``leave`` wait for them, and raise the error of one
-                that failed; those behind it are not made.
+                gets, ``barrier``, ``tick`` and ``leave`` wait for them. They, or the worker's next
+                add, raise the error of one that failed; those behind it are not made, nor is the
+                add that raises it.
 
         Shapes:
             matrix: rows (K,) with delta (K, cols), or delta (rows, cols).

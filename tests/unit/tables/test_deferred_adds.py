@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import torch
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import wait_until
 from phalanx.tables import deferred_adds
-from phalanx.tables.deferred_adds import MOST_TOGETHER, DeferredAdds
+from phalanx.tables.deferred_adds import MOST_TOGETHER, DeferredAdds, finish_all
 from phalanx.tables.shard import Entry
+from phalanx.tables.spread import SpreadRounds
 
 DEADLINE_S = 30.0
 
@@ -23,14 +26,16 @@ class Part:
         self.name = name
         self.begun, self.may_end = threading.Event(), threading.Event()
         self.error: Exception | None = None
+        self.error_of: dict[int, Exception] = {}  # by the number of the first in a message
         self._messages = messages
 
     def add_together(self, entries, timeout_s):
         self._messages.append((self.name, [int(entry.delta[0, 0]) for entry in entries]))
         self.begun.set()
         assert self.may_end.wait(timeout_s)
-        if self.error is not None:
-            raise self.error
+        error = self.error_of.get(int(entries[0].delta[0, 0]), self.error)
+        if error is not None:
+            raise error
 
 
 def entry(number: int, rows: torch.Tensor | None = None, cols: int = 2) -> Entry:
@@ -41,9 +46,14 @@ def entry(number: int, rows: torch.Tensor | None = None, cols: int = 2) -> Entry
 ONE = torch.tensor([4])
 
 
+def put(adds: DeferredAdds, part: Part, each: Entry, timeout_s: float = DEADLINE_S) -> None:
+    adds.wait_for_room(timeout_s)
+    adds.put(part, each, timeout_s)
+
+
 def begin(adds: DeferredAdds, part: Part, first: Entry) -> None:
     """Add, and return when that is under way."""
-    adds.put(part, first, DEADLINE_S)
+    put(adds, part, first)
     assert part.begun.wait(DEADLINE_S)
 
 
@@ -52,11 +62,11 @@ def test_what_comes_while_a_message_is_under_way_goes_together_table_by_table():
     a, b, adds = Part("a", messages), Part("b", messages), DeferredAdds("Host 1")
     begin(adds, a, entry(0, ONE))
     for number in range(1, 4):
-        adds.put(a, entry(number, ONE), DEADLINE_S)
-    adds.put(a, entry(4), DEADLINE_S)  # of all rows, which goes alone
+        put(adds, a, entry(number, ONE))
+    put(adds, a, entry(4))  # of all rows, which goes alone
     for number in range(5, 7):
-        adds.put(b, entry(number, ONE), DEADLINE_S)
-    adds.put(a, entry(7, ONE), DEADLINE_S)
+        put(adds, b, entry(number, ONE))
+    put(adds, a, entry(7, ONE))
     a.may_end.set()
     b.may_end.set()
     adds.finish(DEADLINE_S)
@@ -69,7 +79,7 @@ def test_a_message_has_no_more_than_a_server_takes():
     part, adds = Part("a", messages), DeferredAdds("Host 1")
     begin(adds, part, entry(0, ONE))
     for number in range(MOST_TOGETHER + 1):
-        adds.put(part, entry(number, ONE), DEADLINE_S)
+        put(adds, part, entry(number, ONE))
     part.may_end.set()
     adds.finish(DEADLINE_S)
     assert [len(numbers) for _, numbers in messages] == [1, MOST_TOGETHER, 1]
@@ -82,11 +92,11 @@ def test_an_add_waits_where_too_much_is_kept(monkeypatch):
     messages: list = []
     part, adds = Part("a", messages), DeferredAdds("Host 1 (server at x)")
     begin(adds, part, entry(0, ONE))
-    adds.put(part, entry(1, ONE, cols=30), DEADLINE_S)
+    put(adds, part, entry(1, ONE, cols=30))
     with pytest.raises(PeerTimeout, match=r"Host 1 \(server at x\) did not take 2 adds .* 0 s"):
-        adds.put(part, entry(2, ONE), 0.0)
+        put(adds, part, entry(2, ONE), 0.0)
     part.may_end.set()
-    adds.put(part, entry(3, ONE), DEADLINE_S)
+    put(adds, part, entry(3, ONE))
     adds.finish(DEADLINE_S)
     assert [number for _, numbers in messages for number in numbers] == [0, 1, 3]
     adds.close()
@@ -97,15 +107,16 @@ def test_an_error_drops_what_is_kept_and_is_told_once():
     part, adds = Part("a", messages), DeferredAdds("Host 1")
     begin(adds, part, entry(0, ONE))
     for number in (1, 2):
-        adds.put(part, entry(number, ONE), DEADLINE_S)
+        put(adds, part, entry(number, ONE))
     part.error = StateError("refused")
     part.may_end.set()
     with pytest.raises(StateError, match="refused") as caught:
         adds.finish(DEADLINE_S)
     assert caught.value.__notes__[0].startswith("2 later adds of this worker to that host")
+    assert len(caught.value.__notes__) == 1
     part.error = None
-    adds.finish(DEADLINE_S)
-    adds.put(part, entry(3, ONE), DEADLINE_S)
+    adds.finish(DEADLINE_S)  # it was said
+    put(adds, part, entry(3, ONE))
     adds.finish(DEADLINE_S)
     assert messages == [("a", [0]), ("a", [3])]
     adds.close()
@@ -115,7 +126,7 @@ def test_closing_drops_what_is_kept():
     messages: list = []
     part, adds = Part("a", messages), DeferredAdds("Host 1")
     begin(adds, part, entry(0, ONE))
-    adds.put(part, entry(1, ONE), DEADLINE_S)
+    put(adds, part, entry(1, ONE))
     closing = threading.Thread(target=adds.close)
     closing.start()
     assert wait_until(lambda: adds._closing, DEADLINE_S)
@@ -123,3 +134,100 @@ def test_closing_drops_what_is_kept():
     closing.join(DEADLINE_S)
     assert not closing.is_alive()
     assert messages == [("a", [0])]
+
+
+def test_waiting_ends_though_others_go_on_adding(monkeypatch):
+    messages: list = []
+    a, b, adds = Part("a", messages), Part("b", messages), DeferredAdds("Host 1")
+    begin(adds, a, entry(0, ONE))
+    wait = adds._wait
+
+    def wait_while_another_thread_adds(*args):
+        adds.put(b, entry(1, ONE), DEADLINE_S)
+        a.may_end.set()
+        wait(*args)
+
+    monkeypatch.setattr(adds, "_wait", wait_while_another_thread_adds)
+    adds.finish(DEADLINE_S)  # the other thread's add is still kept, or under way
+    b.may_end.set()
+    adds.close()
+
+
+def test_an_error_of_several_says_that_those_behind_it_are_not_made():
+    messages: list = []
+    part, adds = Part("a", messages), DeferredAdds("Host 1")
+    begin(adds, part, entry(0, ONE))
+    for number in (1, 2, 3):
+        put(adds, part, entry(number, ONE))
+    part.error_of = {1: StateError("refused")}
+    part.may_end.set()
+    with pytest.raises(StateError, match="refused") as caught:
+        adds.finish(DEADLINE_S)
+    assert caught.value.__notes__ == [
+        "It was one of 3 adds in a message: those before it were made, those behind it were not."
+    ]
+    adds.close()
+
+
+def test_an_add_that_is_half_made_when_an_error_comes_is_dropped_and_counted():
+    messages: list = []
+    part, adds = Part("a", messages), DeferredAdds("Host 1")
+    begin(adds, part, entry(0, ONE))
+    adds.wait_for_room(DEADLINE_S)
+    part.error = StateError("refused")
+    part.may_end.set()
+    assert wait_until(lambda: adds._error is not None, DEADLINE_S)
+    adds.put(part, entry(1, ONE), DEADLINE_S)  # its part on this host was made meanwhile
+    with pytest.raises(StateError, match="refused") as caught:
+        adds.wait_for_room(DEADLINE_S)
+    assert caught.value.__notes__[0].startswith("1 later adds of this worker to that host")
+    adds.finish(DEADLINE_S)
+    assert messages == [("a", [0])]
+    adds.close()
+
+
+def test_who_waits_for_several_hosts_waits_for_those_behind_one_that_fails():
+    messages: list = []
+    parts = [Part(name, messages) for name in "abc"]
+    adds = [DeferredAdds(f"Host {number}") for number in range(3)]
+    for each, part, error in zip(adds, parts, ("first", None, "last"), strict=True):
+        begin(each, part, entry(0, ONE))
+        put(each, part, entry(1, ONE))
+        part.error = None if error is None else StateError(error)
+        part.may_end.set()
+    with pytest.raises(StateError, match="first") as caught:
+        finish_all(adds, DEADLINE_S)
+    assert caught.value.__notes__[-1] == "Also failed: StateError: last"
+    assert messages.count(("b", [1])) == 1
+    finish_all(adds, DEADLINE_S)  # both were said
+    for each in adds:
+        each.close()
+
+
+def test_after_the_last_add_more_are_refused():
+    messages: list = []
+    part, adds = Part("a", messages), DeferredAdds("Host 1")
+    begin(adds, part, entry(0, ONE))
+    adds.wait_for_room(DEADLINE_S)
+    part.may_end.set()
+    adds.finish(DEADLINE_S, last=True)
+    for refused in (adds.wait_for_room, lambda timeout_s: adds.put(part, entry(1), timeout_s)):
+        with pytest.raises(StateError, match="has left"):
+            refused(DEADLINE_S)
+    adds.close()
+    assert messages == [("a", [0])]
+
+
+def test_a_worker_comes_to_a_round_when_its_adds_to_other_tables_are_in():
+    """Another worker that has come to the same get sees them, as it does behind a barrier."""
+    order: list[str] = []
+
+    def note(what: str) -> Callable:
+        return lambda *_, **__: order.append(what) or SimpleNamespace(number=1)
+
+    remote = SimpleNamespace(deferred=SimpleNamespace(finish=note("adds are in")))
+    part = SimpleNamespace(remote=remote, begin_arrive=note("there"), wait=note("answered"))
+    local = SimpleNamespace(rounds=SimpleNamespace(arrive=note("here")))
+    storage = SimpleNamespace(local=local, remote_parts=lambda worker: {1: part})
+    SpreadRounds(storage).arrive(0)
+    assert order == ["adds are in", "here", "there", "answered"]
