@@ -162,6 +162,35 @@ def test_threads_step_as_the_caller_does(recipe: Recipe, monkeypatch: pytest.Mon
     assert_same(train(recipe, 3), reference(str(recipe)))
 
 
+def adafactor(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Multiplies matrices in its step, so an autocast around it would show."""
+    return torch.optim.Adafactor(parameters, lr=0.1)
+
+
+def in_bfloat16(module: nn.Module, batch: Any) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return MLP.loss(module(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("light_bytes", [0, 1 << 16], ids=["threads", "caller"])
+@pytest.mark.parametrize(("executor", "replicas"), [("threads", 3), ("inline", 1)])
+def test_autocast_around_a_step_is_around_the_forward_pass_alone(
+    executor: str, replicas: int, light_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_engine, "_LIGHT_BYTES", light_bytes)
+    options: dict[str, Any] = {"replicas": replicas, "executor": executor, "microbatches": 4}
+    with (
+        phalanx.Trainer(MLP.build(), MLP.loss, adafactor, **options) as trainer,
+        phalanx.Trainer(MLP.build(), None, adafactor, forward=in_bfloat16, **options) as other,
+    ):
+        for seed in range(3):
+            batch = MLP.batch(12, seed=seed)
+            other.step(batch)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                trainer.step(batch)
+        assert_same_bits(state_of(trainer.module), state_of(other.module), "weights")
+
+
 @pytest.mark.parametrize("workloads", [[3, 1], [0, 1], [1, 100]])
 def test_workloads_do_not_show(workloads: list[float]) -> None:
     recipe = RECIPES[1]

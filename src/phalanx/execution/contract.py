@@ -32,6 +32,7 @@ from phalanx.replicas import (
     RngPlan,
     RngUse,
     RunOrder,
+    autocast_off,
     callers_streams,
     current_streams,
     derive_seed,
@@ -252,8 +253,9 @@ class Executor(ABC):
 
         run = on_streams if streams else task
         threads = self._caller if light and self._caller is not None else self._threads
-        if uninterrupted and isinstance(threads, CallerThread):
-            return threads.each_uninterrupted(run)
+        if isinstance(threads, CallerThread) and (uninterrupted or not threads.closed):
+            with autocast_off(self.devices):  # as in a replica's thread: it gives other bits
+                return threads.each_uninterrupted(run) if uninterrupted else threads.each(run)
         if not threads.closed:
             return threads.each(run)
         with contextlib.closing(ThreadPool(len(self), intra_op=self.intra_op)) as pool:

@@ -35,7 +35,7 @@ from phalanx.replicas.memory_format import (
     wants_channels_last,
     warn_of_second_run,
 )
-from phalanx.replicas.modes import CallerModes, callers_streams
+from phalanx.replicas.modes import CallerModes, autocast_off, callers_streams
 from phalanx.replicas.packing import (
     CodeTeller,
     Form,
@@ -137,6 +137,7 @@ __all__ = [
     "advance_process_generator",
     "alignment_of",
     "apart",
+    "autocast_off",
     "batch_norm_names",
     "bytes_of",
     "caller_intra_op",

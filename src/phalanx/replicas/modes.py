@@ -12,7 +12,7 @@ import torch
 
 from phalanx.replicas.streams import current_streams
 
-__all__ = ["CallerModes", "callers_streams"]
+__all__ = ["CallerModes", "autocast_off", "callers_streams"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,26 @@ class CallerModes:
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             yield
+
+
+def autocast_off(devices: Sequence[torch.device]) -> AbstractContextManager[object]:
+    """Run the body without autocast for the given devices, as a thread of a replica begins.
+
+    Example:
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16), autocast_off([torch.device("cpu")]):
+        ...     torch.is_autocast_enabled("cpu")
+        False
+    """
+    kinds = [kind for kind in _kinds_of(tuple(devices))[0] if torch.is_autocast_enabled(kind)]
+    return _off(kinds) if kinds else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _off(kinds: Sequence[str]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def callers_streams(devices: Sequence[torch.device]) -> tuple[torch.Stream, ...]:
