@@ -169,8 +169,9 @@ def check_moment(*, closed: bool, in_step: bool = False) -> None:
         raise StateError("The trainer must be open, but was closed. Make a new one and `resume()`.")
     if in_step:
         raise StateError(
-            "`save()` and `resume()` must be called between two steps, but are called during one. "
-            "Let a signal's handler or another thread call `stop()`, and save after `fit()`."
+            "`step()`, `save()`, `resume()` and `join()` must be called between two steps, but one "
+            "is called during a step. Let a signal's handler or another thread call `stop()`, and "
+            "save after `fit()`."
         )
 
 
