@@ -405,6 +405,24 @@ def test_an_add_that_raises_an_earlier_ones_error_is_made_on_no_host(run):
     assert run_hosts(3, run, 3, add_behind_one_that_failed) == [[1, 0, 0, 0, 1, 0, 0, 0, 1]] * 3
 
 
+def join_again_and_again(world: tables.TableGroup) -> float:
+    def senders() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each.name == "phalanx adds"]
+
+    table = world.array(2, name="t")
+    if world.worker_id == 0:
+        for _ in range(4):
+            with world.thread_worker() as other:
+                other.array(2, name="t").add([1.0], rows=[1], wait=False)
+        assert wait_until(lambda: not senders(), DEADLINE_S), f"{senders()} outlive their workers"
+    world.barrier()
+    return table.get([1]).item()
+
+
+def test_a_worker_that_has_left_leaves_no_thread_behind(run):
+    assert run_hosts(2, run, 2, join_again_and_again) == [4.0] * 2
+
+
 def several_gets(world: tables.TableGroup) -> None:
     table = world.matrix(4, 2, name="t", init=3.0)
     pending = [table.async_get([row]) for row in (3, 1, 1)]

@@ -143,11 +143,15 @@ class DeferredAdds:
                 "the network keep up."
             )
 
-    def close(self) -> None:
-        """End the thread when the message that is under way has ended; what is kept is dropped."""
+    def end(self) -> None:
+        """Let the thread end after the message that is under way; what is kept is dropped."""
         with self._changed:
             self._last_came = self._closing = True
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """As :meth:`end`, and wait until the thread has ended."""
+        self.end()
         if self._thread is not None:
             self._thread.join()
 

@@ -135,6 +135,7 @@ class SpreadMembership(Membership):
             for remote in self._others.of(worker).values():
                 with suppress(PhalanxError):
                     remote.call(Operation.LEAVE, "`leave`", min(timeout_s, _LEAVE_S))
+                remote.deferred.end()  # not with the process: threads may join again and again
 
     def advance(self, worker: int) -> int:
         """Count a tick of ``worker`` on all hosts."""
