@@ -461,6 +461,31 @@ def test_ctrl_c_while_weights_are_stepped_arrives_after_the_step(
     assert by_caller == [light_bytes > 0]
 
 
+@pytest.mark.parametrize("executor", ["inline", "threads"])
+def test_a_step_of_another_thread_within_a_step_is_refused(executor: str) -> None:
+    refused: list[BaseException] = []
+
+    def step_too() -> None:
+        with pytest.raises(phalanx.StateError, match="between two steps") as caught:
+            trainer.step(vector_batch(ROWS))
+        refused.append(caught.value)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if within.is_set():
+            within.clear()
+            other = threading.Thread(target=step_too)
+            other.start()
+            other.join(60)
+        return MLP.loss(outputs, targets)
+
+    within, replicas = threading.Event(), 1 if executor == "inline" else 2
+    with phalanx.Trainer(mlp(), loss, adamw, replicas=replicas, executor=executor) as trainer:
+        trainer.step(vector_batch(ROWS))
+        within.set()
+        assert trainer.step(vector_batch(ROWS)).step == trainer.steps == 2
+    assert len(refused) == 1
+
+
 def interrupt_again_and_again(light_bytes: int) -> None:
     """Run in a process of its own, so that a hang is one failed test and not the end of all."""
     step_engine._LIGHT_BYTES = light_bytes

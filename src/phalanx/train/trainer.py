@@ -497,6 +497,7 @@ class Trainer(TrainerFacts):
             own = [max(0, each) for each in result.replica_of]  # -1: another rank's
             self._metrics.count(outputs_of(result), replica_of=own, each=engine.executor.each)
 
+        check_moment(closed=self._closed, in_step=self._in_step)
         self._in_step = True
         try:
             done = engine.update(
