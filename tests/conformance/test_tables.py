@@ -405,22 +405,33 @@ def test_an_add_that_raises_an_earlier_ones_error_is_made_on_no_host(run):
     assert run_hosts(3, run, 3, add_behind_one_that_failed) == [[1, 0, 0, 0, 1, 0, 0, 0, 1]] * 3
 
 
-def join_again_and_again(world: tables.TableGroup) -> float:
-    def senders() -> list[threading.Thread]:
-        return [each for each in threading.enumerate() if each.name == "phalanx adds"]
+def join_again_and_again(world: tables.TableGroup) -> None:
+    def left_behind() -> tuple[int, int]:
+        senders = [each for each in threading.enumerate() if each.name == "phalanx adds"]
+        return len(senders), len(os.listdir("/proc/self/fd"))
 
-    table = world.array(2, name="t")
-    if world.worker_id == 0:
-        for _ in range(4):
-            with world.thread_worker() as other:
-                other.array(2, name="t").add([1.0], rows=[1], wait=False)
-        assert wait_until(lambda: not senders(), DEADLINE_S), f"{senders()} outlive their workers"
+    def join_and_close() -> None:
+        with world.thread_worker() as other:
+            same = other.array(6, name="t")
+            same.add(torch.ones(6), wait=False)
+            same.add(torch.ones(6))
+            assert same.get().min() >= 2.0
+
+    table = world.array(6, name="t")
     world.barrier()
-    return table.get([1]).item()
+    if world.worker_id == world.num_workers - 1:
+        join_and_close()
+        _, before = left_behind()
+        for _ in range(5):
+            join_and_close()
+        assert wait_until(lambda: left_behind() <= (0, before), DEADLINE_S), left_behind()
+    world.barrier()
+    assert table.get().tolist() == [12.0] * 6
 
 
-def test_a_worker_that_has_left_leaves_no_thread_behind(run):
-    assert run_hosts(2, run, 2, join_again_and_again) == [4.0] * 2
+@pytest.mark.parametrize(("workers", "n"), [p for p in FORMATIONS if "hosts" in p.id])
+def test_who_joins_and_closes_again_and_again_leaves_no_thread_and_no_descriptor(workers, n, run):
+    workers(run, n, join_again_and_again)
 
 
 def several_gets(world: tables.TableGroup) -> None:

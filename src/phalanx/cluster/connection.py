@@ -20,7 +20,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from phalanx import errors
-from phalanx.clock import now_s
+from phalanx.clock import now_s, pause
 from phalanx.cluster.frames import (
     PIECE_BYTES,
     BadFrame,
@@ -32,12 +32,20 @@ from phalanx.cluster.frames import (
     send_message,
 )
 from phalanx.cluster.secret import CurveKeys
-from phalanx.errors import ConfigError, InternalError, PeerError, PeerTimeout, PhalanxError
+from phalanx.errors import (
+    ConfigError,
+    InternalError,
+    PeerError,
+    PeerTimeout,
+    PhalanxError,
+    StateError,
+)
 
 __all__ = ["Connection", "Endpoint", "PendingCall", "Reply"]
 
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 8.0
 _CLOSE_MS = 0
+_LOOK_S = 1e-3  # between looks for calls that are still under way
 _UP, _CUT = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 
 
@@ -145,6 +153,7 @@ class Connection:
         self._num_calls = 0
         self._local = threading.local()
         self._links: list[_Link] = []
+        self._is_closed = False
 
     def call(
         self,
@@ -189,6 +198,7 @@ class Connection:
 
         Raises:
             ConfigError: The payload is longer than servers take.
+            StateError: The connection is closed.
         """
         encoded, total = text.encode(), sum(part.nbytes for part in payload)
         if total > Caps().payload_bytes:
@@ -197,6 +207,7 @@ class Connection:
                 f"bytes, but {title} has {total}. Make it in parts."
             )
         with self._mutex:
+            self._refuse_closed(title)
             self._num_calls += 1
             call = self._num_calls
         padded = (*args, 0, 0, 0, 0)
@@ -228,8 +239,10 @@ class Connection:
             messages, None if out is None else [part.cast("B") for part in out], head, title
         )
         link = self._link()
+        with self._mutex:
+            self._refuse_closed(title)
+            link.calls[call] = pending  # from here on the sockets stay until it has ended
         self._notice_cuts(link)
-        link.calls[call] = pending
         self._send(link, pending, _RETRY_S)
         return pending
 
@@ -277,14 +290,29 @@ class Connection:
                 return False
         return True
 
-    def close(self) -> None:
-        """Let go of the sockets, of all threads."""
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Let go of the sockets, of all threads, when no call is under way any more.
+
+        Args:
+            timeout_s: How long to wait for calls of other threads. A socket that is still in use
+                then is left to them.
+        """
         with self._mutex:
+            self._is_closed = True
             links, self._links = self._links, []
+        until_s = now_s() + timeout_s
+        while any(link.calls for link in links) and now_s() < until_s:
+            pause(_LOOK_S)
         for link in links:
+            if link.calls:
+                continue
             link.socket.disable_monitor()
             link.events.close(_CLOSE_MS)
             link.socket.close(_CLOSE_MS)
+
+    def _refuse_closed(self, title: str) -> None:
+        if self._is_closed:
+            raise StateError(f"A worker must be of the run, but has closed: {title} was not asked.")
 
     # --- sockets ----------------------------------------------------------------------------------
 
@@ -328,7 +356,7 @@ class Connection:
             event = recv_monitor_message(link.events)["event"]
             if event == _CUT and link.is_up:  # else it was cut before anything could be sent
                 for pending in link.calls.values():
-                    if not pending.done:
+                    if pending.heard_s and not pending.done:  # 0: it goes out only now
                         self._send_again(link, pending)
             link.is_up = event == _UP
 

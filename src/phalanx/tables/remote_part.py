@@ -85,10 +85,10 @@ class RemoteHost:
         self.connection.worker = entered
         return entered
 
-    def close(self) -> None:
-        """Let go of the sockets; adds that are still kept are dropped."""
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Let go of the sockets, as :meth:`Connection.close`; adds that are kept are dropped."""
         self.deferred.close()
-        self.connection.close()
+        self.connection.close(timeout_s)
 
     def wait_at_barrier(self, name: str, timeout_s: float) -> int:
         """Come to the barrier of that name, wait, and return its round."""

@@ -106,7 +106,7 @@ class RunContext:
         with self._mutex:
             self._num_workers += 1
 
-    def count_out(self, timeout_s: float) -> None:
+    def count_out(self, worker: int, timeout_s: float) -> None:  # noqa: ARG002 - of hosts
         """Count a worker of this process out; the last one closes the context.
 
         Raises:

@@ -101,8 +101,12 @@ class SpreadStorage:
             }
         return parts
 
+    def forget(self, worker: int) -> None:
+        """Let go of what a worker that has closed had; another may get its number."""
+        self._parts.pop(worker, None)
+
     def _any_parts(self) -> dict[int, RemotePart]:
-        return next(iter(self._parts.values()))  # a table is opened by a worker
+        return next(iter(self._parts.values()), {})  # none where all workers have closed
 
     # --- the first value ----------------------------------------------------------------------
 

@@ -74,6 +74,13 @@ class OtherHosts:
         remotes = self._remotes.get(worker, {}).values()
         finish_all((remote.deferred for remote in remotes), timeout_s, last=last)
 
+    def forget(self, worker: int, timeout_s: float) -> None:
+        """Let go of the connections of a worker that has closed."""
+        with self._mutex:
+            remotes = self._remotes.pop(worker, {})
+        for remote in remotes.values():
+            remote.close(timeout_s)
+
     def close(self) -> None:
         """Let go of all sockets."""
         for remotes in self._remotes.values():
@@ -196,6 +203,13 @@ class SpreadContext(RunContext):
     def barrier(self) -> Any:  # Any: waits as a Barrier does
         """Return the run's barriers."""
         return SpreadBarrier(super().barrier(), self._hosts)
+
+    def count_out(self, worker: int, timeout_s: float) -> None:
+        """As :meth:`RunContext.count_out`; the worker's connections go with it."""
+        super().count_out(worker, timeout_s)
+        for storage in list(self._spread.values()):
+            storage.forget(worker)
+        self._others.forget(worker, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Let go of this host's memory and of the connections."""

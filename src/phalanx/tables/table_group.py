@@ -198,7 +198,7 @@ class TableGroup:
         finally:
             self.closed = True
             try:
-                self._context.count_out(self.timeout_s)
+                self._context.count_out(self.worker_id, self.timeout_s)
             except BaseException:
                 self.closed = False
                 raise
