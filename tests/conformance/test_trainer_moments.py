@@ -132,9 +132,8 @@ def test_in_the_middle_of_a_step_nothing_is_saved_or_put_back(tmp_path: Path) ->
             lambda: trainer.resume(tmp_path / "before"),
         ]
         trainer.fit(batches(), steps=1)
-        assert [str(error)[:46] for error in Calling.heard] == [
-            "`save()` and `resume()` must be called between"
-        ] * 2
+        said = "must be called between two steps, but one is called during a step"
+        assert [said in str(error) for error in Calling.heard] == [True] * 2
         assert not (tmp_path / "torn").exists()
         trainer.save(tmp_path / "after")
 
