@@ -78,10 +78,10 @@ class DeferredAdds:
                 self._thread = thread
 
     def put(self, part: AddedTo, entry: Entry, timeout_s: float) -> None:
-        """Keep an add, which must stay as it is; there was room for it.
+        """Keep an add, whose memory must not change, after :meth:`wait_for_room`.
 
-        After an add that failed, and of which nobody was told yet, it is dropped as the others are
-        that were kept: what it adds on this host is in by now.
+        Where an earlier add has failed since, and the error was not raised yet, this one is dropped
+        like the others that were kept: it is too late to refuse it, as its part on this host is in.
 
         Raises:
             StateError: The worker has left.
@@ -99,14 +99,14 @@ class DeferredAdds:
             self._changed.notify_all()
 
     def finish(self, timeout_s: float, *, last: bool = False) -> None:
-        """Wait until every add has been taken that was put before; others may come meanwhile.
+        """Wait until all adds that were put before this call have been taken.
 
         Args:
             timeout_s: How long.
-            last: Refuse those that come from now on.
+            last: Refuse further adds.
 
         Raises:
-            PhalanxError: One failed; those that were kept behind it are dropped. Said once.
+            PhalanxError: One failed; those that were kept behind it are dropped. Raised once.
         """
         self._last_came |= last
         # In this order: an add's error is set before the add counts as ended.
@@ -144,7 +144,7 @@ class DeferredAdds:
             )
 
     def end(self) -> None:
-        """Let the thread end after the message that is under way; what is kept is dropped."""
+        """Drop the adds that are kept, and end the thread after the message under way."""
         with self._changed:
             self._last_came = self._closing = True
             self._changed.notify_all()
@@ -163,7 +163,7 @@ class DeferredAdds:
             error: Exception | None = None
             try:
                 first.part.add_together([each.entry for each in together], first.timeout_s)
-            except Exception as exc:  # of any kind: whoever asks next is told
+            except Exception as exc:  # of any kind: the worker's next call raises it
                 error = exc
                 if len(together) > 1 and not isinstance(exc, PeerTimeout):
                     exc.add_note(

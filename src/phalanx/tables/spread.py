@@ -212,7 +212,8 @@ class SpreadStorage:
             parts[host].remote.deferred.wait_for_room(waiting.remaining_s())
         if mine is not None:
             self.local.add(mine, timeout_s)
-        for host, each in entries.items():  # the delta is the caller's, who may change it
+        for host, each in entries.items():
+            # A copy: the caller may change its delta as soon as this returns.
             kept = each._replace(delta=each.delta.clone())
             parts[host].remote.deferred.put(parts[host], kept, timeout_s)
 
@@ -363,7 +364,7 @@ class SpreadRounds:
         """Say that ``worker`` has put down all of its round."""
         storage = self._storage
         parts = storage.remote_parts(worker).values()
-        _finish_adds(parts, _COUNTS_S)  # to other tables: who comes to the same get sees them
+        _finish_adds(parts, _COUNTS_S)  # adds to other tables are in before a round ends
         local = storage.local.rounds.arrive(worker)
         _wait_for([(p, p.begin_arrive(local.number)) for p in parts], Waiting(_COUNTS_S))
         return _SpreadArrival(local, local.number, worker)

@@ -333,7 +333,7 @@ class Table:
         """Return when all adds of this worker are taken; on one host they are already.
 
         Raises:
-            PhalanxError: One that was made with ``wait=False`` failed. It is said once.
+            PhalanxError: One that was made with ``wait=False`` failed; raised once.
         """
         self._check_open()
         self._storage.finish_adds(self._group.worker_id, self._group.timeout_s)
