@@ -211,6 +211,7 @@ def other_parts(rank: int) -> list[str]:
         with pytest.raises((StateError, PeerError)) as caught:
             call(group)
         found.append(str(caught.value))
+        dist.barrier()  # of gloo: a rank that was told early stays while others still connect
         dist.destroy_process_group(group)
     return found
 

@@ -69,19 +69,22 @@ def gloo_between(
         lazy: Whether each pair connects when it is first used; else all do, and wait for all.
 
     Raises:
-        PeerTimeout: They did not all come.
+        PeerTimeout: They did not all come, or one left before all had connected.
     """
     options: Any = gloo_options(ProcessGroupGloo)
     options._timeout = datetime.timedelta(seconds=timeout_s)
     options._devices = [
         ProcessGroupGloo.create_device(interface=name, lazy_init=lazy) for name in interfaces
     ] or [ProcessGroupGloo.create_default_device(lazy_init=lazy)]
+    begun_s = now_s()
     try:
         return ProcessGroupGloo(store, member, size, options)
     except RuntimeError as exc:
         raise PeerTimeout(
-            f"{size} members did not connect over the network within {timeout_s:g} s: "
-            f"{exc}. Name the interface of the network in GLOO_SOCKET_IFNAME."
+            f"{size} members did not connect over the network; gloo gave up after "
+            f"{now_s() - begun_s:.1f} s of at most {timeout_s:g} s: {exc}. Either a member has "
+            "ended or left the group, or the network is not the one that its host's name belongs "
+            "to: name its interface in GLOO_SOCKET_IFNAME."
         ) from exc
 
 
