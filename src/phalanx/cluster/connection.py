@@ -85,7 +85,6 @@ class PendingCall:
     heard_s: float = 0.0  # when it was sent, or a part of the answer came
     retry_s: float = 0.0  # how much later it is sent again
     answer: Head | None = None
-    text: str = ""
     taken: int = 0
     brought: memoryview = field(default_factory=lambda: memoryview(b""))
     error: PhalanxError | None = None
@@ -200,7 +199,7 @@ class Connection:
             ConfigError: The payload is longer than servers take.
             StateError: The connection is closed.
         """
-        encoded, total = text.encode(), sum(part.nbytes for part in payload)
+        total = sum(part.nbytes for part in payload)
         if total > Caps().payload_bytes:
             raise ConfigError(
                 f"What is sent to another host at once must be at most {Caps().payload_bytes} "
@@ -221,18 +220,18 @@ class Connection:
             number,
             (padded[0], padded[1], padded[2], padded[3]),
             total,
-            len(encoded),
+            text,
         )
         parts = [part.cast("B") for part in payload if part.nbytes]
         if total <= PIECE_BYTES:
             whole = [parts[0] if len(parts) == 1 else b"".join(parts)] if parts else []
-            messages: list[list[Any]] = [[head.encode(), encoded, *whole]]
+            messages: list[list[Any]] = [[head.encode(), *whole]]
         else:
-            messages = [[head.encode(), encoded]]
+            messages = [[head.encode()]]
             offset = 0
             for part in parts:
                 for start, length in pieces_of(len(part)):
-                    piece = head._replace(kind=Kind.PIECE, number=offset + start)
+                    piece = head._replace(kind=Kind.PIECE, number=offset + start, text="")
                     messages.append([piece.encode(), part[start : start + length]])
                 offset += len(part)
         pending = PendingCall(
@@ -266,7 +265,7 @@ class Connection:
         if pending.error is not None:
             raise pending.error
         assert pending.answer is not None
-        return Reply(pending.answer.args, pending.text, pending.brought)
+        return Reply(pending.answer.args, pending.answer.text, pending.brought)
 
     def poll(self, pending: PendingCall, timeout_s: float) -> bool:
         """Take answers in until that of ``pending`` is there; tell whether it is.
@@ -368,7 +367,7 @@ class Connection:
             if pending is not None:  # else it was answered twice, or given up
                 pending.heard_s = now_s()
                 self._take_answer(pending, head, [frame.buffer for frame in frames[1:]])
-        except (BadFrame, UnicodeDecodeError) as exc:
+        except BadFrame as exc:
             raise InternalError(
                 f"{self.endpoint.name} sent what no server of this version sends: {exc}."
             ) from exc
@@ -378,26 +377,17 @@ class Connection:
             if pending.answer is not None and len(rest) == 1 and head.number == pending.taken:
                 self._place(pending, rest[0])
             return
-        if (
-            not rest
-            or len(rest[0]) != head.text_bytes
-            or head.kind
-            not in (
-                Kind.ANSWER,
-                Kind.ERROR,
-            )
-        ):
-            raise BadFrame("no answer")
-        text = bytes(rest[0]).decode()
         if head.kind == Kind.ERROR:
-            pending.error = _error_of(text)
+            pending.error = _error_of(head.text)
             return
+        if head.kind != Kind.ANSWER:
+            raise BadFrame("no answer")
         if pending.out is None:
             pending.brought = memoryview(bytearray(head.payload_bytes))
         elif head.payload_bytes != sum(len(part) for part in pending.out):
             raise BadFrame("an answer of another length")
-        pending.answer, pending.text, pending.taken = head, text, 0
-        for data in rest[1:]:
+        pending.answer, pending.taken = head, 0
+        for data in rest:
             self._place(pending, data)
 
     def _place(self, pending: PendingCall, data: memoryview) -> None:

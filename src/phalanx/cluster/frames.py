@@ -1,11 +1,11 @@
 """What goes over the network between a worker and the server of another host.
 
-    message   head │ text │ payload                  where the payload fits into one piece
-              head │ text     then   piece │ bytes   for each piece of a longer one
+    message   head text │ payload                  where the payload fits into one piece
+              head text     then   piece │ bytes   for each piece of a longer one
 
-A head has 96 bytes of fixed meaning. Its sizes and counts are checked against `Caps` before
-anything is allocated. No message holds code, and nothing in it is unpickled: numbers, names, and
-the bytes of tensors whose shape both sides know.
+A head has 96 bytes of fixed meaning, and a text behind them. Its sizes and counts are checked
+against `Caps` before anything is allocated. No message holds code, and nothing in it is unpickled:
+numbers, names, and the bytes of tensors whose shape both sides know.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PIECE_BYTES = 1 << 20
 NUM_ARGS = 4
 
 _MAGIC = b"PHLX"
-_VERSION = 1
+_VERSION = 2
 _HEAD = struct.Struct("<4sHHIIQ16sQQ4qQ")
 _MORE = int(zmq.SNDMORE)
 
@@ -78,7 +78,7 @@ class Head(NamedTuple):
             the payload it begins.
         args: Numbers that the operation reads.
         payload_bytes: Of the payload, which the operation's own sizes must make.
-        text_bytes: Of the text.
+        text: A name, or JSON.
     """
 
     kind: int
@@ -90,16 +90,17 @@ class Head(NamedTuple):
     number: int
     args: tuple[int, int, int, int]
     payload_bytes: int
-    text_bytes: int = 0
+    text: str = ""
 
     def encode(self) -> bytes:
-        """Return the 96 bytes."""
-        return _HEAD.pack(
+        """Return the frame: 96 bytes, and the text, whose length they hold."""
+        text = self.text.encode()
+        fixed = _HEAD.pack(
             _MAGIC,
             _VERSION,
             self.kind,
             self.operation,
-            self.text_bytes,
+            len(text),
             self.worker | self.incarnation << 32,
             self.client,
             self.call,
@@ -107,6 +108,7 @@ class Head(NamedTuple):
             *self.args,
             self.payload_bytes,
         )
+        return fixed + text
 
     @classmethod
     def decode(cls, frame: bytes | memoryview, caps: Caps) -> Head:
@@ -116,14 +118,14 @@ class Head(NamedTuple):
             BadFrame: It is none, or announces more than ``caps`` allow.
 
         Example:
-            >>> head = Head(Kind.REQUEST, 3, 7, 1, bytes(16), 5, 0, (1, 2, 3, -4), 0)
+            >>> head = Head(Kind.REQUEST, 3, 7, 1, bytes(16), 5, 0, (1, 2, 3, -4), 0, "name")
             >>> Head.decode(head.encode(), Caps()) == head
             True
         """
-        if len(frame) != _HEAD.size:
-            raise BadFrame("a head of another length")
+        if len(frame) < _HEAD.size:
+            raise BadFrame("too short for a head")
         magic, version, kind, operation, text_bytes, who, client, call, number, *rest = (
-            _HEAD.unpack(frame)
+            _HEAD.unpack_from(frame)
         )
         *args, payload_bytes = rest
         if magic != _MAGIC:
@@ -132,6 +134,12 @@ class Head(NamedTuple):
             raise BadFrame(f"version {version}, and not {_VERSION}")
         if text_bytes > MAX_TEXT_BYTES or payload_bytes > caps.payload_bytes:
             raise BadFrame("more bytes announced than are allowed")
+        if len(frame) != _HEAD.size + text_bytes:
+            raise BadFrame("a text of another length")
+        try:
+            text = str(frame[_HEAD.size :], "utf-8")
+        except UnicodeDecodeError as exc:
+            raise BadFrame("a text that is none") from exc
         return cls(
             kind,
             operation,
@@ -142,7 +150,7 @@ class Head(NamedTuple):
             number,
             (args[0], args[1], args[2], args[3]),
             payload_bytes,
-            text_bytes,
+            text,
         )
 
 

@@ -52,7 +52,6 @@ class Request(NamedTuple):
     """A request that has come whole."""
 
     head: Head
-    text: str
     payload: memoryview
 
 
@@ -73,7 +72,7 @@ class Service(Protocol):
     def hear(self, head: Head) -> None:
         """Note that a client lives: it asks, whether it is answered or not."""
 
-    def payload_bytes(self, head: Head, text: str) -> int:
+    def payload_bytes(self, head: Head) -> int:
         """Return how long the payload of a request must be; raise if it is refused."""
 
     def waits(self, head: Head) -> bool:
@@ -89,7 +88,6 @@ class _Assembly:
 
     link: bytes
     head: Head
-    text: str
     payload: bytearray
     missing: int
 
@@ -220,14 +218,10 @@ class Server:
             self._links[_key(head)] = link
             return
         self._assemblies.pop(_key(head), None)  # asked again: from the beginning
-        if not 1 <= len(frames) <= 2 or len(frames[0].buffer) != head.text_bytes:
-            raise BadFrame("a text of another length")
+        if len(frames) > 1:
+            raise BadFrame("a payload of several frames")
         try:
-            text = bytes(frames[0].buffer).decode()
-        except UnicodeDecodeError as exc:
-            raise BadFrame("a text that is none") from exc
-        try:
-            expected = self._service.payload_bytes(head, text)
+            expected = self._service.payload_bytes(head)
             if expected != head.payload_bytes:
                 raise errors.ConfigError(
                     f"The payload must have {expected} bytes, but {head.payload_bytes} are "
@@ -236,16 +230,16 @@ class Server:
         except Exception as exc:
             self._send(link, head, exc)
             return
-        if len(frames) == 2 or expected == 0:
-            payload = memoryview(bytearray(frames[1].buffer if len(frames) == 2 else b""))
+        if frames or expected == 0:
+            payload = memoryview(bytearray(frames[0].buffer if frames else b""))
             if len(payload) != expected:
                 raise BadFrame("a payload of another length")
-            self._run(link, Request(head, text, payload))
+            self._run(link, Request(head, payload))
             return
         in_flight = sum(len(a.payload) for a in self._assemblies.values() if a.link == link)
         if in_flight + expected > self._caps.in_flight_bytes:
             raise BadFrame("too much announced at once")
-        self._assemblies[_key(head)] = _Assembly(link, head, text, bytearray(expected), expected)
+        self._assemblies[_key(head)] = _Assembly(link, head, bytearray(expected), expected)
 
     def _take_piece(self, link: bytes, head: Head, frames: Sequence[zmq.Frame]) -> None:
         assembly = self._assemblies.get(_key(head))
@@ -260,8 +254,7 @@ class Server:
         assembly.missing -= len(data)
         if assembly.missing == 0:
             del self._assemblies[_key(head)]
-            payload = memoryview(assembly.payload)
-            self._run(link, Request(assembly.head, assembly.text, payload))
+            self._run(link, Request(assembly.head, memoryview(assembly.payload)))
 
     # --- out --------------------------------------------------------------------------------------
 
@@ -287,28 +280,27 @@ class Server:
 
     def _send(self, link: bytes, asked: Head, answer: Answer | BaseException) -> None:
         if isinstance(answer, BaseException):
-            text = error_text(answer).encode()
-            head = asked._replace(kind=Kind.ERROR, number=0, payload_bytes=0, text_bytes=len(text))
-            send_message(self._socket, [link, head.encode(), text])
-            return
+            answer, kind = Answer(text=error_text(answer)), Kind.ERROR
+        else:
+            kind = Kind.ANSWER
         args = (*answer.args, 0, 0, 0, 0)
-        text, total = answer.text.encode(), sum(part.nbytes for part in answer.payload)
+        total = sum(part.nbytes for part in answer.payload)
         head = asked._replace(
-            kind=Kind.ANSWER,
+            kind=kind,
             number=0,
             args=(args[0], args[1], args[2], args[3]),
             payload_bytes=total,
-            text_bytes=len(text),
+            text=answer.text,
         )
         parts = [part.cast("B") for part in answer.payload if part.nbytes]
         if total == 0 or (total <= PIECE_BYTES and len(parts) == 1):
-            send_message(self._socket, [link, head.encode(), text, *parts])
+            send_message(self._socket, [link, head.encode(), *parts])
             return
-        send_message(self._socket, [link, head.encode(), text])
+        send_message(self._socket, [link, head.encode()])
         offset = 0
         for part in parts:
             for start, length in pieces_of(len(part)):
-                piece = asked._replace(kind=Kind.PIECE, number=offset + start)
+                piece = asked._replace(kind=Kind.PIECE, number=offset + start, text="")
                 data = part[start : start + length]
                 send_message(self._socket, [link, piece.encode(), data], copy=False)
             offset += len(part)

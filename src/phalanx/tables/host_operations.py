@@ -107,7 +107,9 @@ def from_memory(
         count *= size
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype), offset
-    tensor = torch.frombuffer(payload, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+    tensor = torch.frombuffer(payload, dtype=dtype, count=count, offset=offset)
+    if len(shape) != 1:
+        tensor = tensor.view(tuple(shape))
     return tensor, offset + count * dtype.itemsize
 
 

@@ -100,27 +100,27 @@ class HostService:
         if head.worker < MAX_WORKERS and self._membership.is_here(head.worker, head.incarnation):
             self._heard_s[head.worker] = now_s()
 
-    def payload_bytes(self, head: Head, text: str) -> int:
+    def payload_bytes(self, head: Head) -> int:
         """Return how long the payload must be, by the table's own sizes."""
         operation, args = head.operation, head.args
         if operation == Operation.OPEN:
-            limit = TableSpec.from_mapping(_parsed(text))
+            limit = TableSpec.from_mapping(_parsed(head.text))
             whole = max(1, limit.rows) * limit.cols * limit.dtype.itemsize
             return _checked(args[2], 0, max(RULE.size, whole), "bytes of `init`")
         if operation == Operation.GET:
             return 8 * _checked(args[0], 0, None, "rows") if args[0] != -1 else 0
         if operation in (Operation.ADD, Operation.PUT):
-            spec = self._storage(text).spec
+            spec = self._storage(head.text).spec
             if args[0] == -1:
                 return spec.rows * spec.cols * spec.dtype.itemsize
             return _checked(args[0], 0, None, "rows") * (8 + spec.cols * spec.dtype.itemsize)
         if operation == Operation.ADD_TOGETHER:
-            spec = self._storage(text).spec
+            spec = self._storage(head.text).spec
             num_adds = _checked(args[0], 1, MOST_TOGETHER, "adds")
             num_rows = _checked(args[1], 0, None, "rows")
             return 8 * num_adds + num_rows * (8 + spec.cols * spec.dtype.itemsize)
         if operation == Operation.REPLACE_ALL:
-            spec = self._storage(text).spec
+            spec = self._storage(head.text).spec
             num_rows = _checked(args[0], 0, None, "keys") if spec.has_keys else spec.rows
             num_parts = _checked(args[1], 1, 1 + len(spec.updater.states), "parts")
             sizes = sizes_of_all(spec, num_rows)[:num_parts]
@@ -155,7 +155,8 @@ class HostService:
     # --- workers ----------------------------------------------------------------------------------
 
     def _enter(self, request: Request) -> Answer:
-        head, asked = request.head, _mapping(request.text)
+        head = request.head
+        asked = _mapping(head.text)
         worker = None if head.args[0] < 0 else head.args[0]
         client = (
             int.from_bytes(head.client[:8], "little", signed=True),
@@ -240,7 +241,7 @@ class HostService:
     def _barrier(self, request: Request) -> Answer:
         head = request.head
         round_ = self._context.barrier().wait(
-            head.worker, request.text, _seconds(head.args[1]), finished=head.args[0]
+            head.worker, head.text, _seconds(head.args[1]), finished=head.args[0]
         )
         return Answer((round_,))
 
@@ -264,7 +265,7 @@ class HostService:
 
     def _open(self, request: Request) -> Answer:
         head, timeout_s = request.head, _seconds(request.head.args[1])
-        spec = TableSpec.from_mapping(_parsed(request.text))
+        spec = TableSpec.from_mapping(_parsed(request.head.text))
         with self._mutex:
             storage = self._make(spec)
             self._storages[spec.name] = storage
@@ -303,7 +304,8 @@ class HostService:
         return rows, offset
 
     def _get(self, request: Request) -> Answer:
-        storage, head = self._storage(request.text), request.head
+        head = request.head
+        storage = self._storage(head.text)
         spec = storage.spec
         rows, _ = self._rows(request, spec)
         if head.args[1] and head.worker >= spec.num_backups:
@@ -316,7 +318,7 @@ class HostService:
         return Answer(payload=[as_memory(out)])
 
     def _entry(self, request: Request, number: int, *, assigns: bool) -> Entry:
-        spec = self._storage(request.text).spec
+        spec = self._storage(request.head.text).spec
         rows, offset = self._rows(request, spec)
         num_rows = spec.rows if rows is None else len(rows)
         delta, _ = from_memory(request.payload, offset, spec.dtype, (num_rows, spec.cols))
@@ -325,12 +327,13 @@ class HostService:
     def _add(self, request: Request) -> Answer:
         number, assigns = _first_number(request.head, 1), bool(request.head.args[3])
         entry = self._entry(request, number, assigns=assigns)
-        self._storage(request.text).add(entry, _LOCK_S)
+        self._storage(request.head.text).add(entry, _LOCK_S)
         return Answer()
 
     def _add_together(self, request: Request) -> Answer:
         """Make several adds, as if each had come alone; one that is refused ends them."""
-        head, storage = request.head, self._storage(request.text)
+        head = request.head
+        storage = self._storage(head.text)
         num_adds, num_rows = head.args[:2]
         first, spec = _first_number(head, num_adds), storage.spec
         counted, offset = from_memory(request.payload, 0, torch.int64, (num_adds,))
@@ -349,26 +352,27 @@ class HostService:
     def _put(self, request: Request) -> Answer:
         _, number, index, assigns = request.head.args
         entry = self._entry(request, 0, assigns=bool(assigns))
-        self._storage(request.text).rounds.put_into(entry, number, index)
+        self._storage(request.head.text).rounds.put_into(entry, number, index)
         return Answer()
 
     def _arrive(self, request: Request) -> Answer:
-        rounds = self._storage(request.text).rounds
+        rounds = self._storage(request.head.text).rounds
         rounds.arrive_at(request.head.worker, request.head.args[0])
         return Answer()
 
     def _finish(self, request: Request) -> Answer:
-        head, rounds = request.head, self._storage(request.text).rounds
+        head = request.head
+        rounds = self._storage(head.text).rounds
         arrival = rounds.arrive_at(head.worker, head.args[0])
         rounds.finish(arrival, _seconds(head.args[1]))
         return Answer()
 
     def _copy_all(self, request: Request) -> Answer:
-        parts = self._storage(request.text).copy_all(_LOCK_S)
+        parts = self._storage(request.head.text).copy_all(_LOCK_S)
         return Answer((len(parts[0]),), [as_memory(part.contiguous()) for part in parts])
 
     def _replace_all(self, request: Request) -> Answer:
-        storage, (num_keys, num_parts, *_) = self._storage(request.text), request.head.args
+        storage, (num_keys, num_parts, *_) = self._storage(request.head.text), request.head.args
         spec, offset, parts = storage.spec, 0, []
         if spec.has_keys:
             keys, offset = from_memory(request.payload, 0, torch.int64, (num_keys,))
@@ -382,14 +386,14 @@ class HostService:
         return Answer()
 
     def _counts(self, request: Request) -> Answer:
-        storage = self._storage(request.text)
+        storage = self._storage(request.head.text)
         num_keys = storage.num_keys() if isinstance(storage, KeyStorage) else 0
         return Answer((storage.num_undone, num_keys, storage.nbytes))
 
     def _keys(self, request: Request) -> Answer:
-        storage = self._storage(request.text)
+        storage = self._storage(request.head.text)
         if not isinstance(storage, KeyStorage):
-            raise ConfigError(f"Table {request.text!r} must have keys, but has rows.")
+            raise ConfigError(f"Table {request.head.text!r} must have keys, but has rows.")
         return Answer(payload=[as_memory(storage.keys(_LOCK_S))])
 
 
