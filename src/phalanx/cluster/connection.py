@@ -27,6 +27,7 @@ from phalanx.cluster.frames import (
     Caps,
     Head,
     Kind,
+    has_message,
     pieces_of,
     receive_message,
     send_message,
@@ -351,7 +352,7 @@ class Connection:
 
     def _notice_cuts(self, link: _Link) -> None:
         """Send again what was under way when the link was cut; it goes out when there is one."""
-        while int(link.events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while has_message(link.events):
             event = recv_monitor_message(link.events)["event"]
             if event == _CUT and link.is_up:  # else it was cut before anything could be sent
                 for pending in link.calls.values():

@@ -24,6 +24,7 @@ __all__ = [
     "Caps",
     "Head",
     "Kind",
+    "has_message",
     "pieces_of",
     "receive_message",
     "send_message",
@@ -36,7 +37,7 @@ NUM_ARGS = 4
 _MAGIC = b"PHLX"
 _VERSION = 2
 _HEAD = struct.Struct("<4sHHIIQ16sQQ4qQ")
-_MORE = int(zmq.SNDMORE)
+_MORE, _POLLIN = int(zmq.SNDMORE), int(zmq.POLLIN)  # as numbers: `&` of an enum is slow
 
 
 class Kind(IntEnum):
@@ -182,6 +183,11 @@ def send_message(
     for frame in frames[:-1]:
         socket.send(frame, _MORE, copy)
     socket.send(frames[-1], 0, copy)
+
+
+def has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Tell whether a message has come."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def receive_message(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:

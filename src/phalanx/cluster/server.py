@@ -31,6 +31,7 @@ from phalanx.cluster.frames import (
     Caps,
     Head,
     Kind,
+    has_message,
     pieces_of,
     receive_message,
     send_message,
@@ -182,7 +183,7 @@ class Server:
             if self._socket in ready:
                 for _ in range(_REQUESTS_PER_TURN):
                     self._take()
-                    if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    if not has_message(self._socket):
                         break
 
     def close(self) -> None:

@@ -313,14 +313,15 @@ class HostService:
                 f"Table {spec.name!r} must keep a backup for worker {head.worker} to back up a "
                 f"get, but keeps {spec.num_backups}."
             )
-        out = torch.empty((spec.rows if rows is None else len(rows), spec.cols), dtype=spec.dtype)
+        num_rows = spec.rows if rows is None else rows.numel()
+        out = torch.empty((num_rows, spec.cols), dtype=spec.dtype)
         storage.read(rows, out, head.worker, _LOCK_S, backs_up=bool(head.args[1]))
         return Answer(payload=[as_memory(out)])
 
     def _entry(self, request: Request, number: int, *, assigns: bool) -> Entry:
         spec = self._storage(request.head.text).spec
         rows, offset = self._rows(request, spec)
-        num_rows = spec.rows if rows is None else len(rows)
+        num_rows = spec.rows if rows is None else rows.numel()
         delta, _ = from_memory(request.payload, offset, spec.dtype, (num_rows, spec.cols))
         return Entry(rows, delta, request.head.worker, assigns, number=number)
 

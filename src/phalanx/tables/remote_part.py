@@ -166,7 +166,7 @@ class RemotePart:
         return self._begin(
             Operation.GET,
             "a get",
-            args=(-1 if rows is None else len(rows), int(backs_up)),
+            args=(_count(rows), int(backs_up)),
             payload=[] if rows is None else [as_memory(rows)],
             out=[as_memory(out)],
         )
@@ -176,7 +176,7 @@ class RemotePart:
         return self._begin(
             Operation.ADD,
             "an add",
-            args=(_count(entry), 0, 0, int(entry.assigns)),
+            args=(_count(entry.rows), 0, 0, int(entry.assigns)),
             number=self.remote.number_adds(1),
             payload=_payload(entry),
         )
@@ -206,7 +206,7 @@ class RemotePart:
         return self._begin(
             Operation.PUT,
             "an add",
-            args=(_count(entry), number, index, int(entry.assigns)),
+            args=(_count(entry.rows), number, index, int(entry.assigns)),
             payload=_payload(entry),
         )
 
@@ -255,8 +255,8 @@ class RemotePart:
         return from_memory(reply.payload, 0, torch.int64, (len(reply.payload) // 8,))[0]
 
 
-def _count(entry: Entry) -> int:
-    return -1 if entry.rows is None else len(entry.rows)
+def _count(rows: Tensor | None) -> int:
+    return -1 if rows is None else rows.numel()
 
 
 def _payload(entry: Entry) -> list[memoryview]:
