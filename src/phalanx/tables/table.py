@@ -169,6 +169,9 @@ class Table:
             OutOfSpace: There is no memory for new keys. The table is unchanged.
             PeerTimeout: Another worker held the shard beyond the deadline.
 
+        Over several hosts a part that fails leaves the other hosts' parts in; where it is this
+        host's, notes on the error name those hosts.
+
         Collective: No. Blocks: While another worker adds to the same shard, or it grows.
         Moves: the delta, once; the rows that it changes, once more for the undo record.
         """
