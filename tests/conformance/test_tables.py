@@ -391,7 +391,9 @@ def add_behind_one_that_failed(world: tables.TableGroup) -> list:
     if world.worker_id == 0:
         remote = world._context.membership._others.of(0)[2]
         refuse_once(remote)
-        table.add([1], rows=[7], wait=False)
+        another = threading.Thread(target=table.add, args=([1], [7]), kwargs={"wait": False})
+        another.start()  # the error is the worker's, not the thread's
+        another.join(DEADLINE_S)
         assert wait_until(lambda: remote.deferred._error is not None, DEADLINE_S)
         with pytest.raises(OutOfSpace, match="refused"):
             table.add([1, 1, 1], rows=[0, 4, 8], wait=False)
