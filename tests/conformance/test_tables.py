@@ -13,7 +13,7 @@ import torch
 
 from phalanx import tables
 from phalanx.errors import OutOfSpace, PeerTimeout
-from phalanx.ipc import wait_until
+from phalanx.ipc import inject, wait_until
 from phalanx.tables.remote_part import RemoteHost
 from tests.multiprocess.children import Children, Parent
 from tests.multiprocess.hosts import run_hosts
@@ -391,7 +391,9 @@ def add_behind_one_that_failed(world: tables.TableGroup) -> list:
     if world.worker_id == 0:
         remote = world._context.membership._others.of(0)[2]
         refuse_once(remote)
-        table.add([1], rows=[7], wait=False)
+        another = threading.Thread(target=table.add, args=([1], [7]), kwargs={"wait": False})
+        another.start()  # the error is the worker's, not the thread's
+        another.join(DEADLINE_S)
         assert wait_until(lambda: remote.deferred._error is not None, DEADLINE_S)
         with pytest.raises(OutOfSpace, match="refused"):
             table.add([1, 1, 1], rows=[0, 4, 8], wait=False)
@@ -401,8 +403,38 @@ def add_behind_one_that_failed(world: tables.TableGroup) -> list:
     return table.get().tolist()
 
 
-def test_an_add_that_raises_an_earlier_ones_error_is_made_on_no_host(run):
-    assert run_hosts(3, run, 3, add_behind_one_that_failed) == [[1, 0, 0, 0, 1, 0, 0, 0, 1]] * 3
+def add_while_this_host_refuses(world: tables.TableGroup) -> list:
+    def refuse(point: str, worker: int) -> None:
+        if point == "before lock" and threading.current_thread() is threading.main_thread():
+            raise OutOfSpace("full")  # and not in the server's thread, which this process has too
+
+    table = world.array(9, torch.int64, name="t")
+    world.barrier()
+    if world.worker_id == 0:
+        remotes = world._context.membership._others.of(0)
+        names = [each.connection.endpoint.name for each in remotes.values()]
+        done = [f"{name} has done its part of an add of table 't'." for name in names]
+        refuse_once(remotes[2])
+        with pytest.raises(OutOfSpace, match="refused") as raised:
+            table.add(torch.ones(9, dtype=torch.int64))
+        assert raised.value.__notes__ == done[:1]
+        inject(refuse)
+        with pytest.raises(OutOfSpace, match="full") as raised:
+            table.add(torch.ones(9, dtype=torch.int64))
+        inject(None)
+        assert raised.value.__notes__ == done
+        assert not any(each.adding.locked() for each in remotes.values())
+    world.barrier()
+    return table.get().tolist()
+
+
+def adds_that_fail(world: tables.TableGroup) -> list:
+    return [add_behind_one_that_failed(world), add_while_this_host_refuses(world)]
+
+
+def test_an_add_that_fails_is_made_on_no_host_or_says_on_which(run):
+    behind, here = [1, 0, 0, 0, 1, 0, 0, 0, 1], [0, 0, 0, 2, 2, 2, 1, 1, 1]
+    assert run_hosts(3, run, 3, adds_that_fail) == [[behind, here]] * 3
 
 
 def join_again_and_again(world: tables.TableGroup) -> None:

@@ -109,6 +109,28 @@ def test_a_step_replaced_on_the_optimizer_is_called(how: dict[str, Any]) -> None
     assert_alike(trained(make, nothing, **how), plain(make, nothing))
 
 
+@formations
+def test_how_many_threads_a_step_sets_is_forgotten_after_it(how: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        optimizer = SGD(parameters, lr=0.1)
+        inner = optimizer.step
+
+        def step(closure: None = None) -> Any:
+            torch.set_num_threads(3)
+            return inner(closure)
+
+        optimizer.step = step  # type: ignore[method-assign]
+        return optimizer
+
+    seen: list[int] = []
+    told = lambda _: seen.append(torch.get_num_threads())  # noqa: E731
+    with phalanx.Trainer(model(), F.mse_loss, make, callbacks=[told], **how) as trainer:
+        trainer.fit(data(3))
+    assert {*seen, torch.get_num_threads()} == {1}
+
+
 @pytest.mark.parametrize("how", [*FORMATIONS, PROCESSES], ids=str)
 def test_a_step_replaced_after_some_steps_is_called_from_then_on(how: dict[str, Any]) -> None:
     def between(optimizer: Optimizer, index: int) -> None:

@@ -377,17 +377,27 @@ def told_to_go(parent: Parent, trained: phalanx.Trainer, losses: list[float]) ->
     return ""
 
 
+def killed_afterwards(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> None:
+    parent.tell(pickle.dumps(told_to_go(parent, trained, losses)))
+    trained.close()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_who_comes_after_the_end_is_told(children: Children, tmp_path: Path) -> None:
     job = Job(children, tmp_path)
-    *others, lost = job.start_all({2: Plan("committed")}, told_to_go)
+    others = [job.start(0, None, told_to_go), job.start(1, None, killed_afterwards)]
+    lost = job.start(2, Plan("committed"), told_to_go)
     assert [outcome(each) for each in others] == [""] * 2
-    wait_for_exit(lost.pid)
+    for each in (others[1], lost):
+        wait_for_exit(each.pid)
     told = outcome(job.start(2, None, told_to_go))
     assert told.startswith(
         "RunEnded: The run that this rank would join has ended, and all its ranks"
     )
-    told = outcome(job.start(1, None, told_to_go))  # its process before has failed after the run
+    told = outcome(job.start(1, None, told_to_go))
     assert told.startswith("StateError: The run that this rank would join has ended, and")
+    assert f"process before it ({others[1].pid}) had finished it" in told
+    assert "if it was killed there is none, and its launcher names the signal (SIGKILL" in told
 
 
 def another(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:

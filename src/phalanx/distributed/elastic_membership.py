@@ -326,11 +326,15 @@ class RankMembership:
                     "been a rank of a run that has ended. Go on with that trainer before it is "
                     "closed, or start another job."
                 )
-            if any(self._left(number) == _FINISHED for number in before):
+            finished = [n for n in before if self._left(n) == _FINISHED]
+            if finished:
                 raise StateError(
                     "The run that this rank would join has ended, and this rank's process before "
-                    "it had finished it. What failed came after the training, and is not done "
-                    "again: see its error, and start the job anew, or that part alone."
+                    f"it ({self._card(finished[0]).pid}) had finished it, but not what the script "
+                    "does afterwards, which is not done again. See that process's error; if it was "
+                    "killed there is none, and its launcher names the signal (SIGKILL is sent by "
+                    "somebody, or by the kernel for lack of memory). Start the job anew, or that "
+                    "part alone."
                 )
             raise RunEnded(
                 "The run that this rank would join has ended, and all its ranks have left: nothing "

@@ -76,7 +76,7 @@ def hold_caller_at_one_thread(owner: object) -> Callable[[], object]:
 
 
 class caller_intra_op:  # named as `torch.no_grad` is
-    """Run the body with ``count`` threads inside the caller's operators."""
+    """Run the body with ``count`` threads inside the caller's operators; what it sets ends, too."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -87,5 +87,5 @@ class caller_intra_op:  # named as `torch.no_grad` is
             torch.set_num_threads(self._count)
 
     def __exit__(self, *_: object) -> None:
-        if self._before != self._count:
+        if torch.get_num_threads() != self._before:
             torch.set_num_threads(self._before)

@@ -12,8 +12,8 @@ a host when all workers have arrived there.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +69,7 @@ class _Cut(NamedTuple):
     places: Tensor
 
 
+_Pending = tuple[RemotePart, PendingCall]
 _Wanted = dict[int, tuple[Tensor | None, Tensor]]
 """By host, the rows of its part that are read, None for all, and where they go."""
 
@@ -173,13 +174,11 @@ class SpreadStorage:
         waiting = Waiting(timeout_s)
         parts = {h: part for h, part in self.remote_parts(worker).items() if h in wanted}
         _finish_adds(parts.values(), timeout_s)  # a worker reads what it has added
-        pendings = [
-            (part, part.begin_read(*wanted[host], backs_up=backs_up))
-            for host, part in parts.items()
-        ]
-        if mine is not None:
-            self.local.read(*mine, worker, timeout_s, backs_up=backs_up)
-        _wait_for(pendings, waiting)
+        with _all_answered(waiting) as pendings:
+            for host, part in parts.items():
+                pendings.append((part, part.begin_read(*wanted[host], backs_up=backs_up)))
+            if mine is not None:
+                self.local.read(*mine, worker, timeout_s, backs_up=backs_up)
 
     def _span(self, all_rows: Tensor, host: int) -> Tensor:
         return all_rows[self._starts[host] : self._starts[host + 1]]
@@ -198,10 +197,11 @@ class SpreadStorage:
             # In the order of hosts, so that two threads never hold crosswise.
             for part in parts.values():
                 held.enter_context(part.remote.adding)
-            pendings = [(part, part.begin_add(entries[host])) for host, part in parts.items()]
+            pendings = held.enter_context(_all_answered(waiting))
+            for host, part in parts.items():
+                pendings.append((part, part.begin_add(entries[host])))
             if mine is not None:
                 self.local.add(mine, timeout_s)
-            _wait_for(pendings, waiting)
 
     def add_later(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, of which only this host's part is in when this returns."""
@@ -350,15 +350,12 @@ class SpreadRounds:
         parts, rounds = storage.remote_parts(entry.worker), storage.local.rounds
         number = rounds.clock_of(entry.worker) + 1
         entries = storage._entries(entry)
-        pendings = [
-            (parts[host], parts[host].begin_put(each, number))
-            for host, each in entries.items()
-            if host in parts
-        ]
-        for host, each in entries.items():
-            if host not in parts:
-                rounds.put_into(each, number)
-        _wait_for(pendings, Waiting(_COUNTS_S))
+        mine = entries.pop(storage._hosts.me, None)
+        with _all_answered(Waiting(_COUNTS_S)) as pendings:
+            for host, each in entries.items():
+                pendings.append((parts[host], parts[host].begin_put(each, number)))
+            if mine is not None:
+                rounds.put_into(mine, number)
 
     def arrive(self, worker: int) -> _SpreadArrival:
         """Say that ``worker`` has put down all of its round."""
@@ -417,7 +414,29 @@ def _finish_adds(parts: Iterable[RemotePart], timeout_s: float) -> None:
     finish_all((part.remote.deferred for part in parts), timeout_s)
 
 
-def _wait_for(pendings: Sequence[tuple[RemotePart, PendingCall]], waiting: Waiting) -> None:
+@contextmanager
+def _all_answered(waiting: Waiting) -> Iterator[list[_Pending]]:
+    """Wait, after the body, for the calls that it has begun and put into the list.
+
+    Where the body raises, as this host's part may, they are waited for all the same, and notes on
+    the error say what became of them. A Ctrl-C waits, too; a second one does not.
+    """
+    pendings: list[_Pending] = []
+    try:
+        yield pendings
+    except BaseException as error:
+        for part, pending in pendings:
+            try:
+                part.wait(pending, max(0.001, waiting.remaining_s()))
+                name = part.remote.connection.endpoint.name
+                error.add_note(f"{name} has done its part of {pending.title}.")
+            except PhalanxError as other:
+                error.add_note(f"Also failed: {type(other).__name__}: {other}")
+        raise
+    _wait_for(pendings, waiting)
+
+
+def _wait_for(pendings: Sequence[_Pending], waiting: Waiting) -> None:
     """Wait for all answers; the error of a host that does not answer comes before all others."""
     errors: list[tuple[bool, PhalanxError]] = []
     for part, pending in pendings:

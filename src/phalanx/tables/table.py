@@ -156,7 +156,8 @@ class Table:
                 by a thread, in their order, several in a message. :meth:`flush`, this worker's
                 gets, ``barrier``, ``tick`` and ``leave`` wait for them. They, or the worker's next
                 add, raise the error of one that failed; those behind it are not made, nor is the
-                add that raises it.
+                add that raises it. The error is the worker's: whichever of its threads calls next
+                raises it. A thread with ``world.thread_worker()`` has errors of its own.
 
         Shapes:
             matrix: rows (K,) with delta (K, cols), or delta (rows, cols).
@@ -168,6 +169,9 @@ class Table:
             StateError: This worker has left.
             OutOfSpace: There is no memory for new keys. The table is unchanged.
             PeerTimeout: Another worker held the shard beyond the deadline.
+
+        Over several hosts a part that fails leaves the other hosts' parts in; where it is this
+        host's, notes on the error name those hosts.
 
         Collective: No. Blocks: While another worker adds to the same shard, or it grows.
         Moves: the delta, once; the rows that it changes, once more for the undo record.
@@ -333,7 +337,8 @@ class Table:
         """Return when all adds of this worker are taken; on one host they are already.
 
         Raises:
-            PhalanxError: One that was made with ``wait=False`` failed; raised once.
+            PhalanxError: One that was made with ``wait=False``, by any thread of this worker,
+                failed; raised once.
         """
         self._check_open()
         self._storage.finish_adds(self._group.worker_id, self._group.timeout_s)

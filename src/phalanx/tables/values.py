@@ -48,7 +48,8 @@ def read_rows(given: object, spec: TableSpec) -> Tensor | None:
         plural = "" if spec.rows == 1 else "s"
         raise ConfigError(
             f"Row {low if low < 0 else high} is outside table {spec.name!r}, which has {spec.rows} "
-            f"row{plural}."
+            f"row{plural}, counted from 0. Make a larger table, or one by `world.keys`, which "
+            "takes any int64 number."
         )
     # A copy: keys are looked up twice, and another thread may change the caller's between the two.
     return rows.clone() if spec.has_keys else rows

@@ -19,7 +19,7 @@ DELTA = torch.ones(2, 3)
 @pytest.mark.parametrize(
     ("delta", "rows", "message"),
     [
-        (DELTA, [0, 5], "Row 5 is outside table 'embed', which has 5 rows"),
+        (DELTA, [0, 5], "Row 5 is outside table 'embed', which has 5 rows, counted from 0. Make"),
         (DELTA, [-1, 0], "Row -1 is outside table 'embed'"),
         (DELTA, torch.tensor([9000] + 40 * [1]), "Row 9000 is outside table 'embed'"),
         (DELTA, [0.0, 1.0], "`rows` must hold integers, but holds torch.float32"),
