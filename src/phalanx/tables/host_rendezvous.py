@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import secrets
 import socket
 from typing import NamedTuple, Protocol
@@ -51,7 +52,7 @@ class Trust(NamedTuple):
 
     Attributes:
         secret: Holders of it; None for everybody who reaches them.
-        secret_file: Where it is.
+        secret_file: Its absolute path.
         network: Whether the user has said that the network may be trusted.
     """
 
@@ -91,8 +92,10 @@ def read_trust(secret_file: str | None, trusted_network: bool) -> Trust:
             "`trusted_network` must be False where `secret_file` is given, but both are set. With "
             "a secret everything between hosts is encrypted, and no network needs to be trusted."
         )
-    secret = Secret.read(secret_file) if secret_file else None
-    return Trust(secret, secret_file, trusted_network)
+    if not secret_file:
+        return Trust(None, None, trusted_network)
+    secret_file = os.path.abspath(secret_file)  # servers started later: this process may have moved
+    return Trust(Secret.read(secret_file), secret_file, trusted_network)
 
 
 class _SignedStore:
