@@ -454,8 +454,9 @@ class _Attempt:
         else:
             self._restarts[rank] += 1
             told = (
-                f"Rank {rank} (process {self._pids.get(rank, 0)}) {how}. The others go on, and it "
-                f"is started again ({self._restarts[rank]} of {self._job.rank_restarts})."
+                f"Rank {rank} (process {self._pids.get(rank, 0)}) {how}. It is started again "
+                f"({self._restarts[rank]} of {self._job.rank_restarts}); ranks that survive its "
+                "loss go on (`Ranks()`)."
             )
             self._write(sys.stderr, rank, [told])
             if self._store is not None and rank in self._pids:
