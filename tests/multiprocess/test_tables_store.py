@@ -17,10 +17,11 @@ from torch.distributed import TCPStore
 from phalanx import tables
 from phalanx.cluster import Connection, Endpoint, Secret, make_secret
 from phalanx.errors import ConfigError, PeerTimeout
+from phalanx.tables import host_supervisor
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_server import client_keys, server_keys
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
-from tests.multiprocess.hosts import become_worker, variables, wait_for_servers
+from tests.multiprocess.hosts import become_worker, serve_here, variables, wait_for_servers
 
 SIZE = 3
 PLACES = [f"phalanx/tables/place/{rank}" for rank in range(SIZE)]
@@ -153,21 +154,34 @@ def test_workers_that_believe_the_store_would_go_on(children: Children, secret_f
 
 def join_alone(parent: Parent, given: dict[str, str], secret_file: str) -> None:
     given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    become_worker(given)
+    os.environ.update(given)
+    host_supervisor.start_supervisor = lambda spec: parent.tell(json.dumps(spec))
     try:
         tables.join(timeout_s=1.0, secret_file=secret_file)
     except PeerTimeout as exc:
         parent.tell(str(exc))
-        os._exit(1)  # with its server
+    parent.hear(None)
 
 
-def test_a_host_whose_server_does_not_come_is_named(children: Children, secret_file: str) -> None:
+def supervise(parent: Parent, spec: str) -> None:
+    host_supervisor.run_server = serve_here
+    host_supervisor.main(spec)
+    parent.tell("ended")
+
+
+def test_a_host_whose_server_does_not_come_is_named_and_nothing_outlives_the_attempt(
+    children: Children, secret_file: str
+) -> None:
     store = keep_store()
     write_place(store, Secret.read(secret_file), "elsewhere")
     worker = children.start(join_alone, variables("r", 0, 2, 2, store.port), secret_file)
+    supervisor = children.start(supervise, worker.get())
     told = worker.get()
     assert told.startswith("The store of the job has no 'server/1': ")
     assert told.endswith(
         " Host 1 (one) has not said where its server is. Rank 1, the first process there, starts "
         "it: see its output, and start all hosts again."
     )
+    assert not supervisor.connection.poll()
+    worker.kill()
+    assert supervisor.get() == "ended"

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 from phalanx.cluster import Endpoint, Secret
 from phalanx.distributed import hosts_of, this_host
 from phalanx.errors import ConfigError, PeerTimeout
-from phalanx.ipc import Waiting
+from phalanx.ipc import ProcessIdentity, Waiting
 from phalanx.tables.host_server import (
     ServerPage,
     ServerSpec,
@@ -223,7 +223,8 @@ def meet_hosts(
             f"every host, and set PHALANX_SECRET_FILE there; without one, whoever "
             f"reaches {bind} reads and changes the tables."
         )
-    spec = ServerSpec(place.run, place.host, place.cluster, bind, trust.secret_file)
+    me = ProcessIdentity.current()
+    spec = ServerSpec(place.run, place.host, place.cluster, bind, trust.secret_file, me)
     ensure_supervisor(page, spec, waiting.remaining_s())
     if place.rank == place.leaders[place.host]:
         here = f"Host {place.host} ({place.names[place.host]})"
