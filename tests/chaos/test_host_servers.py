@@ -19,7 +19,7 @@ import torch
 
 from phalanx import tables
 from phalanx.cluster import connection
-from phalanx.ipc import RunDirectory, inject, wait_until
+from phalanx.ipc import ProcessIdentity, RunDirectory, inject, wait_until
 from phalanx.tables import host_server, host_supervisor
 from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.hash_segment import POINTS as NEW_KEYS
@@ -97,7 +97,8 @@ def play(tmp_path: Path, kind: str, point: str, bug: str | None = None) -> list[
     with Children() as children:
 
         def start(host: int, dies_at: str | None) -> Child:
-            spec = host_server.ServerSpec(f"{cluster}-{host}", host, cluster, "127.0.0.1", None)
+            me = ProcessIdentity.current()
+            spec = host_server.ServerSpec(f"{cluster}-{host}", host, cluster, "127.0.0.1", None, me)
             return children.start(serve, json.dumps(spec), dies_at, bug)
 
         start(0, None)

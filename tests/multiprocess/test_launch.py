@@ -112,13 +112,20 @@ def test_a_scripts_ranks_share_a_group_say_who_speaks_and_start_again_after_a_ki
     assert len(list((tmp_path / "logs").glob("*/attempt_1/*/stdout.log"))) == 2
 
 
-def test_a_script_that_is_not_there_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["phalanx", "launch", "-n", "2", "none.py"])
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        ("2", "`script` must be a Python file, but there is no file 'none.py'."),
+        # As there is no such script, nothing would be started without the check either.
+        ("5000", "on one host, but is 5000. Give one a core, which are "),
+    ],
+)
+def test_what_cannot_be_started_is_refused(ranks, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["phalanx", "launch", "-n", ranks, "none.py"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "`script` must be a Python file, but there is no file 'none.py'." in said
+    assert sentence in " ".join(capsys.readouterr().err.split())
 
 
 def gathered(word: str) -> list[str]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx import PeerTimeout, Trainer
-from phalanx.cluster import on_ray
+from phalanx.cluster import on_ray, ray_launcher
 from phalanx.distributed import RankFailed
 from phalanx.files import written_whole
 from phalanx.ipc import wait_until
@@ -284,8 +284,12 @@ def is_there(pid: int) -> bool:
 
 
 @pytest.mark.night
-def test_a_cluster_without_room_is_told_with_what_it_has(cluster):
-    with pytest.raises(
-        PeerTimeout, match="Ray did not place 9 workers with 1 CPU each within 1 s;"
-    ):
-        on_ray(place, 9, address=cluster.address, timeout_s=1.0)
+def test_a_cluster_without_room_is_told_early_and_at_the_deadline(cluster, monkeypatch, capsys):
+    monkeypatch.setattr(ray_launcher, "_NO_ROOM_S", 1.0)
+    asked = "Ray did not place 9 workers with 1 CPU each within {} s; the cluster has 4 CPUs, of "
+    with pytest.raises(PeerTimeout) as late:
+        on_ray(place, 9, address=cluster.address, timeout_s=2.0)
+    assert str(late.value).startswith(asked.format("2"))
+    (early,) = [line for line in capsys.readouterr().err.splitlines() if "did not place" in line]
+    assert early.startswith(asked.format("1"))
+    assert early.endswith(" are free. It has until 2 s are over.")

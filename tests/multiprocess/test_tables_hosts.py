@@ -21,6 +21,7 @@ import os
 os.environ["PHALANX_HOST"] = "host-" + str(int(os.environ[os.environ["RANKS"]]) // 2)
 import torch
 from phalanx import tables
+os.chdir("/")  # a script may
 with tables.join(timeout_s=100.0) as world:
     table = world.matrix(5, 2, name="t")
     bulk = world.array(3, name="b", sync=True)
@@ -62,7 +63,12 @@ def play(
     }
     started = [
         subprocess.Popen(
-            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            env=environment,
+            cwd=script.parent,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for command in commands
     ]
@@ -83,8 +89,9 @@ def test_phalanx_launch_on_each_host(script):
     port = free_port()
     command = [sys.executable, "-c", "from phalanx.cli.app import main; main()", "launch"]
     command += ["-n", "2", "--nnodes", "2", "--endpoint", f"localhost:{port}"]
-    command += ["--secret-file", str(script.parent / "secret"), str(script)]
-    play(script, "RANK", [command] * 2)
+    by_option, by_variable = [*command, "--secret-file", "secret"], command
+    commands = [[*command, str(script)] for command in (by_option, by_variable)]
+    play(script, "RANK", commands, PHALANX_SECRET_FILE="secret")
 
 
 @pytest.mark.night

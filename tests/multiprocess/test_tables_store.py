@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,10 +17,11 @@ from torch.distributed import TCPStore
 from phalanx import tables
 from phalanx.cluster import Connection, Endpoint, Secret, make_secret
 from phalanx.errors import ConfigError, PeerTimeout
+from phalanx.tables import host_supervisor
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_server import client_keys, server_keys
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
-from tests.multiprocess.hosts import become_worker, variables, wait_for_servers
+from tests.multiprocess.hosts import become_worker, serve_here, variables, wait_for_servers
 
 SIZE = 3
 PLACES = [f"phalanx/tables/place/{rank}" for rank in range(SIZE)]
@@ -118,7 +120,13 @@ def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
 def forge(store: TCPStore) -> None:
     """Say, in the place of rank 1, that it is on the host of rank 0."""
     another = Secret(b"what somebody else might guess..")
-    store.set(PLACES[1], another.sign(json.dumps(["place/1", "", ["host-0", "1"]]).encode()).hex())
+    write_place(store, another, "host-0")
+
+
+def write_place(store: TCPStore, secret: Secret, place: str) -> None:
+    """Say what rank 1 says of its place."""
+    text = json.dumps(["place/1", "", [place, "one", "1"]])
+    store.set(PLACES[1], secret.sign(text.encode()).hex())
 
 
 def meet_beside_a_forger(
@@ -142,3 +150,38 @@ def test_a_place_that_somebody_else_writes_ends_the_start_on_all_hosts(
 def test_workers_that_believe_the_store_would_go_on(children: Children, secret_file: str) -> None:
     store, _ = meet_beside_a_forger(children, secret_file, True)
     store.wait([RUN], timedelta(seconds=DEADLINE_S))
+
+
+def join_alone(parent: Parent, given: dict[str, str], secret_file: str) -> None:
+    given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ.update(given)
+    host_supervisor.start_supervisor = lambda spec: parent.tell(json.dumps(spec))
+    try:
+        tables.join(timeout_s=1.0, secret_file=secret_file)
+    except PeerTimeout as exc:
+        parent.tell(str(exc))
+    parent.hear(None)
+
+
+def supervise(parent: Parent, spec: str) -> None:
+    host_supervisor.run_server = serve_here
+    host_supervisor.main(spec)
+    parent.tell("ended")
+
+
+def test_a_host_whose_server_does_not_come_is_named_and_nothing_outlives_the_attempt(
+    children: Children, secret_file: str
+) -> None:
+    store = keep_store()
+    write_place(store, Secret.read(secret_file), "elsewhere")
+    worker = children.start(join_alone, variables("r", 0, 2, 2, store.port), secret_file)
+    supervisor = children.start(supervise, worker.get())
+    told = worker.get()
+    assert told.startswith("The store of the job has no 'server/1': ")
+    assert told.endswith(
+        " Host 1 (one) has not said where its server is. Rank 1, the first process there, starts "
+        "it: see its output, and start all hosts again."
+    )
+    assert not supervisor.connection.poll()
+    worker.kill()
+    assert supervisor.get() == "ended"

@@ -5,6 +5,7 @@ torch takes seconds to import, so a command imports what needs it when it runs: 
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import sys
@@ -13,17 +14,19 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from phalanx.cli.console import make_console, replace_unencodable
+from phalanx.cli.console import drop_output, flush_output, make_console, replace_unencodable
 from phalanx.cli.doctor import doctor
 from phalanx.cli.launch import launch
 from phalanx.cli.plan import plan
 from phalanx.cli.report import report
 from phalanx.cli.secret_file import secret
 from phalanx.cli.train import INTERRUPTED, train
-from phalanx.errors import InternalError, PhalanxError
+from phalanx.errors import InternalError, OutOfSpace, PhalanxError
 
 _KEEP_AWAKE = "PHALANX_KEEP_AWAKE"  # see phalanx.memory, which needs torch
 _REFUSED = 2  # as for a command line that cannot be parsed
+_UNWRITTEN = 1
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 app = typer.Typer(
     name="phalanx",
@@ -73,14 +76,33 @@ def main(command: typer.Typer = app, prog_name: str = "phalanx") -> None:
     os.environ.setdefault(_KEEP_AWAKE, "1")  # this process is ours, and so are those it starts
     replace_unencodable()
     try:
-        command(prog_name=prog_name)
+        _run(command, prog_name)
     except InternalError:
         raise
     except PhalanxError as exc:
         make_console(stderr=True).print(_describe(exc))
         sys.exit(_REFUSED)
+    except OSError as exc:
+        if exc.errno not in _NO_SPACE:
+            raise
+        what = "what this command prints or writes" if exc.filename is None else repr(exc.filename)
+        told = OutOfSpace(
+            f"There is no room for {what} ({exc.strerror}). Make some, or choose another place."
+        )
+        make_console(stderr=True).print(_describe(told))
+        drop_output()
+        sys.exit(_UNWRITTEN)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _run(command: typer.Typer, prog_name: str) -> None:
+    """Run a command line; raise what hinders its last lines, which others may have printed."""
+    try:
+        command(prog_name=prog_name)
+    except SystemExit:  # how a command ends
+        flush_output()
+        raise
 
 
 def _describe(exc: PhalanxError) -> Text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from contextlib import suppress
 
 from rich.console import Console
 
@@ -21,3 +22,21 @@ def replace_unencodable() -> None:
     """Let stdout have a ? for what its encoding lacks, as ASCII lacks ×; stderr escapes it."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a caller may have put something else there
         sys.stdout.reconfigure(errors="replace")
+
+
+def flush_output() -> None:
+    """Write what stdout still holds; a pipe whose reader has left wants no more of it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    if sys.stdout is not None:  # closed by who has started us
+        with suppress(BrokenPipeError):
+            sys.stdout.flush()
+
+
+def drop_output() -> None:
+    """Give up what stdout still holds, which Python would try to write as it ends."""
+    if sys.stdout is not None:
+        with suppress(OSError):
+            sys.stdout.close()

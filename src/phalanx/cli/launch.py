@@ -124,7 +124,9 @@ def launch(
                     "`--trusted-network` must be left out with `--secret-file`, but both are given."
                 )
             import_cluster().Secret.read(secret_file)  # before any rank starts
-            os.environ[_SECRET_FILE] = str(secret_file.resolve())
+            os.environ[_SECRET_FILE] = str(secret_file.absolute())
+        elif os.environ.get(_SECRET_FILE):  # scripts may change their folder
+            os.environ[_SECRET_FILE] = str(Path(os.environ[_SECRET_FILE]).absolute())
         if trusted_network:
             os.environ[_TRUSTED_NETWORK] = "1"
         job = Job(

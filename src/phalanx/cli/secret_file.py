@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -22,10 +23,11 @@ def secret(
     Bring the same file to every host, by means that nobody else reads along, and name it there in
     PHALANX_SECRET_FILE.
     """
+    path = path.absolute()  # scripts may change their folder
     import_cluster().make_secret(path)
     make_console().print(
         f"Made {path}. Bring it to every host (scp keeps it between you and the host), and say "
-        f"there: export PHALANX_SECRET_FILE={path}",
+        f"there: export PHALANX_SECRET_FILE={shlex.quote(str(path))}",
         soft_wrap=True,
     )
 

@@ -30,6 +30,7 @@ script.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import secrets
@@ -68,6 +69,7 @@ _ENDED_S = 10.0  # and for Ray, to tell the driver
 _KILLED = -9
 _AGAIN_S = 0.2
 _ANSWER_S = 10.0
+_NO_ROOM_S = 5.0  # until the user is told, who may wait for a node or ask for less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,17 +328,25 @@ def _reserved(workers: int, job: RayJob) -> Iterator[Any]:
 
 
 def _place(ray: Any, group: Any, job: RayJob) -> list[RankPlace]:
-    """Wait until Ray has placed every bundle; return where."""
+    """Wait until Ray has placed every bundle; return where. Say early that there is no room."""
     from ray.util import placement_group_table  # an extra
 
-    if not group.wait(job.timeout_s):
+    def say(waited_s: float) -> str:
         total = ray.cluster_resources().get("CPU", 0)
         free = ray.available_resources().get("CPU", 0)
-        raise PeerTimeout(
+        return (
             f"Ray did not place {group.bundle_count} workers with {job.cpus_per_worker} CPU each "
-            f"within {job.timeout_s:g} s; the cluster has {total:g} CPUs, of which {free:g} are "
-            "free. Ask for fewer workers, or give it more nodes."
+            f"within {waited_s:g} s; the cluster has {total:g} CPUs, of which {free:g} are free."
         )
+
+    def is_placed(within_s: float) -> bool:
+        return bool(group.wait(math.ceil(within_s)))  # Ray takes whole seconds
+
+    waiting = Waiting(job.timeout_s)
+    if not is_placed(min(_NO_ROOM_S, job.timeout_s)) and not waiting.over():
+        sys.stderr.write(f"{say(_NO_ROOM_S)} It has until {job.timeout_s:g} s are over.\n")
+    if not is_placed(waiting.remaining_s()):
+        raise PeerTimeout(f"{say(job.timeout_s)} Ask for fewer workers, or give it more nodes.")
     node_by_bundle = placement_group_table(group)["bundles_to_node_id"]
     return plan_ranks([node_by_bundle[bundle] for bundle in range(group.bundle_count)])
 
@@ -454,8 +464,9 @@ class _Attempt:
         else:
             self._restarts[rank] += 1
             told = (
-                f"Rank {rank} (process {self._pids.get(rank, 0)}) {how}. The others go on, and it "
-                f"is started again ({self._restarts[rank]} of {self._job.rank_restarts})."
+                f"Rank {rank} (process {self._pids.get(rank, 0)}) {how}. It is started again "
+                f"({self._restarts[rank]} of {self._job.rank_restarts}); ranks that survive its "
+                "loss go on (`Ranks()`)."
             )
             self._write(sys.stderr, rank, [told])
             if self._store is not None and rank in self._pids:

@@ -45,7 +45,7 @@ from phalanx.distributed.launch_rendezvous import ONE_HOST, SEVERAL_HOSTS
 from phalanx.distributed.rank_start import prepare, record_failures
 from phalanx.errors import ConfigError, PeerError
 from phalanx.ipc import RunDirectory
-from phalanx.plan import check_function, read_count
+from phalanx.plan import check_argument, check_function, read_count
 
 __all__ = [
     "Job",
@@ -62,6 +62,7 @@ __all__ = [
 _RESTARTS = str(Path(__file__).with_name("rank_restarts.py"))
 _LAST_WORDS_LINES = 12
 _AFTER_WORDS = "\n\nAt:\n"  # of an error that came through C++: its way through Python follows
+_MOST_RANKS = 256  # as many workers as a table takes; each imports torch
 _SIGTERM = 15  # what the launcher ends the others with
 
 
@@ -84,7 +85,7 @@ class Job:
     """How many ranks, where, and how often they are tried.
 
     Args:
-        ranks: Processes on this host, at least 1.
+        ranks: Processes on this host, at least 1 and at most 256, or one a core where it has more.
         nodes: The fewest and the most hosts.
         endpoint: ``host:port`` where the hosts meet; empty for one host alone.
         run_id: What the hosts of one job have in common; on one host alone a part of what is drawn.
@@ -119,6 +120,15 @@ class Job:
 
     def __post_init__(self) -> None:
         read_count("ranks", self.ranks, 1, "rank")
+        cores = available_cores()
+        most = max(_MOST_RANKS, cores)
+        check_argument(
+            self.ranks <= most,
+            "ranks",
+            f"be at most {most} on one host",
+            self.ranks,
+            f"Give one a core, which are {cores} here, or fewer.",
+        )
         read_count("max_restarts", self.max_restarts, 0)
         read_count("rank_restarts", self.rank_restarts, 0)
         if not self.timeout_s > 0:

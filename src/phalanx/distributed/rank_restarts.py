@@ -49,8 +49,8 @@ def _main() -> int:
         if status == 0 or attempt == int(restarts):
             break
         sys.stderr.write(
-            f"Rank {os.environ['RANK']} (process {child.pid}) {_how(status)}. The others go on, "
-            f"and it is started again ({attempt + 1} of {restarts}).\n"
+            f"Rank {os.environ['RANK']} (process {child.pid}) {_how(status)}. It is started again "
+            f"({attempt + 1} of {restarts}); ranks that survive its loss go on (`Ranks()`).\n"
         )
     del store
     return status

@@ -1,7 +1,7 @@
 """How the processes of a run on several hosts find each other, over the store of their job.
 
     place/<rank>     what is equal for processes that can share memory,     every process says it
-                     and a number that it has drawn
+                     the host's name, and a number that it has drawn
     run              the name of the run, and all those numbers             rank 0
     server/<host>    name of the host, address of its server                the first process there
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import secrets
 import socket
 from typing import NamedTuple, Protocol
@@ -22,7 +23,7 @@ from typing import NamedTuple, Protocol
 from phalanx.cluster import Endpoint, Secret
 from phalanx.distributed import hosts_of, this_host
 from phalanx.errors import ConfigError, PeerTimeout
-from phalanx.ipc import Waiting
+from phalanx.ipc import ProcessIdentity, Waiting
 from phalanx.tables.host_server import (
     ServerPage,
     ServerSpec,
@@ -51,7 +52,7 @@ class Trust(NamedTuple):
 
     Attributes:
         secret: Holders of it; None for everybody who reaches them.
-        secret_file: Where it is.
+        secret_file: Its absolute path.
         network: Whether the user has said that the network may be trusted.
     """
 
@@ -67,17 +68,19 @@ class Place(NamedTuple):
         cluster: The run, by the same name on all hosts.
         run: Its name on this host: one machine may play several.
         host: This host's number.
-        num_hosts: How many there are.
+        leaders: The first rank of each host, which tells the others of its server.
+        names: What each host calls itself.
         start: Drawn for this start of the run.
-        leads: Whether this is the host's first process, which tells the others of its server.
+        rank: This process's.
     """
 
     cluster: str
     run: str
     host: int
-    num_hosts: int
+    leaders: tuple[int, ...]
+    names: tuple[str, ...]
     start: str
-    leads: bool
+    rank: int
 
 
 def read_trust(secret_file: str | None, trusted_network: bool) -> Trust:
@@ -91,8 +94,10 @@ def read_trust(secret_file: str | None, trusted_network: bool) -> Trust:
             "`trusted_network` must be False where `secret_file` is given, but both are set. With "
             "a secret everything between hosts is encrypted, and no network needs to be trusted."
         )
-    secret = Secret.read(secret_file) if secret_file else None
-    return Trust(secret, secret_file, trusted_network)
+    if not secret_file:
+        return Trust(None, None, trusted_network)
+    secret_file = os.path.abspath(secret_file)  # servers started later: this process may have moved
+    return Trust(Secret.read(secret_file), secret_file, trusted_network)
 
 
 class _SignedStore:
@@ -106,36 +111,55 @@ class _SignedStore:
         signed = text if self._secret is None else self._secret.sign(text)
         self._store.set(f"phalanx/tables/{key}", signed.hex())
 
-    def take(self, key: str) -> object:
+    def take(self, key: str, author: str, way_out: str, num_values: int = 2) -> list[object]:
+        """Return the values that ``author`` has written at ``key``; ``way_out`` if it has not."""
         try:
             found = bytes(self._store.get(f"phalanx/tables/{key}"))
         except RuntimeError as exc:
-            raise PeerTimeout(
-                f"The store of the job has no {key!r}: {exc}. See that all processes of the run "
-                "call `tables.join`."
-            ) from exc
+            raise PeerTimeout(f"The store of the job has no {key!r}: {exc}. {way_out}") from exc
         try:
             signed = bytes.fromhex(found.decode())
         except ValueError:
             signed = b""
-        text = signed if self._secret is None else self._secret.verify(signed)
-        try:
-            named, start, value = json.loads(text)
-        except (ValueError, TypeError, RecursionError) as exc:
-            hint = (
-                ""
-                if self._secret
-                else (
-                    " Others have signed it, it seems: give this host their secret file, too, by "
-                    "PHALANX_SECRET_FILE or `secret_file`."
-                )
-            )
-            raise ConfigError(f"{key!r} in the store must be JSON, but is not.{hint}") from exc
+        content = _parsed(self._unsigned(key, author, signed))
+        if content is None:
+            raise ConfigError(f"{key!r} in the store must be JSON of three values, but is not.")
+        named, start, value = content
         if named != key:  # a value that was signed for another key
             raise ConfigError(f"{key!r} in the store must be its own, but is {named!r}'s.")
         if start != self._start:
             raise _not_of_this_start(key)
+        if not isinstance(value, list) or len(value) != num_values:
+            raise ConfigError(f"{key!r} in the store must be {num_values} values, but is not.")
         return value
+
+    def _unsigned(self, key: str, author: str, signed: bytes) -> bytes:
+        """Return what was signed; say so where one side has a secret and the other has none."""
+        if self._secret is None:
+            if _parsed(signed) is None and _parsed(Secret.unverified(signed)) is not None:
+                raise ConfigError(
+                    f"What {author} has written to the job's store ({key!r}) is signed with a "
+                    "secret, but this process has none. Bring the secret file of the others to "
+                    "this host, and name it by PHALANX_SECRET_FILE or `secret_file`."
+                )
+            return signed
+        if _parsed(signed) is not None:
+            raise ConfigError(
+                f"What {author} has written to the job's store ({key!r}) is not signed, but this "
+                "process has a secret. Bring its file to the host of that one, too, and name it "
+                "there by PHALANX_SECRET_FILE or `secret_file`; if that is done, somebody else "
+                "writes to the store."
+            )
+        return self._secret.verify(signed)
+
+
+def _parsed(text: bytes) -> list[object] | None:
+    """Return key, start and value; None where the text is no such thing."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) and len(found) == 3 else None
 
 
 def _not_of_this_start(key: str) -> ConfigError:
@@ -149,25 +173,24 @@ def _not_of_this_start(key: str) -> ConfigError:
 def find_place(store: JobStore, trust: Trust, run: str, rank: int, size: int) -> Place:
     """Say where this process is, and hear where all others are."""
     signed, mine = _SignedStore(store, trust.secret), secrets.token_hex(16)
-    signed.put(f"place/{rank}", [this_host(), mine])
-    places = [_pair(signed, f"place/{each}") for each in range(size)]
-    drawn = [number for _, number in places]
+    signed.put(f"place/{rank}", [this_host(), socket.gethostname(), mine])
+
+    def take(key: str, author: int, num_values: int) -> list[object]:
+        way_out = f"See that rank {author} runs and calls `tables.join`."
+        return signed.take(key, f"rank {author}", way_out, num_values)
+
+    places = [take(f"place/{each}", each, 3) for each in range(size)]
+    drawn = [number for *_, number in places]
     if rank == 0:
         signed.put("run", [run, drawn])
-    cluster, known = _pair(signed, "run")
+    cluster, known = take("run", 0, 2)
     if drawn[rank] != mine or known != drawn:
         raise _not_of_this_start("run")
-    hosts = hosts_of([str(host) for host, _ in places])
+    hosts = hosts_of([str(host) for host, *_ in places])
     host = hosts.host_of(rank)
-    leads = hosts.ranks[host][0] == rank
-    return Place(str(cluster), f"{cluster}-{host}", host, len(hosts.ranks), str(drawn[0]), leads)
-
-
-def _pair(signed: _SignedStore, key: str) -> list[object]:
-    found = signed.take(key)
-    if not isinstance(found, list) or len(found) != 2:
-        raise ConfigError(f"{key!r} in the store must be two values, but is not.")
-    return found
+    names = tuple(str(places[leader][1]) for leader in hosts.leaders)
+    start = str(drawn[0])
+    return Place(str(cluster), f"{cluster}-{host}", host, hosts.leaders, names, start, rank)
 
 
 def meet_hosts(
@@ -200,14 +223,19 @@ def meet_hosts(
             f"every host, and set PHALANX_SECRET_FILE there; without one, whoever "
             f"reaches {bind} reads and changes the tables."
         )
-    spec = ServerSpec(place.run, place.host, place.cluster, bind, trust.secret_file)
+    me = ProcessIdentity.current()
+    spec = ServerSpec(place.run, place.host, place.cluster, bind, trust.secret_file, me)
     ensure_supervisor(page, spec, waiting.remaining_s())
-    if place.leads:
-        here = f"Host {place.host} ({socket.gethostname()})"
+    if place.rank == place.leaders[place.host]:
+        here = f"Host {place.host} ({place.names[place.host]})"
         signed.put(f"server/{place.host}", [here, wait_for_server(page, waiting.remaining_s())])
     endpoints = []
-    for host in range(place.num_hosts):
-        name, address = _pair(signed, f"server/{host}")
+    for host, (leader, called) in enumerate(zip(place.leaders, place.names, strict=True)):
+        way_out = (
+            f"Host {host} ({called}) has not said where its server is. Rank {leader}, the first "
+            "process there, starts it: see its output, and start all hosts again."
+        )
+        name, address = signed.take(f"server/{host}", f"rank {leader}", way_out)
         keys = server_keys(trust.secret, place.cluster, host)
         public = None if keys is None else keys.public
         endpoints.append(Endpoint(host, str(name), str(address), public))

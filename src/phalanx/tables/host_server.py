@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 _HOST_LOST_S = 10.0
 _LOOK_EVERY_S = 0.25
-_NOBODY_CAME_S = 120.0
+_NOBODY_HERE_S = 120.0
 _OVER_S = 1.0
 _LOCK_S = 10.0
 _PAGE_BYTES = 1 << 16
@@ -60,6 +60,7 @@ class ServerSpec(NamedTuple):
         cluster: Name of the run, the same on all hosts: keys are derived for it.
         bind: The address of the network interface that it listens at.
         secret_file: The path of the run's secret; None for a network that is trusted.
+        starter: The process that wants it, to be a worker: if it dies before, the run has failed.
     """
 
     run: str
@@ -67,6 +68,7 @@ class ServerSpec(NamedTuple):
     cluster: str
     bind: str
     secret_file: str | None
+    starter: ProcessIdentity
 
 
 def server_keys(secret: Secret | None, cluster: str, host: int) -> CurveKeys | None:
@@ -209,7 +211,7 @@ def _serve(spec: ServerSpec, context: RunContext, page: ServerPage, secret: Secr
     try:
         page.begin(server.address)
         watch.start()
-        server.serve(_until_all_have_left(service))
+        server.serve(_until_all_have_left(service, spec.starter))
         page.end()
     finally:
         ended.set()
@@ -217,18 +219,23 @@ def _serve(spec: ServerSpec, context: RunContext, page: ServerPage, secret: Secr
         watch.join(2.0)
 
 
-def _until_all_have_left(service: HostService) -> Callable[[], bool]:
+def _until_all_have_left(service: HostService, starter: ProcessIdentity) -> Callable[[], bool]:
     """Return what tells whether to go on: workers are here, or may still come."""
-    started_s, ended_s = now_s(), math.inf
+    here_s, ended_s = now_s(), math.inf
 
     def go_on() -> bool:
-        nonlocal ended_s
+        nonlocal here_s, ended_s
         now = now_s()
         if service.is_over():  # who came may have left before anybody looked
             ended_s = min(ended_s, now)
             return now < ended_s + _OVER_S
         ended_s = math.inf
-        return service.has_begun() or now < started_s + _NOBODY_CAME_S
+        is_wanted = starter.alive()  # first: it may come, and die, meanwhile
+        if not service.has_begun():
+            return is_wanted
+        if service.is_anybody_here():
+            here_s = now
+        return now < here_s + _NOBODY_HERE_S  # the rest may have died before they came
 
     return go_on
 

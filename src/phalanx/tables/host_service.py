@@ -229,6 +229,10 @@ class HostService:
         """Tell whether a worker has come."""
         return self._membership.has_begun()
 
+    def is_anybody_here(self) -> bool:
+        """Tell whether a worker has come and not left."""
+        return bool(self._membership.here())
+
     def is_over(self) -> bool:
         """Tell whether workers have come, and every one has left or died."""
         self._membership.mark_dead(_LOCK_S)

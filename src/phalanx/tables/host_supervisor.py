@@ -115,7 +115,8 @@ class SupervisorWatch:
 def main(arguments: str) -> None:
     """Be the supervisor, if this host needs one."""
     keep_freed_memory()  # the server's, which inherits it: one answer is as long as the next
-    supervise(ServerSpec(*json.loads(arguments)))
+    spec = ServerSpec(*json.loads(arguments))
+    supervise(spec._replace(starter=ProcessIdentity(*spec.starter)))
 
 
 def supervise(spec: ServerSpec) -> None:

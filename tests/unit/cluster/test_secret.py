@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 
 import pytest
 
+from phalanx.cli.app import main
 from phalanx.cluster import Secret, make_secret
 from phalanx.errors import ConfigError
 
@@ -21,6 +23,19 @@ def test_a_secret_is_closed_to_others_and_made_once(file):
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     with pytest.raises(ConfigError, match="`path` must be where a new file can be made"):
         make_secret(file)
+
+
+def test_the_command_names_an_absolute_path(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["phalanx", "secret", "a secret"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    path = tmp_path / "a secret"
+    said = capsys.readouterr().out
+    assert said.startswith(f"Made {path}. ")
+    assert said.endswith(f" export PHALANX_SECRET_FILE='{path}'\n")
+    assert path.is_file()
 
 
 def test_hosts_with_the_same_file_have_the_same_keys_and_others_have_not(file, tmp_path):

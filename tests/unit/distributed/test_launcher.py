@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from phalanx.distributed.launcher import Job, describe_failures, first_failure, launch
+from phalanx.distributed.launcher import (
+    Job,
+    available_cores,
+    describe_failures,
+    first_failure,
+    launch,
+)
 from phalanx.distributed.rank_start import record_failures
 from phalanx.errors import ConfigError
+from phalanx.tables.membership import MAX_WORKERS
+
+MOST = max(MAX_WORKERS, available_cores())
 
 
 def failure(
@@ -78,6 +87,7 @@ def test_a_rank_notes_the_exit_code_that_it_is_about_to_end_with(
     ("job", "words"),
     [
         ({"ranks": 0}, "`ranks` must be at least 1 rank, but is 0."),
+        ({"ranks": MOST + 1}, f"`ranks` must be at most {MOST} on one host, but is {MOST + 1}."),
         ({"ranks": 2, "max_restarts": -1}, "`max_restarts` must be at least 0, but is -1."),
         ({"ranks": 2, "nodes": (3, 2)}, "the fewest before the most, but is (3, 2)."),
         ({"ranks": 2, "nodes": (1, 2)}, "`endpoint` must say where 2 hosts meet, but is empty."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -57,15 +57,19 @@ def trust(tmp_path) -> Trust:
     return Trust(Secret.read(tmp_path / "secret"), str(tmp_path / "secret"), False)
 
 
-def meet(store: Store, trust: Trust, monkeypatch: pytest.MonkeyPatch) -> list[Place | Exception]:
+def meet(
+    store: Store, trusts: Trust | Sequence[Trust], monkeypatch: pytest.MonkeyPatch
+) -> list[Place | Exception]:
     """Return where three processes, on a host each, are, or what they were told."""
+    if isinstance(trusts, Trust):
+        trusts = [trusts] * SIZE
     here = threading.local()
     monkeypatch.setattr(host_rendezvous, "this_host", lambda: f"host-{here.rank}")
 
     def look(rank: int) -> Place | Exception:
         here.rank = rank
         try:
-            return find_place(store, trust, "run", rank, SIZE)
+            return find_place(store, trusts[rank], "run", rank, SIZE)
         except (ConfigError, PeerTimeout) as exc:
             return exc
 
@@ -98,7 +102,22 @@ def test_a_value_that_was_taken_away_is_missed_by_name(trust, monkeypatch, key):
     store = HostileStore(lambda at, value: None if at == key else value)
     told = meet(store, trust, monkeypatch)
     assert all(isinstance(each, PeerTimeout) for each in told)
-    assert any(f"has no {key.removeprefix('phalanx/tables/')!r}" in str(each) for each in told)
+    author = int(key[-1]) if key in PLACES else 0
+    assert any(
+        str(each).startswith(f"The store of the job has no {key.removeprefix('phalanx/tables/')!r}")
+        and str(each).endswith(f" See that rank {author} runs and calls `tables.join`.")
+        for each in told
+    )
+
+
+def test_who_has_no_secret_is_named_on_both_sides(trust, monkeypatch):
+    told = meet(Store(), [trust, Trust(None, None, True), trust], monkeypatch)
+    for_those_with_it = "What rank 1 has written to the job's store ('place/1') is not signed, "
+    assert [str(told[rank]).startswith(for_those_with_it) for rank in (0, 2)] == [True, True]
+    assert str(told[1]).startswith(
+        "What rank 0 has written to the job's store ('place/0') is signed with a secret, but this "
+        "process has none. Bring the secret file of the others to this host"
+    )
 
 
 def test_a_value_that_stands_at_another_key_is_refused(trust, monkeypatch):
@@ -130,4 +149,4 @@ def test_an_address_of_an_older_start_is_refused(trust):
     store.values.update(older.values)
     signed = host_rendezvous._SignedStore(store, trust.secret, "another")
     with pytest.raises(ConfigError, match="'server/1' in the store must be of this start"):
-        signed.take("server/1")
+        signed.take("server/1", "rank 1", "")
