@@ -456,7 +456,8 @@ def join_again_and_again(world: tables.TableGroup) -> None:
         _, before = left_behind()
         for _ in range(5):
             join_and_close()
-        assert wait_until(lambda: left_behind() <= (0, before), DEADLINE_S), left_behind()
+        # Less than one a round: another host's watch of this one may connect meanwhile.
+        assert wait_until(lambda: left_behind() < (0, before + 5), DEADLINE_S), left_behind()
     world.barrier()
     assert table.get().tolist() == [12.0] * 6
 
