@@ -76,7 +76,9 @@ train: $(STAMP)  ## train the default model on the default data and show the res
 # `alone` looks at the whole machine, and only the files that say so are read. No test of either part
 # may be chosen by ARGS: pytest says so by 5, and so does a machine without a C++ compiler, which cannot
 # play the test device (tests/device): without ARGS, its tests and those for a GPU come last. Where Python may not keep what it has compiled, pytest would
-# compile all tests anew, and each worker all modules: here it may.
+# compile all tests anew, and each worker all modules: here it may. Threads of OpenMP that wait for work sleep:
+# by default they spin, and take the cores from the other worker (three times the CPU time of a test of weights).
+test night: export OMP_WAIT_POLICY := PASSIVE
 test: $(STAMP)  ## run the whole test suite
 	@failed=0; unset PYTHONDONTWRITEBYTECODE; \
 	$(BIN)/python -m pytest -m "not night and not alone" -n $(WORKERS) --dist loadfile \
