@@ -19,5 +19,6 @@ context.set_forkserver_preload(
         "torch.distributed.tensor.parallel",
         "pytest",
         "phalanx.tables",
+        "phalanx.train",
     ]
 )
