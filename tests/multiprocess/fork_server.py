@@ -18,6 +18,7 @@ context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "pytest",
+        "phalanx.distributed.launcher",
         "phalanx.tables",
         "phalanx.train",
     ]
