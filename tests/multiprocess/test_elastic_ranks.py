@@ -23,17 +23,15 @@ from phalanx.execution.elastic_ranks import ElasticRankExecutor
 from phalanx.ipc import wait_until
 from phalanx.train import peer_state
 from tests.conformance.test_executors_same_bits import (
-    STEPS,
     Everything,
     Run,
     assert_same_bits,
-    batches,
     made,
     result,
-    train,
     trainer,
 )
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent, wait_for_exit
+from tests.multiprocess.short_run import EPOCHS, STEPS, batches, train_in_one_process
 
 SIZE = 3
 TIMEOUT_S = 30.0
@@ -118,7 +116,7 @@ def rank_main(
 
 
 def fit(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run:
-    trained.fit(batches(), epochs=3)
+    trained.fit(batches(), epochs=EPOCHS)
     assert trained.steps == STEPS
     return result(trained, losses)
 
@@ -154,7 +152,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def expected() -> Run:
-    return train("threads", 1, between=lambda _, __: None)
+    return train_in_one_process()
 
 
 @pytest.fixture
@@ -323,7 +321,7 @@ def test_the_giver_dies_while_it_gives(children: Children, tmp_path: Path, expec
 
 def looped(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run:
     """A loop of the user's own."""
-    data = batches()[:19] * 4  # the last batch has too few rows
+    data = batches()[:11] * 3  # the last batch has too few rows
     if not parent.hear():
         with pytest.raises(StateError, match=r"Call `join\(\)` first"):
             trained.step(data[0])
@@ -348,7 +346,7 @@ def test_a_loop_of_the_users_own(children: Children, tmp_path: Path) -> None:
         torch.autocast("cpu", dtype=torch.bfloat16),
         trainer("threads", 1, losses, made()) as trained,
     ):
-        for batch in (batches()[:19] * 4)[:STEPS]:
+        for batch in (batches()[:11] * 3)[:STEPS]:
             trained.step(batch)
         expected = result(trained, losses)
     *runs, late = [outcome(each) for each in ranks]
@@ -371,7 +369,7 @@ def test_a_run_whose_ranks_have_all_died_begins_anew(
 
 def told_to_go(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
     try:
-        trained.fit(batches(), epochs=3)
+        trained.fit(batches(), epochs=EPOCHS)
     except (PeerLost, StateError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
