@@ -234,8 +234,8 @@ def attack(parent: Parent, ports: Sequence[int], folders: Sequence[str]) -> None
     os.setuid(NOBODY)
     done = []
     for port in ports:
-        with contextlib.suppress(ConnectionRefusedError):
-            socket.create_connection(("localhost", port)).close()
+        with contextlib.suppress(ConnectionRefusedError), socket.socket() as client:
+            client.connect(("127.0.0.1", port))
             done.append(f"reached port {port}")
     for folder in folders:
         with contextlib.suppress(PermissionError):
