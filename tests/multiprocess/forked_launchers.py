@@ -63,11 +63,14 @@ class Launcher:
         """Its exit code, or minus the signal that killed it; None while it runs."""
         return self._process.exitcode
 
-    def wait(self, timeout_s: float | None = None) -> int:
+    def wait(self, timeout_s: float) -> int:
         """Return its exit code when it has ended."""
         self._process.join(timeout_s)
         code = self.exit_code
-        assert code is not None, f"the launcher runs after {timeout_s:g} s"
+        if code is None:
+            self.kill()
+            said = self.stdout.read()
+            raise AssertionError(f"the launcher runs after {timeout_s:g} s, and has said:\n{said}")
         return code
 
     def kill(self) -> None:

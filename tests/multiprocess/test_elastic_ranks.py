@@ -261,10 +261,10 @@ def test_a_checkpoint_is_written_though_the_writer_dies(
 
 
 def meeting(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run:
-    """After step 10, wait for a rank that wants to come in."""
+    """After the step in which one died, before any can come in, wait for one that wants to."""
 
     def note(event: object) -> None:
-        if isinstance(event, phalanx.StepDone) and event.step == 10:
+        if isinstance(event, phalanx.StepDone) and event.step == DIES_AT:
             assert wait_until(lambda: elastic_of(trained).newcomers_wait, DEADLINE_S)
 
     trained._events._callbacks += (note,)
@@ -293,7 +293,7 @@ def test_a_rank_that_is_started_again_is_given_the_state(
     for run in runs:
         assert_same_bits(run, expected)
     assert late.losses == expected.losses[-len(late.losses) :]
-    assert 0 < len(late.losses) <= STEPS - 10
+    assert 0 < len(late.losses) <= STEPS - DIES_AT
     assert_same_bits(dataclasses.replace(late, losses=expected.losses), expected)
 
 
@@ -328,7 +328,7 @@ def looped(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run
     trained.join()
     for step in range(trained.steps, STEPS):
         trained.step(data[step])
-        if step == 10 and elastic_of(trained).rank == 0:
+        if trained.steps == DIES_AT and elastic_of(trained).rank == 0:
             assert wait_until(lambda: elastic_of(trained).newcomers_wait, DEADLINE_S)
     return result(trained, losses)
 
@@ -352,7 +352,7 @@ def test_a_loop_of_the_users_own(children: Children, tmp_path: Path) -> None:
     *runs, late = [outcome(each) for each in ranks]
     for run in runs:
         assert_same_bits(run, expected)
-    assert 0 < len(late.losses) <= STEPS - 10
+    assert 0 < len(late.losses) <= STEPS - DIES_AT
     assert_same_bits(dataclasses.replace(late, losses=losses), expected)
 
 

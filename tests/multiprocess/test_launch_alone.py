@@ -277,7 +277,7 @@ def test_a_launcher_that_is_told_to_end_leaves_nothing(gloo, number):
     os.kill(running.launcher.pid, number)
     said = running.launcher.stdout.read()
     wait_until_gone(running.ranks)
-    code = running.launcher.wait()
+    code = running.launcher.wait(START_S)
     assert code == (-signal.SIGTERM if number == signal.SIGTERM else 130)
     assert not any(folder.exists() for folder in folders)
     its_own = [line for line in said.splitlines() if not line.startswith("[rank ")]
