@@ -33,7 +33,8 @@ CPUS = (2, 1)  # of the nodes: three workers are spread as 2 and 1
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[cluster_utils.Cluster]:
     nodes = cluster_utils.Cluster(
-        initialize_head=True, head_node_args={"num_cpus": CPUS[0], "include_dashboard": False}
+        initialize_head=True,
+        head_node_args={"num_cpus": CPUS[0], "include_dashboard": False, "no_monitor": True},
     )
     try:
         for cpus in CPUS[1:]:
