@@ -118,7 +118,8 @@ def torch_settings_put_back() -> Iterator[None]:
     torch.set_num_threads(num_threads)
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad_enabled)
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
+        torch.use_deterministic_algorithms(deterministic)  # its first call imports for a second
 
 
 @pytest.fixture(autouse=True)

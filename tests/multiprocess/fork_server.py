@@ -17,7 +17,10 @@ context.set_forkserver_preload(
         "torch._dynamo",  # which the first optimizer of a process would import
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
+        "torchmetrics.classification",
         "pytest",
+        "phalanx.distributed.launcher",
         "phalanx.tables",
+        "phalanx.train",
     ]
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from phalanx.errors import PeerTimeout
 from tests.multiprocess.ranks import Ranks
 
 CALL_S, GRACE_S = 0.2, 1.0
-SHORT = datetime.timedelta(seconds=CALL_S)
+SHORT, LONG = datetime.timedelta(seconds=CALL_S), datetime.timedelta(seconds=10)
 
 
 @pytest.fixture(scope="module", params=["", "ab"], ids=["one host", "two hosts"])
@@ -25,9 +26,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield ranks
 
 
-def told(kind: Callable[[], Any], root: int | None = None, timeout: datetime.timedelta = SHORT):
+def told(kind: Callable[[], Any], root: int | None = None):
     options = kind()
-    options.timeout = timeout
+    options.timeout = SHORT
     if root is not None:
         options.rootRank = root
     return options
@@ -62,83 +63,83 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def alone(rank: int, call: Callable[[Any], Any]) -> tuple[str, int | None] | None:
-    """Rank 0 calls and rank 1 does not; return what rank 0 is told."""
-    group = dist.new_group(None, datetime.timedelta(seconds=15), "phalanx")
-    group.barrier().wait()
-    said = None
-    if rank == 0:
-        with pytest.raises(PeerTimeout) as caught:
-            call(group).wait()
-        said = str(caught.value), caught.value.rank
-    dist.barrier()  # of gloo: rank 1 stays until the other has given up
-    dist.destroy_process_group(group)
-    return said
-
-
-def named(rank: int, name: str) -> tuple[str, int | None] | None:
-    return alone(rank, CALLS[name])
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_with_a_timeout_of_its_own_ends_at_that(ranks, name):
-    text, late = ranks.run(named, name)[0]
-    assert f"within {CALL_S + GRACE_S * bool(ranks.hosts):g} s" in text
-    assert late == 1
-
-
-def short_before_long(rank: int) -> tuple[str, int | None] | None:
-    def call(group: Any) -> Any:
-        first = group.reduce([one()], told(dist.ReduceOptions))
-        group.reduce([one()], told(dist.ReduceOptions, timeout=datetime.timedelta(seconds=10)))
-        return first
-
-    return alone(rank, call)
-
-
-def test_a_later_call_does_not_change_the_timeout_of_an_earlier_one(ranks):
-    text, _ = ranks.run(short_before_long)[0]
-    assert f"within {CALL_S + GRACE_S * bool(ranks.hosts):g} s" in text
-
-
-def short_behind_long(rank: int) -> tuple[str, int | None] | None:
-    def call(group: Any) -> Any:
-        group.reduce([one()], told(dist.ReduceOptions, timeout=datetime.timedelta(seconds=10)))
-        return group.reduce([one()], told(dist.ReduceOptions))
-
-    return alone(rank, call)
-
-
-def waited_for_a_moment(rank: int) -> tuple[str, int | None] | None:
-    def call(group: Any) -> None:
-        group.reduce([one()], dist.ReduceOptions()).wait(SHORT)
-
-    return alone(rank, call)
-
-
-@pytest.mark.parametrize("function", [short_behind_long, waited_for_a_moment])
-def test_time_counts_behind_others_and_in_wait_too(ranks, function):
-    text, late = ranks.run(function)[0]
-    assert f"within {CALL_S + GRACE_S * bool(ranks.hosts):g} s" in text
-    assert late == 1
-
-
-MESSAGES: dict[str, Callable[[Any], Any]] = {
+SHORT_AND_LONG: dict[str, Callable[[Any], Any]] = {
+    "before a longer one": lambda g: [reduce(g, SHORT), reduce(g, LONG)][0],
+    "behind a longer one": lambda g: [reduce(g, LONG), reduce(g, SHORT)][1],
+}
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "reduce": lambda g: reduce(g, None),
     "send": lambda g: g.send([torch.ones(1 << 20)], 1, 5),
     "recv": lambda g: g.recv([one()], 1, 5),
     "recv from any": lambda g: g.recv_anysource([one()], 5),
 }
 
 
-def message_alone(rank: int, name: str) -> tuple[str, int | None] | None:
-    def call(group: Any) -> None:
-        MESSAGES[name](group).wait(SHORT)
+def reduce(group: Any, timeout: datetime.timedelta | None) -> Any:
+    options = dist.ReduceOptions()
+    if timeout is not None:
+        options.timeout = timeout
+    return group.reduce([one()], options)
 
-    return alone(rank, call)
+
+def alone(
+    rank: int, begin: Callable[[Any, str], Any], names: Sequence[str], *wait: datetime.timedelta
+) -> dict[str, tuple[str, int | None]]:
+    """Rank 0 makes calls, all at once and each in a group of its own, and rank 1 none.
+
+    Returns:
+        What rank 0 is told of each.
+    """
+    groups = [dist.new_group(None, datetime.timedelta(seconds=15), "phalanx") for _ in names]
+    for group in groups:
+        group.barrier().wait()
+
+    def call(name: str, group: Any) -> tuple[str, int | None]:
+        with pytest.raises(PeerTimeout) as caught:
+            begin(group, name).wait(*wait)
+        return str(caught.value), caught.value.rank
+
+    said = {}
+    if rank == 0:
+        with ThreadPoolExecutor(len(names)) as pool:
+            said = dict(zip(names, pool.map(call, names, groups), strict=True))
+    dist.barrier()  # of gloo: rank 1 stays until the other has given up
+    for group in groups:
+        dist.destroy_process_group(group)
+    return said
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_that_nobody_takes_or_sends_ends_at_the_timeout_of_its_wait(ranks, name):
-    text, late = ranks.run(message_alone, name)[0]
-    assert f"within {CALL_S + GRACE_S * bool(ranks.hosts):g} s" in text
-    assert late == (None if ranks.hosts and name == "recv from any" else 1)
+def called(group: Any, name: str) -> Any:
+    return CALLS[name](group)
+
+
+def test_a_call_with_a_timeout_of_its_own_ends_at_that(ranks):
+    check(ranks, ranks.run(alone, called, [*CALLS])[0])
+
+
+def called_twice(group: Any, name: str) -> Any:
+    return SHORT_AND_LONG[name](group)
+
+
+def test_time_counts_behind_others_and_a_later_call_does_not_change_it(ranks):
+    check(ranks, ranks.run(alone, called_twice, [*SHORT_AND_LONG])[0])
+
+
+def begun(group: Any, name: str) -> Any:
+    return WAITS[name](group)
+
+
+def test_a_call_or_a_message_that_nobody_takes_or_sends_ends_at_the_timeout_of_its_wait(ranks):
+    of_nobody = ("recv from any",) if ranks.hosts else ()
+    check(ranks, ranks.run(alone, begun, [*WAITS], SHORT)[0], of_nobody)
+
+
+def check(
+    ranks: Ranks, said: dict[str, tuple[str, int | None]], of_nobody: Sequence[str] = ()
+) -> None:
+    """See that each call has ended at its own time, and has named who was late."""
+    assert said
+    words = f"within {CALL_S + GRACE_S * bool(ranks.hosts):g} s"
+    for name, (text, late) in said.items():
+        assert words in text, name
+        assert late == (None if name in of_nobody else 1), name

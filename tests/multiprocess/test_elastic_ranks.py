@@ -23,17 +23,15 @@ from phalanx.execution.elastic_ranks import ElasticRankExecutor
 from phalanx.ipc import wait_until
 from phalanx.train import peer_state
 from tests.conformance.test_executors_same_bits import (
-    STEPS,
     Everything,
     Run,
     assert_same_bits,
-    batches,
     made,
     result,
-    train,
     trainer,
 )
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent, wait_for_exit
+from tests.multiprocess.short_run import EPOCHS, STEPS, batches, train_in_one_process
 
 SIZE = 3
 TIMEOUT_S = 30.0
@@ -118,7 +116,7 @@ def rank_main(
 
 
 def fit(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run:
-    trained.fit(batches(), epochs=3)
+    trained.fit(batches(), epochs=EPOCHS)
     assert trained.steps == STEPS
     return result(trained, losses)
 
@@ -154,7 +152,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def expected() -> Run:
-    return train("threads", 1, between=lambda _, __: None)
+    return train_in_one_process()
 
 
 @pytest.fixture
@@ -263,10 +261,10 @@ def test_a_checkpoint_is_written_though_the_writer_dies(
 
 
 def meeting(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run:
-    """After step 10, wait for a rank that wants to come in."""
+    """After the step in which one died, before any can come in, wait for one that wants to."""
 
     def note(event: object) -> None:
-        if isinstance(event, phalanx.StepDone) and event.step == 10:
+        if isinstance(event, phalanx.StepDone) and event.step == DIES_AT:
             assert wait_until(lambda: elastic_of(trained).newcomers_wait, DEADLINE_S)
 
     trained._events._callbacks += (note,)
@@ -295,7 +293,7 @@ def test_a_rank_that_is_started_again_is_given_the_state(
     for run in runs:
         assert_same_bits(run, expected)
     assert late.losses == expected.losses[-len(late.losses) :]
-    assert 0 < len(late.losses) <= STEPS - 10
+    assert 0 < len(late.losses) <= STEPS - DIES_AT
     assert_same_bits(dataclasses.replace(late, losses=expected.losses), expected)
 
 
@@ -323,14 +321,14 @@ def test_the_giver_dies_while_it_gives(children: Children, tmp_path: Path, expec
 
 def looped(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run:
     """A loop of the user's own."""
-    data = batches()[:19] * 4  # the last batch has too few rows
+    data = batches()[:11] * 3  # the last batch has too few rows
     if not parent.hear():
         with pytest.raises(StateError, match=r"Call `join\(\)` first"):
             trained.step(data[0])
     trained.join()
     for step in range(trained.steps, STEPS):
         trained.step(data[step])
-        if step == 10 and elastic_of(trained).rank == 0:
+        if trained.steps == DIES_AT and elastic_of(trained).rank == 0:
             assert wait_until(lambda: elastic_of(trained).newcomers_wait, DEADLINE_S)
     return result(trained, losses)
 
@@ -348,13 +346,13 @@ def test_a_loop_of_the_users_own(children: Children, tmp_path: Path) -> None:
         torch.autocast("cpu", dtype=torch.bfloat16),
         trainer("threads", 1, losses, made()) as trained,
     ):
-        for batch in (batches()[:19] * 4)[:STEPS]:
+        for batch in (batches()[:11] * 3)[:STEPS]:
             trained.step(batch)
         expected = result(trained, losses)
     *runs, late = [outcome(each) for each in ranks]
     for run in runs:
         assert_same_bits(run, expected)
-    assert 0 < len(late.losses) <= STEPS - 10
+    assert 0 < len(late.losses) <= STEPS - DIES_AT
     assert_same_bits(dataclasses.replace(late, losses=losses), expected)
 
 
@@ -371,7 +369,7 @@ def test_a_run_whose_ranks_have_all_died_begins_anew(
 
 def told_to_go(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
     try:
-        trained.fit(batches(), epochs=3)
+        trained.fit(batches(), epochs=EPOCHS)
     except (PeerLost, StateError) as error:
         return f"{type(error).__name__}: {error}"
     return ""

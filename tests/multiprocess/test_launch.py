@@ -16,20 +16,24 @@ from phalanx import launch
 from phalanx.cli.app import main
 from phalanx.distributed import RankFailed
 from phalanx.errors import PeerError
+from tests.multiprocess.forked_launchers import Launcher, fork_ranks
 
 DEADLINE_S = 120.0
 
 
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+
 def run(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = "from phalanx.cli.app import main; main()"
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.run(
         [sys.executable, "-c", command, "launch", *words],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
         cwd=script.parent,
-        env=environment,
+        env=environment(),
         check=False,
     )
 
@@ -40,18 +44,35 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_the_first_cause_is_told_last_and_its_exit_code_is_the_commands(tmp_path):
+def test_ranks_share_a_group_say_who_speaks_and_start_again_and_the_first_cause_is_told_last(
+    tmp_path,
+):
+    """In the first attempt rank 0 is killed, and in the second one rank 1 ends while 0 waits."""
     script = write(
         tmp_path,
-        "import sys, torch, torch.distributed as dist\n"
-        "dist.init_process_group('phalanx')\n"
+        "import os, signal, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group()\n"
         "dist.barrier()\n"
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "if attempt == 0 and dist.get_rank() == 0:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "total = torch.tensor(dist.get_rank() + 1)\n"
+        "dist.all_reduce(total)\n"
+        "print('attempt', attempt, dist.group.WORLD, int(total), sys.argv[1:],\n"
+        "      torch.get_num_threads())\n"
         "if dist.get_rank() == 1:\n"
         "    sys.exit(7)\n"
-        "dist.all_reduce(torch.ones(3))\n",
+        "dist.all_reduce(total)\n",
     )
-    done = run(script, "-n", "2", str(script))
+    options = ("-n", "2", "--max-restarts", "1", "--log-dir", "logs")
+    done = run(script, *options, str(script), "--epochs", "2")
     assert done.returncode == 7, done.stderr
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] attempt 1 SharedGroup('0', rank {rank} of 2) 3 ['--epochs', '2'] {threads}"
+        for rank in range(2)
+    ]
+    assert len(list((tmp_path / "logs").glob("*/attempt_1/*/stdout.log"))) == 2
     last = done.stderr.splitlines()
     told = next(place for place, line in enumerate(last) if line.startswith("Rank 1 (process "))
     assert "ended with exit code 7." in last[told]
@@ -69,9 +90,13 @@ def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
         "    signal.pause()\n"
         "dist.all_reduce(torch.ones(3))\n",
     )
-    done = run(script, "-n", "2", str(script))
-    assert done.returncode == 1, done.stderr
-    lines = done.stderr.splitlines()
+    words, errors = ["-n", "2", str(script)], tmp_path / "errors"
+    launcher = Launcher(words, folder=tmp_path, errors=errors, environment=environment())
+    try:
+        assert launcher.wait(DEADLINE_S) == 1, errors.read_text()
+    finally:
+        launcher.end()
+    lines = errors.read_text().splitlines()
     prefix = "[rank 0] [rank0]: "  # ours, and torch's
     its_own = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     first = its_own.index("Traceback (most recent call last):")
@@ -84,32 +109,6 @@ def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
     text = " ".join(last[told:])
     assert "line 7" in text
     assert "distributed_c10d.py" not in text
-
-
-def test_a_scripts_ranks_share_a_group_say_who_speaks_and_start_again_after_a_kill(tmp_path):
-    script = write(
-        tmp_path,
-        "import os, signal, sys, torch, torch.distributed as dist\n"
-        "dist.init_process_group()\n"
-        "dist.barrier()\n"
-        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-        "if attempt == 0 and dist.get_rank() == 0:\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "total = torch.tensor(dist.get_rank() + 1)\n"
-        "dist.all_reduce(total)\n"
-        "print('attempt', attempt, dist.group.WORLD, int(total), sys.argv[1:],\n"
-        "      torch.get_num_threads())\n"
-        "dist.destroy_process_group()\n",
-    )
-    options = ("-n", "2", "--max-restarts", "2", "--log-dir", "logs")
-    done = run(script, *options, str(script), "--epochs", "2")
-    assert done.returncode == 0, done.stderr
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert sorted(done.stdout.splitlines()) == [
-        f"[rank {rank}] attempt 1 SharedGroup('0', rank {rank} of 2) 3 ['--epochs', '2'] {threads}"
-        for rank in range(2)
-    ]
-    assert len(list((tmp_path / "logs").glob("*/attempt_1/*/stdout.log"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,10 @@ def lingering(fifo: str) -> None:
     threading.Event().wait()
 
 
-def test_a_functions_error_names_its_rank_and_holds_its_traceback_though_it_ends_last(tmp_path):
+def test_a_functions_error_names_its_rank_and_holds_its_traceback_though_it_ends_last(
+    tmp_path, monkeypatch
+):
+    fork_ranks(monkeypatch)
     os.mkfifo(tmp_path / "noted")
     with pytest.raises(RankFailed) as caught:
         launch(lingering, 3, args=(str(tmp_path / "noted"),))

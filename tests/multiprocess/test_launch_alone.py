@@ -8,8 +8,6 @@ import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,15 +19,18 @@ import torch.distributed as dist
 
 from phalanx import launch
 from phalanx.clock import pause
-from phalanx.ipc import ProcessIdentity, RunDirectory
+from phalanx.ipc import ProcessIdentity, RunDirectory, wait_until
+from tests.multiprocess.children import Children, Parent
+from tests.multiprocess.forked_launchers import Launcher, fork_ranks
+from tests.multiprocess.hosts import free_port
 from tests.multiprocess.ranks import START_S
 
 LISTENS = "0A"  # as /proc/net/tcp says it
 NOBODY = 65534
 
-# Two ranks that say where they are, and then train until somebody ends them.
+# Two ranks that say where they are, and then wait for each other until somebody ends them.
 SCRIPT = """
-import os, sys, torch, torch.distributed as dist
+import os, signal, sys, torch, torch.distributed as dist
 from phalanx import tables
 dist.init_process_group(sys.argv[1] if len(sys.argv) > 1 else None)
 world = tables.join()
@@ -37,20 +38,19 @@ table = world.matrix(10, 4, name="m")
 total = torch.ones(1000)
 dist.all_reduce(total)
 print("READY", os.getpid(), os.environ["MASTER_PORT"], flush=True)
-while True:
-    dist.all_reduce(total.fill_(1.0))
-    table.add(torch.ones(1, 4), rows=[1])
+if dist.get_rank() == 1:
+    signal.pause()
+dist.all_reduce(total)
 """
 
 
 class Running:
     """A launcher and its two ranks, past the making of their group."""
 
-    def __init__(self, launcher: subprocess.Popen[str]) -> None:
+    def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.ranks: list[int] = []
         self.output: list[str] = []
-        assert launcher.stdout is not None
         for line in launcher.stdout:
             self.output.append(line)
             if "READY" in line:
@@ -61,49 +61,59 @@ class Running:
                 return
         raise AssertionError("".join(self.output))
 
-    def rest(self) -> str:
-        assert self.launcher.stdout is not None
-        return self.launcher.stdout.read()
-
     @property
     def pids(self) -> list[int]:
         return [self.launcher.pid, *self.ranks]
 
 
 @contextlib.contextmanager
-def starting(folder: Path) -> Iterator[Callable[..., Running]]:
-    """Give a function that starts jobs, which end with the block."""
+def starting(folder: Path) -> Iterator[Callable[..., Launcher]]:
+    """Give a function that starts launchers, which end with the block."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     with contextlib.ExitStack() as stack:
 
-        def begin(*words: str, options: Sequence[str] = ()) -> Running:
-            command = "from phalanx.cli.app import main; main()"
-            launcher = subprocess.Popen(
-                [sys.executable, "-c", command, "launch", "-n", "2", *options, str(script), *words],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-            stack.callback(launcher.wait)
-            stack.callback(launcher.kill)
-            return Running(launcher)
+        def begin(*words: str, options: Sequence[str] = ()) -> Launcher:
+            launcher = Launcher(["-n", "2", *options, str(script), *words])
+            stack.callback(launcher.end)
+            return launcher
 
         yield begin
 
 
 @pytest.fixture
-def start(tmp_path) -> Iterator[Callable[..., Running]]:
+def start(tmp_path) -> Iterator[Callable[..., Launcher]]:
     with starting(tmp_path) as begin:
         yield begin
 
 
+class Job:
+    """A job for several tests, started again for the one after a test that has ended it."""
+
+    def __init__(self, begin: Callable[..., Launcher]) -> None:
+        self._begin = begin
+        self._running: Running | None = None
+
+    def get(self) -> Running:
+        if self._running is None:
+            self._running = Running(self._begin())
+        return self._running
+
+    def get_to_end(self) -> Running:
+        running, self._running = self.get(), None
+        return running
+
+
 @pytest.fixture(scope="module")
-def job(tmp_path_factory) -> Iterator[Running]:
-    """A job to look at, for several tests."""
+def job(tmp_path_factory) -> Iterator[Job]:
     with starting(tmp_path_factory.mktemp("job")) as begin:
-        yield begin()
+        yield Job(begin)
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory) -> Iterator[Job]:
+    with starting(tmp_path_factory.mktemp("gloo")) as begin:
+        yield Job(lambda: begin("gloo"))
 
 
 def listening(pids: list[int]) -> list[tuple[str, int]]:
@@ -189,6 +199,7 @@ def groups_of_all_kinds() -> dict[str, Any]:
 
 def test_ranks_make_one_group_after_another_or_their_own_and_are_told_of_the_loopback(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    fork_ranks(monkeypatch)
     again = [3.0, 6.0, 9.0]
     found = {"interface": "lo", "phalanx": again, "gloo": again, "alone": [1, 1]}
     assert launch(groups_of_all_kinds, 3) == [found] * 3
@@ -200,71 +211,57 @@ def test_ranks_are_told_of_the_interface_that_the_user_names(monkeypatch):
 
 
 def test_ranks_on_one_host_take_no_connections(job):
-    assert listening(job.pids) == []
+    assert listening(job.get().pids) == []
 
 
-def test_gloo_between_ranks_on_one_host_listens_on_the_loopback_only(start):
-    job = start("gloo")
-    found = listening(job.pids)
+def test_gloo_between_ranks_on_one_host_listens_on_the_loopback_only(gloo):
+    found = listening(gloo.get().pids)
     assert found
     assert all(ipaddress.ip_address(address).is_loopback for address, _ in found), found
 
 
 def test_the_store_of_several_launchers_listens_at_the_address_that_was_named(start):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = start(options=("--endpoint", f"127.0.0.1:{port}"))
-    assert listening([job.launcher.pid]) == [("127.0.0.1", port)]
+    port = free_port()
+    launcher = start(options=("--nnodes", "2", "--endpoint", f"127.0.0.1:{port}"))
+    assert wait_until(lambda: listening([launcher.pid]), START_S)  # and waits for the other one
+    assert listening([launcher.pid]) == [("127.0.0.1", port)]
 
 
-# What another user can try: to write into a store that listens, or into one that is a file.
-ATTACK = """
-import datetime, os, sys
-from torch.distributed import TCPStore
-os.setgroups([])
-os.setgid({nobody})
-os.setuid({nobody})
-for port in {ports}:
-    try:
-        store = TCPStore("localhost", port, timeout=datetime.timedelta(seconds=2))
-        store.set("torch.rendezvous.phalanx", "a pickle")
-        print("wrote to port", port)
-    except Exception as error:
-        print("failed", file=sys.stderr)
-for folder in {folders}:
-    try:
-        os.listdir(folder)
-        print("read", folder)
-        open(os.path.join(folder, "store-0-0"), "ab")
-        print("wrote to", folder)
-    except PermissionError:
-        pass
-"""
+def attack(parent: Parent, ports: Sequence[int], folders: Sequence[str]) -> None:
+    """Do what another user can try: reach a store that listens, write into one that is a file."""
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    done = []
+    for port in ports:
+        with contextlib.suppress(ConnectionRefusedError), socket.socket() as client:
+            client.connect(("127.0.0.1", port))
+            done.append(f"reached port {port}")
+    for folder in folders:
+        with contextlib.suppress(PermissionError):
+            os.listdir(folder)
+            done.append(f"read {folder}")
+            open(os.path.join(folder, "store-0-0"), "ab").close()
+            done.append(f"wrote to {folder}")
+    parent.tell(done)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_write_to_what_the_ranks_read(job):
-    folders = sorted(map(str, folders_of(job.pids)))
-    ports = sorted({job.master_port, *(port for _, port in listening(job.pids))})
-    done = subprocess.run(
-        [sys.executable, "-c", ATTACK.format(nobody=NOBODY, ports=ports, folders=folders)],
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        check=False,
-    )
+    running = job.get()
+    folders = sorted(map(str, folders_of(running.pids)))
+    ports = sorted({running.master_port, *(port for _, port in listening(running.pids))})
     assert folders
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    with Children() as children:
+        assert children.start(attack, ports, folders).get() == []
 
 
-def test_a_launcher_that_is_killed_takes_its_ranks_along(start):
-    job = start()
-    folders = folders_of(job.pids)
+def test_a_launcher_that_is_killed_takes_its_ranks_along(job):
+    running = job.get_to_end()
+    folders = folders_of(running.pids)
     assert any(folder.exists() for folder in folders)
-    job.launcher.kill()  # from here on any process that joins a run sweeps them away
-    wait_until_gone(job.pids)
-    job.launcher.wait()
+    running.launcher.kill()  # from here on any process that joins a run sweeps them away
+    wait_until_gone(running.pids)
     while any(folder.exists() for folder in folders):  # threads of a killed process end one by one
         pause(0.01)
         RunDirectory.sweep(base=tempfile.gettempdir())  # as the next launcher does
@@ -274,13 +271,13 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(start):
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.night)]
 )
-def test_a_launcher_that_is_told_to_end_leaves_nothing(start, number):
-    job = start()
-    folders = folders_of(job.pids)
-    os.kill(job.launcher.pid, number)
-    said = job.rest()
-    wait_until_gone(job.ranks)
-    code = job.launcher.wait()
+def test_a_launcher_that_is_told_to_end_leaves_nothing(gloo, number):
+    running = gloo.get_to_end()
+    folders = folders_of(running.pids)
+    os.kill(running.launcher.pid, number)
+    said = running.launcher.stdout.read()
+    wait_until_gone(running.ranks)
+    code = running.launcher.wait(START_S)
     assert code == (-signal.SIGTERM if number == signal.SIGTERM else 130)
     assert not any(folder.exists() for folder in folders)
     its_own = [line for line in said.splitlines() if not line.startswith("[rank ")]

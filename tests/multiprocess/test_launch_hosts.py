@@ -8,16 +8,25 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from phalanx.ipc import wait_until
+from tests.multiprocess.forked_launchers import Launcher
 from tests.multiprocess.hosts import free_port
 from tests.multiprocess.ranks import START_S
 
-SCRIPT = """
+MEET = """
+import torch, torch.distributed as dist
+dist.init_process_group()
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print(*repr(dist.group.WORLD).split()[-2:], total.item())
+dist.destroy_process_group()
+"""
+TRAIN = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group()
@@ -33,43 +42,38 @@ dist.destroy_process_group()
 NAMES = ("phxa", "phxb")
 
 
-def launch(folder: Path, ranks: int, endpoint: str, words: Sequence[str], **variables: str):
-    command = "from phalanx.cli.app import main; main()"
-    options = ["-n", str(ranks), "--nnodes", "2", "--endpoint", endpoint]
-    return subprocess.Popen(
-        [*words, sys.executable, "-c", command, "launch", *options, str(folder / "script.py")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-    )
+def words(folder: Path, ranks: int, endpoint: str) -> list[str]:
+    return ["-n", str(ranks), "--nnodes", "2", "--endpoint", endpoint, str(folder / "script.py")]
 
 
-def check(started: list[subprocess.Popen[str]]) -> None:
-    """Three ranks in all, each with the same total and gradient, over a group of several hosts."""
-    try:
-        said = [one.communicate(timeout=START_S)[0] for one in started]
-    finally:
-        for one in started:
-            one.kill()
-            one.wait()
-    assert [one.returncode for one in started] == [0, 0], "\n".join(said)
+def launch(folder: Path, ranks: int, endpoint: str, **variables: str) -> Launcher:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return Launcher(words(folder, ranks, endpoint), environment=environment)
+
+
+def check(said: list[str], codes: list[int]) -> None:
+    """Three ranks in all, each with the same numbers, over a group of several hosts."""
+    assert codes == [0, 0], "\n".join(said)
     lines = [line.partition("] ")[2] for text in said for line in text.splitlines()]
-    found = [line for line in lines if line.startswith("2 hosts) 6.0 ")]
+    found = [line for line in lines if line.startswith("2 hosts) 6.0")]
     assert len(found) == 3, "\n".join(said)
     assert len(set(found)) == 1
 
 
 def test_two_launchers_make_one_job_of_two_hosts(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(MEET)
     endpoint = f"localhost:{free_port()}"
     variables = {"GLOO_SOCKET_IFNAME": "lo"}
-    check(
-        [
-            launch(tmp_path, 2, endpoint, (), PHALANX_HOST="a", **variables),
-            launch(tmp_path, 1, endpoint, (), PHALANX_HOST="b", **variables),
-        ]
-    )
+    started = [
+        launch(tmp_path, 2, endpoint, PHALANX_HOST="a", **variables),
+        launch(tmp_path, 1, endpoint, PHALANX_HOST="b", **variables),
+    ]
+    try:
+        codes = [one.wait(START_S) for one in started]
+        check([one.stdout.read() for one in started], codes)
+    finally:
+        for one in started:
+            one.end()
 
 
 ENDING = """
@@ -84,22 +88,21 @@ sys.exit(3 if host == "b" else 0)
 
 
 @pytest.fixture
-def two_hosts(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def two_hosts(tmp_path: Path) -> Iterator[list[Launcher]]:
     """Start two launchers, whose ranks run until they may end; that of host b fails then."""
     (tmp_path / "script.py").write_text(ENDING)
     port = free_port()
     started = []
     try:
         for host in "ab":
-            started.append(launch(tmp_path, 1, f"localhost:{port}", (), PHALANX_HOST=host))
+            started.append(launch(tmp_path, 1, f"localhost:{port}", PHALANX_HOST=host))
             assert wait_until(lambda: is_open(port), START_S)  # by a, whose store then outlives b
         for host in "ab":
             assert wait_until((tmp_path / f"{host}-runs").exists, START_S)
         yield started
     finally:
         for one in started:
-            one.kill()
-            one.communicate()
+            one.end()
 
 
 @pytest.mark.night
@@ -117,12 +120,11 @@ def test_a_launcher_that_waits_for_another_hears_sigterm(two_hosts, tmp_path):
     (tmp_path / "a-may-end").touch()
     assert wait_until(lambda: not children(a.pid), START_S)  # its rank's process is gone
     for _ in range(5):  # torch drops a signal that comes just when a rank has ended
-        a.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            assert a.wait(START_S / 10) == -signal.SIGTERM
+        os.kill(a.pid, signal.SIGTERM)
+        if wait_until(lambda: a.exit_code is not None, START_S / 10):
             break
-    assert a.poll() is not None
-    assert b.poll() is None
+    assert a.exit_code == -signal.SIGTERM
+    assert b.exit_code is None
 
 
 def is_open(port: int) -> bool:
@@ -159,30 +161,30 @@ def two_networks() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.night
 def test_a_job_of_two_networks_trains(two_networks, tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(TRAIN)
     one, other = two_networks
     # Who opens the store at the endpoint is decided by a host's name, so theirs are addresses.
     name = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"')
-    words = ("ip", "netns", "exec")
-    variables = {"GLOO_SOCKET_IFNAME": "phx0"}
     endpoint = "10.213.7.1:29500"
-    check(
-        [
-            launch(
-                tmp_path,
-                2,
-                endpoint,
-                (*words, one, *name, "10.213.7.1"),
-                PHALANX_HOST="a",
-                **variables,
-            ),
-            launch(
-                tmp_path,
-                1,
-                endpoint,
-                (*words, other, *name, "10.213.7.2"),
-                PHALANX_HOST="b",
-                **variables,
-            ),
-        ]
-    )
+    command = (sys.executable, "-c", "from phalanx.cli.app import main; main()", "launch")
+    variables = {"GLOO_SOCKET_IFNAME": "phx0", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", network, *name, address, *command, *words(tmp_path, *where)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PHALANX_HOST": host, **variables},
+        )
+        for network, address, host, *where in (
+            (one, "10.213.7.1", "a", 2, endpoint),
+            (other, "10.213.7.2", "b", 1, endpoint),
+        )
+    ]
+    try:
+        said = [each.communicate(timeout=START_S)[0] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    check(said, [each.returncode for each in started])

@@ -18,26 +18,24 @@ import phalanx
 from phalanx.callbacks import EMA, JSONL, BestCheckpoint, EarlyStopping
 from phalanx.errors import ConfigError, PeerError, StateError, UnsupportedError
 from tests.conformance.test_executors_same_bits import (
-    STEPS,
     Run,
     adamw,
     assert_same_bits,
-    batches,
     made,
     result,
     schedule,
-    train,
     trainer,
     warm_up,
 )
 from tests.multiprocess.ranks import Ranks
+from tests.multiprocess.short_run import EPOCHS, STEPS, batches, train_in_one_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 
 
 @pytest.fixture(scope="module")
 def expected() -> Run:
-    return train("threads", 1, between=lambda _, __: None)
+    return train_in_one_process()
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +58,7 @@ def trained_everything(rank: int, replicas: int, folder: Path, stop: int) -> Run
         torch.autocast("cpu", dtype=torch.bfloat16),
         trainer("ranks", replicas, losses, net) as trained,
     ):
-        trained.fit(batches(), epochs=3, steps=stop)
+        trained.fit(batches(), epochs=EPOCHS, steps=stop)
         trained.save(folder)
         return result(trained, losses)
 
@@ -79,7 +77,7 @@ def test_weights_buffers_moments_and_losses_are_those_of_one_process(
 def test_a_stopped_job_is_resumed_by_one_process(
     three: Ranks, expected: Run, tmp_path: Path
 ) -> None:
-    runs = three.run(trained_everything, 1, tmp_path / "checkpoint", 27)
+    runs = three.run(trained_everything, 1, tmp_path / "checkpoint", 7)
     losses = list(runs[0].losses)
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
@@ -97,7 +95,7 @@ def resumed(rank: int, folder: Path) -> Run:
         trainer("ranks", 1, losses, made()) as trained,
     ):
         trained.resume(folder)
-        trained.fit(batches(), epochs=2)
+        trained.fit(batches(), epochs=1)
         trained.save(folder.with_name(f"end of {len(losses)}"))
         return result(trained, losses)
 
@@ -108,7 +106,7 @@ def test_a_stopped_process_is_resumed_by_a_job(two: Ranks, expected: Run, tmp_pa
         torch.autocast("cpu", dtype=torch.bfloat16),
         trainer("threads", 3, losses, made()) as trained,
     ):
-        trained.fit(batches(), epochs=3, steps=31)
+        trained.fit(batches(), epochs=EPOCHS, steps=17)
         trained.save(tmp_path / "checkpoint")
     for run in two.run(resumed, tmp_path / "checkpoint"):
         run.losses[:0] = losses

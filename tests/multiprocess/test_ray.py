@@ -1,4 +1,4 @@
-"""Workers that Ray starts: three of its nodes, played on one machine, are three hosts."""
+"""Workers that Ray starts: nodes of it, played on one machine, are as many hosts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from tests.multiprocess.test_tables_hosts import DEADLINE_S, SCRIPT, expected_li
 ray = pytest.importorskip("ray", reason="needs ray, of the extra `ray`")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
-CPUS = (2, 1, 1)  # of the nodes: four workers are spread as 2, 1 and 1
+CPUS = (2, 1)  # of the nodes: three workers are spread as 2 and 1
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[cluster_utils.Cluster]:
+def two_nodes() -> Iterator[cluster_utils.Cluster]:
     nodes = cluster_utils.Cluster(
-        initialize_head=True, head_node_args={"num_cpus": CPUS[0], "include_dashboard": False}
+        initialize_head=True,
+        head_node_args={"num_cpus": CPUS[0], "include_dashboard": False, "no_monitor": True},
     )
     try:
         for cpus in CPUS[1:]:
@@ -41,6 +42,13 @@ def cluster() -> Iterator[cluster_utils.Cluster]:
         yield nodes
     finally:
         nodes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(two_nodes) -> cluster_utils.Cluster:
+    """Add a third node: four workers are spread as 2, 1 and 1."""
+    two_nodes.add_node(num_cpus=1)
+    return two_nodes
 
 
 @pytest.fixture(autouse=True)
@@ -60,12 +68,12 @@ def command(address: str, *words: str) -> list[str]:
     return [sys.executable, "-c", run, "launch", "--ray", "--address", address, *words]
 
 
-def test_the_script_of_other_launchers_gives_the_same_on_three_nodes(cluster, tmp_path):
+def test_the_script_of_other_launchers_gives_the_same_on_two_nodes(two_nodes, tmp_path):
     script = tmp_path / "script.py"
     lines = SCRIPT.splitlines(keepends=True)
     script.write_text("".join(line for line in lines if "PHALANX_HOST" not in line))
     done = subprocess.run(
-        command(cluster.address, "-n", "4", str(script)),
+        command(two_nodes.address, "-n", "3", str(script)),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -73,7 +81,7 @@ def test_the_script_of_other_launchers_gives_the_same_on_three_nodes(cluster, tm
     )
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if "its run is" not in line]
-    assert {line.partition("] ")[2] for line in said} == expected_lines(4), done.stdout
+    assert {line.partition("] ")[2] for line in said} == expected_lines(3), done.stdout
     for line in said:  # who speaks is named
         assert re.match(r"\[rank (\d)\] worker \1 ", line), line
 

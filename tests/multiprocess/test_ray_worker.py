@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cluster import ray_worker
 from phalanx.cluster.ray_launcher import _Attempt
 from phalanx.cluster.ray_worker import Ended, Lines, RayWorker
 from phalanx.distributed import RankFailed
@@ -26,6 +27,16 @@ def worker() -> Iterator[RayWorker]:
     worker = RayWorker()
     yield worker
     worker.end(0.0)
+
+
+# Calls a function as a worker does, without torch: for what the actor alone does.
+PLAIN = "import pickle, sys; function, args = pickle.load(sys.stdin.buffer); function(*args)"
+
+
+@pytest.fixture
+def plain_worker(worker: RayWorker, monkeypatch: pytest.MonkeyPatch) -> RayWorker:
+    monkeypatch.setattr(ray_worker, "_PROGRAM", PLAIN)
+    return worker
 
 
 def start(worker: RayWorker, function: Callable, *args: object) -> None:
@@ -72,43 +83,43 @@ def test_an_error_comes_as_it_was_raised_with_the_way_to_it(worker):
     assert heard[-1].lines[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_an_exit_code_is_the_processs_own(worker):
-    start(worker, sys.exit, 7)
-    assert follow(worker)[1].exit_code == 7
+def test_an_exit_code_is_the_processs_own(plain_worker):
+    start(plain_worker, sys.exit, 7)
+    assert follow(plain_worker)[1].exit_code == 7
 
 
-def wait() -> None:
-    os.write(1, f"{os.getpid()}\n".encode())
-    signal.pause()
+WAIT = "import os, signal; os.write(1, b'%d\\n' % os.getpid()); signal.pause()"
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.night)]
 )
-def test_a_signal_that_ends_a_worker_is_told(worker, number):
-    start(worker, wait)
-    ((_, (pid,)),) = worker.read()
+def test_a_signal_that_ends_a_worker_is_told(plain_worker, number):
+    start(plain_worker, exec, WAIT)
+    ((_, (pid,)),) = plain_worker.read()
     if number == signal.SIGTERM:
-        worker.end(30.0)
+        plain_worker.end(30.0)
     else:
         os.kill(int(pid), number)
-    assert follow(worker) == ([], Ended(int(pid), -number, b""))
+    assert follow(plain_worker) == ([], Ended(int(pid), -number, b""))
 
 
-def test_the_end_does_not_wait_for_others_that_hold_the_pipes(worker):
-    start(worker, wait_in_a_child)
-    heard, ended = follow(worker)
+WAIT_IN_A_CHILD = """
+import os, signal
+child = os.fork()
+if child == 0:
+    signal.pause()
+os.write(1, b"%d\\n" % child)
+"""
+
+
+def test_the_end_does_not_wait_for_others_that_hold_the_pipes(plain_worker):
+    start(plain_worker, exec, WAIT_IN_A_CHILD)
+    heard, ended = follow(plain_worker)
     assert ended.exit_code == 0
     child = int(heard[0].lines[0])
     os.kill(child, signal.SIGKILL)
     assert wait_until(lambda: not Path(f"/proc/{child}/exe").exists(), 30.0)
-
-
-def wait_in_a_child() -> None:
-    child = os.fork()
-    if child == 0:
-        signal.pause()
-    os.write(1, f"{child}\n".encode())
 
 
 def test_a_run_whose_workers_never_began_has_failed():

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from phalanx.cli.console import drop_output, flush_output, make_console, replace_unencodable
+from phalanx.cli.console import drop_output, flush_output, make_console, prepare_stdout
 from phalanx.cli.doctor import doctor
 from phalanx.cli.launch import launch
 from phalanx.cli.plan import plan
@@ -74,7 +74,7 @@ def phalanx(
 def main(command: typer.Typer = app, prog_name: str = "phalanx") -> None:
     """Run a command line; what the user can act on is one message, all else a traceback."""
     os.environ.setdefault(_KEEP_AWAKE, "1")  # this process is ours, and so are those it starts
-    replace_unencodable()
+    prepare_stdout()
     try:
         _run(command, prog_name)
     except InternalError:

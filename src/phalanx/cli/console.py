@@ -18,10 +18,14 @@ def make_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-def replace_unencodable() -> None:
-    """Let stdout have a ? for what its encoding lacks, as ASCII lacks ×; stderr escapes it."""
+def prepare_stdout() -> None:
+    """Let stdout pass on each line at once, and have a ? for what its encoding lacks.
+
+    Into a pipe Python would keep lines back, of ranks too, which torch's launcher prints here.
+    ASCII lacks ×, for one; stderr escapes it.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a caller may have put something else there
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
 
 
 def flush_output() -> None:

@@ -1,0 +1,30 @@
+"""The run of `test_executors_same_bits.py`, with fewer steps: for what is done by many ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.conformance import test_executors_same_bits
+from tests.conformance.test_executors_same_bits import Run, made, result, trainer
+
+__all__ = ["EPOCHS", "STEPS", "batches", "train_in_one_process"]
+
+EPOCHS, STEPS = 2, 24
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Return 11 batches of 13 rows and one of 5."""
+    return test_executors_same_bits.batches()[-STEPS // EPOCHS :]
+
+
+def train_in_one_process() -> Run:
+    losses: list[float] = []
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        trainer("threads", 1, losses, made()) as trained,
+    ):
+        for _ in range(EPOCHS):
+            trained.fit(batches())
+        assert trained.steps == STEPS
+        return result(trained, losses)
