@@ -17,6 +17,7 @@ context.set_forkserver_preload(
         "torch._dynamo",  # which the first optimizer of a process would import
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
+        "torchmetrics",
         "pytest",
         "phalanx.tables",
     ]
