@@ -7,6 +7,7 @@ skipped, here alone, where there is none.
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -103,6 +104,13 @@ def gpu() -> torch.device:
     return torch.device(kind.type, 0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """Let `gc.collect()` in a test look at what this file made, not at every module of torch's."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
@@ -118,7 +126,8 @@ def torch_settings_put_back() -> Iterator[None]:
     torch.set_num_threads(num_threads)
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad_enabled)
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
+        torch.use_deterministic_algorithms(deterministic)  # imports the compiler
 
 
 @pytest.fixture(autouse=True)
