@@ -1,7 +1,8 @@
 """Every example runs, and says what it promises.
 
-Those that start processes run as users run them; the rest in forks of a process that has imported
-torch. The code of the pages: test_pages.py.
+By day they run in forks of a process that has imported torch; what these start is what users'
+start, but for ranks by `torch.multiprocessing.spawn`, which are forks, too. The code of the pages:
+test_pages.py.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
+import torch.multiprocessing
 
+from phalanx.cli import app
 from tests.multiprocess.fork_server import context
 
 ROOT = Path(__file__).parents[2]
@@ -50,14 +55,7 @@ BY_NIGHT = {
 }
 
 
-FORKED = {
-    "01_two_replicas.py",
-    "02_your_own_container.py",
-    "03_executor_group.py",
-    "05_model_parallel.py",
-    "10_callbacks.py",
-    "11_hugging_face.py",
-}
+COMMANDS = {"phalanx": app.main, "torchrun": torch.distributed.run.main}
 DEADLINE_S = 240  # some start worker processes, which takes long on a busy machine
 
 
@@ -75,19 +73,27 @@ def run(script: Path, *words: str, folder: Path | None = None) -> str:
     return done.stdout
 
 
-def _be(script: str, folder: str, output: str) -> None:
-    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+def _be(words: list[str], folder: str, output: str) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.chdir(folder)
-    sys.argv = [script]
-    runpy.run_path(script, run_name="__main__")
+    torch.multiprocessing.spawn = partial(
+        torch.multiprocessing.start_processes, start_method="fork"
+    )
+    if words[0] in COMMANDS:
+        sys.argv = words
+        COMMANDS[words[0]]()
+    else:
+        _, *sys.argv = words
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def run_forked(script: Path, folder: Path) -> str:
-    """Run a script in a fork, in a folder; return what it printed."""
+def run_forked(*words: str, folder: Path) -> str:
+    """Run ``python script …`` or one of `COMMANDS` in a fork, in a folder; return its output."""
     output = folder / "output"
-    process = context.Process(target=_be, args=(str(script), str(folder), str(output)))
+    output.write_bytes(b"")
+    process = context.Process(target=_be, args=(list(words), str(folder), str(output)))
     process.start()
     process.join(DEADLINE_S)
     assert process.exitcode == 0, output.read_text()
@@ -109,25 +115,17 @@ def test_example(name: str, promise: str, tmp_path: Path) -> None:
     script = ROOT / "examples" / name
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"needs {NEEDS[name]}")
-    if name in FORKED:
-        said = run_forked(script, tmp_path)
-    else:
+    if name in BY_NIGHT:
         said = run(script, *ARGUMENTS.get(name, []))
+    else:
+        said = run_forked("python", str(script), *ARGUMENTS.get(name, []), folder=tmp_path)
     assert re.search(promise, said), said
 
 
 def test_the_page_on_ranks_runs_under_torchrun(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ranks.md").read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
-         "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("steps done: 20") == 1, done.stdout
+    words = ("torchrun", "--standalone", "--nproc-per-node", "2", "train.py")
+    said = run_forked(*words, folder=tmp_path)
+    assert said.count("steps done: 20") == 1, said
     assert (tmp_path / "checkpoint").is_dir()
