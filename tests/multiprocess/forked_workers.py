@@ -7,6 +7,7 @@ chaos and conformance at night.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ __all__ = ["forked_by_day", "spawn_again"]
 
 
 def _serve(*connections: Any) -> None:
+    gc.freeze()  # what the server knew: no collection need go over it, and copy its pages
     # Its parent is the server, which ends with the process that tests.
     worker_main.die_with_parent = lambda _: die_with_parent(os.getppid())
     worker_main.serve(*connections)
