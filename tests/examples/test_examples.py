@@ -1,26 +1,18 @@
 """Every example runs, and says what it promises.
 
-By day they run in forks of a process that has imported torch; what these start is what users'
-start, but for ranks by `torch.multiprocessing.spawn`, which are forks, too. The code of the pages:
-test_pages.py.
+By day they run in forks of a process that has imported torch. The code of the pages: test_pages.py.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import runpy
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch.distributed.run
-import torch.multiprocessing
 
-from phalanx.cli import app
-from tests.multiprocess.fork_server import context
+from tests.multiprocess.forked_scripts import run_forked
 
 ROOT = Path(__file__).parents[2]
 PROMISES = {
@@ -55,7 +47,6 @@ BY_NIGHT = {
 }
 
 
-COMMANDS = {"phalanx": app.main, "torchrun": torch.distributed.run.main}
 DEADLINE_S = 240  # some start worker processes, which takes long on a busy machine
 
 
@@ -73,31 +64,11 @@ def run(script: Path, *words: str, folder: Path | None = None) -> str:
     return done.stdout
 
 
-def _be(words: list[str], folder: str, output: str) -> None:
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.chdir(folder)
-    torch.multiprocessing.spawn = partial(
-        torch.multiprocessing.start_processes, start_method="fork"
-    )
-    if words[0] in COMMANDS:
-        sys.argv = words
-        COMMANDS[words[0]]()
-    else:
-        _, *sys.argv = words
-        runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def run_forked(*words: str, folder: Path) -> str:
-    """Run ``python script …`` or one of `COMMANDS` in a fork, in a folder; return its output."""
-    output = folder / "output"
-    output.write_bytes(b"")
-    process = context.Process(target=_be, args=(list(words), str(folder), str(output)))
-    process.start()
-    process.join(DEADLINE_S)
-    assert process.exitcode == 0, output.read_text()
-    return output.read_text()
+def forked(*words: str, folder: Path) -> str:
+    """Run ``python script …`` or another command in a fork; return what it printed."""
+    code, said = run_forked(*words, folder=folder, deadline_s=DEADLINE_S)
+    assert code == 0, said
+    return said
 
 
 def test_every_example_is_run() -> None:
@@ -118,7 +89,7 @@ def test_example(name: str, promise: str, tmp_path: Path) -> None:
     if name in BY_NIGHT:
         said = run(script, *ARGUMENTS.get(name, []))
     else:
-        said = run_forked("python", str(script), *ARGUMENTS.get(name, []), folder=tmp_path)
+        said = forked("python", str(script), *ARGUMENTS.get(name, []), folder=tmp_path)
     assert re.search(promise, said), said
 
 
@@ -126,6 +97,6 @@ def test_the_page_on_ranks_runs_under_torchrun(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ranks.md").read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(script)
     words = ("torchrun", "--standalone", "--nproc-per-node", "2", "train.py")
-    said = run_forked(*words, folder=tmp_path)
+    said = forked(*words, folder=tmp_path)
     assert said.count("steps done: 20") == 1, said
     assert (tmp_path / "checkpoint").is_dir()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.test_examples import ROOT, run_forked
+from tests.examples.test_examples import ROOT, forked
 
 PAGES = {
     "README.md": "",
@@ -84,7 +84,7 @@ def run_page(name: str, folder: Path) -> str:
         (folder / script).write_text(text)
     for script in found:
         words = ["python", script] if script == "page.py" else command(page, script)
-        said += run_forked(*words, folder=folder)
+        said += forked(*words, folder=folder)
     return said
 
 
