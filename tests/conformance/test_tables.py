@@ -15,10 +15,19 @@ from phalanx import tables
 from phalanx.errors import OutOfSpace, PeerTimeout
 from phalanx.ipc import wait_until
 from phalanx.tables.remote_part import RemoteHost
-from tests.multiprocess.children import Children, Parent
+from tests.multiprocess import hosts
+from tests.multiprocess.children import Parent, ReusedChildren
 from tests.multiprocess.hosts import run_hosts
 
 DEADLINE_S = 60.0
+WORKERS = ReusedChildren()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def children_end():
+    yield
+    WORKERS.close()
+    hosts.WORKERS.close()
 
 
 def run_threads(run: str, num_workers: int, body: Callable, **how: object) -> list:
@@ -53,13 +62,7 @@ def _process(parent: Parent, run: str, num_workers: int, body: Callable, how: di
 
 
 def run_processes(run: str, num_workers: int, body: Callable, **how: object) -> list:
-    with Children() as children:
-        started = [
-            children.start(_process, run, num_workers, body, how) for _ in range(num_workers)
-        ]
-        results = dict(child.get() for child in started)
-        for child in started:
-            child.process.join(DEADLINE_S)
+    results = dict(WORKERS.run(_process, [(run, num_workers, body, how)] * num_workers))
     assert sorted(results) == list(range(num_workers))
     return [results[worker] for worker in range(num_workers)]
 
