@@ -75,6 +75,7 @@ def run(*words: str, text: str | None = None, cwd: Path | None = None) -> Any:
     )
 
 
+@pytest.mark.night  # test_executors_main.py runs a script by day, without the guard
 def test_a_script_works(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + "\nif __name__ == '__main__':\n    main()\n")

@@ -106,7 +106,7 @@ def array_law(world: tables.TableGroup, rounds: int, size: int) -> None:
 
 @in_every_formation
 def test_after_each_barrier_an_array_holds_everybodys_adds(workers, n, run):
-    workers(run, n, partial(array_law, rounds=100, size=10_000))
+    workers(run, n, partial(array_law, rounds=30, size=10_000))
 
 
 def matrix_law(world: tables.TableGroup, num_shards: int) -> None:
