@@ -540,7 +540,7 @@ def test_clipping_by_global_norm_equals_clip_grad_norm(
 ) -> None:
     net = mlp(F64)
     twin = twin_of(net)
-    batches = batches_of(MLP, 9, F64, 5)
+    batches = batches_of(MLP, 9, F64, 3)
     plain_steps(twin, MLP.loss, factory, batches, clip_norm=clip_norm)
     with phalanx.Trainer(
         net, MLP.loss, factory, replicas=2, microbatches=microbatches, clip_norm=clip_norm
@@ -619,16 +619,16 @@ def test_a_learning_rate_that_is_no_number_is_told_as_nan() -> None:
 
 @EVERY_FACTORY
 def test_plain_torch_reads_the_optimizers_state_and_goes_on_identically(factory: Factory) -> None:
-    batches = batches_of(GPT, 9, torch.float32, 10)
+    batches = batches_of(GPT, 9, torch.float32, 4)
     with phalanx.Trainer(gpt(), GPT.loss, factory, replicas=2) as trainer:
-        for batch in batches[:5]:
+        for batch in batches[:2]:
             trainer.step(batch)
         twin = gpt(seed=3)
         twin.load_state_dict(trainer.module.state_dict())
         optimizer = factory(twin.parameters())
         # A copy, as a file would be: torch's optimizers take tensors over as they are.
         optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
-        for batch in batches[5:]:
+        for batch in batches[2:]:
             trainer.step(batch)
             optimizer.zero_grad()
             GPT.loss(twin(batch[0]), batch[1]).backward()
