@@ -151,7 +151,7 @@ def phalanx(monkeypatch, capsys):
 def finished_once(tmp_path_factory) -> Path:
     """Train for an epoch, once for all tests that begin with a run that has finished."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    words = ["phalanx", "train", *FAST, "--epochs", "1", "--seed", "3", "--out", str(folder)]
+    words = ["phalanx", "train", *FAST, "--epochs", "1", "--out", str(folder)]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(sys, "argv", words)
         patch.setattr(session, "draw_training", draw_nothing)
