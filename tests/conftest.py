@@ -7,6 +7,7 @@ skipped, here alone, where there is none.
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -101,6 +102,13 @@ def gpu() -> torch.device:
     kind = torch.accelerator.current_accelerator(check_available=True)
     assert kind is not None
     return torch.device(kind.type, 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """Let `gc.collect()` in a test look at what this file made, not at every module of torch's."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -120,14 +120,14 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def batches(count: int = 5) -> list[tuple[Tensor, Tensor]]:
+def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
     sizes = ((12, 9), (12, 4))
     return [tuple(torch.randn(s, generator=draw) for s in sizes) for _ in range(count)]  # type: ignore[misc]
 
 
 def trained_plainly(
-    net: nn.Module, loss: Callable[..., Tensor], steps: int = 5
+    net: nn.Module, loss: Callable[..., Tensor], steps: int = 3
 ) -> dict[str, Tensor]:
     start = copy.deepcopy(net.state_dict())
     optimizer = sgd(list(net.parameters()))

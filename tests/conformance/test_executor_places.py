@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx import ConfigError, PeerLost, StateError
+from tests.multiprocess.forked_scripts import run_forked
 
 SOURCE = Path(__file__).parents[2] / "src"
 PATIENCE_S = 120.0
@@ -62,19 +63,18 @@ def make(
     )
 
 
-def run(*words: str, text: str | None = None, cwd: Path | None = None) -> Any:
+def run(*words: str) -> Any:
     return subprocess.run(
         [sys.executable, *words],
-        input=text,
         capture_output=True,
         text=True,
-        cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         timeout=PATIENCE_S,
         check=False,
     )
 
 
+@pytest.mark.night  # test_executors_main.py runs a script by day, without the guard
 def test_a_script_works(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + "\nif __name__ == '__main__':\n    main()\n")
@@ -82,10 +82,12 @@ def test_a_script_works(tmp_path: Path) -> None:
     assert done.stdout == "trained 1\n", done.stderr
 
 
-def test_a_command_line_works_with_what_can_be_imported(tmp_path: Path) -> None:
+def test_what_is_imported_from_the_folder_one_works_in_is_found_by_workers(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(SCRIPT)
-    done = run("-c", "import net; net.main()", cwd=tmp_path)
-    assert done.stdout == "trained 1\n", done.stderr
+    text = "import sys\nsys.path.insert(0, '')  # as at a prompt\nimport net\nnet.main()\n"
+    (tmp_path / "script.py").write_text(text)
+    done = run_forked("python", "script.py", folder=tmp_path, deadline_s=PATIENCE_S)
+    assert done == (0, "trained 1\n")
 
 
 class Held(nn.Module):

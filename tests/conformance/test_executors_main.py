@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx import ConfigError
+from tests.multiprocess.forked_scripts import run_forked
 
 PATIENCE_S = 200.0
 ROOT = Path(__file__).parents[2]
@@ -282,7 +283,7 @@ def weights(executor):
     net = Net(Options())
     batch = torch.randn(7, 5), torch.randint(0, 3, (7,))
     with phalanx.Trainer(net, loss, lambda ps: torch.optim.SGD(ps, lr=0.1), executor=executor,
-                         replicas=2, microbatches=3) as trainer:
+                         replicas=1, microbatches=3) as trainer:
         trainer.step(batch)
     return torch.cat([each.flatten() for each in net.parameters()])
 
@@ -341,8 +342,10 @@ def test_a_script_need_not_be_a_file(way: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be_sent_ends_a_script_with_one_traceback(tmp_path: Path) -> None:
     text = SCRIPT.replace("    known = {}", "    known = {}\n    lock = LOCK")
-    stdout, stderr = run("-", text=text, cwd=tmp_path)
-    assert stdout == "once\n"
-    assert stderr.count("Traceback (most recent call last)") == 1, stderr
-    last = stderr.rstrip().splitlines()[-1]
-    assert last.startswith("phalanx.errors.ConfigError: Class `Named` must be picklable"), stderr
+    (tmp_path / "script.py").write_text(text)
+    code, said = run_forked("python", "script.py", folder=tmp_path, deadline_s=PATIENCE_S)
+    assert code == 1, said
+    assert said.startswith("once\n"), said
+    assert said.count("Traceback (most recent call last)") == 1, said
+    last = said.rstrip().splitlines()[-1]
+    assert last.startswith("phalanx.errors.ConfigError: Class `Named` must be picklable"), said

@@ -7,10 +7,7 @@ microbatch; weights, statistics and optimizer as before; no thread left.
 from __future__ import annotations
 
 import copy
-import os
 import signal
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -37,6 +34,7 @@ from tests.conformance.models import (
     state_of,
     vector_batch,
 )
+from tests.multiprocess.children import Children, Parent
 
 INTERRUPTS = 100
 MARKER = 1e6  # a row that holds this makes the code under test raise
@@ -143,22 +141,19 @@ WHERE = pytest.mark.parametrize("where", ["forward", "backward", "loss"])
 
 @WHERE
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("row", [0, 11, 15])
-def test_the_trainer_raises_what_the_replica_raised(where: str, replicas: int, row: int) -> None:
-    net = Fused(where)
-    with (
-        phalanx.Trainer(
-            net, loss_for(where), adamw, replicas=replicas, microbatches=MICROBATCHES
-        ) as trainer,
-        pytest.raises(Boom) as caught,
-    ):
-        trainer.step(marked_batch(row))
-    error = caught.value
-    assert type(error) is Boom
-    assert (error.code, error.where) == (7, where)
-    assert "explode" in functions_in(error)
-    assert f"microbatch {row // 2}" in notes_of(error)
-    assert any(f"replica {index}" in notes_of(error) for index in range(replicas))
+def test_the_trainer_raises_what_the_replica_raised(where: str, replicas: int) -> None:
+    with phalanx.Trainer(
+        Fused(where), loss_for(where), adamw, replicas=replicas, microbatches=MICROBATCHES
+    ) as trainer:
+        for row in (0, 11, 15):
+            with pytest.raises(Boom) as caught:
+                trainer.step(marked_batch(row))
+            error = caught.value
+            assert type(error) is Boom
+            assert (error.code, error.where) == (7, where)
+            assert "explode" in functions_in(error)
+            assert f"microbatch {row // 2}" in notes_of(error)
+            assert any(f"replica {index}" in notes_of(error) for index in range(replicas))
 
 
 @WHERE
@@ -486,8 +481,9 @@ def test_a_step_of_another_thread_within_a_step_is_refused(executor: str) -> Non
     assert len(refused) == 1
 
 
-def interrupt_again_and_again(light_bytes: int) -> None:
+def interrupt_again_and_again(parent: Parent, light_bytes: int) -> None:
     """Run in a process of its own, so that a hang is one failed test and not the end of all."""
+    torch.set_num_threads(1)
     step_engine._LIGHT_BYTES = light_bytes
     signal.signal(signal.SIGINT, signal.default_int_handler)
     armed = threading.Event()
@@ -520,6 +516,7 @@ def interrupt_again_and_again(light_bytes: int) -> None:
             assert done.step == after[2] + 1
             assert torch.isfinite(torch.tensor(done.loss))
     assert house_threads() == []
+    parent.tell("well")
 
 
 @pytest.mark.parametrize(
@@ -532,16 +529,6 @@ def test_ctrl_c_while_the_replicas_compute_leaves_a_usable_trainer(light_bytes: 
     Every place of the wait must bear it: also the moment between the last replica's word and its
     being heard.
     """
-    script = "from tests.conformance.test_failures import interrupt_again_and_again as run; "
-    script += f"run({light_bytes})"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    except subprocess.TimeoutExpired:
-        pytest.fail("the trainer hangs after Ctrl-C")
-    assert done.returncode == 0, done.stderr
+    with Children() as children:
+        child = children.start(interrupt_again_and_again, light_bytes)
+        assert child.get() == "well", "the trainer hangs after Ctrl-C"

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from phalanx import tables
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from tests.conformance.test_tables import DEADLINE_S, FORMATIONS, in_every_formation, run_threads
+from tests.conformance.test_tables import (
+    DEADLINE_S,
+    FORMATIONS,
+    children_end,  # noqa: F401 - a fixture
+    in_every_formation,
+    run_threads,
+)
 from tests.multiprocess.children import Children, Parent
 
 NAN, INF = float("nan"), float("inf")

@@ -15,10 +15,19 @@ from phalanx import tables
 from phalanx.errors import OutOfSpace, PeerTimeout
 from phalanx.ipc import inject, wait_until
 from phalanx.tables.remote_part import RemoteHost
-from tests.multiprocess.children import Children, Parent
+from tests.multiprocess import hosts
+from tests.multiprocess.children import Parent, ReusedChildren
 from tests.multiprocess.hosts import run_hosts
 
 DEADLINE_S = 60.0
+WORKERS = ReusedChildren()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def children_end():
+    yield
+    WORKERS.close()
+    hosts.WORKERS.close()
 
 
 def run_threads(run: str, num_workers: int, body: Callable, **how: object) -> list:
@@ -53,13 +62,7 @@ def _process(parent: Parent, run: str, num_workers: int, body: Callable, how: di
 
 
 def run_processes(run: str, num_workers: int, body: Callable, **how: object) -> list:
-    with Children() as children:
-        started = [
-            children.start(_process, run, num_workers, body, how) for _ in range(num_workers)
-        ]
-        results = dict(child.get() for child in started)
-        for child in started:
-            child.process.join(DEADLINE_S)
+    results = dict(WORKERS.run(_process, [(run, num_workers, body, how)] * num_workers))
     assert sorted(results) == list(range(num_workers))
     return [results[worker] for worker in range(num_workers)]
 
@@ -103,7 +106,7 @@ def array_law(world: tables.TableGroup, rounds: int, size: int) -> None:
 
 @in_every_formation
 def test_after_each_barrier_an_array_holds_everybodys_adds(workers, n, run):
-    workers(run, n, partial(array_law, rounds=100, size=10_000))
+    workers(run, n, partial(array_law, rounds=30, size=10_000))
 
 
 def matrix_law(world: tables.TableGroup, num_shards: int) -> None:

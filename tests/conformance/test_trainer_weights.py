@@ -46,6 +46,7 @@ from tests.conformance.models import (
 )
 
 F64 = torch.float64
+BY_NIGHT = pytest.param(2, marks=pytest.mark.night)  # replicas: between the two that tell most
 
 
 def gradient_by_trainer(net: nn.Module, loss: Any, batch: Any, **options: Any) -> dict[str, Tensor]:
@@ -69,7 +70,7 @@ def gradient_by_torch(net: nn.Module, loss: Any, batch: tuple[Any, Any]) -> dict
 @pytest.mark.parametrize(
     ("rows", "microbatches"), [(7, 2), (7, 3), (9, 8), (15, 4), (64, 7), (3, 3)]
 )
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, BY_NIGHT, 3])
 def test_microbatches_of_unequal_size_count_by_their_rows(
     rows: int, microbatches: int, replicas: int
 ) -> None:
@@ -123,7 +124,7 @@ def count_tokens(microbatch: tuple[Tensor, Tensor]) -> int:
 
 
 @pytest.mark.parametrize("microbatches", [None, 1, 4, 9])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, BY_NIGHT, 3])
 def test_masked_tokens_count_by_what_the_loss_counts(
     microbatches: int | None, replicas: int
 ) -> None:
@@ -324,7 +325,7 @@ def plain_evaluation(net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> di
     return found
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, BY_NIGHT, 3])
 @pytest.mark.parametrize("options", [{}, {"workloads": "unequal"}, {"microbatches": 2}], ids=str)
 def test_evaluation_equals_plain_pytorch_over_unequal_slices(
     replicas: int, options: dict[str, Any]
@@ -492,7 +493,7 @@ STEPS = 10
 
 
 @EVERY_FACTORY
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.night), 3])
 def test_ten_steps_of_any_optimizer_equal_plain_torchs(factory: Factory, replicas: int) -> None:
     net = gpt(F64)
     twin = twin_of(net)
@@ -528,7 +529,7 @@ def test_schedulers_step_once_per_optimizer_step(factory: Factory, scheduler: An
         assert rates == pytest.approx([group["lr"] for group in reference.param_groups], rel=1e-12)
 
 
-@pytest.mark.parametrize("clip_norm", [0.01, 0.5, 1e6])
+@pytest.mark.parametrize("clip_norm", [0.01, pytest.param(0.5, marks=pytest.mark.night), 1e6])
 @pytest.mark.parametrize(
     "factory",
     [plain_sgd, adamw, grouped, FACTORIES["adafactor"]],
@@ -540,7 +541,7 @@ def test_clipping_by_global_norm_equals_clip_grad_norm(
 ) -> None:
     net = mlp(F64)
     twin = twin_of(net)
-    batches = batches_of(MLP, 9, F64, 5)
+    batches = batches_of(MLP, 9, F64, 3)
     plain_steps(twin, MLP.loss, factory, batches, clip_norm=clip_norm)
     with phalanx.Trainer(
         net, MLP.loss, factory, replicas=2, microbatches=microbatches, clip_norm=clip_norm
@@ -619,16 +620,16 @@ def test_a_learning_rate_that_is_no_number_is_told_as_nan() -> None:
 
 @EVERY_FACTORY
 def test_plain_torch_reads_the_optimizers_state_and_goes_on_identically(factory: Factory) -> None:
-    batches = batches_of(GPT, 9, torch.float32, 10)
+    batches = batches_of(GPT, 9, torch.float32, 4)
     with phalanx.Trainer(gpt(), GPT.loss, factory, replicas=2) as trainer:
-        for batch in batches[:5]:
+        for batch in batches[:2]:
             trainer.step(batch)
         twin = gpt(seed=3)
         twin.load_state_dict(trainer.module.state_dict())
         optimizer = factory(twin.parameters())
         # A copy, as a file would be: torch's optimizers take tensors over as they are.
         optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
-        for batch in batches[5:]:
+        for batch in batches[2:]:
             trainer.step(batch)
             optimizer.zero_grad()
             GPT.loss(twin(batch[0]), batch[1]).backward()

@@ -1,21 +1,18 @@
 """Every example runs, and says what it promises.
 
-Those that start processes run as users run them; the rest in forks of a process that has imported
-torch. The code of the pages: test_pages.py.
+By day they run in forks of a process that has imported torch. The code of the pages: test_pages.py.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.fork_server import context
+from tests.multiprocess.forked_scripts import run_forked
 
 ROOT = Path(__file__).parents[2]
 PROMISES = {
@@ -50,14 +47,6 @@ BY_NIGHT = {
 }
 
 
-FORKED = {
-    "01_two_replicas.py",
-    "02_your_own_container.py",
-    "03_executor_group.py",
-    "05_model_parallel.py",
-    "10_callbacks.py",
-    "11_hugging_face.py",
-}
 DEADLINE_S = 240  # some start worker processes, which takes long on a busy machine
 
 
@@ -75,23 +64,11 @@ def run(script: Path, *words: str, folder: Path | None = None) -> str:
     return done.stdout
 
 
-def _be(script: str, folder: str, output: str) -> None:
-    file = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.chdir(folder)
-    sys.argv = [script]
-    runpy.run_path(script, run_name="__main__")
-
-
-def run_forked(script: Path, folder: Path) -> str:
-    """Run a script in a fork, in a folder; return what it printed."""
-    output = folder / "output"
-    process = context.Process(target=_be, args=(str(script), str(folder), str(output)))
-    process.start()
-    process.join(DEADLINE_S)
-    assert process.exitcode == 0, output.read_text()
-    return output.read_text()
+def forked(*words: str, folder: Path) -> str:
+    """Run ``python script …`` or another command in a fork; return what it printed."""
+    code, said = run_forked(*words, folder=folder, deadline_s=DEADLINE_S)
+    assert code == 0, said
+    return said
 
 
 def test_every_example_is_run() -> None:
@@ -109,25 +86,17 @@ def test_example(name: str, promise: str, tmp_path: Path) -> None:
     script = ROOT / "examples" / name
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"needs {NEEDS[name]}")
-    if name in FORKED:
-        said = run_forked(script, tmp_path)
-    else:
+    if name in BY_NIGHT:
         said = run(script, *ARGUMENTS.get(name, []))
+    else:
+        said = forked("python", str(script), *ARGUMENTS.get(name, []), folder=tmp_path)
     assert re.search(promise, said), said
 
 
 def test_the_page_on_ranks_runs_under_torchrun(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ranks.md").read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
-         "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("steps done: 20") == 1, done.stdout
+    words = ("torchrun", "--standalone", "--nproc-per-node", "2", "train.py")
+    said = forked(*words, folder=tmp_path)
+    assert said.count("steps done: 20") == 1, said
     assert (tmp_path / "checkpoint").is_dir()

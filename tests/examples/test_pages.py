@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.test_examples import DEADLINE_S, ROOT, run, run_forked
+from tests.examples.test_examples import ROOT, forked
 
 PAGES = {
     "README.md": "",
@@ -36,7 +34,6 @@ PAGES = {
     "docs/train_command.md": "",
     "docs/training.md": "",
 }
-PROCESSES = {"docs/process_executor.md", "docs/tables.md"}  # these run as users run them
 NEEDS = {
     "docs/huggingface.md": ("transformers",),
     "docs/one_word.md": ("accelerate", "lightning_fabric"),
@@ -54,10 +51,6 @@ ELSEWHERE = {  # the test that runs the page's blocks
     "docs/ranks.md": "tests/examples/test_examples.py",
 }
 LANGUAGES = {"python", "output", "text", "console", "bash", ""}
-COMMANDS = {
-    "phalanx": [sys.executable, "-c", "from phalanx.cli.app import main; main()"],
-    "python": [sys.executable],
-}
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -79,16 +72,7 @@ def scripts(page: str) -> dict[str, str]:
 def command(page: str, script: str) -> list[str]:
     """Return the words by which a page starts a script of its own."""
     found = re.search(rf"^(?:\$ )?((?:phalanx|python) [^#\n]*\b{script})\b", page, re.MULTILINE)
-    first, *rest = shlex.split(found[1] if found else f"python {script}")
-    return [*COMMANDS[first], *rest]
-
-
-def start(words: list[str], folder: Path) -> str:
-    done = subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return shlex.split(found[1] if found else f"python {script}")
 
 
 def run_page(name: str, folder: Path) -> str:
@@ -99,12 +83,8 @@ def run_page(name: str, folder: Path) -> str:
     for script, text in found.items():
         (folder / script).write_text(text)
     for script in found:
-        if script != "page.py":
-            said += start(command(page, script), folder)
-        elif name in PROCESSES:
-            said += run(folder / script, folder=folder)
-        else:
-            said += run_forked(folder / script, folder)
+        words = ["python", script] if script == "page.py" else command(page, script)
+        said += forked(*words, folder=folder)
     return said
 
 
@@ -169,8 +149,8 @@ def test_a_page_is_read_as_it_is_meant() -> None:
         "```output\nloss 0.50\ndone\n```\n"
     )
     assert scripts(page) == {"page.py": "a = 1\n\nc = 3\n\n", "train.py": "# train.py\nb = 2\n\n"}
-    assert command(page, "train.py") == [*COMMANDS["phalanx"], "launch", "-n", "2", "train.py"]
-    assert command(page, "other.py") == [sys.executable, "other.py"]
+    assert command(page, "train.py") == ["phalanx", "launch", "-n", "2", "train.py"]
+    assert command(page, "other.py") == ["python", "other.py"]
     assert missing_output(page, "x\nloss 0.51\nmore\ndone\ny\n") == ""
     assert missing_output(page, "loss 0.7\ndone\n") == "loss 0.50"
     assert missing_output(page, "done\nloss 0.5\n") == "done"

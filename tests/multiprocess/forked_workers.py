@@ -7,6 +7,7 @@ chaos and conformance at night.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,14 +24,17 @@ from tests.multiprocess.fork_server import context
 __all__ = ["forked_by_day", "spawn_again"]
 
 
-def _serve(*connections: Any) -> None:
+def _serve(environment: dict[str, str], *connections: Any) -> None:
+    gc.freeze()  # what the server knew: no collection need go over it, and copy its pages
+    os.environ.clear()
+    os.environ.update(environment)
     # Its parent is the server, which ends with the process that tests.
     worker_main.die_with_parent = lambda _: die_with_parent(os.getppid())
     worker_main.serve(*connections)
 
 
 def _fork_worker(*connections: Connection) -> BaseProcess:
-    process = context.Process(target=_serve, args=connections, daemon=True)
+    process = context.Process(target=_serve, args=(dict(os.environ), *connections), daemon=True)
     process.start()
     return process
 

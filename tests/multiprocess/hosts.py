@@ -16,9 +16,10 @@ import torch
 from phalanx import tables
 from phalanx.cluster import Secret
 from phalanx.tables import host_server, host_supervisor
-from tests.multiprocess.children import Children, Parent
+from tests.multiprocess.children import Parent, ReusedChildren
 
 DEADLINE_S = 60.0
+WORKERS = ReusedChildren()
 
 
 def free_port() -> int:
@@ -75,7 +76,6 @@ def _worker(parent: Parent, given: dict[str, str], body: Callable, how: dict) ->
         result = body(world)
         parent.tell((world.worker_id, result))
     wait_for_servers(threads)
-    parent.tell("ended")
 
 
 def wait_for_servers(threads: list[threading.Thread]) -> None:
@@ -88,14 +88,7 @@ def wait_for_servers(threads: list[threading.Thread]) -> None:
 def run_hosts(num_hosts: int, run: str, num_workers: int, body: Callable, **how: object) -> list:
     """Run ``body`` as each of the workers; return what they return, by number."""
     port = free_port()
-    with Children() as children:
-        started = [
-            children.start(_worker, variables(run, worker, num_workers, num_hosts, port), body, how)
-            for worker in range(num_workers)
-        ]
-        results = dict(child.get() for child in started)
-        for child in started:
-            assert child.get() == "ended"
-            child.process.join(DEADLINE_S)
+    given = [variables(run, worker, num_workers, num_hosts, port) for worker in range(num_workers)]
+    results = dict(WORKERS.run(_worker, [(each, body, how) for each in given]))
     assert sorted(results) == list(range(num_workers))
     return [results[worker] for worker in range(num_workers)]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
 
 import pytest
 
+from phalanx.cli.app import main
 from phalanx.cli.diagnosis import Choice, choose, describe_machine, examine, is_well
 from phalanx.cli.machine import Machine, read_machine
+from tests.multiprocess.children import Children, Parent
 
 GIB = 1 << 30
 WELL = Machine(
@@ -173,6 +178,16 @@ def test_every_machine_can_be_described():
     assert "OMP_NUM_THREADS=1" in rows["torch"]
 
 
+def doctor(parent: Parent, *arguments: str) -> None:
+    """Run the command where no file may grow: then no memory can be shared, as that is a file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    sys.argv = ["phalanx", "doctor", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit) as ended:
+        main()
+    parent.tell((ended.value.code, said.getvalue()))
+
+
 def run_doctor(*arguments: str, limits: str = "") -> subprocess.CompletedProcess[str]:
     line = f'{limits} exec "$0" -m phalanx doctor "$@"'
     return subprocess.run(
@@ -183,7 +198,7 @@ def run_doctor(*arguments: str, limits: str = "") -> subprocess.CompletedProcess
     )
 
 
-def test_the_command_tells_the_facts_of_this_machine_as_json_and_as_lines():
+def test_the_command_tells_the_facts_of_this_machine_as_json_and_as_lines(monkeypatch, capsys):
     ran = run_doctor("--json")
     told = json.loads(ran.stdout)
     assert ran.returncode == (0 if told["well"] else 1)
@@ -191,7 +206,10 @@ def test_the_command_tells_the_facts_of_this_machine_as_json_and_as_lines():
     assert told["machine"].keys() == {field.name for field in fields(Machine)}
     for name in ("torch", "cores", "compiled", "processor", "open_files", "zmq", "ray"):
         assert told["machine"][name] == here[name]
-    lines = run_doctor().stdout.splitlines()
+    monkeypatch.setattr(sys, "argv", ["phalanx", "doctor"])
+    with pytest.raises(SystemExit):
+        main()
+    lines = capsys.readouterr().out.splitlines()
     assert f"Cores: {here['cores']} of {here['machine_cores']}" in lines[2]
     for finding in told["findings"]:
         start = f"{finding['severity']}: {finding['topic']}: "
@@ -199,10 +217,10 @@ def test_the_command_tells_the_facts_of_this_machine_as_json_and_as_lines():
 
 
 def test_what_is_needed_and_will_not_work_is_an_exit_code():
-    """No file may grow: then no memory can be shared, for the kernel counts it as a file."""
-    ran = run_doctor("--json", limits="ulimit -f 0; ulimit -n 100;")
-    told = json.loads(ran.stdout)
-    assert ran.returncode == 1
+    with Children() as children:
+        code, said = children.start(doctor, "--json").get()
+    told = json.loads(said)
+    assert code == 1
     assert not told["well"]
     found = {(each["severity"], each["topic"]) for each in told["findings"]}
     assert {("error", "Shared memory"), ("warning", "Open files")} <= found

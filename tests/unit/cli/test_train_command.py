@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import shutil
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from phalanx.cli import session
 from phalanx.cli.app import main
 from phalanx.cli.data import open_data
 from phalanx.cli.models import build_model
 from phalanx.cli.train import stopped_by_signals
 from phalanx.execution import stopwatch
 from phalanx.train import Trainer
+from tests.multiprocess.fork_server import context
 
-SOURCE = Path(__file__).parents[3] / "src"
 PATIENCE_S = 60.0  # for another process, on a busy machine
 FAST = ("--model", "mlp", "--replicas", "1", "--batch-size", "256")
 
@@ -58,7 +60,7 @@ class Interrupted(Net):
     def forward(self, x):
         Interrupted.num_calls += 1
         signals = pathlib.Path("signal")
-        if Interrupted.num_calls == 100 and signals.exists():
+        if Interrupted.num_calls == 28 and signals.exists():
             os.kill(os.getpid(), int(signals.read_text()))
         return super().forward(x)
 
@@ -69,7 +71,7 @@ class Failing(Net):
         Failing.num_calls += 1
         fault = pathlib.Path("fault")
         outputs = super().forward(x)
-        if Failing.num_calls == 100 and fault.exists():
+        if Failing.num_calls == 28 and fault.exists():
             if fault.read_text() == "full":
                 pathlib.Path("failed/checkpoint").write_text("where a folder should be")
             outputs = outputs * {"nan": float("nan")}[fault.read_text()]
@@ -115,6 +117,21 @@ def own_folder(tmp_path, monkeypatch):
     sys.modules.pop("own_code", None)
 
 
+def draw_nothing(history: object, *, title: str, path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.fixture
+def pictures() -> None:
+    """Let a test's runs draw theirs, which takes longer than to train."""
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(session, "draw_training", draw_nothing)
+
+
 @pytest.fixture
 def phalanx(monkeypatch, capsys):
     """Return a function that runs a command line in this process: (exit code, stdout, stderr)."""
@@ -130,21 +147,77 @@ def phalanx(monkeypatch, capsys):
     return run
 
 
-def spawn(*words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", "from phalanx.cli.app import main; main()", *words]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+@pytest.fixture(scope="module")
+def finished_once(tmp_path_factory) -> Path:
+    """Train for an epoch, once for all tests that begin with a run that has finished."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    words = ["phalanx", "train", *FAST, "--epochs", "1", "--out", str(folder)]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(sys, "argv", words)
+        patch.setattr(session, "draw_training", draw_nothing)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert not ended.value.code
+    return folder
 
 
-def lines_until(process: subprocess.Popen[str], words: str) -> Iterator[str]:
-    """Yield what a process prints, up to the line that has ``words``."""
-    for line in process.stdout:
-        yield line
-        if words in line:
-            return
-    pytest.fail(f"ended with {process.wait()} before it said {words!r}")
+@pytest.fixture
+def finished(own_folder, finished_once) -> None:
+    """Put a run that has finished its one epoch into the folder ``run``."""
+    shutil.copytree(finished_once, "run")
+
+
+def be_the_command(folder: str, words: tuple[str, ...], output: Connection) -> None:
+    sys.stdout = sys.stderr = os.fdopen(os.dup(output.fileno()), "w", encoding="utf-8")
+    output.close()
+    os.chdir(folder)
+    session.draw_training = draw_nothing
+    sys.argv = ["phalanx", *words]
+    main()
+
+
+class Command:
+    """The command in a process of its own: a fork, as what Python does before `main` is no test."""
+
+    def __init__(self, *words: str) -> None:
+        ours, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=be_the_command, args=(os.getcwd(), words, theirs))
+        self.process.start()
+        theirs.close()
+        self.output = os.fdopen(os.dup(ours.fileno()), encoding="utf-8")
+        ours.close()
+        self.late = threading.Timer(PATIENCE_S, self.process.kill)
+        self.late.start()
+
+    def until(self, words: str) -> str:
+        """Return what it prints, up to the line that has ``words``."""
+        said = ""
+        for line in self.output:
+            said += line
+            if words in line:
+                return said
+        pytest.fail(f"ended with {self.ended()} before it said {words!r}: {said}")
+
+    def ended(self, within_s: float | None = None) -> int | None:
+        """Return its exit code when it has ended, or None if it has not ``within_s``."""
+        self.process.join(within_s)
+        return self.process.exitcode
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.late.cancel()
+        self.process.kill()  # in vain if all is well
+        self.process.join()
+        self.output.close()
+
+
+def run_to_its_end(*words: str) -> tuple[int | None, str]:
+    """Run the command in a process of its own: (exit code, what it printed)."""
+    with Command(*words) as command:
+        said = command.output.read()
+        return command.ended(), said
 
 
 def metrics_of(folder: str) -> list[dict]:
@@ -161,16 +234,8 @@ def files_in(folder: str) -> set[str]:
 def test_the_seed_decides_what_a_data_set_draws(phalanx):
     losses = []
     for replicas, seed in ((1, 5), (2, 5), (1, 6)):
-        words = [
-            "--data",
-            "own_code:Noisy",
-            "--batch-size",
-            6,
-            "--microbatches",
-            2,
-            "--model",
-            "mlp",
-        ]
+        words = ["--data", "own_code:Noisy", "--batch-size", 6, "--microbatches", 2]
+        words += ["--model", "mlp"]
         folder = f"run-{replicas}-{seed}"
         more = ["--replicas", replicas, "--seed", seed, "--epochs", 1, "--out", folder]
         code, _, err = phalanx("train", *words, *more)
@@ -179,7 +244,7 @@ def test_the_seed_decides_what_a_data_set_draws(phalanx):
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_a_training_leaves_everything_in_its_folder(phalanx):
+def test_a_training_leaves_everything_in_its_folder(phalanx, pictures):
     code, out, err = phalanx("train", *FAST, "--epochs", 2, "--microbatches", 2)
     assert (code, err) == (0, "")
     folder = Path("runs/digits-mlp-001")
@@ -215,8 +280,8 @@ def test_a_trace_holds_the_steps_of_all_epochs(phalanx):
     assert Path("run/trace.json").read_text() == "my own"
 
 
-@pytest.mark.parametrize("umask", [0o027, 0o002], ids=oct)
-def test_every_file_has_the_mode_that_the_user_wants(phalanx, umask):
+@pytest.mark.parametrize("umask", [0o027, pytest.param(0o002, marks=pytest.mark.night)], ids=oct)
+def test_every_file_has_the_mode_that_the_user_wants(phalanx, umask, pictures):
     before = os.umask(umask)
     try:
         assert phalanx("train", *FAST, "--epochs", 1)[0] == 0
@@ -241,14 +306,16 @@ def test_the_weights_fit_the_plain_model_and_classify_as_it_was_said(phalanx):
 
 def test_the_seed_decides_the_numbers(phalanx):
     for out, seed in (("a", 3), ("b", 3), ("c", 4)):
-        phalanx("train", *FAST, "--epochs", 1, "--out", out, "--seed", seed)
+        words = ("--model", "own_code:Net", "--replicas", 1, "--batch-size", 256)
+        phalanx("train", *words, "--epochs", 1, "--out", out, "--seed", seed)
     a, b, c = (load_file(f"{out}/model.safetensors") for out in "abc")
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not all(torch.equal(a[name], c[name]) for name in a)
 
 
 def test_workloads_and_devices_are_passed_on(phalanx):
-    words = ("--replicas", "cpu,cpu", "--workloads", "3,1", "--model", "mlp", "--batch-size", "64")
+    words = ("--replicas", "cpu,cpu", "--workloads", "3,1", "--batch-size", "64")
+    words += ("--model", "own_code:Net")
     code, _, _ = phalanx("train", "--epochs", 1, "--out", "run", *words)
     assert code == 0
     assert metrics_of("run")[0]["shares"] == [48, 16]
@@ -282,11 +349,13 @@ def test_balanced_workloads_follow_the_replicas_and_are_kept_when_a_run_goes_on(
 
 
 def test_a_formation_that_was_tried_out_is_told_and_kept(phalanx):
-    code, out, _ = phalanx("train", *FAST, "--replicas", "auto", "--epochs", 1, "--out", "run")
+    own = ("--model", "own_code:Net")
+    words = (*own, "--batch-size", 256, "--replicas", "auto")
+    code, out, _ = phalanx("train", *words, "--epochs", 1, "--out", "run")
     assert code == 0
     assert out.count("Formation: ") == 1
     chosen = json.loads(Path("run/config.json").read_text())["formation"]
-    code, out, _ = phalanx("train", "--resume", "run", "--epochs", 2)
+    code, out, _ = phalanx("train", "--resume", "run", *own, "--epochs", 2)
     assert code == 0
     assert "Formation: " not in out
     assert json.loads(Path("run/config.json").read_text())["formation"] == chosen
@@ -320,16 +389,14 @@ BY_NIGHT = [pytest.param(each, marks=pytest.mark.night) for each in (signal.SIGT
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *BY_NIGHT])
 def test_a_stopped_training_goes_on_to_the_same_bits_on_other_replicas(phalanx, number):
-    words = ("--model", "own_code:Interrupted", "--microbatches", "3", "--batch-size", "25")
+    words = ("--model", "own_code:Interrupted", "--microbatches", "3", "--batch-size", "64")
     words += ("--seed", "5", "--epochs", "2")
-    # The model sends the signal itself, in the middle of step 34: no race with the test.
+    # The model sends the signal itself, in the middle of step 10: no race with the test.
     Path("signal").write_text(str(int(number)))
-    process = spawn("train", *words, "--replicas", "1", "--out", "stopped")
-    said, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130, said
-    assert "Stopped after step 34, in epoch 1 of 2" in said
+    code, said, err = phalanx("train", *words, "--replicas", 1, "--out", "stopped")
+    assert (code, err) == (130, "")
+    assert "Stopped after step 10, in epoch 1 of 2" in said
     assert "phalanx train --resume stopped --model own_code:Interrupted\n" in said
-    assert "Traceback" not in said
     assert files_in("stopped") == {"checkpoint", "config.json", "metrics.jsonl", "training.png"}
     Path("signal").unlink()
 
@@ -352,16 +419,15 @@ def test_a_stopped_training_goes_on_to_the_same_bits_on_other_replicas(phalanx, 
     ("fault", "returned"), [("nan", 2), pytest.param("another", 1, marks=pytest.mark.night)]
 )
 def test_what_was_done_before_a_step_that_failed_is_saved(phalanx, fault, returned):
-    words = ("--model", "own_code:Failing", "--microbatches", "3", "--batch-size", "25")
+    words = ("--model", "own_code:Failing", "--microbatches", "3", "--batch-size", "64")
     words += ("--seed", "5", "--epochs", "1")
-    Path("fault").write_text(fault)  # the model's, in the middle of step 34
-    process = spawn("train", *words, "--replicas", "1", "--out", "failed")
-    said, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == returned, said
-    assert "Saved after step 33. Go on with:" in said
+    Path("fault").write_text(fault)  # the model's, in the middle of step 10
+    code, said = run_to_its_end("train", *words, "--replicas", "1", "--out", "failed")
+    assert code == returned, said
+    assert "Saved after step 9. Go on with:" in said
     assert "phalanx train --resume failed --model own_code:Failing\n" in said
     assert ("KeyError: 'another'" in said) == (returned == 1)
-    assert "In step 34: batch 34 of epoch 1." in said
+    assert "In step 10: batch 10 of epoch 1." in said
     Path("fault").unlink()
 
     code, _, err = phalanx("train", "--resume", "failed", *words[:2], "--replicas", 2)
@@ -373,10 +439,9 @@ def test_what_was_done_before_a_step_that_failed_is_saved(phalanx, fault, return
 
 def test_what_cannot_be_saved_before_a_step_that_failed_is_told(phalanx):
     Path("fault").write_text("full")
-    words = ("--model", "own_code:Failing", "--microbatches", "3", "--batch-size", "25")
-    process = spawn("train", *words, "--replicas", "1", "--out", "failed")
-    said, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1, said
+    words = ("--model", "own_code:Failing", "--microbatches", "3", "--batch-size", "64")
+    code, said = run_to_its_end("train", *words, "--replicas", "1", "--out", "failed")
+    assert code == 1, said
     assert "KeyError: 'full'\n" in said
     assert "What came after step 0 is not saved: " in said
 
@@ -387,31 +452,29 @@ def test_an_error_is_told_though_saving_raises_another(phalanx, monkeypatch):
 
     monkeypatch.setattr(Trainer, "save", save)
     Path("fault").write_text("nan")
-    words = ("--model", "own_code:Failing", "--microbatches", "3", "--batch-size", "25")
+    words = ("--model", "own_code:Failing", "--microbatches", "3", "--batch-size", "64")
     code, _, err = phalanx("train", *words, "--replicas", 1, "--out", "failed")
     assert code == 2
-    assert "What came after step 0 is not saved: MemoryError: no room for step 33 in " in err
+    assert "What came after step 0 is not saved: MemoryError: no room for step 9 in " in err
 
 
 def test_a_hanging_step_can_be_left_by_another_signal():
-    process = spawn("train", "--replicas", "1", "--model", "own_code:Stuck", "--out", "run")
-    with process:
-        said = "".join(lines_until(process, "in forward"))
+    words = ("--replicas", "1", "--model", "own_code:Stuck", "--out", "run")
+    with Command("train", *words) as command:
+        said = command.until("in forward")
         # Python notices a signal that comes just before it begins to wait only with the next one,
         # so two are enough most of the time and three always.
         for _ in range(3):
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
+            os.kill(command.process.pid, signal.SIGINT)
+            if command.ended(within_s=1.0) is not None:
                 break
-        process.kill()  # in vain if all is well
-        said += process.stdout.read()
-    assert process.returncode == -signal.SIGINT
+        command.process.kill()  # in vain if all is well
+        said += command.output.read()
+        assert command.ended() == -signal.SIGINT
     assert "Finishing the step, then saving. Ctrl-C again stops at once." in said
 
 
-def test_a_run_goes_on_behind_its_end(phalanx):
-    phalanx("train", *FAST, "--epochs", 1, "--out", "run")
+def test_a_run_goes_on_behind_its_end(phalanx, finished):
     before = load_file("run/model.safetensors")
     code, out, _ = phalanx("train", "--resume", "run", "--epochs", 2)
     assert code == 0
@@ -421,8 +484,7 @@ def test_a_run_goes_on_behind_its_end(phalanx):
     assert sum(record["kind"] == "step" for record in metrics_of("run")) == 12
 
 
-def test_a_picture_that_cannot_be_written_costs_nothing_else(phalanx):
-    phalanx("train", *FAST, "--epochs", 1, "--out", "run")
+def test_a_picture_that_cannot_be_written_costs_nothing_else(phalanx, finished, pictures):
     before = load_file("run/model.safetensors")
     Path("run/training.png").unlink()
     Path("run/training.png").mkdir()  # where nobody can write a file
@@ -433,8 +495,7 @@ def test_a_picture_that_cannot_be_written_costs_nothing_else(phalanx):
     assert not all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_finished_run_says_how_to_go_on(phalanx):
-    phalanx("train", *FAST, "--epochs", 1, "--out", "run")
+def test_a_finished_run_says_how_to_go_on(phalanx, finished):
     code, _, err = phalanx("train", "--resume", "run")
     assert code == 2
     assert "`--epochs` must be more than the 1 that the run in run has finished" in err
@@ -442,7 +503,7 @@ def test_a_finished_run_says_how_to_go_on(phalanx):
 
 def test_a_run_cannot_end_before_an_epoch_that_it_is_in(phalanx):
     Path("signal").write_text(str(int(signal.SIGINT)))  # in the middle of epoch 2
-    words = ("--model", "own_code:Interrupted", "--microbatches", 3, "--batch-size", 64)
+    words = ("--model", "own_code:Interrupted", "--microbatches", 3, "--batch-size", 256)
     code, out, _ = phalanx("train", *words, "--epochs", 3, "--replicas", 1, "--out", "run")
     assert (code, "in epoch 2 of 3" in out) == (130, True)
     before = files_in("run")
@@ -528,8 +589,7 @@ def test_a_folder_with_something_in_it_is_refused_before_anything_is_done(phalan
         (("--batch-size", "3"), "--batch-size"),
     ],
 )
-def test_what_a_run_began_with_cannot_be_changed(phalanx, words, flag):
-    phalanx("train", *FAST, "--epochs", 1, "--out", "run")
+def test_what_a_run_began_with_cannot_be_changed(phalanx, words, flag, finished):
     before = Path("run/metrics.jsonl").read_bytes()
     code, _, err = phalanx("train", "--resume", "run", "--epochs", 2, *words)
     assert code == 2
@@ -538,8 +598,7 @@ def test_what_a_run_began_with_cannot_be_changed(phalanx, words, flag):
 
 
 @pytest.mark.parametrize("name", ["data", "model", "loss", "forward"])
-def test_code_that_a_run_folder_names_is_not_run(phalanx, monkeypatch, name):
-    phalanx("train", *FAST, "--epochs", 1, "--out", "run")
+def test_code_that_a_run_folder_names_is_not_run(phalanx, monkeypatch, name, finished):
     config = json.loads(Path("run/config.json").read_text())
     config["options"][name] = "evil:Net"
     Path("run/config.json").write_text(json.dumps(config))
@@ -553,8 +612,7 @@ def test_code_that_a_run_folder_names_is_not_run(phalanx, monkeypatch, name):
     assert files_in(".") == before
 
 
-def test_a_damaged_config_is_refused(phalanx):
-    phalanx("train", *FAST, "--epochs", 1, "--out", "run")
+def test_a_damaged_config_is_refused(phalanx, finished):
     for text in ("{", '{"format": 1}', '{"format": 9, "options": {}, "formation": null}'):
         Path("run/config.json").write_text(text)
         code, _, err = phalanx("train", "--resume", "run")
@@ -563,9 +621,9 @@ def test_a_damaged_config_is_refused(phalanx):
 
 
 def test_a_failing_model_arrives_with_its_own_traceback_and_leaves_no_folder():
-    process = spawn("train", "--model", "own_code:Broken", "--replicas", "1", "--out", "run")
-    said, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
+    words = ("--model", "own_code:Broken", "--replicas", "1", "--out", "run")
+    code, said = run_to_its_end("train", *words)
+    assert code == 1, said
     assert "Traceback" in said
     assert "ArithmeticError: my own mistake" in said
     assert "replica 0" in said.split("ArithmeticError: my own mistake")[1]

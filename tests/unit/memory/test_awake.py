@@ -15,6 +15,7 @@ from phalanx.execution.thread_pool import ThreadPool
 from phalanx.ipc import Waiting
 from phalanx.memory import awake, compiled, keep_awake
 from tests.multiprocess.children import Children, Parent
+from tests.multiprocess.forked_workers import forked_by_day
 
 DEADLINE_S = 30.0
 KEEP_AWAKE = "PHALANX_KEEP_AWAKE"
@@ -181,24 +182,30 @@ def test_no_core_is_watched_in_a_process_that_is_not_ours():
         *(pytest.param(*each, marks=pytest.mark.night) for each in [("0", False), ("1", True)]),
     ],
 )
-def test_worker_processes_watch_the_cores_and_may_use_them_all(monkeypatch, value, watched):
+def test_worker_processes_watch_the_cores_and_may_use_them_all(
+    monkeypatch, pytestconfig, value, watched
+):
     if value is None:
         monkeypatch.delenv(KEEP_AWAKE, raising=False)
     else:
         monkeypatch.setenv(KEEP_AWAKE, value)
-    with Trainer(
-        torch.nn.Linear(3, 2),
-        torch.nn.functional.mse_loss,
-        lambda params: torch.optim.SGD(params, lr=0.1),
-        replicas=NUM_CORES,
-        intra_op=1,
-        executor="processes",
-    ) as trainer:
+    with (
+        forked_by_day(pytestconfig),
+        Trainer(
+            torch.nn.Linear(3, 2),
+            torch.nn.functional.mse_loss,
+            lambda params: torch.optim.SGD(params, lr=0.1),
+            replicas=NUM_CORES,
+            intra_op=1,
+            executor="processes",
+        ) as trainer,
+    ):
         trainer.step((torch.ones(4, 3), torch.ones(4, 2)))
         cores = [os.sched_getaffinity(pid) for pid in trainer.worker_pids]
-        found = [len(watchers(pid)) for pid in trainer.worker_pids]
+        pids = trainer.worker_pids
+        # A watcher that has begun a moment ago may not have its class yet.
+        until(lambda: [len(watchers(pid)) for pid in pids] == [int(watched)] * NUM_CORES)
     assert cores == [os.sched_getaffinity(0)] * NUM_CORES
-    assert found == [int(watched)] * NUM_CORES
 
 
 def test_without_compiled_code_it_does_nothing(monkeypatch):
