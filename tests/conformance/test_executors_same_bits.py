@@ -70,10 +70,10 @@ def schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, warm_up)
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    """8 batches of 13 rows, the last of 5, of which some microbatches are smaller or empty."""
+def batches(count: int = 8) -> list[tuple[Tensor, Tensor]]:
+    """Batches of 13 rows, the last of 5, of which some microbatches are smaller or empty."""
     draw = torch.Generator().manual_seed(5)
-    sizes = [13] * 7 + [5]
+    sizes = [13] * (count - 1) + [5]
     return [
         (
             torch.randn(size, 3, 9, generator=draw),

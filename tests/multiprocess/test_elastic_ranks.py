@@ -31,7 +31,7 @@ from tests.conformance.test_executors_same_bits import (
     trainer,
 )
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent, wait_for_exit
-from tests.multiprocess.short_run import EPOCHS, STEPS, batches, train_in_one_process
+from tests.multiprocess.two_epochs import EPOCHS, STEPS, batches, train_in_one_process
 
 SIZE = 3
 TIMEOUT_S = 30.0

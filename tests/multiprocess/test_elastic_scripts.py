@@ -28,8 +28,8 @@ from tests.conformance.test_executors_same_bits import (
     trainer,
 )
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent, wait_for_exit
-from tests.multiprocess.short_run import batches
 from tests.multiprocess.test_elastic_ranks import Job, Plan, elastic_of, outcome
+from tests.multiprocess.two_epochs import batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 

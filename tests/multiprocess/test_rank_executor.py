@@ -28,7 +28,7 @@ from tests.conformance.test_executors_same_bits import (
     warm_up,
 )
 from tests.multiprocess.ranks import Ranks
-from tests.multiprocess.short_run import EPOCHS, STEPS, batches, train_in_one_process
+from tests.multiprocess.two_epochs import EPOCHS, STEPS, batches, train_in_one_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 
