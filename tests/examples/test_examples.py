@@ -1,6 +1,7 @@
 """Every example runs, and says what it promises.
 
-By day they run in forks of a process that has imported torch. The code of the pages: test_pages.py.
+Most run in forks of a process that has imported torch, those marked `night` as users run them. The
+code of the pages: test_pages.py.
 """
 
 from __future__ import annotations
@@ -50,10 +51,14 @@ BY_NIGHT = {
 DEADLINE_S = 240  # some start worker processes, which takes long on a busy machine
 
 
-def run(script: Path, *words: str, folder: Path | None = None) -> str:
-    """Run a script, in a folder; return what it printed."""
+def as_users(words: list[str], folder: Path) -> str:
+    """Run ``python script …``, or a command of the environment; return what it printed."""
+    program, *rest = words
+    started = (
+        Path(sys.executable) if program == "python" else Path(sys.executable).with_name(program)
+    )
     done = subprocess.run(
-        [sys.executable, str(script), *words],
+        [started, *rest],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -86,10 +91,11 @@ def test_example(name: str, promise: str, tmp_path: Path) -> None:
     script = ROOT / "examples" / name
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"needs {NEEDS[name]}")
+    words = ["python", str(script), *ARGUMENTS.get(name, [])]
     if name in BY_NIGHT:
-        said = run(script, *ARGUMENTS.get(name, []))
+        said = as_users(words, tmp_path)
     else:
-        said = forked("python", str(script), *ARGUMENTS.get(name, []), folder=tmp_path)
+        said = forked(*words, folder=tmp_path)
     assert re.search(promise, said), said
 
 

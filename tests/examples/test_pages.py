@@ -1,8 +1,9 @@
 """The code of the pages runs, and prints what they say.
 
-All Python blocks of a page are one script, in order. One that begins with its name (``# train.py``)
-is a script of its own, started by the line of the page that names it (``$ phalanx launch -n 2
-train.py``). What a block of ``output`` shows must have been printed.
+Most run in forks, those marked `night` as users run them. All Python blocks of a page are one
+script, in order. One that begins with its name (``# train.py``) is a script of its own, started by
+the line of the page that names it (``$ phalanx launch -n 2 train.py``). What a block of ``output``
+shows must have been printed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.test_examples import ROOT, forked
+from tests.examples.test_examples import ROOT, as_users, forked
 
 PAGES = {
     "README.md": "",
@@ -84,7 +85,7 @@ def run_page(name: str, folder: Path) -> str:
         (folder / script).write_text(text)
     for script in found:
         words = ["python", script] if script == "page.py" else command(page, script)
-        said += forked(*words, folder=folder)
+        said += as_users(words, folder) if name in BY_NIGHT else forked(*words, folder=folder)
     return said
 
 
