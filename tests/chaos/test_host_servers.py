@@ -2,7 +2,8 @@
 
 Worker 0 is on host 0 and adds to rows of host 1, whose server kills itself at a fail point. Another
 one is started, maps the same memory, and the worker, which has had no answer, asks again. Where it
-waits for none of its adds ("together"), the second and third are one message.
+waits for none of its adds ("together"), the second and third are one message; "last" is the same,
+with a server that dies at the third.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
 from tests.multiprocess.hosts import free_port, serve_here, variables
 
 NUM_HOSTS = 2
-ADDS = 3
+ADDS, SECOND, THIRD = 3, 1, 2
 ONCE = [sum(10.0**number for number in range(ADDS))]
 
 
@@ -43,11 +44,26 @@ def undone_counts() -> None:
     TableShard._withdraw = lambda self, word: None  # type: ignore[method-assign]
 
 
-BUGS = {"counted_twice": counted_twice, "undone_counts": undone_counts}
+def earlier_ones_forgotten(self: AppliedNumbers, at: int, version: int) -> int:
+    """A shard that withdraws a worker's add forgets that it has taken the ones before."""
+    return self._words[at] if self._words[at + 1] <= version else 0
 
 
-def serve(parent: Parent, spec: str, dies_at: str | None, bug: str | None) -> None:
-    """Serve a host; kill this process when the second add passes ``dies_at``, or its first keys."""
+def forget_earlier_ones() -> None:
+    AppliedNumbers._last_taken = earlier_ones_forgotten  # type: ignore[method-assign]
+
+
+BUGS = {
+    "counted_twice": counted_twice,
+    "undone_counts": undone_counts,
+    "forget_earlier_ones": forget_earlier_ones,
+}
+
+
+def serve(
+    parent: Parent, spec: str, dies_at: str | None, bug: str | None, at_add: int = SECOND
+) -> None:
+    """Serve a host; kill this process when an add passes ``dies_at``, or its first keys."""
     host_server._OVER_S = 0.05
     host_supervisor.run_server = serve_here
     if bug is not None:
@@ -55,7 +71,7 @@ def serve(parent: Parent, spec: str, dies_at: str | None, bug: str | None) -> No
     passed = itertools.count(int(dies_at in NEW_KEYS))
 
     def fault(point: str, worker: int) -> None:
-        if point == dies_at and next(passed) == 1:
+        if point == dies_at and next(passed) == at_add:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if dies_at is not None:
@@ -81,10 +97,11 @@ def work(parent: Parent, given: dict[str, str], kind: str) -> None:
             table, rows = world.matrix(6000, 2, name="t"), list(range(3100, 6000))
         if world.worker_id == 0:
             [remote] = world._context._others.of(0).values()
-            with remote.adding if kind == "together" else nullcontext():
+            waits = kind not in ("together", "last")
+            with nullcontext() if waits else remote.adding:
                 for number in range(ADDS):
                     delta = torch.full((len(rows), 2), 10.0**number)
-                    table.add(delta, rows=rows, wait=kind != "together")
+                    table.add(delta, rows=rows, wait=waits)
         world.barrier()
         parent.tell(table.get(rows).unique().tolist())
     parent.tell("left")
@@ -99,7 +116,8 @@ def play(tmp_path: Path, kind: str, point: str, bug: str | None = None) -> list[
         def start(host: int, dies_at: str | None) -> Child:
             me = ProcessIdentity.current()
             spec = host_server.ServerSpec(f"{cluster}-{host}", host, cluster, "127.0.0.1", None, me)
-            return children.start(serve, json.dumps(spec), dies_at, bug)
+            at_add = THIRD if kind == "last" else SECOND
+            return children.start(serve, json.dumps(spec), dies_at, bug, at_add)
 
         start(0, None)
         first = start(1, point)
@@ -131,7 +149,7 @@ def nothing_is_left(tmp_path: Path):
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize(
-    "kind", ["rows", "together", pytest.param("keys", marks=pytest.mark.night)]
+    "kind", ["rows", "together", "last", pytest.param("keys", marks=pytest.mark.night)]
 )
 def test_an_add_counts_once_wherever_the_server_dies(tmp_path, kind, point):
     assert play(tmp_path, kind, point) == [ONCE] * 2
@@ -148,6 +166,7 @@ def test_keys_that_were_coming_when_the_server_died_come_once(tmp_path):
         ("counted_twice", "rows", "after unlock"),
         ("counted_twice", "together", "after unlock"),
         ("undone_counts", "rows", "half the rows written"),
+        ("forget_earlier_ones", "last", "half the rows written"),
     ],
 )
 def test_a_planted_bug_is_caught(tmp_path, bug, kind, point):

@@ -1,6 +1,6 @@
 """Which adds of other hosts a shard has taken, so that one that is asked again counts once.
 
-    line of worker w, 16 bytes   | NUMBER | AFTER |
+    line of worker w, 24 bytes   | NUMBER | AFTER | ENDED |
     the shard's header           | WORD | … | CLAIMANT |
 
 # Note [Exactly once]
@@ -10,10 +10,13 @@ changes anything it writes into the header whose add comes, and then the number,
 that WORD will have when the add has ended, into that worker's line. So the one store that ends the
 add (Note [One store decides] in shard.py) also makes its number count:
 
-    taken   ⇔   NUMBER ≥ the add's number   and   AFTER ≤ WORD's version
+    taken   ⇔   number ≤ ENDED   or   number ≤ NUMBER and AFTER ≤ WORD's version
 
 An add that was begun and not ended leaves AFTER ahead of WORD. Whoever comes next withdraws it
-(CLAIMANT says whose) before WORD moves, whether it undoes that add or makes another.
+(CLAIMANT says whose) before WORD moves, whether it undoes that add or makes another. The worker's
+earlier adds stay taken, as ENDED, in which the last of them was written down before NUMBER became
+another: they come again where they shared a message with the add that was withdrawn, and where a
+request was repeated and its second copy is late.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from phalanx.tables.membership import MAX_WORKERS
 
 __all__ = ["AppliedNumbers"]
 
-_LINE_WORDS = 2
-_NUMBER, _AFTER = range(_LINE_WORDS)
+_LINE_WORDS = 3
+_NUMBER, _AFTER, _ENDED = range(_LINE_WORDS)
 _NEVER = (1 << 63) - 1
 
 
@@ -57,15 +60,19 @@ class AppliedNumbers:
 
     def taken(self, worker: int, number: int, version: int) -> bool:
         """Tell whether a shard whose WORD has ``version`` has taken the add."""
-        at = _LINE_WORDS * worker
-        return self._words[at + _NUMBER] >= number and self._words[at + _AFTER] <= version
+        return number <= self._last_taken(_LINE_WORDS * worker, version)
 
-    def claim(self, worker: int, number: int, after: int) -> None:
-        """Write an add down that will have ended when WORD's version is ``after``."""
-        at = _LINE_WORDS * worker
-        self._words[at + _AFTER] = _NEVER  # the two words never stand for different adds
-        self._words[at + _NUMBER] = number
-        self._words[at + _AFTER] = after
+    def claim(self, worker: int, number: int, version: int) -> None:
+        """Write an add down that will have ended when WORD's version, ``version`` now, is next."""
+        words, at = self._words, _LINE_WORDS * worker
+        words[at + _ENDED] = self._last_taken(at, version)  # first: NUMBER tells it no more then
+        words[at + _AFTER] = _NEVER  # the two words never stand for different adds
+        words[at + _NUMBER] = number
+        words[at + _AFTER] = version + 1
+
+    def _last_taken(self, at: int, version: int) -> int:
+        words = self._words
+        return words[at + _NUMBER] if words[at + _AFTER] <= version else words[at + _ENDED]
 
     def withdraw_unfinished(self, worker: int, version: int) -> None:
         """Let the worker's last add count only if it has ended; WORD has ``version`` now."""

@@ -257,7 +257,7 @@ class TableShard:
         if self._applied.taken(entry.worker, entry.number, version):
             return False
         self._header[_CLAIMANT] = 1 + entry.worker  # first: a claim of nobody is never withdrawn
-        self._applied.claim(entry.worker, entry.number, version + 1)
+        self._applied.claim(entry.worker, entry.number, version)
         return True
 
     def _withdraw(self, word: int) -> None:
