@@ -300,4 +300,4 @@ def test_a_cluster_without_room_is_told_early_and_at_the_deadline(cluster, monke
     assert str(late.value).startswith(asked.format("2"))
     (early,) = [line for line in capsys.readouterr().err.splitlines() if "did not place" in line]
     assert early.startswith(asked.format("1"))
-    assert early.endswith(" are free. It has until 2 s are over.")
+    assert early.endswith(" are free. Waiting for room, 2 s in all.")

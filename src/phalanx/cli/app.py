@@ -97,7 +97,7 @@ def main(command: typer.Typer = app, prog_name: str = "phalanx") -> None:
 
 
 def _run(command: typer.Typer, prog_name: str) -> None:
-    """Run a command line; raise what hinders its last lines, which others may have printed."""
+    """Run a command line, and write what stdout still holds; raise if that cannot be written."""
     try:
         command(prog_name=prog_name)
     except SystemExit:  # how a command ends

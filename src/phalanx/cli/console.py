@@ -21,8 +21,8 @@ def make_console(*, stderr: bool = False) -> Console:
 def prepare_stdout() -> None:
     """Let stdout pass on each line at once, and have a ? for what its encoding lacks.
 
-    Into a pipe Python would keep lines back, of ranks too, which torch's launcher prints here.
-    ASCII lacks ×, for one; stderr escapes it.
+    Python keeps back what goes into a pipe, also lines of ranks, which torch's launcher prints in
+    this process. ASCII lacks ×, for one; stderr escapes it.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a caller may have put something else there
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
@@ -34,7 +34,7 @@ def flush_output() -> None:
     Raises:
         OSError: It cannot be written.
     """
-    if sys.stdout is not None:  # closed by who has started us
+    if sys.stdout is not None:  # as it is where the parent closed the descriptor
         with suppress(BrokenPipeError):
             sys.stdout.flush()
 

@@ -69,7 +69,7 @@ _ENDED_S = 10.0  # and for Ray, to tell the driver
 _KILLED = -9
 _AGAIN_S = 0.2
 _ANSWER_S = 10.0
-_NO_ROOM_S = 5.0  # until the user is told, who may wait for a node or ask for less
+_NO_ROOM_S = 5.0  # until the warning: the user may add a node, or ask for less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +344,7 @@ def _place(ray: Any, group: Any, job: RayJob) -> list[RankPlace]:
 
     waiting = Waiting(job.timeout_s)
     if not is_placed(min(_NO_ROOM_S, job.timeout_s)) and not waiting.over():
-        sys.stderr.write(f"{say(_NO_ROOM_S)} It has until {job.timeout_s:g} s are over.\n")
+        sys.stderr.write(f"{say(_NO_ROOM_S)} Waiting for room, {job.timeout_s:g} s in all.\n")
     if not is_placed(waiting.remaining_s()):
         raise PeerTimeout(f"{say(job.timeout_s)} Ask for fewer workers, or give it more nodes.")
     node_by_bundle = placement_group_table(group)["bundles_to_node_id"]

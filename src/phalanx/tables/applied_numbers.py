@@ -65,7 +65,7 @@ class AppliedNumbers:
     def claim(self, worker: int, number: int, version: int) -> None:
         """Write an add down that will have ended when WORD's version, ``version`` now, is next."""
         words, at = self._words, _LINE_WORDS * worker
-        words[at + _ENDED] = self._last_taken(at, version)  # first: NUMBER tells it no more then
+        words[at + _ENDED] = self._last_taken(at, version)  # before NUMBER is replaced
         words[at + _AFTER] = _NEVER  # the two words never stand for different adds
         words[at + _NUMBER] = number
         words[at + _AFTER] = version + 1

@@ -230,7 +230,7 @@ def _until_all_have_left(service: HostService, starter: ProcessIdentity) -> Call
             ended_s = min(ended_s, now)
             return now < ended_s + _OVER_S
         ended_s = math.inf
-        is_wanted = starter.alive()  # first: it may come, and die, meanwhile
+        is_wanted = starter.alive()  # asked first: it may join and die between the two
         if not service.has_begun():
             return is_wanted
         if service.is_anybody_here():
