@@ -35,7 +35,7 @@ PIECE_BYTES = 1 << 20
 NUM_ARGS = 4
 
 _MAGIC = b"PHLX"
-_VERSION = 2
+_VERSION = 3
 _HEAD = struct.Struct("<4sHHIIQ16sQQ4qQ")
 _MORE, _POLLIN = int(zmq.SNDMORE), int(zmq.POLLIN)  # as numbers: `&` of an enum is slow
 

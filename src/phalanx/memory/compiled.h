@@ -1,6 +1,6 @@
 /* What the compiled files have in common. */
 
-#define VERSION 13 /* as in compiled.py */
+#define VERSION 14 /* as in compiled.py */
 #define LINE 64   /* bytes of a cache */
 
 /* What a core does not have, in memory or in another core's cache, it gets the sooner the more of it

@@ -15,7 +15,7 @@ import torch
 
 __all__ = ["DTYPES", "FUNCTIONS", "Function", "compiled_for", "compiled_function", "is_compiled"]
 
-_VERSION = 13  # as in compiled.h: a library of another one is left alone
+_VERSION = 14  # as in compiled.h: a library of another one is left alone
 # What returns a number.
 _ANSWERS = ("finite", "sum_to", "within", "all_reduce", "watch_core")
 DTYPES = {
@@ -49,9 +49,9 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         return {}
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     takes: dict[str, list[type]] = {
-        "take": [pointer, number, number, pointer, number, pointer, number],
-        "within": [pointer, number, number],
-        "clamp": [pointer, number, number, pointer],
+        "take": [pointer, number, number, pointer, number, number, pointer, number],
+        "within": [pointer, number, number, number],
+        "clamp": [pointer, number, number, number, pointer],
         "finite_float32": [pointer, number],
         "finite_float64": [pointer, number],
         "copy": [pointer, pointer, number, number],
@@ -59,7 +59,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "keep_awake": [],
     }
     for name in DTYPES.values():
-        takes[f"add_{name}"] = [*takes["take"][:-1], pointer]
+        takes[f"add_{name}"] = [pointer, number, number, pointer, number, pointer, pointer]
         takes[f"sum_to_{name}"] = [pointer, pointer, pointer, number]
     takes.update({f"all_reduce_{name}": [pointer] for name in _NAMES.values()})
     found: dict[str, Function] = {}

@@ -4,7 +4,8 @@
    early which ones come next: that is all that these loops do beyond what they say.
 
    Rows outside of the matrix are read as its nearest: callers check them, but what they checked
-   may be changed by another thread meanwhile. */
+   may be changed by another thread meanwhile. Where the matrix is a part of a larger one, `first`
+   is the number of its first row. */
 
 #include <stdint.h>
 #include <string.h>
@@ -25,16 +26,23 @@ static inline void fetch(const char *row, int64_t row_bytes) {
 
 int64_t phalanx_version(void) { return VERSION; }
 
+/* The row of the matrix; as numbers without a sign, which wrap around. */
+static inline int64_t counted(int64_t row, int64_t first) {
+    return (int64_t)((uint64_t)row - (uint64_t)first);
+}
+
 /* Tell whether all rows are within the matrix. */
-WIDE int64_t phalanx_within(const int64_t *rows, int64_t count, int64_t num_rows) {
+WIDE int64_t phalanx_within(const int64_t *rows, int64_t count, int64_t first, int64_t num_rows) {
     uint64_t outside = 0; /* a negative number is a large one without a sign */
-    for (int64_t i = 0; i < count; i++) outside |= (uint64_t)rows[i] >= (uint64_t)num_rows;
+    for (int64_t i = 0; i < count; i++)
+        outside |= (uint64_t)counted(rows[i], first) >= (uint64_t)num_rows;
     return !outside;
 }
 
-/* Copy row numbers; one that is outside of the matrix becomes the nearest that is not. */
-void phalanx_clamp(const int64_t *rows, int64_t count, int64_t num_rows, int64_t *to) {
-    for (int64_t i = 0; i < count; i++) to[i] = within(rows[i], num_rows);
+/* Copy row numbers, counted from `first`; one that is outside of the matrix becomes its nearest. */
+void phalanx_clamp(const int64_t *rows, int64_t count, int64_t first, int64_t num_rows,
+                   int64_t *to) {
+    for (int64_t i = 0; i < count; i++) to[i] = within(counted(rows[i], first), num_rows);
 }
 
 #if defined(__x86_64__)
@@ -51,12 +59,13 @@ static void copy_past(const char *row, char *to, int64_t row_bytes) {
 
 /* Copy rows; past the caches where nobody reads `out` soon. */
 void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes,
-                  const int64_t *rows, int64_t count, char *out, int64_t past) {
+                  const int64_t *rows, int64_t count, int64_t first, char *out, int64_t past) {
     past = past && STREAMS(out, row_bytes);
     for (int64_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
-            fetch(values + within(rows[i + AHEAD], num_rows) * row_bytes, row_bytes);
-        const char *row = values + within(rows[i], num_rows) * row_bytes;
+            fetch(values + within(counted(rows[i + AHEAD], first), num_rows) * row_bytes,
+                  row_bytes);
+        const char *row = values + within(counted(rows[i], first), num_rows) * row_bytes;
         if (past)
             copy_past(row, out + i * row_bytes, row_bytes);
         else

@@ -23,36 +23,39 @@ _ONE_THREAD = 32768  # elements from which on torch gives an operation to severa
 Array = np.ndarray[Any, Any]  # of any matrix's dtype
 
 
-def all_within(rows: Tensor, num_rows: int) -> bool:
-    """Tell whether all of ``rows``, 1-D int64 on the CPU, are numbers from 0 to below ``num_rows``.
+def all_within(rows: Tensor, num_rows: int, first_row: int = 0) -> bool:
+    """Tell whether all of ``rows``, 1-D int64 on the CPU, are of the ``num_rows`` from the first.
 
     Example:
-        >>> all_within(torch.tensor([0, 4]), 5), all_within(torch.tensor([-1, 4]), 5)
+        >>> all_within(torch.tensor([0, 4]), 5), all_within(torch.tensor([0, 4]), 5, first_row=1)
         (True, False)
     """
     function = compiled.FUNCTIONS.get("within")
     if function is not None and rows.is_contiguous():
-        return bool(function(rows.data_ptr(), rows.numel(), num_rows))
+        return bool(function(rows.data_ptr(), rows.numel(), first_row, num_rows))
+    stop = first_row + num_rows
     if rows.numel() <= _FEW:  # then Python is faster than torch
-        return all(0 <= row < num_rows for row in rows.tolist())
+        return all(first_row <= row < stop for row in rows.tolist())
     low, high = torch.aminmax(rows)
-    return bool(low >= 0) and bool(high < num_rows)
+    return bool(low >= first_row) and bool(high < stop)
 
 
-def clamp_rows(rows: Tensor, num_rows: int, to: Tensor) -> None:
-    """Copy row numbers to ``to``, contiguous; one outside of the matrix becomes the nearest inside.
+def clamp_rows(rows: Tensor, num_rows: int, to: Tensor, first_row: int = 0) -> None:
+    """Copy row numbers to ``to``, contiguous, counted from ``first_row``.
+
+    One outside of the matrix becomes the nearest inside.
 
     Example:
         >>> found = torch.empty(3, dtype=torch.int64)
-        >>> clamp_rows(torch.tensor([-1, 3, 7]), 5, found)
+        >>> clamp_rows(torch.tensor([9, 13, 17]), 5, found, first_row=10)
         >>> found.tolist()
         [0, 3, 4]
     """
     function = compiled.FUNCTIONS.get("clamp")
     if function is not None and rows.is_contiguous():
-        function(rows.data_ptr(), rows.numel(), num_rows, to.data_ptr())
+        function(rows.data_ptr(), rows.numel(), first_row, num_rows, to.data_ptr())
     else:
-        torch.clamp(rows, 0, num_rows - 1, out=to)
+        torch.clamp(rows - first_row, 0, num_rows - 1, out=to)
 
 
 class MatrixRows:
@@ -79,15 +82,16 @@ class MatrixRows:
         self._take = compiled.FUNCTIONS.get("take")
         self._add = compiled.compiled_for("add", values.dtype)
 
-    def take(self, rows: Tensor, out: Tensor) -> None:
-        """Copy rows into ``out`` [K, D], contiguous and of the same dtype."""
+    def take(self, rows: Tensor, out: Tensor, first_row: int = 0) -> None:
+        """Copy rows, counted from ``first_row``, into ``out`` [K, D], contiguous, of this dtype."""
         if self._take is None or not rows.is_contiguous():
-            torch.index_select(self.values, 0, rows, out=out)
+            numbers = rows - first_row if first_row else rows
+            torch.index_select(self.values, 0, numbers, out=out)
             return
         count = rows.numel()
         past = count * self._row_bytes >= PAST_CACHE_BYTES
-        at, num_rows, size = self._at, self._num_rows, self._row_bytes
-        self._take(at, num_rows, size, rows.data_ptr(), count, out.data_ptr(), past)
+        at, num_rows, size, to = self._at, self._num_rows, self._row_bytes, out.data_ptr()
+        self._take(at, num_rows, size, rows.data_ptr(), count, first_row, to, past)
 
     def save(self, rows: Tensor, record: MatrixRows, start: int, *, past: bool = False) -> None:
         """Copy rows to where ``record``'s rows from ``start`` on lie; numbers are contiguous.
@@ -102,7 +106,8 @@ class MatrixRows:
             _as_array(self.values).take(rows.numpy(), 0, saved, "clip")
             return
         to = record._at + start * self._row_bytes
-        self._take(self._at, self._num_rows, self._row_bytes, rows.data_ptr(), count, to, past)
+        at, num_rows, size = self._at, self._num_rows, self._row_bytes
+        self._take(at, num_rows, size, rows.data_ptr(), count, 0, to, past)
 
     def add(
         self, rows: Tensor, delta: Tensor, scale: float = 1, places: Tensor | None = None

@@ -82,12 +82,14 @@ def part_of(spec: TableSpec, host: int, num_hosts: int) -> TableSpec:
         ...     staleness=Staleness(None),
         ...     nonfinite="allow",
         ... )
-        >>> [part_of(spec, host, 3).rows for host in range(3)]
-        [2, 2, 1]
+        >>> parts = [part_of(spec, host, 3) for host in range(3)]
+        >>> [(part.first_row, part.rows) for part in parts]
+        [(0, 2), (2, 2), (4, 1)]
     """
     if spec.has_keys:
         return replace(spec, capacity=max(1, -(-spec.capacity // num_hosts)))
-    return replace(spec, rows=equal_sizes(spec.rows, num_hosts)[host])
+    start, stop = part_starts(spec, num_hosts)[host : host + 2]
+    return replace(spec, rows=stop - start, first_row=start)
 
 
 def as_memory(tensor: Tensor) -> memoryview:

@@ -300,10 +300,10 @@ class HostService:
         self, offset: int, num_rows: int, request: Request, spec: TableSpec
     ) -> tuple[Tensor, int]:
         rows, offset = from_memory(request.payload, offset, torch.int64, (num_rows,))
-        if not spec.has_keys and not all_within(rows, spec.rows):
+        if not spec.has_keys and not all_within(rows, spec.rows, spec.first_row):
             raise ConfigError(
                 f"`rows` must be within this host's part of table {spec.name!r}, which has "
-                f"{spec.rows} rows, but are not."
+                f"{spec.rows} rows from row {spec.first_row} on, but are not."
             )
         return rows, offset
 

@@ -167,7 +167,7 @@ class RemotePart:
             Operation.GET,
             "a get",
             args=(_count(rows), int(backs_up)),
-            payload=[] if rows is None else [as_memory(rows)],
+            payload=[] if rows is None else [as_memory(rows.contiguous())],
             out=[as_memory(out)],
         )
 

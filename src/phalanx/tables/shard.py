@@ -78,7 +78,7 @@ class Entry(NamedTuple):
     """One add, checked.
 
     Attributes:
-        rows: Of the shard; None for all.
+        rows: Of the shard, as the table numbers them; None for all.
         delta: What is added to them.
         worker: The one that adds.
         assigns: Whether the delta is the new value.
@@ -180,7 +180,7 @@ class TableShard:
     # --- reading ----------------------------------------------------------------------------------
 
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
-        """Copy rows (of the shard, None for all) into ``out``; never half of anybody's add."""
+        """Copy rows (by the table's numbers, None for all) into ``out``; never half of an add."""
         header = self._header
         for _ in range(_ATTEMPTS if KEEPS_ORDER else 0):
             word = header[_WORD]
@@ -189,10 +189,15 @@ class TableShard:
             if rows is None:
                 copy_to(self.values[word & _CURRENT], out)
             else:
-                self._rows[word & _CURRENT][0].take(rows, out)
+                self._rows[word & _CURRENT][0].take(rows, out, self.first_row)
             if header[_WORD] == word and header[_ARMED] != word:
                 return
-        self._call_settled(lambda: _copy_rows(self.current()[0], rows, out), timeout_s)
+        own = self._counted(rows)
+        self._call_settled(lambda: _copy_rows(self.current()[0], own, out), timeout_s)
+
+    def _counted(self, rows: Tensor | None) -> Tensor | None:
+        """Return rows counted from the shard's first one."""
+        return rows - self.first_row if rows is not None and self.first_row else rows
 
     def _call_settled(self, call: Callable[[], T], timeout_s: float) -> T:
         """Call with the reader's lock held, where no add of a dead process is unfinished."""
@@ -208,15 +213,15 @@ class TableShard:
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
     ) -> None:
         """Copy rows into ``out``, and remember them as what ``worker`` has read."""
-        backup = self._backups[worker]
+        backup, own = self._backups[worker], self._counted(rows)
         with self.lock.exclusive(timeout_s):  # nothing may come between value and copy
             fail_point("reader's lock held")
             self._settle()
-            _copy_rows(self.current()[0], rows, out)
-            if rows is None:
+            _copy_rows(self.current()[0], own, out)
+            if own is None:
                 backup.copy_(out)
             else:
-                backup[rows] = out
+                backup[own] = out
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the values and of each state, of one moment."""
@@ -367,7 +372,7 @@ class TableShard:
             self._last_ids = self._ids[:num_rows]
         ids = self._last_ids
         # A copy, clamped to the shard: an undo can rely on it, whatever the caller does to `rows`.
-        clamp_rows(rows, self.num_rows, ids)
+        clamp_rows(rows, self.num_rows, ids, self.first_row)
         if num_rows <= BLOCK_ROWS:
             self._change_block(word, 0, ids, delta, delta_rows, worker, updater, scale)
             return
@@ -449,15 +454,16 @@ class TableShard:
         self, word: int, rows: Tensor, delta: Tensor, worker: int, updater: Updater
     ) -> None:
         """Change more rows than the record holds, each of them once."""
+        own = rows - self.first_row
         old, new = self._both(word)
         for source, target in zip(old, new, strict=True):
             target.copy_(source)
         fail_point("undo written")
-        picked = [target[rows] for target in new]
-        backup = self._backups[worker][rows] if self._backups else None
+        picked = [target[own] for target in new]
+        backup = self._backups[worker][own] if self._backups else None
         updater.apply(Change(picked[0], delta, picked[1:], backup))
         for target, part in zip(new, picked, strict=True):
-            target.index_copy_(0, rows, part)
+            target.index_copy_(0, own, part)
         fail_point("half the rows written")
 
 

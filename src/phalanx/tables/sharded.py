@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.ipc import LockFile, RangeLock, Waiting, fail_point, wait_until
-from phalanx.memory import MatrixRows
+from phalanx.memory import MatrixRows, all_within
 from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.membership import Membership
 from phalanx.tables.rounds import Rounds
@@ -26,6 +26,7 @@ from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import Entry, TableShard
 from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
 from phalanx.tables.table_page import READY, TablePage
+from phalanx.tables.values import outside
 
 __all__ = ["READ_POINTS", "Sharded", "Storage"]
 
@@ -36,7 +37,7 @@ READ_POINTS = ("before read", "reader's lock held", "rows read")
 class ShardLike(Protocol):
     """A shard of any kind; see :class:`phalanx.tables.shard.TableShard`.
 
-    Entries and rows are the shard's own: numbers are counted from ``first_row``.
+    Rows, also those of entries, have the table's numbers; the shard's begin with ``first_row``.
     """
 
     first_row: int
@@ -177,6 +178,16 @@ class Sharded(Generic[P]):
 
     # --- reading and changing ---------------------------------------------------------------------
 
+    def holder_of(self, rows: Tensor | None) -> Self:
+        """Return the storage that reads these rows, or keys, and adds to them; None for all.
+
+        Raises:
+            ConfigError: A row is outside the table.
+        """
+        if rows is None or self.spec.has_keys or all_within(rows, self.spec.rows):
+            return self
+        raise outside(rows, self.spec)
+
     def read(
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float, *, backs_up: bool
     ) -> None:
@@ -187,7 +198,7 @@ class Sharded(Generic[P]):
         waiting = Waiting(timeout_s)  # all shards together
         if rows is None:
             for shard in self.shards:
-                part, left_s = out[_span(shard)], waiting.remaining_s()
+                part, left_s = out[self._span(shard)], waiting.remaining_s()
                 self._read_from(shard, None, part, worker, left_s, backs_up)
         else:
             order, routed = self._route(rows, worker)
@@ -260,7 +271,7 @@ class Sharded(Generic[P]):
         rows, delta, worker, assigns, _, _, _, number = entry
         if rows is None:
             return [
-                (s, Entry(None, delta[_span(s)], worker, assigns, number=number))
+                (s, Entry(None, delta[self._span(s)], worker, assigns, number=number))
                 for s in self.shards
             ]
         order, routed = self._route(rows, worker)
@@ -268,6 +279,11 @@ class Sharded(Generic[P]):
             (shard, Entry(piece, delta, worker, assigns, False, order[span], number=number))
             for shard, piece, span in routed
         ]
+
+    def _span(self, shard: ShardLike) -> slice:
+        """Return where a shard's rows lie in a tensor of all rows, where rows have numbers."""
+        start = shard.first_row - self.spec.first_row
+        return slice(start, start + shard.num_rows)
 
     def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return the shard of each row, as uint8."""
@@ -280,7 +296,7 @@ class Sharded(Generic[P]):
 
         Returns:
             Where in the list the sorted rows stood; and for each shard that has any of them its
-            rows, counted from its first one, and where among the sorted ones they are.
+            rows, and where among the sorted ones they are.
         """
         # In numpy: it needs half of torch's time for few rows, and sorts bytes by counting them.
         num_shards, numbers = len(self.shards), rows.numpy()
@@ -293,9 +309,8 @@ class Sharded(Generic[P]):
             index = (turn + worker) % num_shards
             start, stop = ends[index - 1] if index else 0, ends[index]
             if start < stop:
-                shard, piece = self.shards[index], sorted_rows[start:stop]
-                piece -= shard.first_row
-                routed.append((shard, torch.from_numpy(piece), slice(start, stop)))
+                piece = torch.from_numpy(sorted_rows[start:stop])
+                routed.append((self.shards[index], piece, slice(start, stop)))
         return torch.from_numpy(order), routed
 
     @property
@@ -350,11 +365,11 @@ class Storage(Sharded[TableShard]):
                 ids=self.region.tensor(torch.int64, layout.undo_rows[index], layout.ids[index]),
                 backups=[backup[first:stop] for backup in backups],
                 updater=spec.updater,
-                first_row=first,
+                first_row=spec.first_row + first,
                 applied=self._applied_by(index),
             )
             self.shards.append(shard)
-        self._bounds = np.array(layout.shard_starts[1:-1], dtype=np.int64)
+        self._bounds = np.array([shard.first_row for shard in self.shards[1:]], dtype=np.int64)
 
     @staticmethod
     def region_sizes(spec: TableSpec) -> dict[str, int]:
@@ -368,7 +383,7 @@ class Storage(Sharded[TableShard]):
 
     def _begin_shards(self, init: Tensor) -> None:
         for shard in self.shards:
-            shard.begin(init[_span(shard)] if init.dim() else init)
+            shard.begin(init[self._span(shard)] if init.dim() else init)
 
     def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         return np.searchsorted(self._bounds, rows, side="right").astype(np.uint8)
@@ -382,18 +397,13 @@ class Storage(Sharded[TableShard]):
             parts = shard.copy_all(timeout_s)
             copies = copies or [p.new_empty((self.spec.rows, p.shape[1])) for p in parts]
             for copy, part in zip(copies, parts, strict=True):
-                copy[_span(shard)] = part
+                copy[self._span(shard)] = part
         return copies
 
     def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
         """Replace the values, and as many states as are given."""
         for shard in self.shards:
-            shard.replace_all([part[_span(shard)] for part in parts], timeout_s)
-
-
-def _span(shard: ShardLike) -> slice:
-    """Return which of the table's rows are a shard's, where rows have numbers."""
-    return slice(shard.first_row, shard.first_row + shard.num_rows)
+            shard.replace_all([part[self._span(shard)] for part in parts], timeout_s)
 
 
 def _first_free(left: Sequence[tuple[P, Entry]]) -> int:

@@ -41,6 +41,7 @@ class TableSpec:
     Attributes:
         name: Of the table, within its run.
         rows: Number of rows, 0 or more.
+        first_row: The number of the first of them: not 0 for a host's part of a table.
         cols: Row width D, at least 1.
         is_array: Whether it is shown as one dimension (then ``cols`` is 1).
         dtype: One of float32, float64, bfloat16, int32, int64.
@@ -65,6 +66,7 @@ class TableSpec:
     nonfinite: str
     num_backups: int = 0
     capacity: int = 0
+    first_row: int = 0
     shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
     has_keys: bool = field(init=False, compare=False, repr=False)
 
@@ -76,12 +78,12 @@ class TableSpec:
             "be 1 to 100 letters, digits, dots, dashes and underscores, a letter or digit first"
         )
         check_argument(_NAME.fullmatch(str(self.name)) is not None, "name", wanted, self.name)
-        for name, low in (("rows", 0), ("cols", 1), ("num_shards", 1)):
+        for name, low in (("rows", 0), ("cols", 1), ("num_shards", 1), ("first_row", 0)):
             value = getattr(self, name)
             shown = "size" if self.is_array and name == "rows" else name
             fits = type(value) is int and value >= low
             check_argument(fits, shown, f"be an integer from {low} on", value)
-        if max(self.rows, self.capacity) * self.cols > _MAX_ELEMENTS:
+        if max(self.first_row + self.rows, self.capacity) * self.cols > _MAX_ELEMENTS:
             told = (
                 f"{self.capacity} rows of {self.cols}" if self.has_keys else f"shape {self.shape}"
             )
@@ -109,6 +111,7 @@ class TableSpec:
             "nonfinite": self.nonfinite,
             "num_backups": self.num_backups,
             "capacity": self.capacity,
+            "first_row": self.first_row,
         }
 
     @classmethod
@@ -134,6 +137,7 @@ class TableSpec:
                 nonfinite=found["nonfinite"],
                 num_backups=found["num_backups"],
                 capacity=capacity,
+                first_row=found.get("first_row", 0),  # snapshots of before have none
             )
         except (ValueError, KeyError, TypeError, IndexError) as exc:
             if isinstance(exc, ConfigError):

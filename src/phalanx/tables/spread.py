@@ -35,6 +35,7 @@ from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.shard import Entry, NotFinite
 from phalanx.tables.sharded import Storage
 from phalanx.tables.spec import TableSpec
+from phalanx.tables.values import outside
 
 __all__ = ["HostsOfRun", "SpreadBarrier", "SpreadStorage"]
 
@@ -61,7 +62,7 @@ class _Cut(NamedTuple):
     """What of a list of rows is on one host.
 
     Attributes:
-        rows: Counted from the host's first one; keys as they are.
+        rows: Or keys.
         places: Where in the list they stood.
     """
 
@@ -90,7 +91,7 @@ class SpreadStorage:
         self._hosts = hosts
         self._parts: dict[int, dict[int, RemotePart]] = {}  # by worker, then by host
         self._starts = part_starts(spec, hosts.num_hosts)
-        self._bounds = np.array(self._starts[1:-1], dtype=np.int64)
+        self._bounds = self._starts[1:-1]
 
     def remote_parts(self, worker: int) -> dict[int, RemotePart]:
         """Return the parts on other hosts, by number, for a worker of this process."""
@@ -135,6 +136,22 @@ class SpreadStorage:
 
     # --- reading and changing -----------------------------------------------------------------
 
+    def holder_of(self, rows: Tensor | None) -> SpreadStorage | Storage | KeyStorage:
+        """Return the storage that has these rows: this host's own where that has them all.
+
+        See :meth:`Sharded.holder_of`. So a call for own rows costs what it does on one host.
+        """
+        if rows is None:
+            return self
+        own = self.local.spec
+        if self.spec.has_keys:
+            return self if rows.numel() else self.local
+        if all_within(rows, own.rows, own.first_row):
+            return self.local
+        if not all_within(rows, self.spec.rows):
+            raise outside(rows, self.spec)
+        return self
+
     def read(
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float, *, backs_up: bool
     ) -> None:
@@ -144,17 +161,11 @@ class SpreadStorage:
             wanted: _Wanted = {host: (None, self._span(out, host)) for host in hosts}
             self._read_parts(wanted, worker, timeout_s, backs_up=backs_up)
             return
-        owner = self._owner(rows)
-        if owner is not None:
-            host, own = owner
-            if host == self._hosts.me:
-                self.local.read(own, out, worker, timeout_s, backs_up=backs_up)
-            else:
-                part = self.remote_parts(worker)[host]
-                waiting = Waiting(timeout_s)
-                part.remote.deferred.finish(timeout_s)
-                pending = part.begin_read(own, out, backs_up=backs_up)
-                part.wait(pending, waiting.remaining_s())
+        host = self._owner(rows)
+        if host is not None and host != self._hosts.me:
+            part, waiting = self.remote_parts(worker)[host], Waiting(timeout_s)
+            part.remote.deferred.finish(timeout_s)
+            part.wait(part.begin_read(rows, out, backs_up=backs_up), waiting.remaining_s())
             return
         cuts = self._cut(rows)
         sorted_out, wanted, at = torch.empty_like(out), {}, 0
@@ -187,9 +198,6 @@ class SpreadStorage:
         """Take one add, checked; see :meth:`Sharded.add`."""
         entries = self._entries(_checked(entry))
         mine = entries.get(self._hosts.me)
-        if mine is not None and len(entries) == 1:
-            self.local.add(mine, timeout_s)
-            return
         waiting, all_parts = Waiting(timeout_s), self.remote_parts(entry.worker)
         parts = {host: all_parts[host] for host in entries if host in all_parts}
         _finish_adds(parts.values(), timeout_s)  # a worker's adds are taken in their order
@@ -228,29 +236,24 @@ class SpreadStorage:
                 host: entry._replace(delta=self._span(entry.delta, host))
                 for host in range(self._hosts.num_hosts)
             }
-        owner = self._owner(entry.rows)
-        if owner is not None:
-            host, own = owner
-            return {host: entry._replace(rows=own)}
+        host = self._owner(entry.rows)
+        if host is not None:
+            return {host: entry}
         cuts = self._cut(entry.rows)
         return {
             host: entry._replace(rows=cut.rows, delta=entry.delta[cut.places])
             for host, cut in cuts.items()
         }
 
-    def _owner(self, rows: Tensor) -> tuple[int, Tensor] | None:
-        """Return the host that has all of these rows, and them as it counts; None of several.
-
-        It should not be felt where all are this host's own: it is all that they cost more there.
-        """
-        numbers = rows.numpy()
-        if not numbers.size:
-            return self._hosts.me, rows
+    def _owner(self, rows: Tensor) -> int | None:
+        """Return the host that has all of these rows; None of several."""
+        if not rows.numel():
+            return self._hosts.me
         if self.spec.has_keys:
             return None
-        host = bisect_right(self._starts, numbers.item(0)) - 1
-        own = torch.from_numpy(numbers - self._starts[host])
-        return (host, own) if all_within(own, self._starts[host + 1] - self._starts[host]) else None
+        host = bisect_right(self._bounds, rows[0].item())
+        start, stop = self._starts[host : host + 2]
+        return host if all_within(rows, stop - start, start) else None
 
     def _cut(self, rows: Tensor) -> dict[int, _Cut]:
         """Cut rows by host; those of one host stay in their order."""
@@ -259,8 +262,7 @@ class SpreadStorage:
         cuts = {}
         for host in np.unique(owners).tolist():
             places = np.flatnonzero(owners == host)
-            start = 0 if self.spec.has_keys else self._starts[host]
-            cuts[host] = _Cut(torch.from_numpy(numbers[places] - start), torch.from_numpy(places))
+            cuts[host] = _Cut(torch.from_numpy(numbers[places]), torch.from_numpy(places))
         return cuts
 
     def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -181,12 +181,14 @@ class Table:
             raise ConfigError(f"`wait` must be True or False, but is {wait!r}.")
         spec = self._spec
         index = read_rows(rows, spec)
+        holder = self._storage.holder_of(index)
         value = read_delta(delta, spec, None if index is None else index.numel())
         unchecked = self._shard_may_check and index is None and value.numel() > _LARGE
         try:
             if self._is_guarded and not unchecked and not all_finite(value):
                 raise NotFinite
-            self._take(Entry(index, value, self._group.worker_id, False, unchecked), wait)
+            entry = Entry(index, value, self._group.worker_id, False, unchecked)
+            self._take(entry, holder, wait)
         except NotFinite:
             self._refuse_nonfinite()
             return
@@ -203,7 +205,7 @@ class Table:
             "table with `nonfinite='skip'` to leave such adds out."
         )
 
-    def _take(self, entry: Entry, wait: bool = True) -> None:
+    def _take(self, entry: Entry, holder: Storage | KeyStorage, wait: bool = True) -> None:
         # An add of a worker outside the round would make the gets of that round differ.
         if self._group.left or (self._is_bulk and not self._group.is_counted()):
             raise StateError(
@@ -213,9 +215,9 @@ class Table:
         if self._is_bulk:
             self._storage.rounds.put(entry)
         elif wait:
-            self._storage.add(entry, self._group.timeout_s)
+            holder.add(entry, self._group.timeout_s)
         else:
-            self._storage.add_later(entry, self._group.timeout_s)
+            holder.add_later(entry, self._group.timeout_s)
 
     def assign(self, value: Numbers) -> None:
         """Replace all values, past the updater, whose state stays; only the master may.
@@ -230,7 +232,7 @@ class Table:
         self._check_master("assign")
         delta = read_value(value, self._spec, None)
         if self._is_bulk:
-            self._take(Entry(None, delta, self._group.worker_id, assigns=True))
+            self._take(Entry(None, delta, self._group.worker_id, assigns=True), self._storage)
         else:
             self.flush()
             self._storage.replace_all([delta], self._group.timeout_s)
@@ -283,6 +285,7 @@ class Table:
         self._check_open()
         spec = self._spec
         index = read_rows(rows, spec)
+        holder = self._storage.holder_of(index)
         num_rows = spec.rows if index is None else index.numel()
         if out is None:
             target = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
@@ -294,7 +297,7 @@ class Table:
             answer = target.view(-1) if spec.is_array else target
         else:
             target, answer = read_out(out, spec, num_rows), out
-        return PendingGet(self, index, target, answer)
+        return PendingGet(self, holder, index, target, answer)
 
     def _arrive(self) -> Arrival | None:
         group = self._group
@@ -304,7 +307,13 @@ class Table:
             )
         return None
 
-    def _read(self, rows: Tensor | None, target: Tensor, arrival: Arrival | None) -> None:
+    def _read(
+        self,
+        holder: Storage | KeyStorage,
+        rows: Tensor | None,
+        target: Tensor,
+        arrival: Arrival | None,
+    ) -> None:
         group = self._group
         if arrival is not None:
             self._storage.rounds.finish(arrival, group.timeout_s)
@@ -312,7 +321,7 @@ class Table:
         elif self._is_bounded:
             self._wait_for_slow()
         backs_up = self._spec.num_backups > 0 and group.is_counted()
-        self._storage.read(rows, target, group.worker_id, group.timeout_s, backs_up=backs_up)
+        holder.read(rows, target, group.worker_id, group.timeout_s, backs_up=backs_up)
         self._stats.gets += 1
         self._stats.rows_read += target.shape[0]
 
@@ -420,9 +429,17 @@ class Table:
 class PendingGet:
     """A get that has begun; made by :meth:`Table.async_get`."""
 
-    def __init__(self, table: Table, rows: Tensor | None, target: Tensor, answer: Tensor) -> None:
+    def __init__(
+        self,
+        table: Table,
+        holder: Storage | KeyStorage,
+        rows: Tensor | None,
+        target: Tensor,
+        answer: Tensor,
+    ) -> None:
         """Not for callers, who have :meth:`Table.async_get`."""
         self._table = table
+        self._holder = holder
         self._rows = rows
         self._target = target
         self._answer = answer
@@ -436,7 +453,7 @@ class PendingGet:
             PeerTimeout: As :meth:`Table.get`.
         """
         if not self._done:
-            self._table._read(self._rows, self._target, self._arrival)
+            self._table._read(self._holder, self._rows, self._target, self._arrival)
             self._done = True
         return self._answer
 
@@ -503,7 +520,7 @@ class KeyTable(Table):
                 "`rows` must hold each key once for `assign`, but one is there twice."
             )
         given = read_value(value, self._spec, len(keys))
-        self._take(Entry(keys, given, self._group.worker_id, assigns=True))
+        self._take(Entry(keys, given, self._group.worker_id, assigns=True), self._storage)
 
     def stats(self) -> TableStats:
         """Return what this worker has done so far, and how much memory the table has now."""

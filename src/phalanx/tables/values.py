@@ -13,19 +13,20 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from phalanx.errors import ConfigError
-from phalanx.memory import all_finite, all_within, has_memory
+from phalanx.memory import all_finite, has_memory
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["read_delta", "read_init", "read_out", "read_rows", "read_value"]
+__all__ = ["outside", "read_delta", "read_init", "read_out", "read_rows", "read_value"]
 
 
 def read_rows(given: object, spec: TableSpec) -> Tensor | None:
-    """Return a list of rows as (K,) int64, each within the table, or of keys; None for all rows.
+    """Return a list of rows or keys as (K,) int64; None for all rows.
 
-    Keys are a copy; rows may be the caller's own.
+    Keys are a copy; rows may be the caller's own. Whether they are within the table, its storage
+    finds out as it says who holds them (`Sharded.holder_of`).
 
     Raises:
-        ConfigError: It is no list of integers, a row is outside the table, or keys are not given.
+        ConfigError: It is no list of integers, or keys are not given.
     """
     if given is None:
         if spec.has_keys:
@@ -43,16 +44,19 @@ def read_rows(given: object, spec: TableSpec) -> Tensor | None:
         )
     if not rows.is_cpu:
         rows = rows.cpu()
-    if not spec.has_keys and not all_within(rows, spec.rows):
-        low, high = map(int, torch.aminmax(rows))
-        plural = "" if spec.rows == 1 else "s"
-        raise ConfigError(
-            f"Row {low if low < 0 else high} is outside table {spec.name!r}, which has {spec.rows} "
-            f"row{plural}, counted from 0. Make a larger table, or one by `world.keys`, which "
-            "takes any int64 number."
-        )
     # A copy: keys are looked up twice, and another thread may change the caller's between the two.
     return rows.clone() if spec.has_keys else rows
+
+
+def outside(rows: Tensor, spec: TableSpec) -> ConfigError:
+    """Return the error that names a row outside of the table."""
+    low, high = map(int, torch.aminmax(rows))
+    plural = "" if spec.rows == 1 else "s"
+    return ConfigError(
+        f"Row {low if low < 0 else high} is outside table {spec.name!r}, which has {spec.rows} "
+        f"row{plural}, counted from 0. Make a larger table, or one by `world.keys`, which "
+        "takes any int64 number."
+    )
 
 
 def _plain(given: Tensor, name: str) -> Tensor:

@@ -28,7 +28,7 @@ def test_a_head_comes_back_as_it_was():
         (HEAD.encode() + b"\0", "text of another length"),
         (HEAD.encode()[:-1] + b"\xff", "a text that is none"),
         (b"HTTP" + HEAD.encode()[4:], "no head"),
-        (HEAD.encode()[:4] + b"\3\0" + HEAD.encode()[6:], "version 3"),
+        (HEAD.encode()[:4] + b"\2\0" + HEAD.encode()[6:], "version 2"),
         (HEAD._replace(payload_bytes=1 << 60).encode(), "more bytes"),
         (HEAD._replace(text="x" * (MAX_TEXT_BYTES + 1)).encode(), "more bytes"),
     ],

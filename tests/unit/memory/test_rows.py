@@ -125,23 +125,34 @@ def test_tables_have_the_same_bits_either_way(monkeypatch):
     assert torch.equal(some_of_one, some_of_other)
 
 
+@pytest.mark.parametrize("first", [0, ODD])
 @pytest.mark.parametrize("count", [0, 1, ODD, 1001])
-@pytest.mark.parametrize("bad", [-1, ROWS, -(1 << 63), (1 << 63) - 1])
-def test_a_row_outside_is_seen_wherever_it_is(way, count, bad):
-    numbers = some_rows(count)
-    assert all_within(numbers, ROWS)
-    assert all_within(numbers.repeat_interleave(2)[::2], ROWS)
+@pytest.mark.parametrize("bad", [-1, ROWS, -(1 << 63), (1 << 63) - 1 - ODD])
+def test_a_row_outside_is_seen_wherever_it_is(way, count, bad, first):
+    numbers = some_rows(count) + first
+    assert all_within(numbers, ROWS, first)
+    assert all_within(numbers.repeat_interleave(2)[::2], ROWS, first)
     for place in {0, count // 2, max(0, count - 1)} if count else ():
         spoilt = numbers.clone()
-        spoilt[place] = bad
-        assert not all_within(spoilt, ROWS)
-        assert not all_within(spoilt.repeat_interleave(2)[::2], ROWS)
+        spoilt[place] = bad + first
+        assert not all_within(spoilt, ROWS, first)
+        assert not all_within(spoilt.repeat_interleave(2)[::2], ROWS, first)
+
+
+@pytest.mark.parametrize("first", [0, ODD])
+@pytest.mark.parametrize("count", [0, 1, ODD, 1001])
+def test_rows_are_brought_within(way, count, first):
+    numbers = torch.arange(count) * 7 - 9
+    for given in (numbers + first, (numbers + first).repeat_interleave(2)[::2]):
+        found = torch.empty(count, dtype=torch.int64)
+        clamp_rows(given, ODD, found, first)
+        assert torch.equal(found, numbers.clamp(0, ODD - 1))
 
 
 @pytest.mark.parametrize("count", [0, 1, ODD, 1001])
-def test_rows_are_brought_within(way, count):
-    numbers = torch.arange(count) * 7 - 9
+def test_rows_of_a_part_keep_the_numbers_of_the_whole(way, count):
+    whole, numbers = drawn(torch.float32, 2 * ROWS, 5), some_rows(count) + ROWS
     for given in (numbers, numbers.repeat_interleave(2)[::2]):
-        found = torch.empty(count, dtype=torch.int64)
-        clamp_rows(given, ODD, found)
-        assert torch.equal(found, numbers.clamp(0, ODD - 1))
+        out = torch.empty(count, 5)
+        MatrixRows(whole[ROWS:]).take(given, out, ROWS)
+        assert torch.equal(out, whole[numbers])

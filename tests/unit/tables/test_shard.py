@@ -29,9 +29,9 @@ def test_a_reader_that_a_writer_overtakes_reads_again(two, monkeypatch, whole, n
     take = shard.MatrixRows.take
     overtaken = []
 
-    def slow_take(matrix, rows, out):
+    def slow_take(matrix, rows, out, first_row):
         if overtaken:
-            take(matrix, rows, out)
+            take(matrix, rows, out, first_row)
             return
         overtaken.append(True)
         half = len(rows) // 2
