@@ -35,6 +35,8 @@ AUTOLOAD := src/phalanx_autoload.py  # stands in site-packages itself, as a copy
 ON_DEVICE = tests/device $(shell grep -rl --include='test_*.py' -e 'mark\.gpu' -e 'mark\.devices' tests)
 ON_DEVICE_AT_NIGHT = tests/conformance/test_parity.py  # a minute
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
+# By itself pip would compile every file that comes, a minute and a half; Python compiles those that are used.
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 COMPILED := $(wildcard src/phalanx/memory/*.[ch] src/phalanx/distributed/*.[ch])
 
 # The stamp holds the folder it was made in: scripts in a virtual environment name their interpreter
@@ -64,7 +66,8 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(AUTOLOAD) $(COMPILED) 
 	@if [ -n "$(STALE)" ]; then rm -rf $(VENV); fi
 	@if ! $(BIN)/python -c '' 2>/dev/null; then "$(PYTHON)" -m venv --clear $(VENV); fi
 	@echo "Installing into $(VENV) (once; a minute or a few)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(INSTALL) -e '.[dev]'
+	@unset PYTHONDONTWRITEBYTECODE; $(BIN)/python -c 'import torch, torchmetrics, matplotlib.pyplot, phalanx.cli.app'
 	@printf '%s\n' '$(CURDIR)' > $(STAMP)
 
 train: $(STAMP)  ## train the default model on the default data and show the result
@@ -105,7 +108,7 @@ house: $(STAMP)  # print the size of the package, its doubled names, and how far
 
 $(VENV)/.docs: $(STAMP)
 	@echo "Installing what builds the site into $(VENV) (once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(INSTALL) -e '.[docs]'
 	@touch $@
 
 docs: $(VENV)/.docs  ## build the site into out/site; open out/site/index.html, no server is needed

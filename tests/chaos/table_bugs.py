@@ -92,8 +92,8 @@ def ack_before_effect(patch: Patch) -> None:
     take = Table._take
     put_off: list[Any] = []
 
-    def later(self: Table, entry: Any) -> None:
-        put_off.append((self, entry))
+    def later(self: Table, *taken: Any) -> None:
+        put_off.append((self, *taken))
         if len(put_off) > 1:
             take(*put_off.pop(0))
 
