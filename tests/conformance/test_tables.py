@@ -337,7 +337,7 @@ def add_without_waiting(world: tables.TableGroup) -> list:
     rows = torch.empty(2, dtype=torch.int64)
     for number in range(NOT_AWAITED):
         buffer.fill_(1 + number)
-        rows[0], rows[1] = number % 12, (number + 5) % 12
+        rows[0], rows[1] = number % 12, (number + 1) % 12  # of one host, but for the last
         matrix.add(buffer, rows=rows, wait=False)
         keys.add(buffer, rows=[-number, me], wait=False)
         whole.add(torch.ones(5), wait=False)
@@ -366,7 +366,7 @@ def added_by_one(n: int) -> list:
         for number in range(NOT_AWAITED):
             delta = torch.full((2, 2), 1 + number)
             for worker in range(n):
-                matrix.add(delta, rows=[number % 12, (number + 5) % 12])
+                matrix.add(delta, rows=[number % 12, (number + 1) % 12])
                 keys.add(delta, rows=[-number, worker])
             order.add([[0.1 * number, 0.3]] * 2, rows=[0, 1])
         return [matrix.get().tolist(), order.get().tolist(), len(keys), keys.get([-5, 0]).tolist()]
@@ -475,6 +475,19 @@ def several_gets(world: tables.TableGroup) -> None:
     pending = [table.async_get([row]) for row in (3, 1, 1)]
     assert [p.wait().tolist() for p in reversed(pending)] == [[[3.0, 3.0]]] * 3
     assert pending[0].wait() is pending[0].wait()
+    values = torch.arange(6.0)[:, None]
+    for name, options in {
+        "one": {},
+        "two": {"num_shards": 2},
+        "dc": {"updater": "dc_asgd"},
+    }.items():
+        many = world.matrix(6, 1, name=name, init=values, **options)
+        rows = torch.empty(2, dtype=torch.int64)
+        for asked, later in [([0, 1], [5, 4]), ([4, 5], [1, 1]), ([1, 5], [0, 0])]:
+            rows[:] = torch.tensor(asked)
+            begun = many.async_get(rows)
+            rows[:] = torch.tensor(later)
+            assert begun.wait()[:, 0].tolist() == asked
 
 
 @in_every_formation

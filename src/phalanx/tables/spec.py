@@ -152,6 +152,12 @@ class TableSpec:
         Raises:
             ConfigError: Naming the first difference.
         """
+        if theirs.get("first_row") != self.first_row:  # what the workers gave is another there
+            raise ConfigError(
+                f"`rows` of table {self.name!r} must be what its first worker gave, but is not: "
+                f"this host's part begins with row {theirs.get('first_row')} there, and with row "
+                f"{self.first_row} here."
+            )
         for key, value in self.as_mapping().items():
             if theirs.get(key) != value:
                 raise ConfigError(

@@ -221,8 +221,9 @@ class SpreadStorage:
         if mine is not None:
             self.local.add(mine, timeout_s)
         for host, each in entries.items():
-            # A copy: the caller may change its delta as soon as this returns.
-            kept = each._replace(delta=each.delta.clone())
+            # Copies: the caller may change what it gave as soon as this returns.
+            rows = None if each.rows is None else each.rows.clone()
+            kept = each._replace(delta=each.delta.clone(), rows=rows)
             parts[host].remote.deferred.put(parts[host], kept, timeout_s)
 
     def finish_adds(self, worker: int, timeout_s: float) -> None:

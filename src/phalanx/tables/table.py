@@ -149,7 +149,7 @@ class Table:
 
         Args:
             delta: For ``rows``, or for the whole table. A tensor or array of the table's dtype, or
-                a sequence of numbers. It may be changed as soon as this returns.
+                a sequence of numbers. It and ``rows`` may be changed as soon as this returns.
             rows: int64, 0-based; of an array, the elements; of a :class:`KeyTable`, the keys.
             wait: Whether the add has been taken when this returns. This host's rows always have
                 it then, and so has a bulk-synchronous table. Adds to rows of other hosts are sent
@@ -270,21 +270,25 @@ class Table:
         Blocks: Asynchronous: no. Bounded: until nobody is more than k ticks behind. Bulk: until
         every worker has come to its get, or left.
         """
-        return self.async_get(rows, out=out).wait()
+        self._check_open()
+        return self._begin_get(read_rows(rows, self._spec), out).wait()
 
     def async_get(self, rows: Rows | None = None, *, out: Tensor | None = None) -> PendingGet:
         """Begin a :meth:`get`; ``wait()`` on the answer ends it. Several may be open.
 
         In a bulk-synchronous table this ends the worker's round, so adds that follow are of the
         next one; wait before the next get. In any other, rows are read when they are waited for,
-        so what is added until then is in.
+        so what is added until then is in. ``rows`` may be changed as soon as this returns.
 
         Raises:
             ConfigError: As :meth:`get`.
         """
         self._check_open()
+        index = read_rows(rows, self._spec)
+        return self._begin_get(None if index is None else index.clone(), out)
+
+    def _begin_get(self, index: Tensor | None, out: Tensor | None) -> PendingGet:
         spec = self._spec
-        index = read_rows(rows, spec)
         holder = self._storage.holder_of(index)
         num_rows = spec.rows if index is None else index.numel()
         if out is None:

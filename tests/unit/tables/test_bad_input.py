@@ -11,6 +11,8 @@ from torch import nn
 
 from phalanx import tables
 from phalanx.errors import CheckpointError, ConfigError, OutOfSpace, StateError
+from phalanx.tables.host_operations import part_of
+from phalanx.tables.spec import TableSpec
 
 NAN = float("nan")
 DELTA = torch.ones(2, 3)
@@ -358,3 +360,14 @@ def test_who_was_announced_and_never_came_is_named_at_the_end():
     with pytest.warns(UserWarning, match="Worker 1 of run .* within 0.05 s") as caught:
         world.close()
     assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_hosts_whose_parts_begin_elsewhere_say_that_rows_differ():
+    """Of 7 and of 8 rows the last of three hosts has two each."""
+    with tables.join() as world:
+        found = [world.matrix(rows, 2, name=f"t{rows}")._spec.as_mapping() for rows in (7, 8)]
+    one, other = [part_of(TableSpec.from_mapping({**each, "name": "t"}), 2, 3) for each in found]
+    with pytest.raises(
+        ConfigError, match=r"`rows` of table 't' must .* row 5 there, .* row 6 here"
+    ):
+        other.refuse_other(one.as_mapping())
