@@ -53,8 +53,8 @@ def register_test_device() -> None:
 
     if build.compiler() is None:
         pytest.exit("The test device needs a C++ compiler, and there is none.", NO_TESTS)
-    # What runs there is compared with the CPU, bit by bit. On AMD's processors MKL sums in another
-    # order for the same numbers elsewhere in memory, unless told not to before its first call.
+    # What runs there is compared with the CPU, bit by bit. On an AMD EPYC MKL gave a linear layer
+    # other last bits there, unless told to be reproducible before its first call.
     os.environ.setdefault("MKL_CBWR", "AUTO")
     accelerator.register()
 
