@@ -8,7 +8,6 @@ with a server that dies at the third.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -63,15 +62,17 @@ BUGS = {
 def serve(
     parent: Parent, spec: str, dies_at: str | None, bug: str | None, at_add: int = SECOND
 ) -> None:
-    """Serve a host; kill this process when an add passes ``dies_at``, or its first keys."""
+    """Serve a host; kill this process when that add, or the first keys, pass ``dies_at``."""
     host_server._OVER_S = 0.05
     host_supervisor.run_server = serve_here
     if bug is not None:
         BUGS[bug]()
-    passed = itertools.count(int(dies_at in NEW_KEYS))
+    adds_begun = 0
 
     def fault(point: str, worker: int) -> None:
-        if point == dies_at and next(passed) == at_add:
+        nonlocal adds_begun
+        adds_begun += point == "before lock"
+        if point == dies_at and (point in NEW_KEYS or adds_begun == at_add + 1):
             os.kill(os.getpid(), signal.SIGKILL)
 
     if dies_at is not None:
@@ -102,6 +103,8 @@ def work(parent: Parent, given: dict[str, str], kind: str) -> None:
                 for number in range(ADDS):
                     delta = torch.full((len(rows), 2), 10.0**number)
                     table.add(delta, rows=rows, wait=waits)
+                    if number == 0:  # it is a message of its own
+                        assert wait_until(lambda: not remote.deferred._kept, DEADLINE_S)
         world.barrier()
         parent.tell(table.get(rows).unique().tolist())
     parent.tell("left")

@@ -192,12 +192,12 @@ class TableShard:
                 self._rows[word & _CURRENT][0].take(rows, out, self.first_row)
             if header[_WORD] == word and header[_ARMED] != word:
                 return
-        own = self._counted(rows)
+        own = None if rows is None else self._counted(rows)
         self._call_settled(lambda: _copy_rows(self.current()[0], own, out), timeout_s)
 
-    def _counted(self, rows: Tensor | None) -> Tensor | None:
+    def _counted(self, rows: Tensor) -> Tensor:
         """Return rows counted from the shard's first one."""
-        return rows - self.first_row if rows is not None and self.first_row else rows
+        return rows - self.first_row if self.first_row else rows
 
     def _call_settled(self, call: Callable[[], T], timeout_s: float) -> T:
         """Call with the reader's lock held, where no add of a dead process is unfinished."""
@@ -213,7 +213,7 @@ class TableShard:
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
     ) -> None:
         """Copy rows into ``out``, and remember them as what ``worker`` has read."""
-        backup, own = self._backups[worker], self._counted(rows)
+        backup, own = self._backups[worker], None if rows is None else self._counted(rows)
         with self.lock.exclusive(timeout_s):  # nothing may come between value and copy
             fail_point("reader's lock held")
             self._settle()
@@ -454,7 +454,7 @@ class TableShard:
         self, word: int, rows: Tensor, delta: Tensor, worker: int, updater: Updater
     ) -> None:
         """Change more rows than the record holds, each of them once."""
-        own = rows - self.first_row
+        own = self._counted(rows)
         old, new = self._both(word)
         for source, target in zip(old, new, strict=True):
             target.copy_(source)
