@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -463,6 +464,114 @@ def join_again_and_again(world: tables.TableGroup) -> None:
         assert wait_until(lambda: left_behind() < (0, before + 5), DEADLINE_S), left_behind()
     world.barrier()
     assert table.get().tolist() == [12.0] * 6
+
+
+def add_to_a_round_by_threads(world: tables.TableGroup) -> list:
+    table = world.array(9, torch.int64, name="t", sync=True)
+    together = threading.Barrier(3)
+
+    def add() -> None:
+        together.wait(DEADLINE_S)
+        for _ in range(40):
+            table.add(torch.ones(9, dtype=torch.int64))
+
+    threads = [threading.Thread(target=add) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    return table.get().tolist()
+
+
+@in_every_formation
+def test_each_add_of_a_workers_threads_to_a_round_counts(workers, n, run):
+    assert workers(run, n, add_to_a_round_by_threads) == [[120 * n] * 9] * n
+
+
+def add_twice_after_one_that_failed(world: tables.TableGroup) -> list:
+    """Add to a round over a link that brings each request twice, after one that was refused."""
+    table = world.array(9, torch.int64, name="t", sync=True)
+    world.barrier()
+    if world.worker_id == 0:
+        remote = world._context.membership._others.of(0)[2]
+        refuse_once(remote)
+        with pytest.raises(OutOfSpace, match="refused"):
+            table.add([1], rows=[8])
+        connection, send = remote.connection, remote.connection._send
+
+        def send_twice(*asked: object) -> None:
+            send(*asked)
+            send(*asked)
+
+        connection._send = send_twice  # type: ignore[method-assign]
+        table.add([1], rows=[8])
+    found = table.get().tolist()
+    world.barrier()
+    return found
+
+
+def test_a_repeated_add_to_a_round_counts_once_behind_one_that_failed(run):
+    assert run_hosts(3, run, 3, add_twice_after_one_that_failed) == [[0] * 8 + [1]] * 3
+
+
+def get_and_be_interrupted(world: tables.TableGroup) -> list:
+    table = world.array(9, torch.int64, name="t", init=5)
+    world.barrier()
+    if world.worker_id == 0:
+        out = torch.zeros(9, dtype=torch.int64)
+        remotes = world._context.membership._others.of(0)
+        connection, poll = remotes[1].connection, remotes[1].connection.poll
+
+        def interrupt(*_: object) -> bool:
+            connection.poll = poll  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        connection.poll = interrupt  # type: ignore[assignment, method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            table.get(out=out)
+        out.fill_(-1)  # the caller's again
+        for row in (4, 8):  # takes in what has come from those hosts
+            assert table.get([row]).item() == 5
+        assert out.tolist() == [-1] * 9
+        assert not any(each.connection._link().calls for each in remotes.values())
+    world.barrier()
+    return table.get().tolist()
+
+
+def test_an_interrupted_get_writes_nothing_later(run):
+    assert run_hosts(3, run, 3, get_and_be_interrupted) == [[5] * 9] * 3
+
+
+def serve_under_another_default_device(world: tables.TableGroup, folder: Path) -> list:
+    size = 3 * world.num_workers
+    rows = list(range(size))[::-1]
+    with torch.device("meta"):
+        matrix = world.matrix(size, 2, name="m", init=0.5)
+        bulk = world.matrix(size, 2, name="b", sync=True)
+        keys = world.keys(2, name="k")  # of few keys: some hosts have none
+        for table in (matrix, bulk):
+            for wait in (True, False):
+                table.add([[float(row)] * 2 for row in rows], rows=rows, wait=wait)
+        keys.add([[1.0, 1.0]], rows=[7])
+        world.barrier()
+        found = [matrix.get(rows), matrix.get(), bulk.get(rows), keys.get([7, 8]), matrix.get([])]
+        assert keys.keys().tolist() == [7]
+        world.barrier()
+        if world.is_master:
+            keys.snapshot(folder)
+            matrix.snapshot(folder)
+        world.barrier()
+    return [each[:, 0].tolist() for each in found]
+
+
+@in_every_formation
+def test_tables_serve_whatever_the_default_device_is(workers, n, run, tmp_path):
+    twice = [2.0 * n * row for row in range(3 * n)]
+    matrix = [0.5 + each for each in twice]
+    found = [matrix[::-1], matrix, twice[::-1], [float(n), 0.0], []]
+    assert (
+        workers(run, n, partial(serve_under_another_default_device, folder=tmp_path)) == [found] * n
+    )
 
 
 @pytest.mark.parametrize(("workers", "n"), [p for p in FORMATIONS if "hosts" in p.id])

@@ -184,7 +184,7 @@ class Connection:
         payload: Sequence[memoryview] = (),
         out: Sequence[memoryview] | None = (),
     ) -> PendingCall:
-        """Send a request. The same thread has to :meth:`wait` for it.
+        """Send a request. The same thread has to :meth:`wait` for it, or to :meth:`abandon` it.
 
         Args:
             operation: What is asked for.
@@ -242,8 +242,12 @@ class Connection:
         with self._mutex:
             self._refuse_closed(title)
             link.calls[call] = pending  # from here on the sockets stay until it has ended
-        self._notice_cuts(link)
-        self._send(link, pending, _RETRY_S)
+        try:
+            self._notice_cuts(link)
+            self._send(link, pending, _RETRY_S)
+        except BaseException:  # a Ctrl-C
+            self.abandon(pending)
+            raise
         return pending
 
     def wait(self, pending: PendingCall, timeout_s: float) -> Reply:
@@ -262,11 +266,15 @@ class Connection:
                     "are up; what was asked may still be done there."
                 )
         finally:
-            self._link().calls.pop(pending.head.call, None)
+            self.abandon(pending)
         if pending.error is not None:
             raise pending.error
         assert pending.answer is not None
         return Reply(pending.answer.args, pending.answer.text, pending.brought)
+
+    def abandon(self, pending: PendingCall) -> None:
+        """Neither ask again nor take an answer in: the caller's memory is its own from here on."""
+        self._link().calls.pop(pending.head.call, None)
 
     def poll(self, pending: PendingCall, timeout_s: float) -> bool:
         """Take answers in until that of ``pending`` is there; tell whether it is.

@@ -108,7 +108,7 @@ def from_memory(
     for size in shape:
         count *= size
     if count == 0:
-        return torch.empty(tuple(shape), dtype=dtype), offset
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu"), offset
     tensor = torch.frombuffer(payload, dtype=dtype, count=count, offset=offset)
     if len(shape) != 1:
         tensor = tensor.view(tuple(shape))

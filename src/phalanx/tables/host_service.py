@@ -9,7 +9,7 @@ that one is silent, killed and not yet started again say, what a worker asks for
 A request may come twice. Each that must count once carries what tells a repetition:
 
     add                  a number, which the shard keeps with the effect (applied_numbers.py)
-    add of a round       its index in the round's log
+    add of a round       the same number, which the log of the round keeps
     tick, arrive         the clock itself
     barrier              how many barriers were finished before
     enter                the client's 16 bytes, kept beside its incarnation
@@ -318,7 +318,7 @@ class HostService:
                 f"get, but keeps {spec.num_backups}."
             )
         num_rows = spec.rows if rows is None else rows.numel()
-        out = torch.empty((num_rows, spec.cols), dtype=spec.dtype)
+        out = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
         storage.read(rows, out, head.worker, _LOCK_S, backs_up=bool(head.args[1]))
         return Answer(payload=[as_memory(out)])
 
@@ -355,9 +355,9 @@ class HostService:
         return Answer()
 
     def _put(self, request: Request) -> Answer:
-        _, number, index, assigns = request.head.args
-        entry = self._entry(request, 0, assigns=bool(assigns))
-        self._storage(request.head.text).rounds.put_into(entry, number, index)
+        _, number, _, assigns = request.head.args
+        entry = self._entry(request, _first_number(request.head, 1), assigns=bool(assigns))
+        self._storage(request.head.text).rounds.put_into(entry, number)
         return Answer()
 
     def _arrive(self, request: Request) -> Answer:

@@ -117,12 +117,15 @@ class RemotePart:
     def __init__(self, remote: RemoteHost, spec: TableSpec) -> None:
         self.remote = remote
         self.spec = spec
-        self._num_puts: tuple[int, int] = (0, 0)  # the round, and how many adds of it went there
         self._title = f"table {spec.name!r}"
 
     def wait(self, pending: PendingCall, timeout_s: float) -> Reply:
         """Wait for the answer of a call that was begun."""
         return self.remote.connection.wait(pending, timeout_s)
+
+    def abandon(self, pending: PendingCall) -> None:
+        """Let the answer of a call that was begun go nowhere, if it is not there yet."""
+        self.remote.connection.abandon(pending)
 
     def _begin(self, operation: Operation, verb: str, **asked: Any) -> PendingCall:
         return self.remote.connection.begin(
@@ -188,7 +191,7 @@ class RemotePart:
                 pending = self.begin_add(entries[0])
             else:
                 rows = [entry.rows for entry in entries if entry.rows is not None]
-                counts = torch.tensor([len(each) for each in rows])
+                counts = torch.tensor([len(each) for each in rows], device="cpu")
                 parts = [counts, torch.cat(rows), torch.cat([entry.delta for entry in entries])]
                 pending = self._begin(
                     Operation.ADD_TOGETHER,
@@ -200,13 +203,12 @@ class RemotePart:
             self.wait(pending, timeout_s)
 
     def begin_put(self, entry: Entry, number: int) -> PendingCall:
-        """Put an add down for round ``number``."""
-        index = self._num_puts[1] if self._num_puts[0] == number else 0
-        self._num_puts = (number, index + 1)
+        """Put an add down for round ``number``; `remote.adding` is held until it is there."""
         return self._begin(
             Operation.PUT,
             "an add",
-            args=(_count(entry.rows), number, index, int(entry.assigns)),
+            args=(_count(entry.rows), number, 0, int(entry.assigns)),
+            number=self.remote.number_adds(1),
             payload=_payload(entry),
         )
 

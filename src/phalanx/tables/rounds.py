@@ -48,7 +48,8 @@ _MAX_ENTRIES = 1 << 20
 class RoundLog:
     """The logged adds of one worker, in regions that double in size.
 
-    An entry is a head (kind, number of rows), the rows, the delta; each begins on 64 bytes.
+    An entry is a head (kind, how many rows, the add's number), the rows, the delta; each begins on
+    64 bytes.
 
     Args:
         spec: The table.
@@ -76,20 +77,20 @@ class RoundLog:
         self._chunks: list[Region] = []
         self._at = (0, 0)  # chunk and byte at which the next entry begins
         self._written = 0
+        self._last_number = 0  # of the round's numbered adds
 
     @property
     def number(self) -> int:
         """The round whose adds it holds, or 0."""
         return self._line[_LOG_ROUND]
 
-    def put(self, entry: Entry, number: int, index: int | None = None) -> None:
+    def put(self, entry: Entry, number: int) -> None:
         """Log an add for round ``number``; it counts once the last word is written.
 
         Args:
-            entry: The add.
+            entry: The add. One with a number that is not larger than the last one's, of this
+                round, is there already.
             number: The round.
-            index: Which of the round's adds it is, from 0; one that is there is left alone. None
-                for the next.
 
         Raises:
             OutOfSpace: There is no room for it.
@@ -99,10 +100,10 @@ class RoundLog:
         if line[_LOG_ROUND] != number:
             line[_LOG_COUNT] = 0
             line[_LOG_ROUND] = number
-        if index is not None and index < line[_LOG_COUNT]:
-            return
         if self._written != line[_LOG_COUNT]:
             self._find_end(line[_LOG_COUNT])
+        if 0 < entry.number <= self._last_number:
+            return
         if self._written >= _MAX_ENTRIES:
             raise StateError(
                 f"A round of table {self._spec.name!r} must have at most {_MAX_ENTRIES} adds of a "
@@ -112,6 +113,7 @@ class RoundLog:
         self._write(self._chunk(chunk), at, entry)
         self._at = chunk, at + self._entry_bytes(entry)
         self._written += 1
+        self._last_number = max(self._last_number, entry.number)
         line[_LOG_COUNT] = self._written
 
     def entries(self, number: int) -> list[Entry]:
@@ -122,9 +124,9 @@ class RoundLog:
 
     def _find_end(self, count: int) -> None:
         """Find the end of the log: its start after a round, or where a dead worker stopped."""
-        self._at = (0, 0)
-        for _, end in self._walk(count):
-            self._at = end
+        self._at, self._last_number = (0, 0), 0
+        for entry, end in self._walk(count):
+            self._at, self._last_number = end, max(self._last_number, entry.number)
         self._written = count
 
     def _walk(self, count: int) -> Iterator[tuple[Entry, tuple[int, int]]]:
@@ -164,6 +166,7 @@ class RoundLog:
         kinds = (_ALL, _VALUE) if entry.rows is None else (_ROWS, _ROW_VALUES)
         head[0] = kinds[entry.assigns]
         head[1] = 0 if entry.rows is None else len(entry.rows)
+        head[2] = entry.number
         at += _HEAD_BYTES
         if entry.rows is not None:
             region.tensor(torch.int64, len(entry.rows), at).copy_(entry.rows)
@@ -172,7 +175,7 @@ class RoundLog:
         region.tensor(self._spec.dtype, len(flat), at).copy_(flat)
 
     def _read(self, chunk: int, at: int) -> Entry:
-        kind, num_rows = self._head(chunk, at)[:2]
+        kind, num_rows, number = self._head(chunk, at)[:3]
         region, spec = self._chunk(chunk), self._spec
         at += _HEAD_BYTES
         rows: Tensor | None = None
@@ -181,7 +184,8 @@ class RoundLog:
             at += aligned(8 * num_rows)
         num_rows = spec.rows if rows is None else num_rows
         delta = region.tensor(spec.dtype, num_rows * spec.cols, at).view(num_rows, spec.cols)
-        return Entry(rows, delta, self._worker, kind in (_VALUE, _ROW_VALUES))
+        assigns = kind in (_VALUE, _ROW_VALUES)
+        return Entry(rows, delta, self._worker, assigns, number=number)
 
 
 class Arrival(NamedTuple):
@@ -264,11 +268,11 @@ class Rounds:
         """Log an add for its worker's round."""
         self.put_into(entry, self.clock_of(entry.worker) + 1)
 
-    def put_into(self, entry: Entry, number: int, index: int | None = None) -> None:
-        """Log an add for round ``number``, as its ``index``-th, which may be there already."""
+    def put_into(self, entry: Entry, number: int) -> None:
+        """Log an add for round ``number``; a numbered one may be there already."""
         with self._mutex:
             if number > self._line[APPLIED]:  # else it was there, and is in
-                self._log_for(entry.worker, number).put(entry, number, index)
+                self._log_for(entry.worker, number).put(entry, number)
 
     def clock_of(self, worker: int) -> int:
         """Return the last round that ``worker`` has arrived at."""

@@ -174,7 +174,7 @@ class SpreadStorage:
             at += len(cut.rows)
         self._read_parts(wanted, worker, timeout_s, backs_up=backs_up)
         order = torch.cat([cut.places for cut in cuts.values()])
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device="cpu"))
         MatrixRows(sorted_out).take(back, out)
 
     def _read_parts(
@@ -354,7 +354,11 @@ class SpreadRounds:
         number = rounds.clock_of(entry.worker) + 1
         entries = storage._entries(entry)
         mine = entries.pop(storage._hosts.me, None)
-        with _all_answered(Waiting(_COUNTS_S)) as pendings:
+        with ExitStack() as held:
+            # In the order of their numbers: one that comes late is taken for a repetition.
+            for host in sorted(entries):
+                held.enter_context(parts[host].remote.adding)
+            pendings = held.enter_context(_all_answered(Waiting(_COUNTS_S)))
             for host, each in entries.items():
                 pendings.append((parts[host], parts[host].begin_put(each, number)))
             if mine is not None:
@@ -374,12 +378,13 @@ class SpreadRounds:
         parts = self._storage.remote_parts(arrival.worker)
         pendings = [(part, part.begin_finish(arrival.number, timeout_s)) for part in parts.values()]
         waiting = Waiting(timeout_s + 5.0)  # the servers' own errors name who stays away
-        try:
-            self._storage.local.rounds.finish(arrival.local, timeout_s)
-        except PhalanxError:
-            _wait_for(pendings, waiting)  # a silent host may be why others stay away
-            raise
-        _wait_for(pendings, waiting)
+        with _abandoned_at_the_end(pendings):
+            try:
+                self._storage.local.rounds.finish(arrival.local, timeout_s)
+            except PhalanxError:
+                _wait_for(pendings, waiting)  # a silent host may be why others stay away
+                raise
+            _wait_for(pendings, waiting)
 
 
 class SpreadBarrier:
@@ -422,19 +427,21 @@ def _all_answered(waiting: Waiting) -> Iterator[list[_Pending]]:
     """Wait, after the body, for the calls that it has begun and put into the list.
 
     Where the body raises, as this host's part may, they are waited for all the same, and notes on
-    the error say what became of them. A Ctrl-C waits, too; a second one does not.
+    the error say what became of them. A Ctrl-C in the body waits, too; one that comes meanwhile
+    does not.
     """
     pendings: list[_Pending] = []
     try:
         yield pendings
     except BaseException as error:
-        for part, pending in pendings:
-            try:
-                part.wait(pending, max(0.001, waiting.remaining_s()))
-                name = part.remote.connection.endpoint.name
-                error.add_note(f"{name} has done its part of {pending.title}.")
-            except PhalanxError as other:
-                error.add_note(f"Also failed: {type(other).__name__}: {other}")
+        with _abandoned_at_the_end(pendings):
+            for part, pending in pendings:
+                try:
+                    part.wait(pending, max(0.001, waiting.remaining_s()))
+                    name = part.remote.connection.endpoint.name
+                    error.add_note(f"{name} has done its part of {pending.title}.")
+                except PhalanxError as other:
+                    error.add_note(f"Also failed: {type(other).__name__}: {other}")
         raise
     _wait_for(pendings, waiting)
 
@@ -442,10 +449,24 @@ def _all_answered(waiting: Waiting) -> Iterator[list[_Pending]]:
 def _wait_for(pendings: Sequence[_Pending], waiting: Waiting) -> None:
     """Wait for all answers; the error of a host that does not answer comes before all others."""
     errors: list[tuple[bool, PhalanxError]] = []
-    for part, pending in pendings:
-        try:
-            part.wait(pending, max(0.001, waiting.remaining_s()))
-        except PhalanxError as exc:
-            errors.append((pending.done, exc))
+    with _abandoned_at_the_end(pendings):
+        for part, pending in pendings:
+            try:
+                part.wait(pending, max(0.001, waiting.remaining_s()))
+            except PhalanxError as exc:
+                errors.append((pending.done, exc))
     if errors:
         raise min(errors, key=lambda each: each[0])[1]
+
+
+@contextmanager
+def _abandoned_at_the_end(pendings: Sequence[_Pending]) -> Iterator[None]:
+    """Leave no call behind that a Ctrl-C kept from being waited for.
+
+    Its answer would come into memory that is the caller's again.
+    """
+    try:
+        yield
+    finally:
+        for part, pending in pendings:
+            part.abandon(pending)

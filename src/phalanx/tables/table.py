@@ -154,10 +154,11 @@ class Table:
             wait: Whether the add has been taken when this returns. This host's rows always have
                 it then, and so has a bulk-synchronous table. Adds to rows of other hosts are sent
                 by a thread, in their order, several in a message. :meth:`flush`, this worker's
-                gets, ``barrier``, ``tick`` and ``leave`` wait for them. They, or the worker's next
-                add, raise the error of one that failed; those behind it are not made, nor is the
-                add that raises it. The error is the worker's: whichever of its threads calls next
-                raises it. A thread with ``world.thread_worker()`` has errors of its own.
+                gets from that host, ``barrier``, ``tick`` and ``leave`` wait for them. They, or
+                the worker's next add there, raise the error of one that failed; those behind it
+                are not made, nor is the add that raises it. The error is the worker's: whichever
+                of its threads calls next raises it. A thread with ``world.thread_worker()`` has
+                errors of its own.
 
         Shapes:
             matrix: rows (K,) with delta (K, cols), or delta (rows, cols).

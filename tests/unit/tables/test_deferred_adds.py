@@ -226,7 +226,12 @@ def test_a_worker_comes_to_a_round_when_its_adds_to_other_tables_are_in():
         return lambda *_, **__: order.append(what) or SimpleNamespace(number=1)
 
     remote = SimpleNamespace(deferred=SimpleNamespace(finish=note("adds are in")))
-    part = SimpleNamespace(remote=remote, begin_arrive=note("there"), wait=note("answered"))
+    part = SimpleNamespace(
+        remote=remote,
+        begin_arrive=note("there"),
+        wait=note("answered"),
+        abandon=lambda pending: None,
+    )
     local = SimpleNamespace(rounds=SimpleNamespace(arrive=note("here")))
     storage = SimpleNamespace(local=local, remote_parts=lambda worker: {1: part})
     SpreadRounds(storage).arrive(0)
