@@ -488,6 +488,26 @@ def test_each_add_of_a_workers_threads_to_a_round_counts(workers, n, run):
     assert workers(run, n, add_to_a_round_by_threads) == [[120 * n] * 9] * n
 
 
+def add_to_rounds_beside_gets(world: tables.TableGroup) -> list:
+    table = world.array(9, torch.int64, name="t", sync=True)
+
+    def add() -> None:
+        for _ in range(100):
+            table.add(torch.ones(9, dtype=torch.int64))
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    for _ in range(20):
+        table.get()  # ends a round while the thread adds
+    thread.join(DEADLINE_S)
+    return table.get().tolist()
+
+
+@in_every_formation
+def test_an_add_beside_the_get_that_ends_its_round_counts(workers, n, run):
+    assert workers(run, n, add_to_rounds_beside_gets) == [[100 * n] * 9] * n
+
+
 def add_twice_after_one_that_failed(world: tables.TableGroup) -> list:
     """Add to a round over a link that brings each request twice, after one that was refused."""
     table = world.array(9, torch.int64, name="t", sync=True)

@@ -313,17 +313,25 @@ def test_a_forked_child_changes_no_round_of_its_parent():
     with tables.join(sync=True) as world:
         table = world.array(1)
         table.add([1.0])
+        pending = table.async_get()
         pid = os.fork()
         if pid == 0:
-            refused = 0
-            for call in (lambda: table.add([5.0]), table.get, table.async_get):
+            refused = int(not world.is_master)
+            calls = (
+                lambda: table.add([5.0]),
+                table.get,
+                table.async_get,
+                table.stats,
+                pending.wait,
+            )
+            for call in calls:
                 try:
                     call()
                 except StateError as exc:
                     refused += "forked" in str(exc)
             os._exit(10 + refused)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 13
-        assert table.get().tolist() == [1.0]
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 16
+        assert pending.wait().tolist() == table.get().tolist() == [1.0]
 
 
 # --- a lock that is held too long -----------------------------------------------------------------

@@ -239,10 +239,10 @@ class Connection:
             messages, None if out is None else [part.cast("B") for part in out], head, title
         )
         link = self._link()
-        with self._mutex:
-            self._refuse_closed(title)
-            link.calls[call] = pending  # from here on the sockets stay until it has ended
         try:
+            with self._mutex:
+                self._refuse_closed(title)
+                link.calls[call] = pending  # from here on the sockets stay until it has ended
             self._notice_cuts(link)
             self._send(link, pending, _RETRY_S)
         except BaseException:  # a Ctrl-C

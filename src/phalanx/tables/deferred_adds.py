@@ -52,11 +52,12 @@ class DeferredAdds:
 
     def __init__(self, server: str) -> None:
         self._server = server
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # a `with` of the condition is open to a Ctrl-C within
+        self._changed = threading.Condition(self._lock)
         self._kept: deque[_Kept] = deque()
         self._kept_bytes = 0
-        self._num_put = 0
-        self._num_ended = 0  # of these, in their order: taken, failed or dropped
+        self._num_begun = 0  # adds that the thread has taken to send
+        self._num_ended = 0  # of these, in their order: taken there, failed or dropped
         self._num_dropped = 0  # since the error
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -69,13 +70,15 @@ class DeferredAdds:
         Raises:
             PhalanxError: An earlier add failed, or the worker has left.
         """
-        with self._changed:
+        with self._lock:
             self._refuse_after_last()
             self._wait(lambda: self._kept_bytes <= _KEPT_BYTES, timeout_s)
             if self._thread is None:
-                thread = threading.Thread(target=self._send_all, name="phalanx adds", daemon=True)
-                thread.start()
-                self._thread = thread
+                self._thread = threading.Thread(
+                    target=self._send_all, name="phalanx adds", daemon=True
+                )
+            if self._thread.ident is None:
+                self._thread.start()
 
     def put(self, part: AddedTo, entry: Entry, timeout_s: float) -> None:
         """Keep an add, whose memory must not change, after :meth:`wait_for_room`.
@@ -87,15 +90,13 @@ class DeferredAdds:
             StateError: The worker has left.
         """
         nbytes = entry.delta.nbytes + (0 if entry.rows is None else entry.rows.nbytes)
-        with self._changed:
+        with self._lock:
             self._refuse_after_last()
-            self._num_put += 1
             if self._error is not None:
                 self._num_dropped += 1
-                self._num_ended += 1
                 return
-            self._kept.append(_Kept(part, entry, nbytes, timeout_s))
             self._kept_bytes += nbytes
+            self._kept.append(_Kept(part, entry, nbytes, timeout_s))
             self._changed.notify_all()
 
     def finish(self, timeout_s: float, *, last: bool = False) -> None:
@@ -109,11 +110,13 @@ class DeferredAdds:
             PhalanxError: One failed; those that were kept behind it are dropped. Raised once.
         """
         self._last_came |= last
-        # In this order: an add's error is set before the add counts as ended.
-        if self._num_put == self._num_ended and self._error is None and not last:
+        # In this order: an add counts as begun before it is no longer kept, and its error is set
+        # before it counts as ended.
+        if not (self._kept or self._num_begun != self._num_ended or self._error or last):
             return
-        with self._changed:
-            num_put = self._num_put
+        with self._lock:
+            num_put = self._num_begun + len(self._kept)
+            self._changed.notify_all()  # a Ctrl-C may have kept `put` from it
             self._wait(lambda: self._num_ended >= num_put, timeout_s)
 
     def _refuse_after_last(self) -> None:
@@ -138,22 +141,25 @@ class DeferredAdds:
         if not in_time:
             then = "The worker leaves" if self._last_came else "They are still being sent"
             raise PeerTimeout(
-                f"{self._server} did not take {self._num_put - self._num_ended} adds that were "
-                f"made with `wait=False` within {timeout_s:g} s. {then}. See whether that host and "
-                "the network keep up."
+                f"{self._server} did not take {self._num_left()} adds that were made with "
+                f"`wait=False` within {timeout_s:g} s. {then}. See whether that host and the "
+                "network keep up."
             )
 
     def end(self) -> None:
         """Drop the adds that are kept, and end the thread after the message under way."""
-        with self._changed:
+        with self._lock:
             self._last_came = self._closing = True
             self._changed.notify_all()
 
     def close(self) -> None:
         """As :meth:`end`, and wait until the thread has ended."""
         self.end()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
+
+    def _num_left(self) -> int:
+        return self._num_begun + len(self._kept) - self._num_ended
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -170,7 +176,7 @@ class DeferredAdds:
                         f"It was one of {len(together)} adds in a message: those before it were "
                         "made, those behind it were not."
                     )
-            with self._changed:
+            with self._lock:
                 if error is not None:
                     self._drop_kept(error)
                 self._num_ended += len(together)
@@ -178,7 +184,7 @@ class DeferredAdds:
 
     def _next(self) -> list[_Kept]:
         """Wait for adds, and take those that go into one message: of one table, from the oldest."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._kept or self._closing)
             together: list[_Kept] = []
             if self._closing:
@@ -188,6 +194,7 @@ class DeferredAdds:
                 kept = self._kept[0]
                 if together and not _go_together(together[0], kept, nbytes + kept.nbytes):
                     break
+                self._num_begun += 1
                 together.append(self._kept.popleft())
                 nbytes += kept.nbytes
             self._kept_bytes -= nbytes
@@ -198,6 +205,7 @@ class DeferredAdds:
         """Drop what came after an add that failed, which a caller may want to make otherwise."""
         self._error = error
         self._num_dropped = len(self._kept)
+        self._num_begun += len(self._kept)
         self._num_ended += len(self._kept)
         self._kept.clear()
         self._kept_bytes = 0

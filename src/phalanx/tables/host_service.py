@@ -41,6 +41,7 @@ from phalanx.tables.host_operations import (
 )
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import MAX_WORKERS
+from phalanx.tables.remote_part import UNKNOWN
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.shard import Entry
@@ -243,11 +244,10 @@ class HostService:
         return Answer()
 
     def _barrier(self, request: Request) -> Answer:
-        head = request.head
-        round_ = self._context.barrier().wait(
-            head.worker, head.text, _seconds(head.args[1]), finished=head.args[0]
-        )
-        return Answer((round_,))
+        head, barrier = request.head, self._context.barrier()
+        finished = None if head.args[0] == UNKNOWN else head.args[0]
+        round_ = barrier.wait(head.worker, head.text, _seconds(head.args[1]), finished=finished)
+        return Answer((round_, barrier.num_finished))
 
     # --- tables -----------------------------------------------------------------------------------
 

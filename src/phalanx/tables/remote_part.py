@@ -24,7 +24,10 @@ from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["RemoteHost", "RemotePart"]
+__all__ = ["UNKNOWN", "RemoteHost", "RemotePart"]
+
+UNKNOWN = -1
+"""In place of how many barriers were finished: what is asked is no repetition."""
 
 _SMALL_INIT_BYTES = 1 << 16
 
@@ -37,15 +40,18 @@ class RemoteHost:
 
     Attributes:
         host: Its number.
-        num_barriers: How many barriers were finished there when this worker last looked.
+        num_barriers: How many barriers were finished there when this worker last looked;
+            :data:`UNKNOWN` where it did not hear the end of its last one.
         adding: Held while an add is under way: adds are numbered, and end, one after the other.
         deferred: Adds that the worker does not wait for.
+        has_left: Whether the worker was said to have left.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.host = connection.endpoint.host
         self.num_barriers = 0
+        self.has_left = False
         self.adding = threading.Lock()
         endpoint = connection.endpoint
         self.deferred = DeferredAdds(f"{endpoint.name} (server at {endpoint.address})")
@@ -93,15 +99,16 @@ class RemoteHost:
     def wait_at_barrier(self, name: str, timeout_s: float) -> int:
         """Come to the barrier of that name, wait, and return its round."""
         milliseconds = int(1e3 * timeout_s)
+        finished, self.num_barriers = self.num_barriers, UNKNOWN
         reply = self.call(
             Operation.BARRIER,
             f"barrier {name!r}",
             timeout_s + 5.0,  # the server's own error names who stays away
-            args=(self.num_barriers, milliseconds),
+            args=(finished, milliseconds),
             text=name,
         )
-        self.num_barriers += 1
-        return reply.args[0]
+        round_, self.num_barriers, *_ = reply.args
+        return round_
 
 
 class RemotePart:

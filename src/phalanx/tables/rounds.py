@@ -266,12 +266,17 @@ class Rounds:
 
     def put(self, entry: Entry) -> None:
         """Log an add for its worker's round."""
-        self.put_into(entry, self.clock_of(entry.worker) + 1)
+        with self._mutex:  # no other thread of the worker arrives meanwhile
+            number = self.clock_of(entry.worker) + 1
+            self._log_for(entry.worker, number).put(entry, number)
 
     def put_into(self, entry: Entry, number: int) -> None:
-        """Log an add for round ``number``; a numbered one may be there already."""
+        """Log an add for round ``number``, at which its worker has not arrived.
+
+        One that comes again may be there already, and its round be in.
+        """
         with self._mutex:
-            if number > self._line[APPLIED]:  # else it was there, and is in
+            if number > self._line[APPLIED]:
                 self._log_for(entry.worker, number).put(entry, number)
 
     def clock_of(self, worker: int) -> int:
@@ -281,14 +286,16 @@ class Rounds:
     def arrive(self, worker: int) -> Arrival:
         """Say that ``worker`` has logged all adds of its round."""
         line = self._page.worker(worker)
-        line[CLOCK] += 1
-        return Arrival(worker, line[CLOCK], line[ARRIVED_AS])
+        with self._mutex:
+            line[CLOCK] += 1
+            return Arrival(worker, line[CLOCK], line[ARRIVED_AS])
 
     def arrive_at(self, worker: int, number: int) -> Arrival:
         """Say that ``worker`` has logged all adds of round ``number``, and of those before."""
         line = self._page.worker(worker)
-        line[CLOCK] = max(line[CLOCK], number)
-        return Arrival(worker, number, line[ARRIVED_AS])
+        with self._mutex:
+            line[CLOCK] = max(line[CLOCK], number)
+            return Arrival(worker, number, line[ARRIVED_AS])
 
     def finish(self, arrival: Arrival, timeout_s: float) -> None:
         """Wait until the round is in; apply it if everybody has arrived.
@@ -296,11 +303,13 @@ class Rounds:
         An arrival that was taken back counts again.
 
         Raises:
-            PeerTimeout: Somebody stayed away; ``.rank`` is the first. The arrival is taken back.
+            PeerTimeout: Somebody stayed away; ``.rank`` is the first. The arrival is taken back,
+                unless the worker has arrived at a later round, too.
         """
         number, line = arrival.number, self._page.worker(arrival.worker)
-        if line[CLOCK] < number and self._is_its_own(arrival):
-            line[CLOCK] = number
+        with self._mutex:
+            if line[CLOCK] < number and self._is_its_own(arrival):
+                line[CLOCK] = number
 
         def ready() -> bool:
             if self._line[APPLIED] < number and self._has_all(number):
@@ -357,8 +366,10 @@ class Rounds:
         with self._lock.exclusive(timeout_s):
             missing = self._missing(number)
             if self._line[APPLIED] < number and missing:
-                if self._is_its_own(arrival):
-                    self._page.worker(worker)[CLOCK] = number - 1
+                line = self._page.worker(worker)
+                with self._mutex:
+                    if line[CLOCK] == number and self._is_its_own(arrival):
+                        line[CLOCK] = number - 1
                 raise late_peers(
                     "Worker",
                     missing,

@@ -37,7 +37,7 @@ class RunContext:
         self._mutex = threading.Lock()
         self._storages: dict[str, Any] = {}  # each of the kind that its spec says
         self._barrier: Barrier | None = None
-        self._num_workers = 0
+        self._groups: set[int] = set()  # those of this process that are open, by `id`
         try:
             self.membership = self._open_membership(create or run is None)
         except BaseException:
@@ -101,26 +101,26 @@ class RunContext:
                 self._barrier = Barrier(page, self.membership)
             return self._barrier
 
-    def count_in(self) -> None:
-        """Count a worker of this process in."""
+    def count_in(self, group: object) -> None:
+        """Count in what a worker of this process uses."""
         with self._mutex:
-            self._num_workers += 1
+            self._groups.add(id(group))
 
-    def count_out(self, worker: int, timeout_s: float) -> None:  # noqa: ARG002 - of hosts
-        """Count a worker of this process out; the last one closes the context.
+    def count_out(self, group: object, worker: int, timeout_s: float) -> None:  # noqa: ARG002 - of hosts
+        """Count it out, if it still counts; the last one closes the context.
 
         Raises:
             StateError: A thread was in a table all the time. The worker still counts.
         """
         with self._mutex:
-            self._num_workers -= 1
-            is_last = self._num_workers == 0
+            self._groups.discard(id(group))
+            is_last = not self._groups
         if not is_last:
             return
         try:
             self.close(timeout_s)  # without the mutex, which a thread in a table may need
         except BaseException:
-            self.count_in()
+            self.count_in(group)
             raise
 
     def close(self, timeout_s: float) -> None:

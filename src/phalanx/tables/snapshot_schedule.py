@@ -76,7 +76,8 @@ class RoundGate:
 
     def __init__(self) -> None:
         self.whole = threading.Lock()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # a `with` of the condition is open to a Ctrl-C within
+        self._changed = threading.Condition(self._lock)
         self._open: dict[str, float] = {}  # by table, the round whose get has begun and not ended
         self._wanted: frozenset[str] = frozenset()  # tables that are copied, or are to be
         self._copying = False
@@ -87,7 +88,7 @@ class RoundGate:
         A copy that waits for its turn is not overtaken by the next get. But beside one that is
         open others may begin: else whoever begins them before it waits for the first never would.
         """
-        with self._changed:
+        with self._lock:
             # Without a deadline of its own: a copy has one.
             self._changed.wait_for(
                 lambda: (
@@ -102,7 +103,7 @@ class RoundGate:
 
     def finish(self, table: str, number: int) -> None:
         """Say that the get which ends a round has ended."""
-        with self._changed:
+        with self._lock:
             if self._open.get(table, math.inf) <= number:
                 del self._open[table]
                 self._changed.notify_all()
@@ -114,7 +115,7 @@ class RoundGate:
         Raises:
             PeerTimeout: It was in one all the time.
         """
-        with self._changed:
+        with self._lock:
             self._wanted = frozenset(tables)
             try:
                 free = self._changed.wait_for(
@@ -134,7 +135,7 @@ class RoundGate:
             with self.whole:
                 yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._release()
 
     def _release(self) -> None:
@@ -212,7 +213,8 @@ class SnapshotSchedule:
         self.gate = RoundGate()
         self.num_written: dict[str, int] = {}
         self.num_failed: dict[str, int] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # a `with` of the condition is open to a Ctrl-C within
+        self._changed = threading.Condition(self._lock)
         self._tasks: dict[tuple[str, ...], _Task] = {}
         self._ended = False
         self._thread: threading.Thread | None = None
@@ -233,20 +235,21 @@ class SnapshotSchedule:
             check_place(directory, source.spec.name)
         now = now_s()
         task = _Task(worker, sources, directory, every_s, now + every_s, now)
-        with self._changed:
+        with self._lock:
             self._tasks[(*task.names,)] = task
             if self._thread is None:
                 name = f"phalanx snapshots of worker {worker.worker_id}"
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            if self._thread.ident is None:
                 self._thread.start()
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
         """End the thread; a snapshot that is being written is finished first, if it can be."""
-        with self._changed:
+        with self._lock:
             self._ended = True
             self._changed.notify_all()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join(timeout_s)
         self._tasks.clear()
 
@@ -258,7 +261,7 @@ class SnapshotSchedule:
 
     def _next(self) -> _Task | None:
         """Wait until a task is due, and return it; None at the end."""
-        with self._changed:
+        with self._lock:
             while not self._ended:
                 task = min(self._tasks.values(), key=lambda each: each.due_s)
                 now = now_s()

@@ -11,9 +11,9 @@ a host when all workers have arrived there.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,7 +108,10 @@ class SpreadStorage:
         self._parts.pop(worker, None)
 
     def _any_parts(self) -> dict[int, RemotePart]:
-        return next(iter(self._parts.values()), {})  # none where all workers have closed
+        """Return the parts as some worker reaches them, one that has not left if there is any."""
+        by_worker = list(self._parts.values())  # none where all have closed
+        here = (p for p in by_worker if not any(part.remote.has_left for part in p.values()))
+        return next(here, by_worker[0] if by_worker else {})
 
     # --- the first value ----------------------------------------------------------------------
 
@@ -185,11 +188,15 @@ class SpreadStorage:
         waiting = Waiting(timeout_s)
         parts = {h: part for h, part in self.remote_parts(worker).items() if h in wanted}
         _finish_adds(parts.values(), timeout_s)  # a worker reads what it has added
-        with _all_answered(waiting) as pendings:
-            for host, part in parts.items():
-                pendings.append((part, part.begin_read(*wanted[host], backs_up=backs_up)))
+
+        def begin(host: int) -> _Pending:
+            return parts[host], parts[host].begin_read(*wanted[host], backs_up=backs_up)
+
+        def read_here() -> None:
             if mine is not None:
                 self.local.read(*mine, worker, timeout_s, backs_up=backs_up)
+
+        _ask(parts, begin, read_here, waiting)
 
     def _span(self, all_rows: Tensor, host: int) -> Tensor:
         return all_rows[self._starts[host] : self._starts[host + 1]]
@@ -201,15 +208,15 @@ class SpreadStorage:
         waiting, all_parts = Waiting(timeout_s), self.remote_parts(entry.worker)
         parts = {host: all_parts[host] for host in entries if host in all_parts}
         _finish_adds(parts.values(), timeout_s)  # a worker's adds are taken in their order
-        with ExitStack() as held:
-            # In the order of hosts, so that two threads never hold crosswise.
-            for part in parts.values():
-                held.enter_context(part.remote.adding)
-            pendings = held.enter_context(_all_answered(waiting))
-            for host, part in parts.items():
-                pendings.append((part, part.begin_add(entries[host])))
+
+        def begin(host: int) -> _Pending:
+            return parts[host], parts[host].begin_add(entries[host])
+
+        def add_here() -> None:
             if mine is not None:
                 self.local.add(mine, timeout_s)
+
+        _with_all(_adding(parts), lambda: _ask(parts, begin, add_here, waiting))
 
     def add_later(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, of which only this host's part is in when this returns."""
@@ -346,45 +353,66 @@ class SpreadRounds:
 
     def __init__(self, storage: SpreadStorage) -> None:
         self._storage = storage
+        self._turns: dict[int, threading.Lock] = {}  # by worker
 
     def put(self, entry: Entry) -> None:
         """Put an add down for its worker's round, on every host that has rows of it."""
-        storage = self._storage
-        parts, rounds = storage.remote_parts(entry.worker), storage.local.rounds
-        number = rounds.clock_of(entry.worker) + 1
+        storage, worker = self._storage, entry.worker
+        rounds, all_parts = storage.local.rounds, storage.remote_parts(worker)
         entries = storage._entries(entry)
-        mine = entries.pop(storage._hosts.me, None)
-        with ExitStack() as held:
-            # In the order of their numbers: one that comes late is taken for a repetition.
-            for host in sorted(entries):
-                held.enter_context(parts[host].remote.adding)
-            pendings = held.enter_context(_all_answered(Waiting(_COUNTS_S)))
-            for host, each in entries.items():
-                pendings.append((parts[host], parts[host].begin_put(each, number)))
-            if mine is not None:
-                rounds.put_into(mine, number)
+        mine = entries.get(storage._hosts.me)
+        parts = {host: all_parts[host] for host in entries if host in all_parts}
+
+        def put() -> None:
+            number = rounds.clock_of(worker) + 1
+
+            def begin(host: int) -> _Pending:
+                return parts[host], parts[host].begin_put(entries[host], number)
+
+            def put_here() -> None:
+                if mine is not None:
+                    rounds.put_into(mine, number)
+
+            _ask(parts, begin, put_here, Waiting(_COUNTS_S))
+
+        # In the order of their numbers: one that comes late is taken for a repetition.
+        _with_all([self._turn_of(worker), *_adding(parts)], put)
 
     def arrive(self, worker: int) -> _SpreadArrival:
         """Say that ``worker`` has put down all of its round."""
         storage = self._storage
-        parts = storage.remote_parts(worker).values()
-        _finish_adds(parts, _COUNTS_S)  # adds to other tables are in before a round ends
-        local = storage.local.rounds.arrive(worker)
-        _wait_for([(p, p.begin_arrive(local.number)) for p in parts], Waiting(_COUNTS_S))
+        parts = storage.remote_parts(worker)
+        _finish_adds(parts.values(), _COUNTS_S)  # adds to other tables are in before a round ends
+        with self._turn_of(worker):  # no thread of the worker puts anything down meanwhile
+            local = storage.local.rounds.arrive(worker)
+        _ask(
+            parts,
+            lambda host: (parts[host], parts[host].begin_arrive(local.number)),
+            None,
+            Waiting(_COUNTS_S),
+        )
         return _SpreadArrival(local, local.number, worker)
 
     def finish(self, arrival: _SpreadArrival, timeout_s: float) -> None:
         """Wait until the round is in on every host; see :meth:`Rounds.finish`."""
         parts = self._storage.remote_parts(arrival.worker)
-        pendings = [(part, part.begin_finish(arrival.number, timeout_s)) for part in parts.values()]
         waiting = Waiting(timeout_s + 5.0)  # the servers' own errors name who stays away
-        with _abandoned_at_the_end(pendings):
+        pendings: list[_Pending] = []
+        try:
+            for part in parts.values():
+                pendings.append((part, part.begin_finish(arrival.number, timeout_s)))
             try:
                 self._storage.local.rounds.finish(arrival.local, timeout_s)
             except PhalanxError:
                 _wait_for(pendings, waiting)  # a silent host may be why others stay away
                 raise
             _wait_for(pendings, waiting)
+        finally:
+            _abandon(pendings)
+
+    def _turn_of(self, worker: int) -> threading.Lock:
+        """Return what a worker's threads hold while the round that it is in must stay."""
+        return self._turns.setdefault(worker, threading.Lock())
 
 
 class SpreadBarrier:
@@ -418,23 +446,34 @@ def _checked(entry: Entry) -> Entry:
     return entry._replace(unchecked=False)
 
 
+def _adding(parts: Mapping[int, RemotePart]) -> list[threading.Lock]:
+    """Return the locks of adds, in the order of hosts: two threads never hold them crosswise."""
+    return [parts[host].remote.adding for host in sorted(parts)]
+
+
 def _finish_adds(parts: Iterable[RemotePart], timeout_s: float) -> None:
     finish_all((part.remote.deferred for part in parts), timeout_s)
 
 
-@contextmanager
-def _all_answered(waiting: Waiting) -> Iterator[list[_Pending]]:
-    """Wait, after the body, for the calls that it has begun and put into the list.
+def _ask(
+    hosts: Iterable[int],
+    begin: Callable[[int], _Pending],
+    here: Callable[[], None] | None,
+    waiting: Waiting,
+) -> None:
+    """Begin a call on each host, do this host's part meanwhile, and wait for all answers.
 
-    Where the body raises, as this host's part may, they are waited for all the same, and notes on
-    the error say what became of them. A Ctrl-C in the body waits, too; one that comes meanwhile
-    does not.
+    Where one cannot begin, or this host's part fails, the others are waited for all the same, and
+    notes on the error say what became of them. A Ctrl-C waits, too; a second one does not.
     """
     pendings: list[_Pending] = []
     try:
-        yield pendings
-    except BaseException as error:
-        with _abandoned_at_the_end(pendings):
+        try:
+            for host in hosts:
+                pendings.append(begin(host))
+            if here is not None:
+                here()
+        except BaseException as error:
             for part, pending in pendings:
                 try:
                     part.wait(pending, max(0.001, waiting.remaining_s()))
@@ -442,31 +481,38 @@ def _all_answered(waiting: Waiting) -> Iterator[list[_Pending]]:
                     error.add_note(f"{name} has done its part of {pending.title}.")
                 except PhalanxError as other:
                     error.add_note(f"Also failed: {type(other).__name__}: {other}")
-        raise
-    _wait_for(pendings, waiting)
+            raise
+        _wait_for(pendings, waiting)
+    finally:
+        _abandon(pendings)
 
 
 def _wait_for(pendings: Sequence[_Pending], waiting: Waiting) -> None:
     """Wait for all answers; the error of a host that does not answer comes before all others."""
     errors: list[tuple[bool, PhalanxError]] = []
-    with _abandoned_at_the_end(pendings):
-        for part, pending in pendings:
-            try:
-                part.wait(pending, max(0.001, waiting.remaining_s()))
-            except PhalanxError as exc:
-                errors.append((pending.done, exc))
+    for part, pending in pendings:
+        try:
+            part.wait(pending, max(0.001, waiting.remaining_s()))
+        except PhalanxError as exc:
+            errors.append((pending.done, exc))
     if errors:
         raise min(errors, key=lambda each: each[0])[1]
 
 
-@contextmanager
-def _abandoned_at_the_end(pendings: Sequence[_Pending]) -> Iterator[None]:
-    """Leave no call behind that a Ctrl-C kept from being waited for.
+def _abandon(pendings: Iterable[_Pending]) -> None:
+    """Leave no call behind: the answer of one would come into memory that is the caller's again."""
+    for part, pending in pendings:
+        part.abandon(pending)
 
-    Its answer would come into memory that is the caller's again.
+
+def _with_all(locks: Sequence[threading.Lock], call: Callable[[], None]) -> None:
+    """Call while all locks are held.
+
+    By recursion: between taking a lock and noting it, an `ExitStack` has moments at which a Ctrl-C
+    leaves it held for good, and a `with` has none.
     """
-    try:
-        yield
-    finally:
-        for part, pending in pendings:
-            part.abandon(pending)
+    if not locks:
+        call()
+        return
+    with locks[0]:
+        _with_all(locks[1:], call)

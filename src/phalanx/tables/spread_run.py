@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from phalanx.cluster import Connection, CurveKeys, Endpoint
-from phalanx.errors import PhalanxError, UnsupportedError
+from phalanx.errors import PhalanxError, StateError, UnsupportedError
 from phalanx.ipc import Region, Waiting
 from phalanx.tables.deferred_adds import finish_all
 from phalanx.tables.host_operations import Operation, part_of
@@ -59,8 +59,18 @@ class OtherHosts:
             self._remotes[worker] = remotes
 
     def of(self, worker: int) -> dict[int, RemoteHost]:
-        """Return the connections of a worker."""
-        return self._remotes[worker]
+        """Return the connections of a worker.
+
+        Raises:
+            StateError: It has closed.
+        """
+        remotes = self._remotes.get(worker)
+        if remotes is None:
+            raise StateError(
+                f"A worker must be of the run, but worker {worker} has closed. Let its calls end "
+                "before `close()`."
+            )
+        return remotes
 
     def all_call(
         self, worker: int, operation: Operation, what: str, timeout_s: float, **asked: Any
@@ -142,6 +152,7 @@ class SpreadMembership(Membership):
             for remote in self._others.of(worker).values():
                 with suppress(PhalanxError):
                     remote.call(Operation.LEAVE, "`leave`", min(timeout_s, _LEAVE_S))
+                remote.has_left = True
                 remote.deferred.end()  # not with the process: threads may join again and again
 
     def advance(self, worker: int) -> int:
@@ -204,9 +215,9 @@ class SpreadContext(RunContext):
         """Return the run's barriers."""
         return SpreadBarrier(super().barrier(), self._hosts)
 
-    def count_out(self, worker: int, timeout_s: float) -> None:
+    def count_out(self, group: object, worker: int, timeout_s: float) -> None:
         """As :meth:`RunContext.count_out`; the worker's connections go with it."""
-        super().count_out(worker, timeout_s)
+        super().count_out(group, worker, timeout_s)
         for storage in list(self._spread.values()):
             storage.forget(worker)
         self._others.forget(worker, timeout_s)

@@ -405,6 +405,7 @@ class Table:
 
     def stats(self) -> TableStats:
         """Return what this worker has done so far."""
+        self._check_process()
         stats = TableStats(**vars(self._stats))
         stats.undone = self._storage.num_undone
         stats.snapshots = self._group.snapshots.num_written.get(self.name, 0)
@@ -416,6 +417,9 @@ class Table:
             raise StateError(
                 f"Table {self.name!r} must belong to an open group, but its group is closed."
             )
+        self._check_process()
+
+    def _check_process(self) -> None:
         if self._group.forked:
             raise StateError(
                 f"Table {self.name!r} must be used by the process that opened it, but this one was "
@@ -458,6 +462,7 @@ class PendingGet:
             PeerTimeout: As :meth:`Table.get`.
         """
         if not self._done:
+            self._table._check_process()
             self._table._read(self._holder, self._rows, self._target, self._arrival)
             self._done = True
         return self._answer

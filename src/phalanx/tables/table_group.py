@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -69,8 +71,10 @@ class TableGroup:
         self._incarnation = context.membership.incarnation(worker_id)
         self._context = context
         self._num_tables = 0
+        self._numbering = threading.Lock()
+        self._closing = threading.RLock()
         self._tick_bound: int | None = staleness.bound if staleness.is_bounded else None
-        context.count_in()
+        context.count_in(self)
         register_at_fork(self._note_fork)
 
     # --- the workers -----------------------------------------------------------------------------
@@ -90,7 +94,9 @@ class TableGroup:
     @property
     def is_master(self) -> bool:
         """Whether this is the lowest worker that is waited for."""
-        if self.closed or self.membership.incarnation(self.worker_id) != self._incarnation:
+        if self.closed or self.forked:
+            return False
+        if self.membership.incarnation(self.worker_id) != self._incarnation:
             return False
         return self.membership.master(self.worker_id, self.timeout_s) == self.worker_id
 
@@ -155,12 +161,12 @@ class TableGroup:
             PhalanxError: An add that was made with ``wait=False`` failed. The worker has left all
                 the same.
         """
-        self.snapshots.close(self.timeout_s)
         try:
+            self.snapshots.close(self.timeout_s)
+        finally:  # also after a Ctrl-C: nobody shall wait for this worker
+            self.left = True
             if not self.closed and self.is_counted():
                 self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
-        finally:
-            self.left = True
 
     def close(self) -> None:
         """Leave and let go of everything; the last one out removes what the run has shared.
@@ -190,18 +196,22 @@ class TableGroup:
             )
 
     def _leave_and_close(self) -> None:
-        if self.closed:
-            return
-        try:
-            if not self.forked:
-                self.leave()
-        finally:
-            self.closed = True
+        with nullcontext() if self.forked else self._closing:  # of two threads one does it
+            if self.closed:
+                return
             try:
-                self._context.count_out(self.worker_id, self.timeout_s)
-            except BaseException:
-                self.closed = False
-                raise
+                if not self.forked:
+                    self.leave()
+            finally:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        self.closed = True
+        try:
+            self._context.count_out(self, self.worker_id, self.timeout_s)
+        except BaseException:
+            self.closed = False
+            raise
 
     def __enter__(self) -> TableGroup:
         return self
@@ -236,8 +246,9 @@ class TableGroup:
             [11.0, 22.0, 33.0]
         """
         options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
-        spec = self._spec(size, 1, *options, is_array=True)
-        return Table(spec, self._open(Storage, spec, read_init(init, spec), name), self)
+        with self._numbered(name):
+            spec = self._spec(size, 1, *options, is_array=True)
+            return Table(spec, self._open(Storage, spec, read_init(init, spec), name), self)
 
     def matrix(
         self,
@@ -282,8 +293,9 @@ class TableGroup:
         Collective: All workers, in bulk-synchronous tables. Blocks: Until the master has opened it.
         """
         options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
-        spec = self._spec(rows, cols, *options)
-        return Table(spec, self._open(Storage, spec, read_init(init, spec), name), self)
+        with self._numbered(name):
+            spec = self._spec(rows, cols, *options)
+            return Table(spec, self._open(Storage, spec, read_init(init, spec), name), self)
 
     def keys(
         self,
@@ -326,8 +338,15 @@ class TableGroup:
         fits = type(capacity) is int and 1 <= capacity <= MAX_CAPACITY
         check_argument(fits, "capacity", f"be an integer from 1 to {MAX_CAPACITY}", capacity)
         options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
-        spec = self._spec(0, cols, *options, capacity=capacity)
-        return KeyTable(spec, self._open(KeyStorage, spec, read_row_init(init, spec), name), self)
+        with self._numbered(name):
+            spec = self._spec(0, cols, *options, capacity=capacity)
+            storage = self._open(KeyStorage, spec, read_row_init(init, spec), name)
+            return KeyTable(spec, storage, self)
+
+    def _numbered(self, name: str | None) -> AbstractContextManager[object]:
+        """Return what is held while a table is opened: one without a name has the next number."""
+        self._check_open()
+        return self._numbering if name is None else nullcontext()
 
     def _spec(
         self,
@@ -344,7 +363,6 @@ class TableGroup:
         is_array: bool = False,
         capacity: int = 0,
     ) -> TableSpec:
-        self._check_open()
         rule = parse_updater(updater)
         return TableSpec(
             name=f"table-{self._num_tables}" if name is None else name,

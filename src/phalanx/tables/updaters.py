@@ -365,7 +365,8 @@ class _Registered(Updater):
         pass  # no options
 
     def apply(self, change: Change) -> None:
-        returned = self.function(change.rows_KD, change.delta_KD)
+        with torch.no_grad():  # else a parameter that it uses would tie the table to a graph
+            returned = self.function(change.rows_KD, change.delta_KD)
         # `rows.mul_(…)` as a lambda returns the rows; `rows + delta` would change nothing.
         if returned is not None and returned is not change.rows_KD:
             raise ConfigError(
@@ -391,8 +392,10 @@ def register_updater(name: str, function: RowFunction) -> None:
     Every process that opens such a table registers the function first, under the same name. The
     rows are copies, each once: what the function raises leaves the shard as it was. It returns None
     or the rows that it was given; anything else is refused in the add, and the shard is as it was.
-    (Of several shards, those that came before have their part of the add.) It runs with the shard
-    locked, so it must not use the table.
+    (Of several shards, those that came before have their part of the add. In a bulk-synchronous
+    table the add is in its round by then, and each get of that round raises the error.) It runs
+    with the shard locked, so it must not use the table; without autograd; and must leave the delta
+    as it is, which may be the caller's own tensor.
 
     Raises:
         ConfigError: The name is a built-in updater's, or the function is none.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -106,3 +107,28 @@ def test_who_has_left_adds_nothing_between_the_gets_of_a_round():
         with pytest.raises(StateError, match=r"worker 2 has left. Add before `leave\(\)`"):
             its.add([5.0])
         assert read.tolist() == second.wait().tolist() == its.get().tolist() == [1.0]
+
+
+def test_a_get_that_gives_up_leaves_a_later_one_its_arrival(monkeypatch):
+    with tables.join(sync=True, num_workers=2, timeout_s=60.0) as world:
+        other = world.thread_worker()
+        ours, theirs = world.array(1, name="x"), other.array(1, name="x")
+        first, second = ours.async_get(), ours.async_get()
+        rounds, waits = ours._storage.rounds, threading.Event()
+        finish = rounds.finish
+
+        def finish_later(arrival: object, timeout_s: float) -> None:
+            waits.set()
+            finish(arrival, timeout_s)
+
+        with ThreadPoolExecutor(1) as pool:
+            monkeypatch.setattr(rounds, "finish", finish_later)
+            later = pool.submit(second.wait)
+            assert waits.wait(60.0)
+            world.timeout_s = 0.05
+            with pytest.raises(PeerTimeout):
+                first.wait()
+            theirs.add([1.0])
+            for _ in range(2):
+                pending = theirs.async_get()
+            assert later.result(60.0).tolist() == pending.wait().tolist() == [1.0]

@@ -184,6 +184,19 @@ def test_a_registered_function_is_an_updater_and_what_it_raises_changes_nothing(
             assert torch.equal(table.get(), before)
 
 
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_registered_function_may_use_a_parameter(num_shards):
+    rate = torch.nn.Parameter(torch.tensor(0.5))
+    tables.register_updater("learned rate", lambda rows, delta: rows.add_(delta * rate))
+    with tables.join() as world:
+        table = world.matrix(4, 2, updater="learned rate", num_shards=num_shards)
+        for rows in (None, [0, 3]):
+            table.add(torch.ones(4 if rows is None else 2, 2), rows=rows)
+        found = table.get()
+        assert not found.requires_grad
+        assert found[:, 0].tolist() == [1.0, 0.5, 0.5, 1.0]
+
+
 @pytest.mark.parametrize("rows", [[2, 0], None])
 def test_a_registered_function_that_returns_new_rows_is_refused(rows):
     tables.register_updater("returns", lambda rows, delta: rows.add_(1) + delta)

@@ -1,0 +1,136 @@
+"""Ctrl-C in calls over several hosts: no lock stays held, no call is left, later ones are right."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from phalanx import tables
+from phalanx.cluster import connection
+from phalanx.errors import PeerTimeout
+from phalanx.tables import deferred_adds, remote_part, spread
+from tests.interrupts import interrupt_at
+from tests.multiprocess import hosts
+from tests.multiprocess.hosts import run_hosts
+
+MODULES = (spread, remote_part, deferred_adds, connection, contextlib, threading)
+MOST_PLACES = 400
+SHORT_S = 0.2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def children_end():
+    yield
+    hosts.WORKERS.close()
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    return f"i{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
+
+
+def interrupted_everywhere(act: Callable[[], object], check: Callable[[], None]) -> int:
+    """Interrupt a call at every place, each time check; return how many places there are."""
+    for number in range(MOST_PLACES):
+        try:
+            with interrupt_at(number, *MODULES):
+                act()
+        except KeyboardInterrupt:
+            check()
+        except RuntimeError as exc:  # by a Condition that was to take its lock again
+            if not isinstance(exc.__context__, KeyboardInterrupt):
+                raise
+            check()
+        else:
+            return number
+    raise AssertionError("the call never ended")
+
+
+def be_interrupted(world: tables.TableGroup, kind: str) -> None:
+    table = world.array(8, torch.int64, name="t", sync=kind == "add to a round")
+    ones, out = torch.ones(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+    rows = list(range(8))
+    world.barrier()
+    num_places = 0
+    if world.worker_id == 0:
+        [remote] = world._context.membership._others.of(0).values()
+        table.add(0 * ones, rows=rows, wait=False)
+        table.flush()  # the thread is there: CPython's start of one is not safe from Ctrl-C
+        acts = {
+            "add": lambda: table.add(ones),
+            "add to a round": lambda: table.add(ones),
+            "add without waiting": lambda: table.add(ones, rows=rows, wait=False),
+            "flush": lambda: (table.add(ones, rows=rows, wait=False), table.flush()),
+            "get": lambda: table.get(out=out),
+        }
+
+        def check() -> None:
+            assert not remote.adding.locked() or kind in ("add without waiting", "flush")
+            assert not remote.connection._link().calls
+            if kind == "get":
+                out.fill_(-1)  # the caller's again
+                assert table.get([0, 7]).tolist() == [0, 0]
+                assert out.tolist() == [-1] * 8
+
+        num_places = interrupted_everywhere(acts[kind], check)
+        assert num_places > 20
+        table.flush()
+    found = table.get().tolist()
+    if world.worker_id == 0 and kind != "get":
+        table_is_whole = len(set(found[:4])) == len(set(found[4:])) == 1
+        assert table_is_whole, found
+        assert all(1 <= each <= num_places + 1 for each in found), found
+    world.barrier()
+
+
+@pytest.mark.parametrize("kind", ["add", "add to a round", "add without waiting", "flush", "get"])
+def test_a_call_interrupted_anywhere_holds_nothing_back(run, kind):
+    run_hosts(2, run, 2, partial(be_interrupted, kind=kind))
+
+
+def miss_the_end_of_a_barrier(world: tables.TableGroup) -> None:
+    if world.worker_id == 1:
+        remote = world._context.membership._others.of(1)[0]
+        poll = remote.connection.poll
+
+        def interrupt(*_: object) -> bool:
+            remote.connection.poll = poll  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        remote.connection.poll = interrupt  # type: ignore[assignment, method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            world.barrier("first")
+        with pytest.raises(PeerTimeout):  # nobody else comes to it
+            world.barrier("alone", timeout_s=SHORT_S)
+    else:
+        world.barrier("first")
+    world.barrier("last")
+
+
+def test_after_an_interrupted_barrier_the_next_one_waits(run):
+    run_hosts(2, run, 2, miss_the_end_of_a_barrier)
+
+
+def assign_for_one_that_has_left(world: tables.TableGroup) -> list:
+    table = world.array(9, torch.int64, name="t")
+    world.barrier()
+    if world.worker_id == 0:
+        with world.thread_worker() as other:
+            theirs = other.array(9, torch.int64, name="t")
+            world.leave()
+            while not other.is_master:
+                other.workers  # noqa: B018 - looks who is there
+            theirs.assign([7] * 9)
+            assert theirs.get().tolist() == [7] * 9
+        return []
+    return table.name
+
+
+def test_the_master_assigns_though_another_worker_of_its_process_has_left(run):
+    run_hosts(3, run, 3, assign_for_one_that_has_left)
