@@ -506,3 +506,58 @@ def test_overlapping_wrappers_give_the_callers_threads_back_with_the_last() -> N
     del second, model
     gc.collect()
     assert torch.get_num_threads() == 2
+
+
+class Pickled(nn.Module):
+    """Says itself how it travels: by its `state_dict`, as modules do that hold a file or a lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"weights": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Pickled.__init__(self)
+        self.load_state_dict(state["weights"])
+
+
+class Copied(Pickled):
+    def __deepcopy__(self, memo: object) -> Copied:
+        copied = Copied()
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+
+@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
+@pytest.mark.parametrize("kind", [Pickled, Copied])
+def test_a_module_whose_copies_would_not_follow_the_training_is_refused(kind, executor) -> None:
+    replicas = 1 if executor == "inline" else 2
+    module = kind()
+    with trainer(module, executor=executor, replicas=replicas) as ours:
+        before = weights(ours)
+        with pytest.raises(UnsupportedError, match=r"`layer\.weight` must be copied with its mod"):
+            ours.step(batch())
+        assert same(weights(ours), before)
+
+
+@pytest.mark.parametrize("first", ["evaluate", "predict"])
+@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
+def test_who_evaluates_in_inference_mode_trains_afterwards(executor, first) -> None:
+    replicas = 1 if executor == "inline" else 2
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with trainer(make=adam, executor=executor, replicas=replicas) as ours:
+            with mode():
+                getattr(ours, first)([batch()])
+            ours.step(batch())
+            with mode():
+                ours.close()
+            assert not any(parameter.is_inference() for parameter in ours.module.parameters())
+            found.append(weights(ours))
+    assert same(*found)

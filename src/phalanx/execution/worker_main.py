@@ -46,6 +46,7 @@ from phalanx.replicas import (
     derive_seed,
     load,
     pack,
+    refuse_other_parameters,
     set_intra_op,
     why_missing,
 )
@@ -452,6 +453,7 @@ def _unpacked(init: WorkerInit, pool: SharedMemoryPool) -> nn.Module:
         return made[index]
 
     module: nn.Module = load(init.blob, find)
+    refuse_other_parameters(module, made.values())
     place_buffers(module, init.buffers, pool)
     return module
 

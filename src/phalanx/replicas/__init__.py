@@ -57,6 +57,7 @@ from phalanx.replicas.replica import (
     apart,
     refuse_aliases,
     refuse_lazy,
+    refuse_other_parameters,
     refuse_scripts,
 )
 from phalanx.replicas.rng import (
@@ -172,6 +173,7 @@ __all__ = [
     "refuse_aliases",
     "refuse_compiled_in_place",
     "refuse_lazy",
+    "refuse_other_parameters",
     "refuse_scripts",
     "resolve_device",
     "resolve_devices",

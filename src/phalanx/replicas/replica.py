@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "apart",
     "refuse_aliases",
     "refuse_lazy",
+    "refuse_other_parameters",
     "refuse_scripts",
 ]
 
@@ -218,9 +219,30 @@ def _copy_module(source: nn.Module, device: torch.device, homes: Sequence[Tensor
             f"`{type(source).__name__}` must be copyable by `copy.deepcopy` to be run on replicas."
         )
         raise
+    frozen = [p for p in source.parameters() if not p.requires_grad]  # a copy may share those
+    refuse_other_parameters(module, [*(memo[id(p)] for p in source.parameters()), *frozen])
     for parameter in module.parameters():
         parameter.grad = None
     return module.to(device)
+
+
+def refuse_other_parameters(module: nn.Module, own: Iterable[object]) -> None:
+    """Refuse a copy of a module that has made parameters: they would not follow the training.
+
+    Args:
+        module: The copy.
+        own: The parameters that were given to it.
+    """
+    known = {id(parameter) for parameter in own}
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in known:
+            raise UnsupportedError(
+                f"Parameter `{name}` must be copied with its module to be run on replicas, but a "
+                f"copy of `{type(module).__name__}` makes one of its own, which would not follow "
+                "the training: by a `__deepcopy__`, `__getstate__` or `__reduce__` of it, or of a "
+                "module in it. Let that return `copy.deepcopy(self.__dict__, memo)`, or "
+                "`self.__dict__`, without what cannot be copied."
+            )
 
 
 def refuse_lazy(source: nn.Module) -> None:

@@ -86,7 +86,7 @@ class Engines:
             self._channels_last = False  # settled: parameters keep their layout from now on
             if self.formation is None:
                 self.formation = self._choose_formation(trial)
-            engine = self.current = StepEngine(self._spec, self.formation)
+            engine = self.current = self._made(self.formation)
             self._is_settled = True
         if self._balances and self.balancer is None:
             self.balancer = self._open_balancer(None)
@@ -100,7 +100,7 @@ class Engines:
         engine = self._fitting()
         if engine is None:
             formation = self.formation or Formation((self._home,), self._intra_op or num_cores())
-            engine = self.current = StepEngine(self._spec, formation)
+            engine = self.current = self._made(formation)
             self._is_settled = False
         return engine
 
@@ -137,8 +137,15 @@ class Engines:
     def close(self) -> None:
         """Dismiss the replicas and give the parameters memory of their own."""
         if self.current is not None:
-            self.current.close()
+            with torch.inference_mode(False):
+                self.current.close()
             self.current = None
+
+    def _made(self, formation: Formation) -> StepEngine:
+        # A caller who evaluates in inference mode still trains afterwards, and the memory that an
+        # engine gives to parameters is what they keep.
+        with torch.inference_mode(False):
+            return StepEngine(self._spec, formation)
 
     def _fitting(self) -> StepEngine | None:
         """Return the engine if it is still what module and optimizer want, else close it."""
@@ -152,7 +159,7 @@ class Engines:
         if self.current is not None:
             self.close()
             try:
-                self.current = StepEngine(self._spec, formation)
+                self.current = self._made(formation)
             except Exception as error:  # whatever the system lacks: no reason to end the training
                 self._next_formation = None
                 warnings.warn(
