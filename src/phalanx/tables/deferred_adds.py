@@ -52,7 +52,9 @@ class DeferredAdds:
 
     def __init__(self, server: str) -> None:
         self._server = server
-        self._lock = threading.RLock()  # a `with` of the condition is open to a Ctrl-C within
+        # Entered in place of the condition, whose `__enter__` is Python code: a Ctrl-C in it leaves
+        # the lock held.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._kept: deque[_Kept] = deque()
         self._kept_bytes = 0

@@ -16,6 +16,7 @@ from phalanx.tables.updaters import state_dtype
 
 __all__ = [
     "RULE",
+    "UNKNOWN",
     "Operation",
     "as_memory",
     "from_memory",
@@ -28,6 +29,9 @@ __all__ = [
 RULE = struct.Struct("<ddq")
 """How `tables.Uniform` is sent: low, high, seed."""
 
+UNKNOWN = -1
+"""Sent with a barrier in place of how many were finished before: the request is a new one."""
+
 
 class Operation(IntEnum):
     """A request. What each has in its head's numbers, its text and its payload:
@@ -39,13 +43,13 @@ class Operation(IntEnum):
     LEAVE = 2
     MEMBERS = 3  # [JSON: state and incarnation of each worker of that host]
     TICK = 4  # the clock
-    BARRIER = 5  # barriers finished before, timeout in ms, text: name [round]
+    BARRIER = 5  # barriers finished before, timeout in ms, text: name [round, barriers finished]
     OPEN = (
         6  # whether `init` is there, timeout, its bytes  text: spec  payload: init  [done, clock]
     )
     GET = 7  # K, whether it backs up  payload: rows  [payload: their values]
     ADD = 8  # K  number: of the add  payload: rows, delta
-    PUT = 9  # K, round, index, whether it assigns  payload: rows, delta
+    PUT = 9  # K, round, 0, whether it assigns  number: of the add  payload: rows, delta
     ARRIVE = 10  # round
     FINISH = 11  # round, timeout
     COPY_ALL = 12  # [payload: each part; of a keys table the keys first, number of them]

@@ -34,6 +34,7 @@ from phalanx.memory import all_within
 from phalanx.tables.deferred_adds import MOST_TOGETHER
 from phalanx.tables.host_operations import (
     RULE,
+    UNKNOWN,
     Operation,
     as_memory,
     from_memory,
@@ -41,7 +42,6 @@ from phalanx.tables.host_operations import (
 )
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import MAX_WORKERS
-from phalanx.tables.remote_part import UNKNOWN
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.shard import Entry

@@ -15,6 +15,7 @@ from phalanx.ipc import Waiting
 from phalanx.tables.deferred_adds import DeferredAdds
 from phalanx.tables.host_operations import (
     RULE,
+    UNKNOWN,
     Operation,
     as_memory,
     from_memory,
@@ -24,10 +25,7 @@ from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["UNKNOWN", "RemoteHost", "RemotePart"]
-
-UNKNOWN = -1
-"""In place of how many barriers were finished: what is asked is no repetition."""
+__all__ = ["RemoteHost", "RemotePart"]
 
 _SMALL_INIT_BYTES = 1 << 16
 
@@ -41,7 +39,7 @@ class RemoteHost:
     Attributes:
         host: Its number.
         num_barriers: How many barriers were finished there when this worker last looked;
-            :data:`UNKNOWN` where it did not hear the end of its last one.
+            `UNKNOWN` if it did not hear the end of its last one.
         adding: Held while an add is under way: adds are numbered, and end, one after the other.
         deferred: Adds that the worker does not wait for.
         has_left: Whether the worker was said to have left.

@@ -76,7 +76,9 @@ class RoundGate:
 
     def __init__(self) -> None:
         self.whole = threading.Lock()
-        self._lock = threading.RLock()  # a `with` of the condition is open to a Ctrl-C within
+        # Entered in place of the condition, whose `__enter__` is Python code: a Ctrl-C in it leaves
+        # the lock held.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._open: dict[str, float] = {}  # by table, the round whose get has begun and not ended
         self._wanted: frozenset[str] = frozenset()  # tables that are copied, or are to be
@@ -213,7 +215,9 @@ class SnapshotSchedule:
         self.gate = RoundGate()
         self.num_written: dict[str, int] = {}
         self.num_failed: dict[str, int] = {}
-        self._lock = threading.RLock()  # a `with` of the condition is open to a Ctrl-C within
+        # Entered in place of the condition, whose `__enter__` is Python code: a Ctrl-C in it leaves
+        # the lock held.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._tasks: dict[tuple[str, ...], _Task] = {}
         self._ended = False
