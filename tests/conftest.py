@@ -108,6 +108,16 @@ def gpu() -> torch.device:
     return torch.device(kind.type, 0)
 
 
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Return a name for a run of tables, and see that nothing of it is left afterwards."""
+    from tests.run_directories import wait_until_removed  # not there where tests/meta runs this
+
+    name = f"run{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
+    yield name
+    wait_until_removed(name)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def little_to_collect() -> None:
     """Let `gc.collect()` in a test look at what this file made, not at every module of torch's."""

@@ -36,12 +36,13 @@ from rich.console import Console
 
 from phalanx import tables
 from phalanx.cluster import Connection, Endpoint, Secret, make_secret
-from phalanx.ipc import ProcessIdentity, wait_until
+from phalanx.ipc import ProcessIdentity
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_server import ServerPage, client_keys, server_keys
 from phalanx.tables.run_regions import RunRegions
 from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import free_port, variables
+from tests.run_directories import wait_until_removed
 
 HOSTS = 3
 CLIENTS = 8
@@ -253,8 +254,7 @@ def soak(
         for client in clients:
             assert client.get() == "left"
     assert min(counts) > 0
-    gone = wait_until(lambda: not any(name in each for each in os.listdir("/dev/shm")), DEADLINE_S)
-    assert gone, "something is left of the run"
+    wait_until_removed(name)
     return result
 
 

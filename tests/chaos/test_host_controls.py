@@ -19,12 +19,13 @@ import torch
 from phalanx import tables
 from phalanx.cluster import Server, connection
 from phalanx.errors import PeerTimeout, StateError
-from phalanx.ipc import RunDirectory, wait_until
+from phalanx.ipc import wait_until
 from phalanx.tables import host_server
 from phalanx.tables.host_operations import Operation
 from tests.chaos.host_bugs import BUGS
 from tests.multiprocess.children import Child, Children, Parent
 from tests.multiprocess.hosts import become_worker, free_port, variables, wait_for_servers
+from tests.run_directories import wait_until_removed
 
 NUM_HOSTS = 3
 DEADLINE_S = 30.0
@@ -299,8 +300,7 @@ def a_run() -> str:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    RunDirectory.sweep()  # what killed workers have left
-    assert not [entry for entry in os.listdir("/dev/shm") if f"hc{os.getpid()}-" in entry]
+    wait_until_removed(f"hc{os.getpid()}-", sweep=True)
 
 
 @pytest.mark.parametrize("scene", {scene: 0 for scene, _ in SCENES.values()})

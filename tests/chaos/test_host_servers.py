@@ -19,7 +19,7 @@ import torch
 
 from phalanx import tables
 from phalanx.cluster import connection
-from phalanx.ipc import ProcessIdentity, RunDirectory, inject, wait_until
+from phalanx.ipc import ProcessIdentity, inject, wait_until
 from phalanx.tables import host_server, host_supervisor
 from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.hash_segment import POINTS as NEW_KEYS
@@ -27,6 +27,7 @@ from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import POINTS, TableShard
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
 from tests.multiprocess.hosts import free_port, serve_here, variables
+from tests.run_directories import wait_until_removed
 
 NUM_HOSTS = 2
 ADDS, SECOND, THIRD = 3, 1, 2
@@ -145,9 +146,7 @@ def play(tmp_path: Path, kind: str, point: str, bug: str | None = None) -> list[
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path):
     yield
-    RunDirectory.sweep()
-    name = f"s{os.getpid()}-{tmp_path.name}"  # a server ends a moment after its workers
-    assert wait_until(lambda: not any(name in each for each in os.listdir("/dev/shm")), DEADLINE_S)
+    wait_until_removed(f"s{os.getpid()}-{tmp_path.name}", sweep=True)
 
 
 @pytest.mark.parametrize("point", POINTS)

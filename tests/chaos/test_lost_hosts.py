@@ -21,7 +21,7 @@ import torch
 from phalanx import tables
 from phalanx.cluster import connection
 from phalanx.errors import CheckpointError, PeerTimeout
-from phalanx.ipc import RunDirectory, inject, wait_until
+from phalanx.ipc import inject, wait_until
 from phalanx.tables import host_server, snapshot_schedule, snapshots, spread
 from phalanx.tables.remote_part import RemotePart
 from phalanx.tables.snapshot_schedule import RoundGate
@@ -29,6 +29,7 @@ from phalanx.tables.snapshots import SNAPSHOT_POINTS
 from phalanx.tables.table_group import TableGroup
 from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import become_worker, free_port, variables, wait_for_servers
+from tests.run_directories import wait_until_removed
 
 NUM_HOSTS = 3
 CLIENTS = 5  # on hosts 0, 0, 1, 1 and 2
@@ -438,8 +439,7 @@ def a_run() -> str:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    RunDirectory.sweep()  # what killed workers have left
-    assert not [entry for entry in os.listdir("/dev/shm") if f"lh{os.getpid()}-" in entry]
+    wait_until_removed(f"lh{os.getpid()}-", sweep=True)
 
 
 def test_a_lost_host_costs_what_was_added_since_the_last_snapshot(tmp_path):

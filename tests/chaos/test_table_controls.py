@@ -23,6 +23,7 @@ from phalanx.tables.key_shard import KeyShard
 from tests.chaos.table_bugs import BUGS, plant_in_child
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
+from tests.run_directories import wait_until_removed
 
 DEADLINE_S = 60.0
 SHORT_S = 0.5
@@ -336,7 +337,7 @@ def a_run() -> str:
 def test_each_scene_goes_well(scene: Scene, tmp_path: Path) -> None:
     run = a_run()
     scene(run, None, tmp_path)
-    assert not [entry for entry in os.listdir("/dev/shm") if run in entry]
+    wait_until_removed(run)
 
 
 @pytest.mark.night  # it is about the tests

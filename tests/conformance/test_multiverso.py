@@ -42,13 +42,6 @@ JOIN_S = 60.0
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest) -> Iterator[str]:
-    name = f"m{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
-    yield name
-    assert not [entry for entry in os.listdir("/dev/shm") if name in entry]
-
-
-@pytest.fixture
 def alone() -> Iterator[None]:
     init()
     yield

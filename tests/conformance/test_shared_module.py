@@ -5,7 +5,6 @@ Workers are one process, its threads, or processes; what they find is worked out
 
 from __future__ import annotations
 
-import os
 from functools import partial
 
 import pytest
@@ -26,13 +25,6 @@ from tests.conformance.test_tables import (
 from tests.multiprocess.children import Children, Parent
 
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture
-def run(request: pytest.FixtureRequest) -> str:
-    name = f"s{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
-    yield name
-    assert not [entry for entry in os.listdir("/dev/shm") if name in entry]
 
 
 class Net(nn.Module):

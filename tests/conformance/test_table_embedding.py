@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from hypothesis import given
@@ -15,13 +13,6 @@ from phalanx.errors import ConfigError
 from tests.conformance.test_tables import in_every_formation
 
 ROWS, DIM, LR = 11, 3, 0.5
-
-
-@pytest.fixture
-def run(request: pytest.FixtureRequest) -> str:
-    name = f"e{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
-    yield name
-    assert not [entry for entry in os.listdir("/dev/shm") if name in entry]
 
 
 def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

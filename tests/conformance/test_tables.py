@@ -81,15 +81,6 @@ FORMATIONS = [
 in_every_formation = pytest.mark.parametrize(("workers", "n"), FORMATIONS)
 
 
-@pytest.fixture
-def run(request: pytest.FixtureRequest) -> str:
-    """Return a name of a run, and see that nothing of it is left afterwards."""
-    name = f"t{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
-    yield name
-    left = [entry for entry in os.listdir("/dev/shm") if name in entry]
-    assert not left
-
-
 # --- the laws of Multiverso's own tests -----------------------------------------------------------
 
 

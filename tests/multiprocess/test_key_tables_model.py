@@ -19,6 +19,7 @@ from phalanx.errors import ConfigError
 from phalanx.tables import hash_segment, key_shard, shard
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
+from tests.run_directories import wait_until_removed
 
 COLS = 2
 FIRST = 5
@@ -165,7 +166,7 @@ class KeyTableMachine(RuleBasedStateMachine):
             world.close()
         if hasattr(self, "run"):
             self.folder.cleanup()
-            assert not [entry for entry in os.listdir("/dev/shm") if self.run in entry]
+            wait_until_removed(self.run)
 
 
 HOW = settings(

@@ -19,13 +19,6 @@ DEADLINE_S = 60.0
 STEPS = 4
 
 
-@pytest.fixture
-def run(request: pytest.FixtureRequest) -> str:
-    name = f"d{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
-    yield name
-    assert not [entry for entry in os.listdir("/dev/shm") if name in entry]
-
-
 def make_net() -> nn.Module:
     """Two tables of parameters and one of statistics, so that a sync has a middle."""
     net = nn.Sequential(nn.Linear(3, 2).double(), nn.BatchNorm1d(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -28,11 +27,6 @@ SHORT_S = 0.2
 def children_end():
     yield
     hosts.WORKERS.close()
-
-
-@pytest.fixture
-def run(request: pytest.FixtureRequest) -> str:
-    return f"i{os.getpid()}-{abs(hash(request.node.name)) % 10**9}"
 
 
 def interrupted_everywhere(act: Callable[[], object], check: Callable[[], None]) -> int:

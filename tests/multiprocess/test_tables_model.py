@@ -16,6 +16,7 @@ from phalanx import tables
 from phalanx.tables import shard
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
+from tests.run_directories import wait_until_removed
 
 ROWS, COLS = 7, 3
 DEADLINE_S = 60.0
@@ -120,7 +121,7 @@ class TableMachine(RuleBasedStateMachine):
         for world in getattr(self, "worlds", []):
             world.close()
         if hasattr(self, "run"):
-            assert not [entry for entry in os.listdir("/dev/shm") if self.run in entry]
+            wait_until_removed(self.run)
 
 
 HOW = settings(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.run_directories import wait_until_removed
+
 SCRIPT = """
 import json, os, sys
 import torch
@@ -50,4 +52,4 @@ def test_the_workers_of_torchrun_share_tables(tmp_path: Path) -> None:
     assert found[0]["keyed"] == [[12.0, 12.0], [1.0, 2.0]]
     assert found[1:] == [{**found[0], "workers": each["workers"]} for each in found[1:]]
     assert max(each["workers"] for each in found) == 3  # who is first out is not counted by others
-    assert not [entry for entry in os.listdir("/dev/shm") if found[0]["run"] in entry]
+    wait_until_removed(found[0]["run"])

@@ -10,6 +10,7 @@ from phalanx import tables
 from phalanx.errors import ConfigError
 from phalanx.tables.joining import JoinRequest, read_join_request, read_master
 from tests.multiprocess.children import Children, Parent
+from tests.run_directories import wait_until_removed
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2"}
 # As Open MPI 4.1, MPICH 4.0 and Slurm set them.
@@ -177,4 +178,4 @@ def test_the_workers_of_a_starter_find_each_other_by_rank(starter):
         ]
         for child in ranks:
             child.process.join(60)
-        assert not [entry for entry in os.listdir("/dev/shm") if job in entry]
+        wait_until_removed(job)
