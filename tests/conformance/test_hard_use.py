@@ -95,6 +95,67 @@ def test_an_interrupt_at_any_moment_leaves_a_whole_number_of_steps() -> None:
     assert interrupts > 10
 
 
+class Branching(nn.Module):
+    """Without positive first numbers, `side` gets no gradient, and `main` one that is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.main, self.side = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.main(x) + (self.side(x) if (x[:, 0] > 0).all() else (self.main(x) * 0).sqrt())
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_a_step_that_clipping_refuses_changes_nothing(executor: str, tmp_path: Path) -> None:
+    def train(*, with_refused: bool) -> tuple[bytes, ...]:
+        options: dict[str, Any] = {"executor": executor, "replicas": 3, "clip_norm": 0.5}
+        with trainer(Branching(), make=adam, **options) as t:
+            for seed in range(3):
+                inputs, targets = batch(seed)
+                inputs[:, 0].abs_()
+                t.step((inputs, targets))
+                if with_refused and seed == 1:
+                    inputs[:, 0].neg_()
+                    with pytest.raises(ConfigError, match="norm must be finite to be clipped"):
+                        t.step((inputs, targets))
+            t.save(tmp_path)
+        return tuple(each.read_bytes() for each in sorted(tmp_path.iterdir()))
+
+    assert train(with_refused=True) == train(with_refused=False)
+
+
+def with_expanded(*, persistent: bool) -> nn.Module:
+    module = net()
+    module.register_buffer("scale", torch.ones(1).expand(3), persistent=persistent)
+    return module
+
+
+def test_an_expanded_buffer_is_loaded_into_by_nobody(tmp_path: Path) -> None:
+    """A `resume` that failed at it left the model half loaded, and so did `evaluate(module=…)`."""
+    with trainer(with_expanded(persistent=True)) as t:
+        t.save(tmp_path / "saved")
+        t.step(batch())
+        before = weights(t)
+        with pytest.raises(CheckpointError, match=r"`scale` of the model must .* is expanded"):
+            t.resume(tmp_path / "saved")
+        with pytest.raises(ConfigError, match=r"`scale` of the trained module .* is expanded"):
+            t.evaluate([batch()], module=with_expanded(persistent=True))
+        assert t.steps == 1
+        assert same(weights(t), before)
+
+
+def test_an_expanded_buffer_that_is_not_saved_hinders_no_resume(tmp_path: Path) -> None:
+    with trainer(with_expanded(persistent=False)) as t:
+        t.step(batch())
+        before = weights(t)
+        t.save(tmp_path / "saved")
+        t.step(batch(1))
+        t.resume(tmp_path / "saved")
+        assert same(weights(t), before)
+
+
 class Failing(Metric):
     """Fails when it is updated."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.memory import has_memory
+from phalanx.memory import has_memory, is_expanded
 
 __all__ = ["FlatTensor", "as_bytes", "count_as_changed", "flat_of", "output_of"]
 
@@ -80,9 +80,7 @@ def output_of(tensor: Tensor, name: str) -> FlatTensor:
         ConfigError: As there, or several of its elements are one in memory.
     """
     flat = flat_of(tensor, name)
-    if flat.copied and any(
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
+    if flat.copied and is_expanded(tensor):
         raise ConfigError(
             f"`{name}` must have memory for each of its elements, but is expanded (shape "
             f"{tuple(tensor.shape)}, strides {tensor.stride()}). Give `.contiguous()` and keep it."

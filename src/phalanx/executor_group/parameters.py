@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.executor_group.given_tensors import check_dense, read_tensor
 from phalanx.executor_group.group_arguments import check_mapping
+from phalanx.memory import is_expanded
 
 __all__ = ["read_tensors", "share_tensors", "write_params"]
 
@@ -142,9 +143,7 @@ def _memory(tensor: Tensor) -> tuple[torch.device, int]:
 
 def _check_apart(name: str, target: Tensor) -> None:
     """Refuse to copy into elements that are one and the same in memory."""
-    if any(
-        step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)
-    ):
+    if is_expanded(target):
         raise ConfigError(
             f"`{name}` must have memory for each element to be copied into, but is expanded. Give "
             f"{name}.clone()."

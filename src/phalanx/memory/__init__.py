@@ -7,6 +7,7 @@ from phalanx.memory.blocks import (
     all_finite,
     copy_to,
     has_memory,
+    is_expanded,
     sum_to,
 )
 from phalanx.memory.compiled import Function, compiled_for, compiled_function, is_compiled
@@ -44,6 +45,7 @@ __all__ = [
     "has_memory",
     "in_memory_order",
     "is_compiled",
+    "is_expanded",
     "keep_awake",
     "keep_freed_memory",
     "return_freed_memory",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.memory import compiled
 
-__all__ = ["PAST_CACHE_BYTES", "all_finite", "copy_to", "has_memory", "sum_to"]
+__all__ = ["PAST_CACHE_BYTES", "all_finite", "copy_to", "has_memory", "is_expanded", "sum_to"]
 
 PAST_CACHE_BYTES = 8 << 20
 """What is larger is in no cache when somebody reads it."""
@@ -38,6 +38,18 @@ def has_memory(tensor: Tensor) -> bool:
         return tensor.data_ptr() != 0 or tensor.numel() == 0
     except (RuntimeError, TypeError):  # as it is of a kind that refuses to tell
         return False
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Tell whether several elements of a tensor are one in memory, and cannot be written to.
+
+    Example:
+        >>> is_expanded(torch.ones(1).expand(3)), is_expanded(torch.ones(3).expand(1, 3))
+        (True, False)
+    """
+    return tensor.layout == torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def copy_to(source: Tensor, target: Tensor, *, whole_bytes: int = 0) -> None:

@@ -9,11 +9,13 @@ hold such hooks are the replica's own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
-from types import MethodType
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from types import FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import UnsupportedError
@@ -24,6 +26,7 @@ __all__ = [
     "Registered",
     "kept_outside",
     "shared_hooks",
+    "warn_of_kept_tensors",
     "went_back_outside",
 ]
 
@@ -33,6 +36,7 @@ _WAY_OUT = (
     "module that it is given."
 )
 
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 _KINDS = (
     "_backward_pre_hooks",
     "_backward_hooks",
@@ -147,6 +151,45 @@ def _modules_of(hook: Any) -> list[object]:
     if isinstance(hook, functools.partial):
         return [*_modules_of(hook.func), *hook.args, *hook.keywords.values()]
     return [hook.__self__] if isinstance(hook, MethodType) else []
+
+
+def warn_of_kept_tensors(source: nn.Module) -> None:
+    """Warn of forward hooks whose closures hold a dict or a list of the model's with tensors in it.
+
+    In a replica such a hook writes to the model's own, and `forward()` reads a copy: with the
+    tensors that a run before has left there, and no error.
+    """
+    kept: dict[int, str] = {}  # names, by the id of the module or of what it keeps them in
+    if not any(map(_forward_hooks, source.modules())):
+        return
+    for place, module in source.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OF_EVERY_MODULE and _holds_tensors(value):
+                kept[id(value)] = kept[id(module)] = f"{place}.{name}".lstrip(".")
+    for module in source.modules() if kept else ():
+        for hook in _forward_hooks(module):
+            for name in {kept[id(each)] for each in _closed_over(hook) if id(each) in kept}:
+                warnings.warn(
+                    f"Forward hook `{hook.__qualname__}` must write to the module that it is given "
+                    f"to be run in replicas, but holds `{name}` in its closure: each replica reads "
+                    f"a copy, with the tensors that lie there now. {_WAY_OUT}",
+                    stacklevel=2,
+                )
+
+
+def _forward_hooks(module: nn.Module) -> list[Any]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def _holds_tensors(value: object) -> bool:
+    values = value.values() if isinstance(value, dict) else value
+    return isinstance(values, Collection) and any(isinstance(each, Tensor) for each in values)
+
+
+def _closed_over(hook: object) -> Iterator[object]:
+    for cell in (hook.__closure__ or ()) if isinstance(hook, FunctionType) else ():
+        with suppress(ValueError):  # it is empty
+            yield cell.cell_contents
 
 
 def kept_outside(error: Exception, module: nn.Module) -> UnsupportedError | None:

@@ -17,7 +17,13 @@ from phalanx.plan import BufferRules
 from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.compiling import refuse_compiled_in_place, shared_compilers
 from phalanx.replicas.flat_layout import sent_at_once
-from phalanx.replicas.hooks import Hooks, kept_outside, shared_hooks, went_back_outside
+from phalanx.replicas.hooks import (
+    Hooks,
+    kept_outside,
+    shared_hooks,
+    warn_of_kept_tensors,
+    went_back_outside,
+)
 from phalanx.replicas.packing import span_bytes
 from phalanx.replicas.parameter_copies import ParameterCopies
 from phalanx.replicas.source_gradients import SourceGradients
@@ -89,6 +95,8 @@ class Replica:
         )
         self._attributes = Attributes(source, self.module)
         self._hooks = Hooks(source, self.module)
+        if index == 0:
+            warn_of_kept_tensors(source)
         everything = self._originals if all_parameters is None else all_parameters
         place_of = {id(parameter): place for place, parameter in enumerate(everything)}
         self._places = [place_of[id(original)] for original in self._originals]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
+from phalanx.memory import is_expanded
 
 __all__ = ["Weights", "find_weights", "lent_weights"]
 
@@ -97,4 +98,9 @@ def _check_alike(lent: Weights, ours: Weights) -> None:
             raise ConfigError(
                 f"`{name}` of `module` must be {here} as in the trained module, but is {there}. "
                 "Give a copy of it."
+            )
+        if is_expanded(tensor):
+            raise ConfigError(
+                f"`{name}` of the trained module must have memory for each of its elements, which "
+                "another module's are copied to, but is expanded. Register a `.clone()` of it."
             )

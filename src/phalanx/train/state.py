@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from phalanx.codecs import Feedback
 from phalanx.errors import CheckpointError, PhalanxError, UnsupportedError
 from phalanx.execution import ELEMENTWISE, MOMENTS
+from phalanx.memory import is_expanded
 from phalanx.train.callback_state import (
     CallbackStates,
     StatefulCallback,
@@ -145,6 +146,7 @@ def restore_state(
         scheduler = _read_scheduler(stored.values["scheduler"], state.scheduler)
         check_errors(stored.tensors["codec"], list(state.module.parameters()))
         _check_buffers(state.module, stored.tensors["buffers"], folder)
+        _check_apart(state.module, {*stored.tensors["model"], *stored.tensors["buffers"]})
         _check_optimizer(state.optimizer, optimizer, stored, folder)
         _check_types(state, stored.values, folder)
         check_groups(optimizer["param_groups"], state.optimizer)
@@ -221,15 +223,20 @@ def _all_or_nothing(state: TrainerState, heard: CallbackStates, folder: Path) ->
         heard: The callbacks that are given a state, by name.
     """
     callbacks = {label: copied_state(label, state.callbacks[label]) for label in heard}
-    module = {k: v.detach().cpu().clone() for k, v in _all_tensors(state.module).items()}
+    module = {
+        name: value.detach().cpu().clone()
+        for name, value in _all_tensors(state.module).items()
+        if not is_expanded(value)  # nothing is loaded into those
+    }
     options = {"state": state.optimizer.state, "param_groups": state.optimizer.param_groups}
     scheduler = None if state.scheduler is None else deepcopy(state.scheduler.state_dict())
     try:
         yield
     except BaseException as error:
         with torch.no_grad():
-            for name, value in _all_tensors(state.module).items():
-                value.copy_(module[name])
+            ours = _all_tensors(state.module)
+            for name, value in module.items():
+                ours[name].copy_(value)
         state.optimizer.__setstate__(options)  # its `load_state_dict` makes new ones of both
         if state.scheduler is not None and scheduler is not None:
             state.scheduler.load_state_dict(scheduler)
@@ -338,6 +345,16 @@ def _check_model(module: nn.Module, stored: Mapping[str, Tensor], folder: Path) 
             raise CheckpointError(
                 f"Checkpoint `{folder}` must hold `{name}` as {_kind(tensor)}, but holds "
                 f"{_kind(stored[name])}. Build the model that was saved."
+            )
+
+
+def _check_apart(module: nn.Module, names: Collection[str]) -> None:
+    """Refuse to load into elements that are one and the same in memory."""
+    for name, tensor in _all_tensors(module).items():
+        if name in names and is_expanded(tensor):
+            raise CheckpointError(
+                f"`{name}` of the model must have memory for each of its elements to be loaded, "
+                "but is expanded. Register a `.clone()` of it."
             )
 
 

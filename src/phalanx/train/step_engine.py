@@ -237,14 +237,14 @@ class StepEngine:
             if count is not None:
                 count(result)
             missing = self._reduction.take(result)
-            if missing or not untouched:
-                self._step_whole_from_now_on()
-            summed = self._spec.clip_norm is not None or self._stepper.whole
-            summed = summed or self._reduction.shares_all
+            whole = whole or bool(missing)
+            summed = whole or self._spec.clip_norm is not None or self._reduction.shares_all
             if summed and not self._alone:
                 self.executor.each(self._reduction.sum_part, light=self._is_light)
                 self._reduction.share()
             norm = None if self._spec.clip_norm is None else self._clip(self._spec.clip_norm)
+            if whole:
+                self._step_whole_from_now_on()  # after clipping, which may refuse the step
             self._stepper.prepare(missing, self._reduction.operands[0] if self._alone else None)
             rates = _learning_rates(self._spec.optimizer)  # now: the commit steps the scheduler
             loss = Loss(loss_of(microbatches, result), microbatches.weight, sum(microbatches.sizes))

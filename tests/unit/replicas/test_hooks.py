@@ -247,6 +247,47 @@ def test_hooks_of_another_model_do_not_matter() -> None:
     assert replica.matches_source()
 
 
+# --- hooks that hold the model in a closure -------------------------------------------------------
+
+
+class Keeping(nn.Module):
+    """Keeps what its child computes, as feature extractors do."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.child = nn.Linear(3, 3)
+        features: dict[str, Tensor] = {}
+        self.features = features
+
+        def keep(_module: nn.Module, _args: object, output: Tensor) -> None:
+            if whole:
+                self.features["child"] = output
+            else:
+                features["child"] = output
+
+        self.child.register_forward_hook(keep)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x) + self.features["child"]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["the dict", "the module"])
+def test_features_of_a_run_before_are_warned_of(whole: bool) -> None:
+    """The replica would compute with them, in silence."""
+    source = Keeping(whole=whole)
+    with torch.no_grad():
+        source(X)
+    with pytest.warns(UserWarning, match=r"`Keeping.__init__.<locals>.keep` must .* `features`"):
+        replica_of(source)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_holds_no_tensor_is_not_warned_of() -> None:
+    source = Keeping(whole=True)
+    source.features["note"] = "none yet"  # type: ignore[assignment]
+    replica_of(source)
+
+
 # --- through a container --------------------------------------------------------------------------
 
 
