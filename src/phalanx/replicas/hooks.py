@@ -182,8 +182,10 @@ def _forward_hooks(module: nn.Module) -> list[Any]:
 
 
 def _holds_tensors(value: object) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
     values = value.values() if isinstance(value, dict) else value
-    return isinstance(values, Collection) and any(isinstance(each, Tensor) for each in values)
+    return any(isinstance(each, Tensor) for each in values)
 
 
 def _closed_over(hook: object) -> Iterator[object]:

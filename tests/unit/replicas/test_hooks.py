@@ -285,6 +285,7 @@ def test_features_of_a_run_before_are_warned_of(whole: bool) -> None:
 def test_what_holds_no_tensor_is_not_warned_of() -> None:
     source = Keeping(whole=True)
     source.features["note"] = "none yet"  # type: ignore[assignment]
+    source.scale, source.rows = torch.tensor(2.0), torch.ones(2, 3)  # kept in no dict or list
     replica_of(source)
 
 
