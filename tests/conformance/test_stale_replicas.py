@@ -131,3 +131,56 @@ def test_a_change_that_torch_knows_of_still_refuses_the_backward_pass_of_an_olde
         model(draw(6, 4))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+class Flattening(nn.LSTM):
+    """On the CPU, moves its weights when it is moved and when it is asked to, as CUDA's does."""
+
+    def flatten_parameters(self) -> None:
+        with torch.no_grad():
+            for weight in self._flat_weights:
+                weight.set_(weight.clone())
+
+
+class Moving(nn.Linear):
+    """Moves its weights when it is moved."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Moving:
+        super()._apply(fn, recurse)
+        self.weight.data = self.weight.data.clone()
+        return self
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.head = Flattening(4, 3, batch_first=True), Moving(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lstm.flatten_parameters()  # as many models do
+        return self.head(self.lstm(x.unsqueeze(1))[0].squeeze(1))
+
+
+@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
+def test_weights_that_a_module_moves_are_still_those_that_are_trained(executor: str) -> None:
+    module, plain = (Recurrent().double() for _ in range(2))
+    loss = nn.functional.mse_loss
+    plain_steps(plain, loss, FUSED["sgd"], batches())
+    replicas = 1 if executor == "inline" else 2
+    options = {"executor": executor, "replicas": replicas, "microbatches": 2}
+    with phalanx.Trainer(module, loss, FUSED["sgd"], **options) as trainer:
+        for batch in batches():
+            trainer.step(batch)
+    for own, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert_close(own, theirs, F64)
+
+
+def test_weights_that_a_module_moves_are_those_of_a_container_too() -> None:
+    module, plain = (Recurrent().double() for _ in range(2))
+    loss = nn.functional.mse_loss
+    plain_steps(plain, loss, FUSED["sgd"], batches())
+    with phalanx.DataParallel(module, devices=2) as model:
+        plain_steps(model, loss, FUSED["sgd"], batches())
+    for own, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert_close(own, theirs, F64)

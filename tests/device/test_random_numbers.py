@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.errors import UnsupportedError
-from phalanx.replicas import rng_watch
+from phalanx.replicas import default_generators
 from phalanx.replicas.rng_watch import RngWatch
 from tests.conformance.models import sgd
 from tests.device.test_replicas import F64, batch
@@ -50,5 +50,5 @@ def test_draws_of_another_thread_from_a_devices_default_generator(
 
     with pytest.raises(UnsupportedError, match="default generator in a thread that it starts"):
         draw()
-    monkeypatch.setattr(rng_watch, "_accelerator_module", lambda: None)
+    monkeypatch.setattr(default_generators, "accelerator_module", lambda: None)
     draw()

@@ -315,6 +315,7 @@ class Executor(ABC):
             watched=watched,
             throughout=self._rng_hidden or self._sees_operators(all(trains)),
             alone=watched and self.is_alone(),
+            shared=frozenset(each for each in self.devices if self.devices.count(each) > 1),
         )
         state = RunState(
             microbatches,

@@ -215,8 +215,8 @@ def _copy_module(source: nn.Module, device: torch.device, homes: Sequence[Tensor
     _refuse_graphs(source)
     refuse_aliases(source)
     refuse_compiled_in_place(source)
-    pairs = zip(source.parameters(), homes, strict=True)
-    memo: dict[int, object] = {id(p): _alias(p, home) for p, home in pairs}
+    aliases = {id(p): _alias(p, home) for p, home in zip(source.parameters(), homes, strict=True)}
+    memo: dict[int, object] = dict(aliases)
     memo.update(shared_hooks(source))
     memo.update(_compressed(source))
     memo.update(shared_compilers(source))
@@ -231,7 +231,18 @@ def _copy_module(source: nn.Module, device: torch.device, homes: Sequence[Tensor
     refuse_other_parameters(module, [*(memo[id(p)] for p in source.parameters()), *frozen])
     for parameter in module.parameters():
         parameter.grad = None
-    return module.to(device)
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child.flatten_parameters = _stay  # type: ignore[method-assign]
+    module.to(device)
+    for own, home in zip(aliases.values(), homes, strict=True):
+        if own.data_ptr() != home.data_ptr():  # a module may do so when it is moved
+            own.data = home.data
+    return module
+
+
+def _stay() -> None:
+    """Leave weights where they are: cuDNN's layout would be memory of the replica's own."""
 
 
 def refuse_other_parameters(module: nn.Module, own: Iterable[object]) -> None:

@@ -80,11 +80,13 @@ class RngPlan:
         throughout: Look at every operator, not at calls from Python.
         alone: No other thread of the program draws from global generators meanwhile, for all that
             is known.
+        shared: Devices on which several replicas run.
     """
 
     watched: bool = False
     throughout: bool = False
     alone: bool = False
+    shared: frozenset[torch.device] = frozenset()
 
 
 @dataclass
@@ -120,7 +122,7 @@ class MicrobatchRng:
         kept: Iterable[object] = (),
         reads: bool = False,
     ) -> None:
-        self._draws = draws = RngMode(seed)
+        self._draws = draws = RngMode(seed, plan.shared)
         self._use = use
         self._may_hide = plan.watched and not plan.throughout
         watch = RngWatch(alone=plan.alone, kept=kept, reads=reads) if plan.watched else None

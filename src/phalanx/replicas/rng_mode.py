@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import UnsupportedError
+from phalanx.replicas.default_generators import drawing_from
 from phalanx.replicas.rng_watch import WRAPPERS
 from phalanx.replicas.uncompiled import uncompiled
 from phalanx.torch_internals import MADE_OF_OTHERS, TorchDispatchMode, is_made_of_others
@@ -115,6 +116,7 @@ class RngMode(TorchDispatchMode):
 
     Args:
         seed: Where this microbatch's numbers start.
+        shared: Devices on which other threads run replicas, too.
 
     Attributes:
         used: Whether anything was drawn.
@@ -122,7 +124,8 @@ class RngMode(TorchDispatchMode):
         num_preserved: How many checkpointed parts the thread is in that `preserve_rng` serves.
 
     Raises:
-        UnsupportedError: From the operator, when it draws but takes no generator, or when it draws
+        UnsupportedError: From the operator, when it draws but takes no generator (attention may
+            where its device is not shared), or when it draws
             under `torch.utils.checkpoint` without :func:`preserve_rng`: the second forward would
             draw other numbers.
 
@@ -137,8 +140,9 @@ class RngMode(TorchDispatchMode):
     Determinism: the same numbers on the same kind of device, in any thread of any process.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, shared: frozenset[torch.device] = frozenset()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._shared = shared
         self.used = self.hidden = False
         self.num_preserved = 0
         self._num_foreseen = 0
@@ -200,14 +204,15 @@ class RngMode(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and _is_made_of_others(func):
             with self:  # elsewhere torch takes it apart before it comes here
                 return func._op_dk(MADE_OF_OTHERS, *args, **kwargs)
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or func in _TAKE_WHAT_WAS_DRAWN:
             return func(*args, **kwargs)
         if kwargs.get("generator") is not None:
             return func(*args, **kwargs)  # the model brings its own
         return self._draw(func, args, kwargs)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _DRAWS_ONLY_WITH and not _argument(func, args, kwargs, _DRAWS_ONLY_WITH[func]):
+        told = _DRAWS_ONLY_WITH.get(func)
+        if told is not None and not all(_argument(func, args, kwargs, name) for name in told):
             return func(*args, **kwargs)
         self.used = True
         self.hidden = self.hidden or not self._num_foreseen
@@ -215,12 +220,14 @@ class RngMode(TorchDispatchMode):
             _refuse_checkpointing(self.num_preserved)
         if func in _WRITTEN_OUT:
             return _WRITTEN_OUT[func](self._generator(args[0].device), *args, **kwargs)
+        if func in _ATTENTION and args[0].device not in self._shared:
+            with drawing_from(self._generator(args[0].device)):
+                return func(*args, **kwargs)
         overload = _with_generator(func)
         if overload is None:
             raise UnsupportedError(
                 f"Operator `{func}` must take a generator to draw reproducibly in a replica, but "
-                "takes none. Draw with another operator, such as `tensor.uniform_()` or "
-                "`tensor.normal_()`."
+                f"takes none. {_WAYS_OUT.get(func, _WAY_OUT)}"
             )
         known = next(
             (each for each in (*args[:1], kwargs.get("out")) if isinstance(each, Tensor)), None
@@ -266,16 +273,44 @@ _WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.randint_like.low_dtype: _like(_randint_like),
 }
 
-# Attention kernels carry the tag, but draw only with this argument above 0.
-_DRAWS_ONLY_WITH: dict[Any, str] = {
-    getattr(aten, name).default: "dropout_p"
-    for name in (
+
+def _named(*names: str) -> Iterator[Any]:
+    """Yield these operators, as far as this torch has them."""
+    return (getattr(aten, name).default for name in names if hasattr(aten, name))
+
+
+# These carry the tag, but draw only where all of these arguments are true.
+_ATTENTION: dict[Any, tuple[str, ...]] = dict.fromkeys(
+    _named(
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
+    ),
+    ("dropout_p",),
+)
+_RECURRENT: dict[Any, tuple[str, ...]] = dict.fromkeys(
+    _named("_cudnn_rnn", "_cudnn_init_dropout_state", "miopen_rnn"), ("dropout", "train")
+)
+_DRAWS_ONLY_WITH = _ATTENTION | _RECURRENT
+# These carry the tag, too, but get what the forward pass has drawn.
+_TAKE_WHAT_WAS_DRAWN = set(
+    _named(
+        "_scaled_dot_product_efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention_backward",
     )
-    if hasattr(aten, name)
+)
+_WAY_OUT = "Draw with another operator, such as `tensor.uniform_()` or `tensor.normal_()`."
+_WAYS_OUT = {
+    **dict.fromkeys(
+        _ATTENTION,
+        "Train under `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`, or with one replica on "
+        "each device.",
+    ),
+    **dict.fromkeys(
+        _RECURRENT,
+        "Train under `torch.backends.cudnn.flags(enabled=False)`, or give the layer no dropout.",
+    ),
 }
 
 _overloads: dict[Any, Any] = {}

@@ -22,6 +22,11 @@ from torch import Tensor, nn
 from torch.quasirandom import SobolEngine
 
 from phalanx.errors import UnsupportedError
+from phalanx.replicas.default_generators import (
+    accelerator_module,
+    default_generators,
+    default_states,
+)
 from phalanx.replicas.packing import pack
 
 __all__ = ["WRAPPERS", "RngWatch", "numpy_swap"]
@@ -34,6 +39,7 @@ _SOBOL_MADE, _SOBOL_DRAWS = SobolEngine.__init__.__code__, SobolEngine.draw.__co
 _DEPTH = 5
 _SEEDING = {"manual_seed", "seed", "set_state"}
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_LENDING = default_generators.__code__.co_filename
 _SYMPY = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "sympy") + os.sep
 # What lies between a function that the compiler shall leave alone and who calls it.
 WRAPPERS = {
@@ -95,7 +101,7 @@ class RngWatch:
     def __enter__(self) -> Self:
         if self._alone:
             self._swaps, self._numpy = _Swaps.count, np.random.get_state()
-            self._torchs = _states_now()
+            self._torchs = default_states()
         self._before = [(each, _state_of(each)) for each in _numpys_in(self._kept)]
         if sys.getprofile() is None:
             self._profiles = True
@@ -145,7 +151,7 @@ class RngWatch:
             if not _is_default(owner):
                 if arg.__name__ in _SEEDING:
                     self._seeded.append(owner)
-            else:
+            elif frame.f_code.co_filename != _LENDING:
                 self._note(f"calls `{arg.__name__}` of torch's default generator", frame, set())
 
     def _on_pythons(self, owner: random.Random, name: str, frame: FrameType | None) -> None:
@@ -194,7 +200,7 @@ class RngWatch:
                     f"draws from a `{kind}` of NumPy's that was made before, which every replica "
                     "would move on by itself"
                 )
-        if self._torchs and not all(map(torch.equal, self._torchs, _states_now())):
+        if self._torchs and not all(map(torch.equal, self._torchs, default_states())):
             self._found = self._found or (
                 "draws from torch's default generator in a thread that it starts"
             )
@@ -253,28 +259,13 @@ def _members_of(found: Any) -> list[Any]:
 
 
 def _is_default(generator: torch.Generator) -> bool:
-    return any(generator is each for each in _default_generators())
-
-
-def _states_now() -> list[Tensor]:
-    return [each.get_state() for each in _default_generators()]
-
-
-def _default_generators() -> list[torch.Generator]:
-    """Return those of the CPU and of each accelerator that torch has begun to use."""
-    return [torch.default_generator, *getattr(_accelerator_module(), "default_generators", ())]
+    return any(generator is each for each in default_generators())
 
 
 @functools.cache
 def _forwarding() -> frozenset[str]:
     """Return the files of functions of torch's that call a default generator for who calls them."""
-    names = (_accelerator_module(), getattr(_accelerator_module(), "random", None))
+    names = (accelerator_module(), getattr(accelerator_module(), "random", None))
     files = (getattr(each, "__file__", None) for each in names)
     known = {*WRAPPERS, torch.random.__file__, contextlib.__file__}
     return frozenset(known.union(file for file in files if file))
-
-
-def _accelerator_module() -> types.ModuleType | None:
-    """Return the module of this machine's accelerators, such as `torch.cuda`; None without any."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return None if kind is None else torch.get_device_module(kind)

@@ -24,6 +24,8 @@ from phalanx.replicas import (
     preserve_rng,
     run_backward,
 )
+from phalanx.replicas.default_generators import drawing_from
+from phalanx.replicas.rng_watch import RngWatch
 
 X = torch.linspace(-1, 1, 60).view(6, 10)
 WAYS: dict[str, Callable[[], Tensor]] = {
@@ -52,6 +54,26 @@ WAYS: dict[str, Callable[[], Tensor]] = {
     ),
     "distribution": lambda: torch.distributions.Normal(X, X.abs() + 1).rsample(),
 }
+
+
+def test_a_kernel_that_draws_from_the_default_generator_draws_from_another_instead() -> None:
+    before = torch.get_rng_state()
+    own, twin = (torch.Generator().manual_seed(7) for _ in range(2))
+    for _ in range(2):
+        with RngWatch(alone=True), drawing_from(own):  # which sees nothing of it
+            drawn = torch.rand(3)
+        assert torch.equal(drawn, torch.rand(3, generator=twin))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_attention_is_refused_where_others_use_the_default_generator() -> None:
+    values = torch.ones(1, 2, 3, 10)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with RngMode(7, frozenset({values.device})) as draws:
+        attend(values, values, values, 0.0)
+        with pytest.raises(UnsupportedError, match=r"sdpa_kernel\(SDPBackend\.MATH\)"):
+            attend(values, values, values, 0.5)
+    assert draws.used
 
 
 @pytest.mark.parametrize("way", WAYS)
