@@ -124,10 +124,9 @@ class RngMode(TorchDispatchMode):
         num_preserved: How many checkpointed parts the thread is in that `preserve_rng` serves.
 
     Raises:
-        UnsupportedError: From the operator, when it draws but takes no generator (attention may
-            where its device is not shared), or when it draws
-            under `torch.utils.checkpoint` without :func:`preserve_rng`: the second forward would
-            draw other numbers.
+        UnsupportedError: From the operator, when it draws but takes no generator (attention may do
+            so where its device is not shared), or when it draws under `torch.utils.checkpoint`
+            without :func:`preserve_rng`: the second forward would draw other numbers.
 
     Example:
         >>> with RngMode(1):
