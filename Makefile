@@ -15,7 +15,7 @@
 
 .DEFAULT_GOAL := help
 BENCHMARKS := bench-step bench-allreduce bench-balance bench-memory bench-recovery bench-tables bench-hosts bench-gpu
-.PHONY: help venv train test check format bits house docs bench $(BENCHMARKS) chaos night gpu clean .venv/moved
+.PHONY: help venv train test check format bits house promises docs bench $(BENCHMARKS) chaos night gpu clean .venv/moved
 
 PYTHON ?= python3
 ARGS ?=
@@ -105,6 +105,9 @@ bits: $(STAMP)  # train three small models in every formation and print hashes o
 
 house: $(STAMP)  # print the size of the package, its doubled names, and how far one call walks, beside the aims
 	@$(BIN)/python -W ignore -m tests.meta.house $(ARGS)
+
+promises: $(STAMP)  # write docs/promises.md from tests/promises.toml and the tests' markers
+	@$(BIN)/python -m tests.promises
 
 $(VENV)/.docs: $(STAMP)
 	@echo "Installing what builds the site into $(VENV) (once)"

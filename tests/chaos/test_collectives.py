@@ -16,6 +16,8 @@ from phalanx.distributed.collective_buffers import POINTS
 from tests.chaos.calls import WITH_POINTS
 from tests.chaos.ranks import CALLS, SIZE, Case, RunResult, Troop
 
+pytestmark = pytest.mark.promise("every-wait-ends")
+
 TOLD_WITHIN_S = 10.0  # of a promised 0.2: a busy machine may not run a survivor for long
 HALTED_S = 1.5  # a timeout that no busy machine reaches by itself
 

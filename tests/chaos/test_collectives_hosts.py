@@ -9,6 +9,8 @@ import pytest
 from tests.chaos.ranks import SIZE, Case, RunResult, Troop
 from tests.chaos.test_collectives import TOLD_WITHIN_S
 
+pytestmark = pytest.mark.promise("every-wait-ends")
+
 HOSTS = "aab"
 
 

@@ -17,7 +17,10 @@ from tests.chaos.course import DEADLINE_S, MICROBATCHES, Course, batches
 from tests.chaos.saboteur import MODULE_POINTS, Order
 from tests.multiprocess.forked_workers import spawn_again
 
-pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
+    pytest.mark.promise("killed-workers-cost-no-bit"),
+]
 
 ON_THE_WAY = [point for point in (*POINTS, *MODULE_POINTS) if point != "born"]
 WITH_A_MICROBATCH = {*POINTS[1:7], *MODULE_POINTS}

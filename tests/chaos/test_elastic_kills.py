@@ -8,6 +8,8 @@ import pytest
 
 from tests.chaos.elastic_kills import kill_ranks
 
+pytestmark = pytest.mark.promise("killed-ranks-cost-no-bit")
+
 
 @pytest.mark.night  # each rank that is started again imports torch: seconds
 @pytest.mark.filterwarnings("ignore:Metric 'right' cannot be merged")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from tests.chaos import frames_fuzz
+
+pytestmark = pytest.mark.promise("files-and-messages-hold-no-code")
 
 FRAMES = 100_000
 

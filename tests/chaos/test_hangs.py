@@ -15,7 +15,10 @@ from phalanx.execution.worker_client import START_S
 from tests.chaos.course import DEADLINE_S, Course
 from tests.chaos.saboteur import Order
 
-pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
+    pytest.mark.promise("killed-workers-cost-no-bit"),
+]
 
 TIMEOUT_S = 3.0
 

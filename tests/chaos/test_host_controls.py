@@ -27,6 +27,8 @@ from tests.multiprocess.children import Child, Children, Parent
 from tests.multiprocess.hosts import become_worker, free_port, variables, wait_for_servers
 from tests.run_directories import wait_until_removed
 
+pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
+
 NUM_HOSTS = 3
 DEADLINE_S = 30.0
 SHORT_S = 3.0

@@ -29,6 +29,8 @@ from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
 from tests.multiprocess.hosts import free_port, serve_here, variables
 from tests.run_directories import wait_until_removed
 
+pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
+
 NUM_HOSTS = 2
 ADDS, SECOND, THIRD = 3, 1, 2
 ONCE = [sum(10.0**number for number in range(ADDS))]

@@ -8,6 +8,8 @@ import pytest
 
 from tests.chaos import ledger
 
+pytestmark = pytest.mark.promise("acknowledged-adds-are-kept")
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [70, pytest.param(200, marks=pytest.mark.night)])

@@ -31,6 +31,8 @@ from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import become_worker, free_port, variables, wait_for_servers
 from tests.run_directories import wait_until_removed
 
+pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
+
 NUM_HOSTS = 3
 CLIENTS = 5  # on hosts 0, 0, 1, 1 and 2
 OFTEN_S = 0.05

@@ -16,6 +16,8 @@ import pytest
 
 from tests.chaos.course import DEADLINE_S
 
+pytestmark = pytest.mark.promise("nothing-is-left-behind")
+
 GONE_S = 60.0  # a worker that is still importing finds out when it has done so
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.chaos import server_kills
 
+pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
+
 KILLS = 200
 
 

@@ -25,6 +25,8 @@ from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
 from tests.run_directories import wait_until_removed
 
+pytestmark = pytest.mark.promise("acknowledged-adds-are-kept")
+
 DEADLINE_S = 60.0
 SHORT_S = 0.5
 ROWS = 8

@@ -19,6 +19,8 @@ import phalanx
 from phalanx import ConfigError, UnsupportedError
 from tests.conformance.groups import desc, group_of
 
+pytestmark = pytest.mark.promise("whole-batch-gradients")
+
 MICROBATCHES = 4
 FORMATIONS = [("inline", 1), ("threads", 2), ("threads", 3)]
 IDS = [f"{executor}-{replicas}" for executor, replicas in FORMATIONS]

@@ -14,6 +14,8 @@ import torch
 from tests.conformance import collectives as calls
 from tests.multiprocess.ranks import Ranks
 
+pytestmark = pytest.mark.promise("backend-gives-what-gloo-gives")
+
 LARGE_ELEMENTS = (16 << 20) // 4 + 3
 SEVERAL_PIECES = 1_100_003
 

@@ -29,6 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.conformance.collectives import group
 from tests.multiprocess.ranks import Ranks
 
+pytestmark = pytest.mark.promise("backend-carries-other-libraries")
+
 Values = dict[str, list[float]]
 
 

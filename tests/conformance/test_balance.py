@@ -38,6 +38,8 @@ from tests.conformance.models import (
     twin_of,
 )
 
+pytestmark = pytest.mark.promise("automatic-choices-change-no-bit")
+
 F64 = torch.float64
 ROWS = 41
 TWO = ["cpu"] * 2

@@ -15,6 +15,8 @@ from torchmetrics.regression import MeanSquaredError
 
 import phalanx
 
+pytestmark = pytest.mark.promise("batches-of-any-structure")
+
 MSE = nn.functional.mse_loss
 ROWS = 7
 

@@ -17,6 +17,8 @@ from phalanx.errors import CheckpointError, ConfigError
 from phalanx.train.peer_state import pack_state_of, unpacked_state
 from tests.conformance.test_damaged_checkpoints import bytes_of, rewrite
 
+pytestmark = pytest.mark.promise("callbacks", "checkpoints-are-complete")
+
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 

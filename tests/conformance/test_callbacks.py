@@ -20,6 +20,8 @@ import phalanx
 from phalanx.callbacks import CSV, EMA, JSONL, BestCheckpoint, EarlyStopping, History, Progress
 from phalanx.errors import ConfigError, StateError
 
+pytestmark = pytest.mark.promise("callbacks")
+
 F = nn.functional
 FORMATIONS = [("inline", 1), ("threads", 3), ("processes", 2)]
 EPOCHS = 4

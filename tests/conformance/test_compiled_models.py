@@ -22,6 +22,8 @@ from phalanx.errors import UnsupportedError
 from tests.conformance.containers import assert_equal_pass, draw
 from tests.conformance.models import assert_close, assert_same_bits, sgd, state_of, twin_of
 
+pytestmark = pytest.mark.promise("compiled-models")
+
 F64 = torch.float64
 STEPS, MICROBATCHES, ROWS = 3, 6, 12
 EXECUTORS = pytest.mark.parametrize(

@@ -54,6 +54,8 @@ from tests.conformance.models import (
     twin_of,
 )
 
+pytestmark = pytest.mark.promise("containers")
+
 F64 = torch.float64
 K = 3
 STEPS = 10

@@ -38,7 +38,7 @@ from tests.conformance.models import (
     twin_of,
 )
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.promise("containers")]
 
 F64 = torch.float64
 K = 3

@@ -41,6 +41,8 @@ from tests.conformance.models import (
     vector_batch,
 )
 
+pytestmark = pytest.mark.promise("containers")
+
 F64 = torch.float64
 UNEQUAL = [1, 5, 9]
 

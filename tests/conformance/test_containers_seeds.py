@@ -43,6 +43,8 @@ from tests.conformance.models import (
 )
 from tests.products import in_pairs
 
+pytestmark = pytest.mark.promise("torch7")
+
 mse = nn.functional.mse_loss
 STEPS = 10
 F64 = torch.float64

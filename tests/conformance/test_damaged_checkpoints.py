@@ -26,6 +26,8 @@ import phalanx
 from phalanx.callbacks import EMA, EarlyStopping, History
 from phalanx.errors import CheckpointError, PhalanxError
 
+pytestmark = pytest.mark.promise("checkpoints-are-whole")
+
 F = nn.functional
 ROUNDS = [25, pytest.param(200, marks=pytest.mark.night)]
 HOSTILE: list[Any] = [

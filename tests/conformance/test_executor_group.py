@@ -34,7 +34,7 @@ from tests.conformance.groups import (
 )
 from tests.conformance.models import assert_close, gradients_of, state_of, twin_of
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.promise("executor-groups", "mxnet")]
 
 # --- module_dtype, module_layout ------------------------------------------------------------------
 

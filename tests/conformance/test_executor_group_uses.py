@@ -31,7 +31,7 @@ from tests.conformance.groups import (
 from tests.conformance.models import assert_close, gradients_of
 from tests.multiprocess.fork_server import context
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.promise("executor-groups")]
 
 
 class Weighted(Net):

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import phalanx
 
+pytestmark = pytest.mark.promise("scripts-and-notebooks")
+
 F = nn.functional
 GAIN = 1.0
 OPTIONS = {"penalty": 0.0}

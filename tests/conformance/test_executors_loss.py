@@ -23,7 +23,10 @@ from phalanx import ConfigError
 F = nn.functional
 GAIN = 1.0
 
-pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
+    pytest.mark.promise("attributes-are-followed"),
+]
 
 
 @dataclass(slots=True)

@@ -22,7 +22,10 @@ from tests.multiprocess.forked_scripts import run_forked
 PATIENCE_S = 200.0
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
+    pytest.mark.promise("scripts-and-notebooks"),
+]
 
 NOTEBOOK = """
 import dataclasses, enum, functools, threading

@@ -18,6 +18,8 @@ import phalanx
 from phalanx.errors import ConfigError
 from phalanx.replicas.packing import load, pack
 
+pytestmark = pytest.mark.promise("attributes-are-followed")
+
 F = nn.functional
 
 

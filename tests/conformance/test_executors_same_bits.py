@@ -25,7 +25,10 @@ FORMATIONS = [
     *(pytest.param("processes", count, marks=pytest.mark.night) for count in (1, 3)),
 ]  # worker processes that are 2, then 3, then 1: the resized run
 
-pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
+    pytest.mark.promise("replicas-change-no-bit", "whole-training-loops"),
+]
 
 
 class Everything(nn.Module):

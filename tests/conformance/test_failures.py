@@ -36,6 +36,8 @@ from tests.conformance.models import (
 )
 from tests.multiprocess.children import Children, Parent
 
+pytestmark = pytest.mark.promise("errors-arrive-as-raised")
+
 INTERRUPTS = 100
 MARKER = 1e6  # a row that holds this makes the code under test raise
 MICROBATCHES = 8

@@ -10,6 +10,8 @@ import phalanx
 from tests.conformance.containers import draw
 from tests.conformance.models import assert_close, plain_steps, sgd, state_of, twin_of
 
+pytestmark = pytest.mark.promise("state-is-shared")
+
 F64 = torch.float64
 loss = nn.functional.mse_loss
 EXECUTORS = pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a weakref
+@pytest.mark.promise("interrupts-leave-whole-steps")
 def test_an_interrupt_at_any_moment_leaves_a_whole_number_of_steps() -> None:
     """Retried from `steps` until 25 are done, the weights are those of an undisturbed run."""
 

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 import phalanx
 from phalanx import UnsupportedError
 
+pytestmark = pytest.mark.promise("whole-batch-gradients")
+
 transformers = pytest.importorskip("transformers", reason="needs transformers (extra `peers`)")
 tokenizers = pytest.importorskip("tokenizers", reason="needs transformers (extra `peers`)")
 

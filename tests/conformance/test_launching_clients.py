@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.promise("backend-carries-other-libraries")
+
 DEADLINE_S = 120.0
 RANKS = 2
 STEPS = 3

@@ -36,6 +36,8 @@ from phalanx.compat.multiverso import (
 from phalanx.errors import ConfigError, PeerTimeout, StateError
 from tests.multiprocess.children import Children, Parent
 
+pytestmark = pytest.mark.promise("multiverso")
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrating_multiverso.md").read_text(encoding="utf-8")
 JOIN_S = 60.0

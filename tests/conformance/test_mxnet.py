@@ -30,7 +30,7 @@ from tests.conformance.groups import (
 )
 from tests.conformance.models import assert_close, gradients_of
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.promise("mxnet")]
 
 ROWS = 7
 BATCH = draw(ROWS, 5), classes(ROWS)

@@ -35,6 +35,8 @@ from phalanx.compat.oxirs import (
 )
 from phalanx.errors import ConfigError
 
+pytestmark = pytest.mark.promise("oxirs")
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrating_oxirs.md").read_text(encoding="utf-8")
 NAN = float("nan")

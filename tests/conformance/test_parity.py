@@ -50,6 +50,8 @@ from tests.conformance.models import (
 )
 from tests.products import in_pairs
 
+pytestmark = pytest.mark.promise("wrapped-equals-unwrapped")
+
 STEPS = 10
 REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 3])
 FORMATIONS = CASES, [1, 2, 7, 9, 15, 64], [1, 2, 3], [torch.float32, torch.float64]

@@ -19,6 +19,8 @@ from phalanx.execution.shared_stepping import LEAST_SHARD_ELEMENTS
 from phalanx.execution.worker_client import WorkerProcess
 from phalanx.memory.shared_memory_pool import SharedMemoryPool
 
+pytestmark = pytest.mark.promise("nothing-is-left-behind")
+
 PATIENCE_S = 60.0
 MOST_REFUSED = 100  # a first step asks for some twenty regions
 

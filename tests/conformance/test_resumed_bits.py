@@ -22,6 +22,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 import phalanx
 from phalanx.errors import CheckpointError
 
+pytestmark = pytest.mark.promise("resuming-changes-no-bit", "resume-continues-the-data")
+
 Make = Callable[[list[nn.Parameter]], Optimizer]
 Batches = list[tuple[Tensor, Tensor]]
 

@@ -32,6 +32,8 @@ from tests.conformance.models import (
     state_of,
 )
 
+pytestmark = pytest.mark.promise("replicas-change-no-bit")
+
 STEPS = 20
 MICROBATCHES = 8
 # Five batches an epoch, the last one of 12 rows; 20 and 12 are no multiples of 8.
@@ -85,7 +87,7 @@ def train(
     save: Path | None = None,
     laggard: Laggard | None = None,
     seed: int = 0,
-    microbatches: int = MICROBATCHES,
+    microbatches: int | None = MICROBATCHES,
     process_seed: int = 1234,
     **options: Any,
 ) -> Outcome:
@@ -153,6 +155,13 @@ def test_the_number_of_replicas_does_not_show(recipe: Recipe, replicas: int) -> 
     outcome = train(recipe, replicas)
     assert len(outcome.losses) == STEPS
     assert_same(outcome, reference(str(recipe)))
+
+
+@pytest.mark.promise("fast-mode-repeats")
+@EVERY_RECIPE
+def test_a_run_without_microbatches_repeats(recipe: Recipe) -> None:
+    first, second = (train(recipe, 3, microbatches=None) for _ in range(2))
+    assert_same(second, first)
 
 
 @EVERY_RECIPE

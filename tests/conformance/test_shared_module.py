@@ -24,6 +24,8 @@ from tests.conformance.test_tables import (
 )
 from tests.multiprocess.children import Children, Parent
 
+pytestmark = pytest.mark.promise("shared-modules")
+
 NAN, INF = float("nan"), float("inf")
 
 

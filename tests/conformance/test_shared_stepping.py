@@ -17,6 +17,8 @@ import phalanx
 from phalanx.execution import shard_step, shared_stepping
 from tests.products import in_pairs
 
+pytestmark = pytest.mark.promise("replicas-change-no-bit")
+
 
 class Kinds(nn.Module):
     """Parameters of several dtypes, the complex one last."""

@@ -18,6 +18,8 @@ from tests.conformance.containers import draw, loss_of, parallel
 from tests.conformance.groups import group_of
 from tests.conformance.models import assert_close, gradients_of, plain_steps, twin_of
 
+pytestmark = pytest.mark.promise("state-is-shared")
+
 F64 = torch.float64
 Optimizer = torch.optim.Optimizer
 STEPS = 8

@@ -21,6 +21,8 @@ import phalanx
 from phalanx import UnsupportedError
 from tests.conformance.groups import desc, group_of
 
+pytestmark = pytest.mark.promise("state-is-shared", "buffers-are-merged")
+
 EXECUTORS = [("inline", 1), ("threads", 2), ("processes", 1)]
 IDS = [f"{executor}-{replicas}" for executor, replicas in EXECUTORS]
 mse = nn.functional.mse_loss

@@ -12,6 +12,8 @@ from phalanx import tables
 from phalanx.errors import ConfigError
 from tests.conformance.test_tables import in_every_formation
 
+pytestmark = pytest.mark.promise("updaters-are-their-formulas")
+
 ROWS, DIM, LR = 11, 3, 0.5
 
 

@@ -20,6 +20,8 @@ from tests.multiprocess import hosts
 from tests.multiprocess.children import Parent, ReusedChildren
 from tests.multiprocess.hosts import run_hosts
 
+pytestmark = pytest.mark.promise("tables-one-contract")
+
 DEADLINE_S = 60.0
 WORKERS = ReusedChildren()
 

@@ -29,7 +29,7 @@ from phalanx.replicas import known_devices
 from tests.conformance.containers import cpu_and_others, joined
 from tests.conformance.models import ACCELERATOR_FIRST
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.promise("torch7")]
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30

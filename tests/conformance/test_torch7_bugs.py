@@ -23,7 +23,7 @@ from phalanx.errors import ConfigError, UnsupportedError
 from tests.conformance.containers import cpu_and_others, draw, stored
 from tests.conformance.models import assert_close, gradients_of, twin_of
 
-pytestmark = pytest.mark.devices
+pytestmark = [pytest.mark.devices, pytest.mark.promise("torch7")]
 
 F64 = torch.float64
 THREE = cpu_and_others(3)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.promise("backend-carries-other-libraries")
+
 # What may fail, and why. Everything else that gloo passes, `phalanx` passes.
 _BY_NAME = "`torch.distributed.monitored_barrier` takes gloo alone, by its name"
 _WORDS = "it looks for gloo's words in the error; ours says who did not come"

@@ -45,6 +45,8 @@ from tests.conformance.models import (
     vector_batch,
 )
 
+pytestmark = pytest.mark.promise("whole-batch-gradients")
+
 F64 = torch.float64
 BY_NIGHT = pytest.param(2, marks=pytest.mark.night)  # replicas: between the two that tell most
 

@@ -22,6 +22,8 @@ import phalanx
 from phalanx.execution.elementwise import state_is_uniform, steps_as_torch_does
 from phalanx.memory import FlatParameters
 
+pytestmark = pytest.mark.promise("users-optimizer")
+
 FORMATIONS: tuple[dict[str, Any], ...] = (
     {"replicas": 1},
     {"replicas": 1, "microbatches": 2},

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import phalanx
 
+pytestmark = pytest.mark.promise("replicas-change-no-bit")
+
 WIDTH = 130  # so that a weight is large enough to be copied by itself
 ROWS, STEPS, MICROBATCHES = 131, 4, 3
 

@@ -15,6 +15,8 @@ import pytest
 
 from tests.multiprocess.forked_scripts import run_forked
 
+pytestmark = pytest.mark.promise("pages-and-examples-run")
+
 ROOT = Path(__file__).parents[2]
 PROMISES = {
     "01_two_replicas.py": r"the same bits: True",

@@ -16,6 +16,8 @@ import pytest
 
 from tests.examples.test_examples import ROOT, as_users, forked
 
+pytestmark = pytest.mark.promise("pages-and-examples-run")
+
 PAGES = {
     "README.md": "",
     "docs/callbacks.md": r"18 \[6, 12, 18\]\n24\n(.*\n)*stopped: True best: step-\d{8}",

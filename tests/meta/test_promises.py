@@ -1,62 +1,58 @@
-"""docs/promises.md names tests that exist, and all files of folders whose tests hold promises."""
+"""Each promise has a test, each marker a promise, and docs/promises.md says what they say."""
 
 from __future__ import annotations
 
-import ast
-import re
-
 import pytest
 
-from tests.meta.source import ROOT
-
-NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
-
-
-def missing(page: str) -> list[str]:
-    """List what a page names that is not there: files, and tests within them."""
-    found = []
-    for path, test in NAMED.findall(page):
-        file = ROOT / path
-        if not file.exists():
-            found.append(path)
-        elif test and test not in {
-            node.name
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-            if isinstance(node, ast.FunctionDef)
-        }:
-            found.append(f"{path}::{test}")
-    return found
+from tests.promises import (
+    PAGE,
+    Holder,
+    Promise,
+    find_holders,
+    holders_in,
+    mistakes,
+    read_promises,
+    write_page,
+)
 
 
-def test_promises_are_held_by_tests_that_exist() -> None:
-    page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
-    assert NAMED.search(page)
-    assert missing(page) == []
+def test_each_promise_has_a_test_and_the_page_says_which() -> None:
+    promises, holders = read_promises(), find_holders()
+    assert mistakes(promises, holders) == []
+    assert PAGE.read_text(encoding="utf-8") == write_page(promises, holders), "`make promises`"
 
 
-def test_every_row_of_promises_names_a_test() -> None:
-    page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("|")]
-    bare = [row for row in rows if not NAMED.search(row)]
-    assert all(row.startswith(("| promise", "|---")) for row in bare), bare
+def test_the_pages_that_promises_name_exist() -> None:
+    assert [each.page for each in read_promises() if not (PAGE.parent / each.page).exists()] == []
 
 
-@pytest.mark.parametrize("folder", ["chaos", "conformance", "multiprocess"])
-def test_every_file_of_these_folders_holds_a_promise(folder: str) -> None:
-    page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
-    named = {path for path, _ in NAMED.findall(page)}
-    files = (path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / folder).glob("test_*"))
-    assert sorted(set(files) - named) == []
+KEPT = Promise("kept", "It is kept.", "training.md")
+LATER = Promise("later", "It will be.", "training.md", planned=True)
 
 
 @pytest.mark.parametrize(
-    ("page", "found"),
+    ("promises", "ids", "found"),
     [
-        ("`tests/meta/source.py`", []),
-        ("`tests/meta/source.py::read_house`", []),
-        ("`tests/meta/gone.py`", ["tests/meta/gone.py"]),
-        ("`tests/meta/source.py::gone`", ["tests/meta/source.py::gone"]),
+        ([KEPT, LATER], ["kept"], []),
+        ([KEPT], [], ["kept: no test"]),
+        ([KEPT], ["kept", "keptt"], ["keptt: unknown, in t.py"]),
+        ([LATER], ["later"], ["later: planned, but t.py holds it: remove `planned`"]),
+        ([KEPT, KEPT], ["kept"], ["an id stands twice"]),
     ],
 )
-def test_what_is_gone_is_caught(page: str, found: list[str]) -> None:
-    assert missing(page) == found
+def test_what_does_not_fit_is_found(
+    promises: list[Promise], ids: list[str], found: list[str]
+) -> None:
+    assert mistakes(promises, [Holder("t.py", "test", tuple(ids))]) == found
+
+
+def test_markers_of_tests_and_files_are_read() -> None:
+    text = """
+pytestmark = [pytest.mark.slow, pytest.mark.promise("a")]
+@pytest.mark.promise("b", "c")
+def test_it(): ...
+"""
+    assert list(holders_in("t.py", text)) == [
+        Holder("t.py", "", ("a",)),
+        Holder("t.py", "test_it", ("b", "c")),
+    ]

@@ -18,6 +18,8 @@ from tests.multiprocess.test_backend_calls import (
     messages_from_anybody,
 )
 
+pytestmark = pytest.mark.promise("backend-carries-other-libraries")
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:

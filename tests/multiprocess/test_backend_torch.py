@@ -32,6 +32,8 @@ from phalanx.errors import ConfigError, PeerError, UnsupportedError
 from tests.conformance.collectives import group as lasting_group
 from tests.multiprocess.ranks import Ranks
 
+pytestmark = pytest.mark.promise("backend-carries-other-libraries")
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:

@@ -16,6 +16,8 @@ import phalanx  # noqa: F401
 from phalanx.errors import PeerTimeout
 from tests.multiprocess.ranks import Ranks
 
+pytestmark = pytest.mark.promise("every-wait-ends")
+
 CALL_S, GRACE_S = 0.2, 1.0
 SHORT, LONG = datetime.timedelta(seconds=CALL_S), datetime.timedelta(seconds=10)
 

@@ -22,6 +22,8 @@ from phalanx.distributed import CodecHook, codec_hook
 from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.multiprocess.ranks import Ranks
 
+pytestmark = pytest.mark.promise("ddp-hooks")
+
 SIZE = 3
 SMALL_BUCKETS_MB = 1e-3
 WITH_ERROR = ["one_bit", "top_k"]

@@ -21,6 +21,8 @@ from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
 from tests.run_directories import wait_until_removed
 
+pytestmark = pytest.mark.promise("tables-one-contract")
+
 COLS = 2
 FIRST = 5
 DEADLINE_S = 60.0

@@ -18,6 +18,8 @@ from phalanx.distributed import RankFailed
 from phalanx.errors import PeerError
 from tests.multiprocess.forked_launchers import Launcher, fork_ranks
 
+pytestmark = pytest.mark.promise("launchers")
+
 DEADLINE_S = 120.0
 
 

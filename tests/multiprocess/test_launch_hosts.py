@@ -18,6 +18,8 @@ from tests.multiprocess.forked_launchers import Launcher
 from tests.multiprocess.hosts import free_port
 from tests.multiprocess.ranks import START_S
 
+pytestmark = pytest.mark.promise("launchers")
+
 MEET = """
 import torch, torch.distributed as dist
 dist.init_process_group()

@@ -18,6 +18,8 @@ from phalanx.distributed import merge_hook
 from phalanx.errors import ConfigError, PeerError, UnsupportedError
 from tests.multiprocess.ranks import Ranks
 
+pytestmark = pytest.mark.promise("ddp-hooks")
+
 WEIGHT_RULE = "`weight_fn` must return a finite number of samples or tokens ≥ 0"
 SMALL_BUCKETS_MB = 1e-4
 

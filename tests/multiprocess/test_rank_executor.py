@@ -30,7 +30,10 @@ from tests.conformance.test_executors_same_bits import (
 from tests.multiprocess.ranks import Ranks
 from tests.multiprocess.two_epochs import EPOCHS, STEPS, batches, train_in_one_process
 
-pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
+    pytest.mark.promise("replicas-change-no-bit", "launchers-change-no-bit"),
+]
 
 
 @pytest.fixture(scope="module")

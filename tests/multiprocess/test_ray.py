@@ -24,6 +24,8 @@ from phalanx.files import written_whole
 from phalanx.ipc import wait_until
 from tests.multiprocess.test_tables_hosts import DEADLINE_S, SCRIPT, expected_lines
 
+pytestmark = pytest.mark.promise("launchers")
+
 ray = pytest.importorskip("ray", reason="needs ray, of the extra `ray`")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 

@@ -18,7 +18,7 @@ from phalanx.errors import OutOfSpace, StateError
 from phalanx.ipc import ProcessIdentity, Region, RunDirectory, die_with_parent
 from tests.multiprocess.children import DEADLINE_S, Children, Parent, wait_for_exit
 
-pytestmark = pytest.mark.alone  # counts what anybody has in /dev/shm
+pytestmark = [pytest.mark.alone, pytest.mark.promise("nothing-is-left-behind")]
 NUM_WORKERS = 3
 SHM = Path("/dev/shm")
 

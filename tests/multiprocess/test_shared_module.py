@@ -15,6 +15,8 @@ from phalanx.ipc import fail_points
 from phalanx.tables import module_exchange, shard
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 
+pytestmark = pytest.mark.promise("shared-modules")
+
 DEADLINE_S = 60.0
 STEPS = 4
 

@@ -17,6 +17,8 @@ from phalanx.tables import hash_segment, shard, sharded
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.products import in_pairs
 
+pytestmark = pytest.mark.promise("acknowledged-adds-are-kept")
+
 DEADLINE_S = 60.0
 ROWS, COLS = 9, 4
 

@@ -15,6 +15,8 @@ from phalanx.cluster import make_secret
 from phalanx.ipc import wait_until
 from tests.multiprocess.hosts import free_port
 
+pytestmark = pytest.mark.promise("launchers")
+
 DEADLINE_S = 150.0
 SCRIPT = """
 import os

@@ -18,6 +18,8 @@ from tests.interrupts import interrupt_at
 from tests.multiprocess import hosts
 from tests.multiprocess.hosts import run_hosts
 
+pytestmark = pytest.mark.promise("interrupts-leave-whole-steps")
+
 MODULES = (spread, remote_part, deferred_adds, connection, contextlib, threading)
 MOST_PLACES = 400
 SHORT_S = 0.2

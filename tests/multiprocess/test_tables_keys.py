@@ -12,6 +12,8 @@ from phalanx.tables import hash_segment, key_shard, shard
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
 
+pytestmark = pytest.mark.promise("acknowledged-adds-are-kept")
+
 DEADLINE_S = 60.0
 COLS = 3
 OLD = [7, -(1 << 63), 0, 12, -3, 44]

@@ -18,6 +18,8 @@ from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
 from tests.run_directories import wait_until_removed
 
+pytestmark = pytest.mark.promise("tables-one-contract")
+
 ROWS, COLS = 7, 3
 DEADLINE_S = 60.0
 _numbers = itertools.count()

@@ -12,6 +12,8 @@ import pytest
 
 from tests.multiprocess.ranks import START_S
 
+pytestmark = pytest.mark.promise("launchers")
+
 SCRIPT = """
 import os
 import torch

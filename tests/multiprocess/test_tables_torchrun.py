@@ -12,6 +12,8 @@ import pytest
 
 from tests.run_directories import wait_until_removed
 
+pytestmark = pytest.mark.promise("launchers")
+
 SCRIPT = """
 import json, os, sys
 import torch

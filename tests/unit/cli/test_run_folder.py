@@ -16,6 +16,8 @@ from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
 from phalanx.errors import CheckpointError, ConfigError
 from tests.unit.callbacks.events import events_of_run
 
+pytestmark = pytest.mark.promise("command-line")
+
 
 def records_of(num_steps, per_epoch=2):
     return [record_of(event) for event in events_of_run(num_steps, per_epoch=per_epoch)]

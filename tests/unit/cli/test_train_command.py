@@ -26,6 +26,8 @@ from phalanx.execution import stopwatch
 from phalanx.train import Trainer
 from tests.multiprocess.fork_server import context
 
+pytestmark = pytest.mark.promise("command-line")
+
 PATIENCE_S = 60.0  # for another process, on a busy machine
 FAST = ("--model", "mlp", "--replicas", "1", "--batch-size", "256")
 

@@ -20,6 +20,8 @@ from phalanx.ipc import wait_until
 from tests.chaos.proxy import Proxy, replay
 from tests.unit.cluster.mutations import mutated_message
 
+pytestmark = pytest.mark.promise("files-and-messages-hold-no-code")
+
 ECHO, WAIT, FAIL, REFUSE = range(1, 5)
 DEADLINE_S = 30.0
 

@@ -9,6 +9,8 @@ import pytest
 from phalanx.cluster.frames import MAX_TEXT_BYTES, BadFrame, Caps, Head, Kind
 from tests.unit.cluster.mutations import mutated
 
+pytestmark = pytest.mark.promise("files-and-messages-hold-no-code")
+
 HEAD = Head(
     Kind.REQUEST, 8, 3, 2, bytes(range(16)), 77, 5, (7, -1, 1 << 40, 0), 4096, "tables größe"
 )

@@ -12,6 +12,8 @@ from phalanx.cli.app import main
 from phalanx.cluster import Secret, make_secret
 from phalanx.errors import ConfigError
 
+pytestmark = pytest.mark.promise("files-and-messages-hold-no-code")
+
 
 @pytest.fixture
 def file(tmp_path):

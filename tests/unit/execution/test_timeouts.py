@@ -12,6 +12,8 @@ import pytest
 
 from phalanx.execution.timeouts import set_timeouts
 
+pytestmark = pytest.mark.promise("every-wait-ends")
+
 PATIENCE_S = 0.05
 
 

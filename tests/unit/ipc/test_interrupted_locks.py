@@ -14,6 +14,8 @@ from phalanx.ipc import LockFile, RangeLock, Region, locks
 from phalanx.ipc.lock_owners import find_lock_owners
 from tests.interrupts import interrupt_at
 
+pytestmark = pytest.mark.promise("interrupts-leave-whole-steps")
+
 LONG_S = 60.0
 SHORT_S = 0.05
 MOST_PLACES = 200

@@ -33,6 +33,8 @@ from phalanx.errors import CheckpointError, ConfigError
 from phalanx.executor_group import Collected, GroupMetrics, ReplicaMetrics
 from phalanx.metrics.accumulator import move
 
+pytestmark = pytest.mark.promise("whole-batch-metrics")
+
 SIZES = (1, 5, 9)
 PAD = 3
 KINDS = 4

@@ -16,6 +16,8 @@ from phalanx.errors import ConfigError
 from phalanx.plan import Layout, cut, equal_sizes, join, leaf_paths, num_rows, workload_sizes
 from phalanx.plan.leaves import covering
 
+pytestmark = pytest.mark.promise("batches-of-any-structure")
+
 Pair = namedtuple("Pair", ["left", "right"])
 
 

@@ -20,6 +20,8 @@ from phalanx.replicas import (
 )
 from phalanx.replicas.statistics import statistic_specs
 
+pytestmark = pytest.mark.promise("buffers-are-merged")
+
 CPU = torch.device("cpu")
 
 

@@ -14,6 +14,8 @@ from phalanx.errors import CheckpointError, ConfigError, OutOfSpace, StateError
 from phalanx.tables.host_operations import part_of
 from phalanx.tables.spec import TableSpec
 
+pytestmark = pytest.mark.promise("refused-calls-change-nothing")
+
 NAN = float("nan")
 DELTA = torch.ones(2, 3)
 

@@ -10,6 +10,8 @@ import pytest
 
 from phalanx import PeerTimeout, tables
 
+pytestmark = pytest.mark.promise("every-wait-ends")
+
 
 def name_of_run(request: pytest.FixtureRequest) -> str:
     return f"barriers-{os.getpid()}-{abs(hash(request.node.name))}"

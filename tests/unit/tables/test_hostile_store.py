@@ -13,6 +13,8 @@ from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.tables import host_rendezvous
 from phalanx.tables.host_rendezvous import Place, Trust, find_place
 
+pytestmark = pytest.mark.promise("files-and-messages-hold-no-code")
+
 SIZE = 3
 WAIT_S = 0.5
 PLACES = [f"phalanx/tables/place/{rank}" for rank in range(SIZE)]

@@ -17,6 +17,8 @@ from phalanx.ipc import RangeLock, fail_points, locks
 from phalanx.tables import shard
 from tests.interrupts import interrupt_at
 
+pytestmark = pytest.mark.promise("interrupts-leave-whole-steps")
+
 LONG_S = 60.0
 SHORT_S = 0.5
 ROWS = [4, 0, 2]

@@ -10,6 +10,8 @@ import torch
 from phalanx import tables
 from phalanx.errors import ConfigError
 
+pytestmark = pytest.mark.promise("updaters-are-their-formulas")
+
 STEPS, ROWS, COLS = 50, 6, 3
 
 

@@ -23,6 +23,8 @@ from phalanx.train.checkpoint import (
     unpack_like,
 )
 
+pytestmark = pytest.mark.promise("checkpoints-are-whole")
+
 
 def stored(number: int) -> Stored:
     return Stored(tensors={"model": {"w": torch.full((3,), float(number))}}, values={"n": number})

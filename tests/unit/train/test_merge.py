@@ -20,6 +20,8 @@ from phalanx import Update, merge_updates
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.plan import Node, SummationTree
 
+pytestmark = pytest.mark.promise("oxirs")
+
 NAN, INF = float("nan"), float("inf")
 FLOAT32_MAX = torch.finfo(torch.float32).max
 Pair = namedtuple("Pair", ["left", "right"])

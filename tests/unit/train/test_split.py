@@ -19,6 +19,8 @@ from phalanx import split_batch
 from phalanx.errors import ConfigError
 from phalanx.plan import equal_sizes, round_robin, workload_sizes
 
+pytestmark = pytest.mark.promise("oxirs")
+
 Pair = namedtuple("Pair", ["x", "y"])
 
 
