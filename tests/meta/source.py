@@ -21,7 +21,6 @@ SOURCE = ROOT / "src" / PACKAGE
 FLOORS = (
     ("errors", "types", "clock", "files", "torch_internals"),
     ("plan",),
-    ("forecast",),
     ("ipc",),
     ("memory", "codecs"),
     ("distributed", "replicas", "metrics"),

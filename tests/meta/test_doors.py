@@ -201,8 +201,7 @@ DOORS: dict[str, Door] = {
     ),
     "talks through torch.distributed": Door(
         names("torch.distributed", "torch.nn.parallel.DistributedDataParallel"),
-        # The last is a script of the ranks that `phalanx plan` measures.
-        allowed=("distributed/", "torch_internals.py", "cli/planning/rank_steps.py"),
+        allowed=("distributed/", "torch_internals.py"),
         caught=(
             "import torch.distributed as dist",
             "from torch import distributed",

@@ -26,8 +26,6 @@ SLOW = {
     *("phalanx.cli.losses", "phalanx.cli.session", "phalanx.codecs", "phalanx.distributed"),
     *("phalanx.cli.diagnosis", "phalanx.cli.machine"),
     *("phalanx.cli.reporting.page", "phalanx.cli.reporting.runs"),
-    *("phalanx.cli.planning.hollow", "phalanx.cli.planning.measuring"),
-    *("phalanx.cli.planning.outcome", "phalanx.forecast"),
     # Need pyzmq, an extra.
     *("phalanx.cluster", "phalanx.tables.host_rendezvous", "phalanx.tables.spread_run"),
 }

@@ -17,7 +17,6 @@ from rich.text import Text
 from phalanx.cli.console import drop_output, flush_output, make_console, prepare_stdout
 from phalanx.cli.doctor import doctor
 from phalanx.cli.launch import launch
-from phalanx.cli.plan import plan
 from phalanx.cli.report import report
 from phalanx.cli.secret_file import secret
 from phalanx.cli.train import INTERRUPTED, train
@@ -45,7 +44,6 @@ app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(secret)
 app.command()(report)
 app.command()(doctor)
-app.command()(plan)
 
 
 def _show_version(wanted: bool) -> None:
