@@ -36,7 +36,6 @@ FROZEN: dict[str, tuple[str, ...]] = {
     "train": (
         "--batch-size",
         "--codec",
-        "--control",
         "--executor",
         "--data",
         "--epochs",

@@ -30,13 +30,11 @@ from phalanx.callbacks import (
     draw_training,
     record_of,
 )
-from phalanx.cli.control import Control
 from phalanx.cli.data import Data, open_data
 from phalanx.cli.losses import build_loss, import_forward
 from phalanx.cli.models import build_model
 from phalanx.cli.options import (
     Given,
-    Replicas,
     TrainOptions,
     as_words,
     complete,
@@ -78,7 +76,6 @@ class TrainPlan:
         out: The new run folder; None for the next free one under runs/.
         resumed: The run that goes on, or None for a new one.
         formation: The one that the run had, if it is to keep it.
-        control: The file that is read for orders while the run goes on.
         trace: Whether a trace is written.
     """
 
@@ -86,7 +83,6 @@ class TrainPlan:
     out: Path | None
     resumed: RunFolder | None
     formation: FormationOptions | None
-    control: Path | None = None
     trace: bool = False
 
 
@@ -189,7 +185,6 @@ class Session:
             self.data = open_data(options.data, batch_size=options.batch_size, seed=options.seed)
             self.module = build_model(options.model, self.data, seed=options.seed)
             self.progress = Progress(self.console, epochs=options.epochs)
-            self.control = Control(self.job.control, self)
             self.trainer = exits.enter_context(self._open_trainer())
             if self.job.resumed is None:
                 self.folder = _create_folder(self.job)
@@ -220,21 +215,6 @@ class Session:
         with contextlib.suppress(RuntimeError, OSError):
             self.console.show_cursor(True)
             self.console.print("Finishing the step, then saving. Ctrl-C again stops at once.")
-
-    def resize(self, replicas: Replicas) -> None:
-        """Go on with other replicas after the running step; refused ones change nothing."""
-        try:
-            if replicas == "auto":
-                raise ConfigError("`replicas` must be a number or devices, but is 'auto'.")
-            self.trainer.resize(replicas)
-        except PhalanxError as error:
-            self.refuse(str(error))
-        else:
-            self.progress.say(f"Going on with replicas {replicas}.")
-
-    def refuse(self, reason: str) -> None:
-        """Say why an order was not followed."""
-        self.progress.say(f"Refused: {reason}")
 
     def run(self) -> bool:
         """Train to the last epoch, or until stopped.
@@ -345,7 +325,7 @@ class Session:
             )
             if options.executor == "processes"
             else options.executor,
-            callbacks=(self.history, self._listen, self.stragglers, self.progress, self.control),
+            callbacks=(self.history, self._listen, self.stragglers, self.progress),
         )
 
     def _counts_classes(self) -> bool:

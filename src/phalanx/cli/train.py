@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -22,14 +22,6 @@ INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
 def train(
     given: Given,
     *,
-    control: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Read this file whenever it changes: a line 'replicas 3' goes on with three, "
-            "'stop' ends as Ctrl-C does. SIGUSR1 adds a replica, SIGUSR2 takes one away.",
-        ),
-    ] = None,
     trace: Annotated[
         bool,
         typer.Option(
@@ -65,9 +57,8 @@ def train(
 
     plan = plan_new(given, out) if resume is None else plan_resumed(given, resume, out)
     with (
-        Session(replace(plan, control=control, trace=trace), make_console()) as session,
+        Session(replace(plan, trace=trace), make_console()) as session,
         stopped_by_signals(session.stop),
-        resized_by_signals(session.control.grow),
     ):
         finished = session.run()
     if not finished:
@@ -90,26 +81,6 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
         stop()
 
-    with _handled(numbers, receive):
-        yield
-
-
-@contextlib.contextmanager
-def resized_by_signals(grow: Callable[[int], None]) -> Iterator[None]:
-    """Turn SIGUSR1 and SIGUSR2 into calls of ``grow(1)`` and ``grow(-1)``."""
-
-    def receive(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        grow(1 if number == signal.SIGUSR1 else -1)
-
-    with _handled([signal.SIGUSR1, signal.SIGUSR2], receive):
-        yield
-
-
-@contextlib.contextmanager
-def _handled(
-    numbers: Collection[signal.Signals], receive: Callable[[int, FrameType | None], None]
-) -> Iterator[None]:
-    """Let ``receive`` handle signals for the body, and what was there before afterwards."""
     before = {}
     try:
         for number in numbers:
