@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import phalanx
-from tests.conformance.models import ACCELERATOR_FIRST, assert_close, gradients_of
+from tests.zoo import ACCELERATOR_FIRST, assert_close, gradients_of
 
 CPU = torch.device("cpu")
 

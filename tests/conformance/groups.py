@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.executor_group import DataDesc, DataParallelExecutorGroup
 from tests.conformance.containers import cpu_and_others, draw
-from tests.conformance.models import assert_close, gradients_of, state_of
+from tests.zoo import assert_close, gradients_of, state_of
 
 F64 = torch.float64
 TWO = cpu_and_others(2)

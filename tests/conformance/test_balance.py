@@ -28,7 +28,7 @@ from phalanx.execution import stopwatch
 from phalanx.plan import workload_sizes
 from phalanx.replicas import rendezvous as rendezvous_module
 from phalanx.train import checkpoint
-from tests.conformance.models import (
+from tests.zoo import (
     assert_close,
     gradients_of,
     plain_sgd,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.errors import UnsupportedError
 from tests.conformance.containers import assert_equal_pass, draw
-from tests.conformance.models import assert_close, assert_same_bits, sgd, state_of, twin_of
+from tests.zoo import assert_close, assert_same_bits, sgd, state_of, twin_of
 
 pytestmark = pytest.mark.promise("compiled-models")
 

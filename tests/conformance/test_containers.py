@@ -37,7 +37,7 @@ from tests.conformance.containers import (
     settings,
     stored,
 )
-from tests.conformance.models import (
+from tests.zoo import (
     SharedInside,
     adamw,
     assert_close,

@@ -17,7 +17,7 @@ import phalanx
 from phalanx import DataParallel, Layout, ModelParallel, Trainer
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from tests.conformance.containers import draw, parallel
-from tests.conformance.models import (
+from tests.zoo import (
     assert_close,
     assert_same_bits,
     mlp,

@@ -20,7 +20,7 @@ from phalanx import DataParallel, Layout, ModelParallel, Trainer
 from phalanx.codecs import Feedback
 from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.conformance.containers import assert_equal_pass, draw, parallel
-from tests.conformance.models import (
+from tests.zoo import (
     assert_close,
     assert_same_bits,
     gradients_of,

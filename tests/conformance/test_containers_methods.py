@@ -27,7 +27,7 @@ from tests.conformance.containers import (
     parallel,
     spread,
 )
-from tests.conformance.models import (
+from tests.zoo import (
     assert_close,
     assert_same_bits,
     cnn_norm,

@@ -26,7 +26,7 @@ from tests.conformance.containers import (
     draw,
     parallel,
 )
-from tests.conformance.models import (
+from tests.zoo import (
     assert_close,
     assert_same_bits,
     gradients_of,

@@ -33,7 +33,8 @@ from tests.conformance.containers import (
     places,
     replica_outputs,
 )
-from tests.conformance.models import (
+from tests.products import in_pairs
+from tests.zoo import (
     TOLERANCE,
     assert_close,
     assert_same_bits,
@@ -41,7 +42,6 @@ from tests.conformance.models import (
     state_of,
     twin_of,
 )
-from tests.products import in_pairs
 
 pytestmark = pytest.mark.promise("torch7")
 

@@ -32,7 +32,7 @@ from tests.conformance.groups import (
     group_of,
     labels_desc,
 )
-from tests.conformance.models import assert_close, gradients_of, state_of, twin_of
+from tests.zoo import assert_close, gradients_of, state_of, twin_of
 
 pytestmark = [pytest.mark.devices, pytest.mark.promise("executor-groups", "mxnet")]
 

@@ -33,7 +33,7 @@ from tests.conformance.groups import (
     group_of,
     labels_desc,
 )
-from tests.conformance.models import assert_close
+from tests.zoo import assert_close
 
 pytestmark = pytest.mark.devices
 

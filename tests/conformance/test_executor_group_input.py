@@ -33,7 +33,7 @@ from tests.conformance.groups import (
     labels_desc,
     picture,
 )
-from tests.conformance.models import assert_close, gradients_of
+from tests.zoo import assert_close, gradients_of
 
 pytestmark = pytest.mark.devices
 

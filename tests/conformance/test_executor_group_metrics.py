@@ -21,7 +21,7 @@ from tests.conformance.groups import (
     group_of,
     labels_desc,
 )
-from tests.conformance.models import assert_close, gradients_of
+from tests.zoo import assert_close, gradients_of
 
 pytestmark = pytest.mark.devices
 

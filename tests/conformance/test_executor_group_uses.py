@@ -28,8 +28,8 @@ from tests.conformance.groups import (
     group_of,
     labels_desc,
 )
-from tests.conformance.models import assert_close, gradients_of
 from tests.multiprocess.fork_server import context
+from tests.zoo import assert_close, gradients_of
 
 pytestmark = [pytest.mark.devices, pytest.mark.promise("executor-groups")]
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.execution.sharded_optimizer import FlatStepper
 from phalanx.train import StepDone, step_engine
-from tests.conformance.models import (
+from tests.multiprocess.children import Children, Parent
+from tests.zoo import (
     CNN_NORM,
     MLP,
     Loader,
@@ -34,7 +35,6 @@ from tests.conformance.models import (
     state_of,
     vector_batch,
 )
-from tests.multiprocess.children import Children, Parent
 
 pytestmark = pytest.mark.promise("errors-arrive-as-raised")
 

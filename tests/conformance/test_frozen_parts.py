@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import phalanx
 from tests.conformance.containers import draw
-from tests.conformance.models import assert_close, plain_steps, sgd, state_of, twin_of
+from tests.zoo import assert_close, plain_steps, sgd, state_of, twin_of
 
 pytestmark = pytest.mark.promise("state-is-shared")
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from phalanx.errors import UnsupportedError
 from phalanx.replicas.rng_mode import RngMode
-from tests.conformance.models import (
+from tests.zoo import (
     assert_close,
     assert_same_bits,
     cnn_norm,

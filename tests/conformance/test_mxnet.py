@@ -28,7 +28,7 @@ from tests.conformance.groups import (
     desc,
     labels_desc,
 )
-from tests.conformance.models import assert_close, gradients_of
+from tests.zoo import assert_close, gradients_of
 
 pytestmark = [pytest.mark.devices, pytest.mark.promise("mxnet")]
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.errors import ConfigError, UnsupportedError
-from tests.conformance.models import assert_close, sgd
+from tests.zoo import assert_close, sgd
 
 TWO = ["cpu", "cpu"]
 

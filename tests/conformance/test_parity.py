@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.errors import UnsupportedError
 from tests.conformance.containers import cpu_and_others
-from tests.conformance.models import (
+from tests.products import in_pairs
+from tests.zoo import (
     CASES,
     CNN_NORM,
     GPT,
@@ -48,7 +49,6 @@ from tests.conformance.models import (
     twin_of,
     vector_batch,
 )
-from tests.products import in_pairs
 
 pytestmark = pytest.mark.promise("wrapped-equals-unwrapped")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.train import StepDone, step_engine
-from tests.conformance.models import (
+from tests.zoo import (
     CNN_NORM,
     GPT_DROPOUT,
     MLP,

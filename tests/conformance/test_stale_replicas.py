@@ -16,7 +16,7 @@ import phalanx
 from phalanx.compat.mxnet import DataBatch
 from tests.conformance.containers import draw, loss_of, parallel
 from tests.conformance.groups import group_of
-from tests.conformance.models import assert_close, gradients_of, plain_steps, twin_of
+from tests.zoo import assert_close, gradients_of, plain_steps, twin_of
 
 pytestmark = pytest.mark.promise("state-is-shared")
 

@@ -27,7 +27,7 @@ from phalanx.errors import ConfigError, StateError
 from phalanx.parallel import split_linear
 from phalanx.replicas import known_devices
 from tests.conformance.containers import cpu_and_others, joined
-from tests.conformance.models import ACCELERATOR_FIRST
+from tests.zoo import ACCELERATOR_FIRST
 
 pytestmark = [pytest.mark.devices, pytest.mark.promise("torch7")]
 

@@ -21,7 +21,7 @@ from phalanx.codecs import OneBit
 from phalanx.compat import torch7
 from phalanx.errors import ConfigError, UnsupportedError
 from tests.conformance.containers import cpu_and_others, draw, stored
-from tests.conformance.models import assert_close, gradients_of, twin_of
+from tests.zoo import assert_close, gradients_of, twin_of
 
 pytestmark = [pytest.mark.devices, pytest.mark.promise("torch7")]
 

@@ -14,7 +14,7 @@ import phalanx
 from phalanx.compat import torch7
 from phalanx.errors import ConfigError, UnsupportedError
 from tests.conformance.containers import cpu_and_others
-from tests.conformance.models import assert_close
+from tests.zoo import assert_close
 
 pytestmark = pytest.mark.devices
 

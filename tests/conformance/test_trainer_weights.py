@@ -22,7 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 import phalanx
 from phalanx.train import EpochDone, StepDone
-from tests.conformance.models import (
+from tests.zoo import (
     CLASSES,
     CNN_NORM,
     GPT,

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.execution import opening
-from tests.conformance.models import assert_close
 from tests.device.test_replicas import F64, OPTIMIZERS, STEPS, Net, batch, equals_plain
+from tests.zoo import assert_close
 
 SGD = OPTIMIZERS["SGD-fused"]
 Train = Callable[[nn.Module, Sequence[str]], None]

@@ -11,8 +11,8 @@ import phalanx
 from phalanx.errors import UnsupportedError
 from phalanx.replicas import default_generators
 from phalanx.replicas.rng_watch import RngWatch
-from tests.conformance.models import sgd
 from tests.device.test_replicas import F64, batch
+from tests.zoo import sgd
 
 
 class Seeds(nn.Linear):

@@ -18,7 +18,7 @@ from phalanx.executor_group import DataParallelExecutorGroup
 from phalanx.plan import workload_sizes
 from phalanx.replicas import Replica, modes, parameter_copies
 from tests.conformance.groups import desc
-from tests.conformance.models import assert_close
+from tests.zoo import assert_close
 
 F64 = torch.float64
 STEPS, ROWS = 8, 7

@@ -18,7 +18,6 @@ from phalanx.execution import partial_sums, threads
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.replicas import inputs, parameter_copies, replica
 from phalanx.replicas.streams import RunOrder, RunStreams, current_streams
-from tests.conformance.models import assert_close
 from tests.device.test_replicas import (
     F64,
     OPTIMIZERS,
@@ -29,6 +28,7 @@ from tests.device.test_replicas import (
     equals_plain,
     on_side_streams,
 )
+from tests.zoo import assert_close
 
 SGD = OPTIMIZERS["SGD-fused"]
 

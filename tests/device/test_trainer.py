@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import phalanx
 from phalanx.callbacks import EMA, JSONL, BestCheckpoint, EarlyStopping, History, Trace
 from phalanx.errors import UnsupportedError
-from tests.conformance.models import assert_same_bits
+from tests.zoo import assert_same_bits
 
 F64 = torch.float64
 CLASSES, ROWS, BATCH = 4, 34, 7

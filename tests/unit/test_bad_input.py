@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError, StateError
-from tests.conformance.models import (
+from tests.zoo import (
     CNN_NORM,
     GPT,
     MLP,

@@ -18,7 +18,7 @@ import phalanx
 from phalanx import AbstractParallel, DataParallel
 from phalanx.errors import ConfigError, StateError
 from phalanx.parallel import abstract_parallel
-from tests.conformance.models import assert_same_bits
+from tests.zoo import assert_same_bits
 
 CPU = torch.device("cpu")
 DEADLINE_S = 30
