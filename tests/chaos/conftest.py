@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.course import Course, differing, make_blocks_small
 from tests.multiprocess.forked_workers import forked_by_day
 
-FORK_THEIR_WORKERS = {"test_controls", "test_deaths", "test_groups", "test_hangs"}
+FORK_THEIR_WORKERS = {"test_controls", "test_deaths", "test_hangs"}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -476,19 +476,15 @@ def test_containers_refuse_the_same(kind: type[Net], told: str) -> None:
         model(batches()[1][0]).sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("kind", "told", "executor"),
-    [*((*each, "threads") for each in REFUSED), (*REFUSED[0], "processes")],
-)
-def test_groups_refuse_the_same(kind: type[Net], told: str, executor: str) -> None:
+@pytest.mark.parametrize(("kind", "told"), REFUSED)
+def test_groups_refuse_the_same(kind: type[Net], told: str) -> None:
     net = kind()
 
     def go_there_and_back(group: phalanx.DataParallelExecutorGroup) -> None:
         group.forward(batches()[1][0][:7], is_train=True)
         group.backward([torch.ones(7, 3)])
 
-    replicas = 1 if executor == "processes" else 2
-    with group_on(net, replicas, [7], executor) as group:
+    with group_on(net, 2, [7]) as group:
         refusal = pytest.raises(UnsupportedError, match=told)
         with refusal:
             go_there_and_back(group)
@@ -569,17 +565,13 @@ def test_noise_in_a_containers_backward_pass_goes_by_the_processes_seed() -> Non
     assert not torch.equal(*first)
 
 
-def group_on(
-    net: nn.Module, replicas: int, sizes: list[int], executor: str = "threads"
-) -> phalanx.DataParallelExecutorGroup:
+def group_on(net: nn.Module, replicas: int, sizes: list[int]) -> phalanx.DataParallelExecutorGroup:
     shape = phalanx.DataDesc("x", (sum(sizes), 9), torch.float32)
-    return phalanx.DataParallelExecutorGroup(
-        net, replicas, data=[shape], inputs_need_grad=True, executor=executor
-    )
+    return phalanx.DataParallelExecutorGroup(net, replicas, data=[shape], inputs_need_grad=True)
 
 
 def passes_of_group(
-    kind: type[Net], replicas: int, sizes: list[int], **how: str
+    kind: type[Net], replicas: int, sizes: list[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return of two passes what has a row per sample, and the parameters' gradients.
 
@@ -590,7 +582,7 @@ def passes_of_group(
     torch.manual_seed(11)
     slices = batches()[1][0].split([*sizes, 13 - sum(sizes)])[: len(sizes)]
     by_row, gradients = [], []
-    with group_on(net, replicas, sizes, **how) as group:
+    with group_on(net, replicas, sizes) as group:
         for _ in range(2):
             group.forward([*map(DataBatch, slices), *[None] * (replicas - len(sizes))])
             group.backward([torch.ones(sum(sizes), 3)])
@@ -610,14 +602,6 @@ def test_a_slice_of_a_group_draws_the_same_bits_whatever_is_beside_it(kind: type
         for replicas in range(used, 4):
             found = passes_of_group(kind, replicas, sizes[:used])
             assert all(map(torch.equal, found[0] + found[1], expected[0] + expected[1]))
-
-
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.night)])
-def test_a_group_draws_the_same_bits_in_worker_processes(replicas: int) -> None:
-    sizes = [4, 3][:replicas]
-    found = passes_of_group(DrawsInBoth, replicas, sizes, executor="processes")
-    expected = passes_of_group(DrawsInBoth, replicas, sizes)
-    assert all(map(torch.equal, found[0] + found[1], expected[0] + expected[1]))
 
 
 def evaluated(module: nn.Module, batch: Any) -> Tensor:

@@ -10,7 +10,6 @@ Shape legend: B rows of the batch; device i has rows_i of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.execution import Processes, refuse_moved
 from phalanx.executor_group.batches import DataDesc, read_descs
 from phalanx.executor_group.binding import Binding
 from phalanx.executor_group.feeding import feed, read_shares
@@ -68,18 +66,14 @@ class DataParallelExecutorGroup:
         outputs: `DataDesc`s of all outputs, for their names and layouts. Default: cut along the
             data's batch axis.
         buffers: What becomes of buffers that replicas write, as for `DataParallel`.
-        executor: "threads": replicas are threads of this process. "processes", or `Processes` with
-            options: they are worker processes of this host, started with the first pass; one that
-            dies takes nothing along.
 
     Shapes:
         B: rows of the batch, 0 or more. Tensors with an N in their layout have B there.
 
     Raises:
         ConfigError: Something does not fit; the module is as it was.
-        UnsupportedError: Worker processes cannot do it; see `docs/process_executor.md`.
 
-    Determinism: as for `DataParallel`, the same bits in either executor, whichever worker dies.
+    Determinism: as for `DataParallel`.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -111,10 +105,7 @@ class DataParallelExecutorGroup:
         shared_group: DataParallelExecutorGroup | None = None,
         outputs: Any = None,
         buffers: str | Mapping[str, str] = "mean",
-        executor: str | Processes = "threads",
-        **moved: object,
     ) -> None:
-        refuse_moved(moved)
         if inputs_need_grad and not for_training:
             raise ConfigError(
                 "`inputs_need_grad` must be False for a group that does not train, but is True. "
@@ -122,17 +113,8 @@ class DataParallelExecutorGroup:
             )
         check_devices(devices)
         check_buffer_rules(buffers)
-        self._on_failure = None
-        if isinstance(executor, Processes):  # losses are told here, where a pass ends
-            self._on_failure, executor = executor.on_failure, replace(executor, on_failure=None)
-        self._model = DataParallel(
-            module,
-            devices,
-            workloads=workloads,
-            buffers=buffers,
-            executor=executor,
-        )
-        self._model.keep_inputs()  # as worker processes do
+        self._model = DataParallel(module, devices, workloads=workloads, buffers=buffers)
+        self._model.keep_inputs()
         self._declared = read_descs(outputs, "outputs")
         self._binding = Binding.of(module, data, labels, states)
         self._asked = grad_req, fixed_parameters
@@ -160,7 +142,7 @@ class DataParallelExecutorGroup:
         self.close()
 
     def close(self) -> None:
-        """Dismiss the workers, and let fixed parameters need gradients again; idempotent."""
+        """Stop the replicas' threads, and let fixed parameters need gradients again; idempotent."""
         self._closed = True
         self._model.close()
         self._requests.close()
@@ -187,11 +169,6 @@ class DataParallelExecutorGroup:
     def decisions(self) -> tuple[Decision, ...]:
         """What `workloads="auto"` has decided after each batch, and why: the last 10,000."""
         return self._model.decisions
-
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        """The worker processes' numbers; empty before the first pass, and without any."""
-        return self._model.worker_pids
 
     @property
     def batch_size(self) -> int:
@@ -313,7 +290,6 @@ class DataParallelExecutorGroup:
         self._pass = Pass(
             fed.shares, fed.leaves, outputs, sum(fed.sizes), pads, trains, graph, inferred
         )
-        self._tell_of_failures()
 
     def backward(self, out_grads: Nested = None) -> None:
         """Compute gradients of the last forward pass: of the whole batch, as on one device.
@@ -347,7 +323,6 @@ class DataParallelExecutorGroup:
 
         self._requests.write(compute)
         last.went_back = True
-        self._tell_of_failures()
 
     def outputs(self, merge: bool = True, begin: int = 0, end: int | None = None) -> list[Any]:
         """Return the outputs from ``begin`` to ``end``, without padded rows and without a graph.
@@ -479,14 +454,8 @@ class DataParallelExecutorGroup:
         return self._metrics.update_metric(metric, last.parts(outputs, own, dims[1]), dims)
 
     def install_monitor(self, monitor: Monitor) -> None:
-        """Let ``monitor`` watch the module on every device.
-
-        Raises:
-            UnsupportedError: It would look into worker processes, where no hook of this one runs.
-        """
+        """Let ``monitor`` watch the module on every device."""
         check_monitor(monitor)
-        if monitor.sees_passes:
-            self._model.refuse_apart("A monitor that looks at inputs or outputs")
         monitor.install(self)
 
     # Any: batches in any of their forms, as loaders yield them.
@@ -563,12 +532,6 @@ class DataParallelExecutorGroup:
             )
         if other.module is not self.module:
             share_tensors(self.module, other.module)
-        self._model.share_memory_with(other._model)
-
-    def _tell_of_failures(self) -> None:
-        for lost in self._model.lost_workers():
-            if self._on_failure is not None:
-                self._on_failure(lost)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -256,13 +256,8 @@ class Monitor:
                 "already. Call `remove()` first."
             )
         self._installed.append(module)
-        if self.sees_passes:
+        if "inputs" in self._which or "outputs" in self._which:
             self._handles += _hook(module, self._which, self._begin, self._note)
-
-    @property
-    def sees_passes(self) -> bool:
-        """Whether it looks, by hooks, at what flows through modules; else at what lies in them."""
-        return "inputs" in self._which or "outputs" in self._which
 
     def remove(self) -> None:
         """Take all hooks away and forget what is not told yet; idempotent."""
