@@ -3,8 +3,8 @@
 All train the same model from the same weights on the same synthetic batch with plain SGD. What
 differs is where the work is done, and nothing is tuned on one side only: Phalanx lays out
 convolutional nets as channels_last by itself, so peers are also measured with that done by hand.
-Those with a codec do other work, as their gradients are rounded, and so does DDP whose ranks only
-meet: what is left of its step when nothing is reduced. These run when named.
+DDP whose ranks only meet does other work: what is left of its step when nothing is reduced. It runs
+when named.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # torch.distributed does not tell type checkers that it expor
     from torch._C._distributed_c10d import GradBucket
 
 
-CODECS = ("fp16", "one_bit", "top_k")
 _LEARNING_RATE = 0.01
 
 _TINY = "tiny"  # not shown to anybody
@@ -215,14 +214,10 @@ def _trainer(microbatches: int | None = None, executor: str = "threads") -> Open
     return open_step
 
 
-def _data_parallel(codec: str | None = None) -> Opener:
-    @contextmanager
-    def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
-        devices = ["cpu"] * job.workers
-        with phalanx.DataParallel(module, devices=devices, codec=codec) as parallel:
-            yield plain_step(parallel, batch)
-
-    return open_step
+@contextmanager
+def _data_parallel(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
+    with phalanx.DataParallel(module, devices=["cpu"] * job.workers) as parallel:
+        yield plain_step(parallel, batch)
 
 
 @contextmanager
@@ -268,15 +263,7 @@ CONTESTANTS: dict[str, Contestant] = {
         process_per_worker=True,
         if_named=True,
     ),
-    "dataparallel": Contestant(
-        "DataParallel, {workers} replicas", _data_parallel(), of_phalanx=True
-    ),
-    **{
-        f"dataparallel-{codec.replace('_', '-')}": Contestant(
-            f"DataParallel, {codec}", _data_parallel(codec), of_phalanx=True, if_named=True
-        )
-        for codec in CODECS
-    },
+    "dataparallel": Contestant("DataParallel, {workers} replicas", _data_parallel, of_phalanx=True),
     "modelparallel": Contestant(
         "ModelParallel, {workers} columns", _model_parallel, of_phalanx=True, models=_LINEAR
     ),

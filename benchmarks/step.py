@@ -24,7 +24,7 @@ def step(
     contestants: Annotated[
         str | None,
         typer.Option(
-            help=f"Only these: {', '.join(CONTESTANTS)}.", show_default="all without a codec"
+            help=f"Only these: {', '.join(CONTESTANTS)}.", show_default="all but ddp-meet"
         ),
     ] = None,
     workers: Annotated[

@@ -17,8 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import prune
 
 from phalanx import DataParallel, Layout, ModelParallel, Trainer
-from phalanx.codecs import Feedback
-from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
+from phalanx.errors import ConfigError, UnsupportedError
 from tests.conformance.containers import assert_equal_pass, draw, parallel
 from tests.zoo import (
     assert_close,
@@ -179,78 +178,6 @@ def test_sparse_buffers_and_attributes_are_followed(kind: str) -> None:
         net.graph = twin.graph = graph_of(kind) * 2
         net.zero_grad(), twin.zero_grad()
         assert_equal_pass(model, twin, inputs)
-
-
-# --- errors of a codec ----------------------------------------------------------------------------
-
-
-def errors_of(model: DataParallel) -> dict[str, Tensor]:
-    assert model.feedback is not None
-    return model.feedback.state_dict()
-
-
-def test_errors_stay_with_their_parameter_when_a_layer_is_put_in_front() -> None:
-    old = linear(8, 8, bias=False)
-    net = nn.Sequential(nn.Identity(), old)
-    with parallel(net, replicas=1, codec="top_k(0.05)") as model:
-        model(draw(6, 8)).sum().backward()
-        kept = errors_of(model)["0.0"]
-        net[0] = linear(8, 8, bias=False)
-        model.zero_grad()
-        (model(draw(6, 8)) * 0).sum().backward()  # what is sent now are errors alone
-        assert_same_bits(net[0].weight.grad, torch.zeros(8, 8, dtype=F64))
-        assert old.weight.grad is not None
-        assert_close(old.weight.grad + errors_of(model)["0.1"], kept, F64)
-
-
-def test_a_parameter_of_another_shape_starts_without_an_error() -> None:
-    net = nn.Sequential(linear(8, 8), linear(8, 2))
-    with parallel(net, replicas=2, codec="one_bit") as model:
-        model(draw(6, 8)).sum().backward()
-        net[0] = nn.Linear(8, 16, dtype=F64)
-        net[1].weight = nn.Parameter(draw(2, 16))
-        model(draw(6, 8)).sum().backward()
-        shapes = {key: tuple(error.shape) for key, error in errors_of(model).items()}
-        assert shapes["0.0"] == shapes["1.0"] == (16, 8)
-
-
-def test_a_backward_pass_of_replicas_that_were_replaced_leaves_other_errors_alone() -> None:
-    net = nn.Sequential(nn.Identity(), linear(8, 8, bias=False))
-    with parallel(net, replicas=1, codec="top_k(0.05)") as model:
-        late = model(draw(6, 8)).sum()
-        net[0], net[1] = linear(8, 8, bias=False), nn.Identity()
-        model(draw(6, 8)).sum().backward()
-        kept = errors_of(model)
-        late.backward()
-        assert_same_bits(errors_of(model), kept)
-
-
-def test_loaded_errors_belong_to_the_module_as_it_is() -> None:
-    net = nn.Sequential(linear(8, 8, bias=False))
-    with parallel(net, replicas=1, codec="top_k(0.05)") as model:
-        model(draw(6, 8)).sum().backward()
-        kept = errors_of(model)
-        net[0] = linear(8, 8, bias=False)
-        assert model.feedback is not None
-        model.feedback.load_state_dict(kept)
-        model(draw(6, 8) * 0).sum().backward()
-        assert not torch.equal(errors_of(model)["0.0"], torch.zeros(8, 8, dtype=F64))
-    copied = copy.deepcopy(model)
-    copied(draw(6, 8)).sum().backward()
-    assert list(errors_of(copied)) == list(kept)
-
-
-@pytest.mark.parametrize(
-    ("state", "match"),
-    [
-        (None, "must map keys to errors, but is 'NoneType'"),
-        ({"x.0": torch.ones(2)}, r"must have keys 'slot.place', but has 'x.0'"),
-        ({"0.0": 3}, "Error `0.0` of the codec must be a tensor, but is int"),
-    ],
-)
-def test_states_of_a_codec_that_are_none(state: Any, match: str) -> None:
-    with pytest.raises(CheckpointError, match=match):
-        Feedback("one_bit").load_state_dict(state, num_slots=2)
 
 
 # --- attributes that carry a graph ----------------------------------------------------------------

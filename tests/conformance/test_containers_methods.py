@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx
@@ -16,7 +15,6 @@ from tests.conformance.containers import (
     COPIES,
     Columns,
     PlainMixture,
-    Scale,
     Slices,
     Weighed,
     assert_equal_pass,
@@ -341,68 +339,6 @@ def test_attributes_that_are_changed_reach_the_replicas(device: torch.device) ->
         assert_close(state_of(model), state_of(twin), F64)
         net.eval()
         assert_equal_pass(model, twin.eval(), x)
-
-
-# --- codecs ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", ["fp16", "bf16", "one_bit", "top_k(0.2)"])
-def test_what_a_codec_does_not_send_now_it_sends_later(codec: str, device: torch.device) -> None:
-    """Constant gradients: after n passes their sum is n times one, but for the last error.
-
-    That error is at most a few gradients large and does not grow, so the mean comes ever nearer.
-    """
-    net = nn.Linear(8, 6).double().to(device)
-    x, y = draw(9, 8, device=device), draw(9, 6, seed=1, device=device)
-    expected = one_pass_of_loss(twin_of(net), x, y)
-    passes = 200
-    with parallel(net, device, codec=codec) as model:
-        for index in range(passes):
-            model.forward_loss(F.mse_loss, x, y).backward()
-            if index == 0:
-                assert not torch.equal(net.weight.grad, expected[0])
-    for parameter, gradient in zip(net.parameters(), expected, strict=True):
-        error = (parameter.grad / passes - gradient).abs().max()
-        assert error < 0.1 * gradient.abs().max(), error
-
-
-def one_pass_of_loss(module: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    F.mse_loss(module(x), y).backward()
-    return [parameter.grad for parameter in module.parameters()]
-
-
-@pytest.mark.parametrize("way", [*COPIES, "clone"])
-def test_a_copy_goes_on_with_the_errors_of_the_codec(way: str, device: torch.device) -> None:
-    net = nn.Linear(8, 6).double().to(device)
-    x = draw(9, 8, device=device)
-    with parallel(net, device, codec="one_bit") as model:
-        loss_of(model(x)).backward()
-        with model.clone() if way == "clone" else COPIES[way](model) as copied:
-            got, expected = one_pass(copied, x), one_pass(model, x)
-    assert_same_bits(got["parameters"], expected["parameters"])
-
-
-def test_a_backward_pass_that_fails_leaves_the_errors_of_the_codec(device: torch.device) -> None:
-    """One replica fails; what the others have sent already counts as not sent."""
-
-    def fail_in_the_last(_: nn.Module, __: Any, grads: tuple[Tensor, ...]) -> None:
-        if len(grads[0]) == 2:
-            raise ZeroDivisionError("asked to")
-
-    x = draw(8, 8, device=device)
-    found = []
-    for spoil in (False, True):
-        torch.manual_seed(0)
-        net = nn.Sequential(Scale(), nn.Linear(8, 6).double()).to(device)
-        with parallel(net, device, codec="one_bit") as model:
-            one_pass(model, x)
-            if spoil:
-                handle = net[1].register_full_backward_hook(fail_in_the_last)
-                with pytest.raises(ZeroDivisionError):
-                    one_pass(model, x)
-                handle.remove()
-            found.append(one_pass(model, x)["parameters"])
-    assert_same_bits(found[1], found[0])
 
 
 # --- containers of one's own ----------------------------------------------------------------------

@@ -161,8 +161,6 @@ def test_devices_that_do_not_exist(name: str) -> None:
         ({"output": {"x": 3}}, "output"),
         ({"buffers": "average"}, "buffers"),
         ({"buffers": {"*": None}}, "buffers"),
-        ({"codec": "zip"}, "codec"),
-        ({"codec": "top_k(2)"}, "fraction"),
         ({"workloads": [1, 1]}, "workloads"),
         ({"workloads": [0, 0, 0]}, "workloads"),
         ({"intra_op": 0}, "intra_op"),

@@ -187,28 +187,6 @@ class TestFbcunnOneBit:
     def round_trip(codec: Codec, gradient: Tensor) -> Tensor:
         return codec.decode(codec.encode(gradient), gradient.shape, gradient.dtype)
 
-    def test_forward_with_a_codec_equals_separate_columns(self, device: torch.device) -> None:
-        net = nn.Linear(6, 5).double().to(device)
-        x = draw(9, 6, device=device)
-        with parallel(net, device, codec="one_bit") as model:
-            output = model(x)
-        pieces = [copy.deepcopy(net)(piece) for piece in x.split(3)]
-        assert_close(output, torch.cat(pieces), F64)
-
-    def test_training_with_it_brings_the_loss_down(self, device: torch.device) -> None:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5)).double().to(device)
-        x, y = draw(15, 6, device=device), draw(15, 5, seed=1, device=device)
-        losses = []
-        with parallel(net, device, codec="one_bit") as model:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(3 * STEPS):
-                optimizer.zero_grad()
-                losses.append(model.forward_loss(mse, x, y))
-                losses[-1].backward()
-                optimizer.step()
-        assert losses[-1] < 0.8 * losses[0]
-
     def test_one_and_minus_one_are_their_rows_means_without_error(self) -> None:
         gradient = torch.tensor([[1.0], [-1.0]])
         feedback = Feedback(self.CODEC)
@@ -241,23 +219,6 @@ class TestFbcunnOneBit:
         messages = [torch.full((5, 6), float(fill)) for fill in range(1, 6)]
         total = sum(self.round_trip(self.CODEC, message) for message in messages)
         assert torch.equal(total / 5, torch.full((5, 6), 3.0))
-
-    def test_equal_gradients_pass_exactly_and_momentum_sees_them(
-        self, device: torch.device
-    ) -> None:
-        """Momentum 50·5 + 1 = 251, as the original has it."""
-        net = nn.Linear(6, 5, bias=False).to(device)
-        net.weight.data.zero_()
-        with parallel(net, device, codec="one_bit") as model:
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=5.0)
-            optimizer.state[net.weight]["momentum_buffer"] = torch.full_like(net.weight, 50.0)
-            for _ in range(2):
-                model.zero_grad()
-                model(torch.ones(9, 6, device=device)).mean(0).sum().backward()
-                torch.testing.assert_close(net.weight.grad, torch.ones_like(net.weight))
-            optimizer.step()
-        buffer = optimizer.state[net.weight]["momentum_buffer"]
-        torch.testing.assert_close(buffer, torch.full_like(buffer, 251.0))
 
 
 # --- cunn: DataParallelTable ----------------------------------------------------------------------

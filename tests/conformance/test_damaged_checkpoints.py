@@ -68,10 +68,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "scheduler": one_scheduler,
         "callbacks": (EMA, EarlyStopping, History, EMA),
     },
-    "SGD, SequentialLR and a codec": {
+    "SGD and SequentialLR": {
         "optimizer": momentum,
         "scheduler": several_schedulers,
-        "codec": "top_k(0.5)",
     },
     "NAdam and ReduceLROnPlateau": {"optimizer": torch.optim.NAdam, "scheduler": plateau},
 }

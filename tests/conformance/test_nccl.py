@@ -48,8 +48,6 @@ def test_other_words(make: Any, reduce: Any) -> None:
 def test_what_does_not_go_with_it(make: Any) -> None:
     with pytest.raises(UnsupportedError, match="`executor` must be 'threads' for reduce='nccl'"):
         make(reduce="nccl", executor="processes")
-    with pytest.raises(UnsupportedError, match="`codec` must be None for reduce='nccl'"):
-        make(reduce="nccl", codec="fp16")
 
 
 @pytest.mark.gpu

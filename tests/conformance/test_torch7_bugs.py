@@ -205,8 +205,6 @@ def test_columns_that_differ_are_refused_and_not_dropped(make):
 def test_options_of_a_codec_are_taken_or_refused():
     with pytest.raises(TypeError, match="adagrad_learning_rate"):
         OneBit(adagrad_learning_rate=0.1)
-    with pytest.raises(ConfigError, match="`codec` must be"):
-        phalanx.DataParallel(nn.Linear(2, 2), codec={"momentum_rate": 0.9})
     assert OneBit(min_elements=7).min_elements == 7
 
 

@@ -299,7 +299,7 @@ def test_all_that_a_trainer_does_on_side_streams() -> None:
         layers = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)
         net = nn.Sequential(*layers).to(devices[0], F64)
         data = [batch(step, devices[0]) for step in range(4)]
-        options: Any = {"microbatches": 3, "clip_norm": 0.1, "codec": "bf16"}
+        options: Any = {"microbatches": 3, "clip_norm": 0.1}
         options |= {"metrics": {"error": lambda out, y: (out - y).mean()}, "replicas": devices}
         with phalanx.Trainer(net, F.mse_loss, SGD, **options) as trainer:
             (epoch,) = trainer.fit(data, progress=False)

@@ -82,7 +82,6 @@ def everything(devices: list[str], folder: Path, **loading: Any) -> dict[str, An
     with trainer(
         devices,
         clip_norm=0.1,
-        codec="bf16",
         callbacks=callbacks,
         metrics={"accuracy": MulticlassAccuracy(CLASSES, average="micro")},
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5),
@@ -142,7 +141,7 @@ def test_batches_that_the_caller_has_sent_ahead() -> None:
 def test_a_checkpoint_from_the_middle_of_an_epoch_goes_on_elsewhere(tmp_path: Path) -> None:
     def trained(devices: list[str], *, ends: bool = True, resumes: bool = False) -> dict[str, Any]:
         average = EMA(decay=0.9)
-        with trainer(devices, clip_norm=0.1, codec="one_bit", callbacks=[average]) as made:
+        with trainer(devices, clip_norm=0.1, callbacks=[average]) as made:
             if resumes:
                 made.resume(tmp_path / "checkpoint")
                 made.fit(data(), progress=False)

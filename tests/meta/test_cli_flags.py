@@ -35,7 +35,6 @@ FROZEN: dict[str, tuple[str, ...]] = {
     "secret": ("PATH",),
     "train": (
         "--batch-size",
-        "--codec",
         "--executor",
         "--data",
         "--epochs",
@@ -58,7 +57,6 @@ FROZEN: dict[str, tuple[str, ...]] = {
 
 # Options of `phalanx train` that are parameters of `phalanx.Trainer`, under one name.
 SHARED_WITH_TRAINER = (
-    "codec",
     "executor",
     "forward",
     "loss",

@@ -554,7 +554,6 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"output": {"y": "cat(x)"}}, r"`output` must hold rules .*, but holds 'cat\(x\)'"),
     ({"buffers": "average"}, r"`buffers` must hold rules .*, but holds 'average' for '\*'"),
     ({"buffers": {"seen": "max"}}, r"`buffers` must hold rules .*, but holds 'max' for 'seen'"),
-    ({"codec": "zip"}, r"`codec` must be .*, but is 'zip'"),
     ({"layout": {"mask": None}}, r"`layout` must be a `Layout`, but is \{'mask': None\}"),
     ({"workloads": "none"}, r"`workloads` must .*, but "),
 ]

@@ -124,15 +124,6 @@ class TrainOptions:
         int,
         _option("N", "Decides initial weights, data order, dropout and what data sets draw.", "0"),
     ] = 0
-    codec: Annotated[
-        str | None,
-        _option(
-            "NAME",
-            "Send gradients through fp16, bf16, one_bit, top_k or top_k(FRACTION) before they are "
-            "added, with error feedback.",
-            "none",
-        ),
-    ] = None
     executor: Annotated[
         str,
         _option(
@@ -175,8 +166,6 @@ class TrainOptions:
         if not 0 <= self.seed <= _LARGEST_SEED:
             raise ConfigError(f"`--seed` must be from 0 to 2**63 - 1, but is {self.seed!r}.")
         _check_loss(self.loss, self.forward)
-        if self.codec is not None:
-            _check_codec(self.codec)
         if self.executor not in _EXECUTORS:
             raise ConfigError(
                 f"`--executor` must be one of {', '.join(_EXECUTORS)}, but is {self.executor!r}. "
@@ -229,17 +218,6 @@ def _check_loss(loss: str | None, forward: str | None) -> None:
         raise ConfigError(
             f"`--loss` must be left out with `--forward`, which returns the loss, but is {loss!r}."
         )
-
-
-def _check_codec(name: str) -> None:
-    from phalanx.codecs import resolve_codec  # late: needs torch
-
-    try:
-        resolve_codec(name)
-    except ConfigError as exc:  # it also speaks of objects, which nobody can type
-        raise ConfigError(
-            f"`--codec` must be fp16, bf16, one_bit, top_k or 'top_k(fraction)', but is {name!r}."
-        ) from exc
 
 
 def parse_replicas(text: str) -> Replicas:
@@ -420,7 +398,7 @@ def read_options(stored: Mapping[str, Any], *, source: str) -> TrainOptions:
     """
     # Earlier runs had none of these, and another name for the executor.
     stored = {"executor" if name == "crew" else name: value for name, value in stored.items()}
-    later = ("loss", "forward", "codec", "executor", *_OF_WORKERS)
+    later = ("loss", "forward", "executor", *_OF_WORKERS)
     defaults = {field.name: field.default for field in fields(TrainOptions) if field.name in later}
     stored = {**defaults, **stored}
     hints = get_type_hints(TrainOptions)

@@ -317,7 +317,6 @@ class Session:
             scheduler=_schedule_for(self.data, options.epochs),
             forward=own,
             metrics=_metrics_for(self.data) if self._counts_classes() else None,
-            codec=options.codec,
             executor=Processes(
                 timeout_s=options.timeout_s,
                 max_failures=options.max_failures,

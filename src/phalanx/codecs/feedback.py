@@ -7,7 +7,7 @@ gradient ──┬──▶ + ──▶ encode ──▶ payload, to the others
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from phalanx.codecs.naming import resolve_codec
 from phalanx.errors import CheckpointError
 
 __all__ = ["Feedback"]
-
-_Bound = Sequence[tuple[Tensor, torch.Size]]
 
 
 class Feedback:
@@ -32,9 +30,6 @@ class Feedback:
     A gradient with a NaN or an infinity comes out with one (see :class:`Codec`) and leaves the
     error as it was, as if it had not been sent: one bad step does not poison those after it.
     Errors are kept in float32 at least, on the gradient's device.
-
-    Different keys may be used from several threads at once; `commit` and `rollback` when all are
-    done.
 
     Args:
         codec: A codec or its name. One without error (``fp16``, ``bf16``) keeps nothing here.
@@ -54,11 +49,9 @@ class Feedback:
 
     def __init__(self, codec: Codec | str) -> None:
         self.codec = resolve_codec(codec)
-        # Errors are never written in place: a key's tensor is replaced, so threads with different
-        # keys need no lock, and what `state_dict` has handed out stays as it was.
+        # Errors are never written in place, so what `state_dict` has handed out stays as it was.
         self._errors: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] = {}
-        self._bound: list[tuple[Tensor, torch.Size]] = []
 
     def encode(self, key: str, gradient: Tensor) -> Payload:
         """Return the payload for ``gradient`` and the error of ``key``; the new error is pending.
@@ -76,60 +69,6 @@ class Feedback:
         payload, sent = self._send(key, gradient)
         return self._decode(payload, gradient) if sent is None else sent
 
-    def bind(self, parameters: Sequence[Tensor]) -> None:
-        """Say whose gradients :meth:`compress` gets from now on.
-
-        Errors go with their parameter to its new place among them. Those of parameters that are no
-        longer there, or have another shape now, are forgotten. The first time, and after
-        :meth:`load_state_dict`, what there is belongs to ``parameters`` as they stand.
-        """
-        now = [(parameter, parameter.shape) for parameter in parameters]
-        if self._bound and not _are_same(now, self._bound):
-            place_of = {(id(each), shape): str(place) for place, (each, shape) in enumerate(now)}
-            moves = {
-                str(place): place_of.get((id(each), shape))
-                for place, (each, shape) in enumerate(self._bound)
-            }
-            self._errors = _moved(self._errors, moves)
-            self._pending = _moved(self._pending, moves)
-        self._bound = now
-
-    def places_of(self, parameters: Sequence[Tensor]) -> list[int | None]:
-        """Return the places of ``parameters`` among those bound, None for others."""
-        place_of = {id(parameter): place for place, (parameter, _) in enumerate(self._bound)}
-        return [place_of.get(id(parameter)) for parameter in parameters]
-
-    def compress(
-        self,
-        slot: int,
-        gradients: Sequence[Tensor | None],
-        shapes: Sequence[torch.Size],
-        places: Sequence[int | None] | None = None,
-    ) -> list[Tensor | None]:
-        """Send all gradients of one slot through the codec, each with the error of its parameter.
-
-        A missing gradient stays missing and keeps its error. Keys are ``"slot.place"``.
-
-        Shapes:
-            Gradient i is 1-D, of as many elements as ``shapes[i]``, in its parameter's memory
-            order; so is the result. Rows are dim 0 of ``shapes[i]``, which is the outermost in
-            memory for contiguous and for channels_last parameters.
-
-        Args:
-            slot: Who sends: a microbatch's or a replica's index.
-            places: Each parameter's place; default: in order. None: sent without an error.
-        """
-        order = range(len(shapes)) if places is None else places
-        return [
-            None if gradient is None else self._sent(slot, place, gradient.view(shape)).reshape(-1)
-            for place, gradient, shape in zip(order, gradients, shapes, strict=True)
-        ]
-
-    def _sent(self, slot: int, place: int | None, gradient: Tensor) -> Tensor:
-        if place is None:  # of a parameter that has been replaced since the forward pass
-            return self._decode(self.codec.encode(gradient), gradient)
-        return self.round_trip(f"{slot}.{place}", gradient)
-
     def commit(self) -> None:
         """Make all pending errors the current ones."""
         self._errors.update(self._pending)
@@ -143,14 +82,11 @@ class Feedback:
         """Return the current errors by key, contiguous, for a file; pending ones are not in it."""
         return {key: error.contiguous() for key, error in self._errors.items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], *, num_slots: int | None = None) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the errors of ``state`` for the current ones, and forget the pending.
 
         Args:
             state: From :meth:`state_dict`, with the model's parameters in the same memory format.
-            num_slots: How many slots there are now, for keys of :meth:`compress`. The error of a
-                slot s beyond them is added to that of slot s mod ``num_slots``: merging is a sum,
-                so nothing is lost.
 
         Raises:
             CheckpointError: ``state`` holds what this codec has no use for. Nothing is changed.
@@ -160,15 +96,10 @@ class Feedback:
                 f"The codec's state must map keys to errors, but is {type(state).__name__!r}. Give "
                 "what `state_dict()` returned."
             )
-        errors: dict[str, Tensor] = {}
         for key, error in state.items():
             self._check(key, error)
-            kept = key if num_slots is None else _folded(key, num_slots)
-            if kept in errors and errors[kept].shape == error.shape:
-                errors[kept] = errors[kept] + error.detach().to(errors[kept].device)
-            else:
-                errors[kept] = error.detach().clone()
-        self._errors, self._pending, self._bound = errors, {}, []
+        self._errors = {key: error.detach().clone() for key, error in state.items()}
+        self._pending = {}
 
     def __repr__(self) -> str:
         return f"Feedback({self.codec!r}, {len(self._errors)} errors)"
@@ -215,30 +146,3 @@ class Feedback:
                 f"The codec's state must be empty for {self.codec!r}, which keeps no errors, but "
                 f"holds `{key}`. Load it with the codec that it was saved with."
             )
-
-
-def _folded(key: str, num_slots: int) -> str:
-    slot, _, parameter = key.partition(".")
-    if not slot.isdecimal():
-        raise CheckpointError(
-            f"The codec's state must have keys 'slot.place', but has {key!r}. Load a state of a "
-            "`Trainer` or of a `DataParallel`."
-        )
-    return f"{int(slot) % num_slots}.{parameter}"
-
-
-def _are_same(now: _Bound, before: _Bound) -> bool:
-    return len(now) == len(before) and all(
-        a is b and shape == other for (a, shape), (b, other) in zip(now, before, strict=True)
-    )
-
-
-def _moved(errors: Mapping[str, Tensor], moves: Mapping[str, str | None]) -> dict[str, Tensor]:
-    """Return ``errors`` under their parameters' new places; what has none is left out."""
-    moved: dict[str, Tensor] = {}
-    for key, error in errors.items():
-        slot, _, place = key.partition(".")
-        to = moves.get(place)
-        if to is not None:
-            moved[f"{slot}.{to}"] = error
-    return moved

@@ -124,20 +124,17 @@ class ExecutorChoice:
 
     @staticmethod
     # Any: whatever the user wrote.
-    def read(
-        given: Any, kinds: Sequence[str], reduce: Any = "tree", codec: object = None
-    ) -> ExecutorChoice:
+    def read(given: Any, kinds: Sequence[str], reduce: Any = "tree") -> ExecutorChoice:
         """Read one of ``kinds``, or `Processes`, or `Ranks` where ranks are one of them.
 
         Args:
             reduce: How gradients are summed.
-            codec: What they pass through before.
 
         Raises:
             ConfigError: It is neither; or ``reduce`` is unknown.
             UnsupportedError: ``reduce`` does not fit the others.
         """
-        _check_reduce(reduce, given, codec)
+        _check_reduce(reduce, given)
         named = ", ".join(map(repr, kinds))
         others = "`Processes(…)` or `Ranks(…)`" if "ranks" in kinds else "`Processes(…)`"
         known = (
@@ -213,16 +210,12 @@ def nccl_serves(devices: Sequence[torch.device]) -> bool:
     return on_cuda and nccl_is_here()
 
 
-def _check_reduce(reduce: Any, executor: Any, codec: object) -> None:
+def _check_reduce(reduce: Any, executor: Any) -> None:
     fits = isinstance(reduce, str) and reduce in _REDUCTIONS
     check_argument(fits, "reduce", "be 'tree' or 'nccl'", reduce)
     if reduce == "nccl" and executor != "threads":
         raise UnsupportedError(
             f"`executor` must be 'threads' for reduce='nccl', but is {executor!r}. Leave one out."
-        )
-    if reduce == "nccl" and codec is not None:
-        raise UnsupportedError(
-            f"`codec` must be None for reduce='nccl', but is {codec!r}. Leave one out."
         )
 
 

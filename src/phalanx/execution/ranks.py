@@ -144,7 +144,7 @@ class RankExecutor(ThreadExecutor):
         """
         assert only is None
         assert as_of is None
-        assert gradient_hook is None  # `check_ranks` refuses codecs
+        assert gradient_hook is None  # containers have no ranks
         assert adds
         own = {
             "step": [seed, [each.hex() for each in weights], _trace_of(microbatches)],

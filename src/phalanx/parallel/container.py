@@ -12,7 +12,6 @@ from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
-from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.execution import Executor, FailureLog, PoolGroup, RunResult
 from phalanx.memory import FlatParameters
@@ -86,7 +85,6 @@ class Container(nn.Module):
         super().__init__()
         self._intra_op = read_intra_op(intra_op)
         self._initialisers = _Initialisers()
-        self._feedback: Feedback | None = None
         self._running = _Running()
 
     def _make_executor(self) -> Executor:
@@ -348,8 +346,6 @@ class Container(nn.Module):
         """
         refuse_transforms()
         executor = self._open_executor()
-        if self._feedback is not None:
-            self._feedback.bind(executor.parameters)
         with executor.in_order():  # of several threads, each begins with what the one before wrote
             graph = Graph(
                 executor,
@@ -357,7 +353,6 @@ class Container(nn.Module):
                 run,
                 held=self._running.held,
                 hold=self._running.hold,
-                feedback=self._feedback,
                 inputs=self._inputs,
             )
             report = graph.forward(weights)

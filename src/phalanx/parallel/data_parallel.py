@@ -9,7 +9,6 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from phalanx.codecs import Codec, Feedback, resolve_codec
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.execution import (
     Executor,
@@ -88,8 +87,6 @@ class DataParallel(Container, Unwrapped):
         buffers: What becomes of buffers that replicas write: ``"mean"`` (weighted by rows),
             ``"first"``, ``"sum"`` (what each has added) or ``"sync"`` (batch norm over the whole
             batch, as unsplit), or these by pattern of name. Integer counters are never averaged.
-        codec: Each replica's gradient passes through it before they are added, with error feedback:
-            ``"fp16"``, ``"bf16"``, ``"one_bit"``, ``"top_k"``, or a codec. Default: none.
         intra_op: Threads inside operators per replica; default: cores divided by replicas.
         channels_last: Lay convolution weights out channels_last, which CPUs run faster; default:
             on the CPU, where all the model's layers are known to compute the same so.
@@ -134,14 +131,13 @@ class DataParallel(Container, Unwrapped):
         layout: Layout | None = None,
         output: Merge | str | Mapping[str | int, Merge | str] | None = None,
         buffers: str | Mapping[str, str] = "mean",
-        codec: Codec | str | None = None,
         intra_op: int | None = None,
         channels_last: bool | None = None,
         executor: str | Processes = "threads",
         reduce: str = "tree",
     ) -> None:
         super().__init__(intra_op)
-        self._choice = ExecutorChoice.read(executor, _EXECUTORS, reduce, codec)
+        self._choice = ExecutorChoice.read(executor, _EXECUTORS, reduce)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -162,16 +158,10 @@ class DataParallel(Container, Unwrapped):
         if not self._choice.in_process:
             self._refuse_meetings(module)
             check_shareable(module)
-        self._feedback = None if codec is None else Feedback(resolve_codec(codec))
         check_choice("channels_last", channels_last)
         self._channels_last = channels_last
         self._arguments = _arguments_of(module)
         self.wrap(module)
-
-    @property
-    def feedback(self) -> Feedback | None:
-        """The codec with the errors of each replica, which has a `state_dict`; None without one."""
-        return self._feedback
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

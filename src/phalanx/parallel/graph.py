@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from phalanx.codecs import Feedback
 from phalanx.errors import StateError, UnsupportedError
 from phalanx.execution import Executor, Gradients, RunResult, SourceVersion
 from phalanx.memory import dense_strides
@@ -131,7 +130,6 @@ class Graph:
         run: The module's forward pass.
         held: Gradients kept by replica; they are added to those that are merged next.
         hold: Keep this pass's gradients there, instead of merging them.
-        feedback: Every replica's gradient passes through its codec before it is added.
         inputs: See `ForwardTask`.
 
     Attributes:
@@ -149,14 +147,12 @@ class Graph:
         *,
         held: HeldGradients,
         hold: bool,
-        feedback: Feedback | None,
         inputs: Inputs | None,
     ) -> None:
         _refuse_tangents(executor.parameters, parts)
         self._executor = executor
         self._run = run
         self._held, self._hold = held, hold
-        self._feedback = feedback
         self._inputs = inputs
         self._records = torch.is_grad_enabled()
         self._seed = (seed_of_process(),)
@@ -251,20 +247,13 @@ class Graph:
         whole = self._reaches_all_parameters()
         hold, merge = self._hold and whole, whole and not self._hold
         members = self._members(grads)
-        try:
-            result = self._run_backward(grads, members, keep_graph, hold=hold, merge=merge)
-        except BaseException:
-            if self._feedback is not None:
-                self._feedback.rollback()
-            raise
+        result = self._run_backward(grads, members, keep_graph, hold=hold, merge=merge)
         if result.drew:
             advance_process_generator()
         if hold:
             self._keep(result)
         if merge:
             self._held.clear()
-            if self._feedback is not None:
-                self._feedback.commit()
         if set(members) == set(self._given):
             self._tell_seconds(result.seconds)
         gradients = self._input_gradients(result)
@@ -295,7 +284,7 @@ class Graph:
         task = BackwardTask(
             self._run, self.modes, keep_graph, seed_of_process(), meets=executor.has_rendezvous
         )
-        changed = merge and (self._held.by_replica or self._feedback is not None)
+        changed = merge and self._held.by_replica
         with torch.enable_grad():  # gradients are asked for
             return executor.run(
                 batches,
@@ -319,9 +308,9 @@ class Graph:
     def _reaches_all_parameters(self) -> bool:
         """Tell whether the pass is one for all parameters, not `autograd.grad` for some tensors.
 
-        Only such a pass keeps or takes over what is held, and what a codec did not send.
+        Only such a pass keeps or takes over what is held.
         """
-        if not (self._hold or self._held.by_replica or self._feedback):
+        if not (self._hold or self._held.by_replica):
             return True
         return all(_is_reached(p) for p in self._executor.parameters if id(p) in self._trainable)
 
@@ -333,12 +322,7 @@ class Graph:
         return list(dict.fromkeys(replica for (replica, _), grad in pairs if grad is not None))
 
     def _with_held(self, replica: int, own: Gradients | None) -> Gradients | None:
-        own = self._held.added_to(own, replica)
-        if own is None or self._feedback is None:
-            return own
-        shapes = [parameter.shape for parameter in self._executor.parameters]
-        places = self._feedback.places_of(self._executor.parameters)
-        return self._feedback.compress(replica, own, shapes, places)
+        return self._held.added_to(own, replica)
 
     def _keep(self, result: RunResult) -> None:
         found = {node.index: own for node, own in result.sums.items() if own is not None}

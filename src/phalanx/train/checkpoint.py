@@ -6,7 +6,6 @@
     DIR/optimizer.safetensors   the optimizer's state tensors
     DIR/order.safetensors       the generators that decide the data's order
     DIR/metrics.safetensors     what the running epoch's metrics have counted
-    DIR/codec.safetensors       what the codec has left over
 
 safetensors has no complex128: such tensors are stored as pairs of float64, and listed in the JSON.
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.codecs import Feedback
 from phalanx.errors import CheckpointError, PhalanxError, UnsupportedError
 from phalanx.execution import ELEMENTWISE, MOMENTS
 from phalanx.memory import is_expanded
@@ -38,7 +37,6 @@ from phalanx.train.checkpoint import (
 from phalanx.train.order import EpochOrder
 from phalanx.train.position import Position, RunHistory
 from phalanx.train.stored_state import (
-    check_errors,
     check_groups,
     check_name,
     check_optimizer_entries,
@@ -79,7 +77,6 @@ class TrainerState:
     module: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
-    feedback: Feedback | None
     history: RunHistory
     callbacks: Mapping[str, StatefulCallback]
     progress: RunProgress
@@ -103,7 +100,6 @@ def capture_state(state: TrainerState, folder: Path) -> None:
             "optimizer": tensors,
             "order": order,
             "metrics": dict(progress.counted),
-            "codec": {} if state.feedback is None else state.feedback.state_dict(),
         },
         values={
             "position": progress.position._asdict(),
@@ -111,7 +107,6 @@ def capture_state(state: TrainerState, folder: Path) -> None:
             "order": order_values,
             "seed": progress.seed,
             "microbatches": progress.microbatches,
-            "codec": _codec_of(state.feedback),
             "formation": progress.formation,
             "workloads": progress.workloads,
             "optimizer": type(state.optimizer).__name__,
@@ -144,7 +139,6 @@ def restore_state(
         _check_model(state.module, stored.tensors["model"], folder)  # first: it says most
         optimizer = _read_optimizer(stored, state.optimizer)
         scheduler = _read_scheduler(stored.values["scheduler"], state.scheduler)
-        check_errors(stored.tensors["codec"], list(state.module.parameters()))
         _check_buffers(state.module, stored.tensors["buffers"], folder)
         _check_apart(state.module, {*stored.tensors["model"], *stored.tensors["buffers"]})
         _check_optimizer(state.optimizer, optimizer, stored, folder)
@@ -159,7 +153,6 @@ def restore_state(
             "a folder that `save()` has written."
         ) from error
     accept(progress)
-    own = state.progress
     with _all_or_nothing(state, heard, folder):
         for label, each in heard.items():
             load_state(label, state.callbacks[label], each, folder)
@@ -171,9 +164,6 @@ def restore_state(
         with torch.no_grad():
             for name, value in stored.tensors["buffers"].items():
                 state.module.get_buffer(name).copy_(value)
-        if state.feedback is not None:  # last: it changes as a whole or not at all
-            slots = own.microbatches or (own.formation or progress.formation or (1,))[0]
-            state.feedback.load_state_dict(stored.tensors["codec"], num_slots=slots)
     state.history.buffers = set(stored.tensors["buffers"])
     state.history.steps_whole = stored.values["plain_steps"]
     return progress
@@ -181,9 +171,9 @@ def restore_state(
 
 def _upgrade(stored: Stored) -> None:
     """Fill in what checkpoints of older versions have not."""
-    for name in ("buffers", "callbacks", "codec"):
+    for name in ("buffers", "callbacks"):
         stored.tensors.setdefault(name, {})
-    for name in ("codec", "scheduler_type", "workloads", "optimizer_order"):
+    for name in ("scheduler_type", "workloads", "optimizer_order"):
         stored.values.setdefault(name, None)
     stored.values.setdefault("plain_steps", False)
     stored.values.setdefault("callbacks", {})
@@ -199,7 +189,7 @@ def _read_progress(stored: Stored) -> RunProgress:
     for name in ("model", "optimizer", "metrics"):
         if name not in stored.tensors:
             raise ValueError(f"`{name}.safetensors` is none of its files")
-    for name in ("optimizer", "scheduler_type", "codec"):
+    for name in ("optimizer", "scheduler_type"):
         check_name(name, values[name])
     if not isinstance(values["plain_steps"], bool):
         raise ValueError(f"`plain_steps` is {values['plain_steps']!r:.80}, neither true nor false")
@@ -418,20 +408,13 @@ def _check_moments(optimizer: Optimizer, stored: Mapping[str, Tensor], folder: P
 
 
 def _check_types(state: TrainerState, values: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a scheduler or a codec where the checkpoint is of another, or of none."""
-    for name, ours, theirs in (
-        ("scheduler", _type_of(state.scheduler), values["scheduler_type"]),
-        ("codec", _codec_of(state.feedback), values["codec"]),
-    ):
-        if ours != theirs:
-            raise CheckpointError(
-                f"Checkpoint `{folder}` must be of a run with {name} {ours} like this trainer's, "
-                f"but is of one with {theirs}. Give `{name}=` as it was."
-            )
-
-
-def _codec_of(feedback: Feedback | None) -> str | None:
-    return None if feedback is None else repr(feedback.codec)
+    """Refuse a scheduler where the checkpoint is of another, or of none."""
+    ours, theirs = _type_of(state.scheduler), values["scheduler_type"]
+    if ours != theirs:
+        raise CheckpointError(
+            f"Checkpoint `{folder}` must be of a run with scheduler {ours} like this trainer's, "
+            f"but is of one with {theirs}. Give `scheduler=` as it was."
+        )
 
 
 def _type_of(scheduler: LRScheduler | None) -> str | None:

@@ -15,13 +15,10 @@ from torch.optim import Optimizer
 
 from phalanx.callbacks import StepDone
 from phalanx.clock import now_s
-from phalanx.codecs import Feedback
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.execution import (
     Executor,
     ExecutorMaker,
-    GradientHook,
-    Gradients,
     MicrobatchContext,
     MicrobatchResult,
     RunResult,
@@ -59,7 +56,6 @@ class EngineSpec:
     Attributes:
         workloads: The replicas' relative shares, where they are fixed.
         clip_norm: Largest norm of the gradients.
-        feedback: Compresses gradients, and adds what was lost to the next ones.
         new_maker: Returns what one executor is opened by.
         history: What the run has met so far.
         untrained: Which parameters never got a gradient.
@@ -70,7 +66,6 @@ class EngineSpec:
     splitter: Splitter
     workloads: Sequence[float] | None
     clip_norm: float | None
-    feedback: Feedback | None
     new_maker: Callable[[], ExecutorMaker]
     history: RunHistory
     untrained: Untrained
@@ -220,50 +215,43 @@ class StepEngine:
             count: Called when all microbatches have succeeded.
             commit: Called when the weights are new, by the last thread.
         """
-        feedback = self._spec.feedback
-        try:
-            if self._alone:  # as `zero_grad()` does: the new gradients find the old ones' memory
-                for parameter in self._flat.parameters:
-                    parameter.grad = None
-            untouched = self._stepper.is_untouched()
-            whole = self._stepper.whole or not untouched
-            if self._generation != self.executor.generation:
-                self._generation = self.executor.generation
-                self._reduction = self.executor.open_reduction(self._flat)
-            result = run_task(self.executor, microbatches, task, seed, feedback, steps_whole=whole)
-            statistics = sum_statistics([operand.statistics for operand in result.operands])
-            buffers = self._buffers() if statistics else {}
-            check_statistics(buffers, statistics)
-            if count is not None:
-                count(result)
-            missing = self._reduction.take(result)
-            whole = whole or bool(missing)
-            summed = whole or self._spec.clip_norm is not None or self._reduction.shares_all
-            if summed and not self._alone:
-                self.executor.each(self._reduction.sum_part, light=self._is_light)
-                self._reduction.share()
-            norm = None if self._spec.clip_norm is None else self._clip(self._spec.clip_norm)
-            if whole:
-                self._step_whole_from_now_on()  # after clipping, which may refuse the step
-            self._stepper.prepare(missing, self._reduction.operands[0] if self._alone else None)
-            rates = _learning_rates(self._spec.optimizer)  # now: the commit steps the scheduler
-            loss = Loss(loss_of(microbatches, result), microbatches.weight, sum(microbatches.sizes))
+        if self._alone:  # as `zero_grad()` does: the new gradients find the old ones' memory
+            for parameter in self._flat.parameters:
+                parameter.grad = None
+        untouched = self._stepper.is_untouched()
+        whole = self._stepper.whole or not untouched
+        if self._generation != self.executor.generation:
+            self._generation = self.executor.generation
+            self._reduction = self.executor.open_reduction(self._flat)
+        result = run_task(self.executor, microbatches, task, seed, steps_whole=whole)
+        statistics = sum_statistics([operand.statistics for operand in result.operands])
+        buffers = self._buffers() if statistics else {}
+        check_statistics(buffers, statistics)
+        if count is not None:
+            count(result)
+        missing = self._reduction.take(result)
+        whole = whole or bool(missing)
+        summed = whole or self._spec.clip_norm is not None or self._reduction.shares_all
+        if summed and not self._alone:
+            self.executor.each(self._reduction.sum_part, light=self._is_light)
+            self._reduction.share()
+        norm = None if self._spec.clip_norm is None else self._clip(self._spec.clip_norm)
+        if whole:
+            self._step_whole_from_now_on()  # after clipping, which may refuse the step
+        self._stepper.prepare(missing, self._reduction.operands[0] if self._alone else None)
+        rates = _learning_rates(self._spec.optimizer)  # now: the commit steps the scheduler
+        loss = Loss(loss_of(microbatches, result), microbatches.weight, sum(microbatches.sizes))
 
-            def finish() -> None:
-                self._stepper.finish()
-                if feedback is not None:
-                    feedback.commit()
-                write_statistics(buffers, statistics)
-                self._spec.history.buffers.update(statistics)
-                self._torn = False
-                self.executor.outdate()
-                self.executor.mark_done()
-                commit(loss)
+        def finish() -> None:
+            self._stepper.finish()
+            write_statistics(buffers, statistics)
+            self._spec.history.buffers.update(statistics)
+            self._torn = False
+            self.executor.outdate()
+            self.executor.mark_done()
+            commit(loss)
 
-            spans = self._step(finish, summed=summed)
-        finally:
-            if feedback is not None:  # after a commit this finds nothing to take back
-                feedback.rollback()
+        spans = self._step(finish, summed=summed)
         self._reduction.forget()
         self._spec.untrained.note([self._flat.parameters[index] for index in missing])
         if (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs a pass over all weights
@@ -401,25 +389,16 @@ def run_task(
     microbatches: Microbatches,
     task: Task,
     seed: tuple[int, ...],
-    feedback: Feedback | None = None,
     *,
     steps_whole: bool = False,
 ) -> RunResult:
     """Run ``task`` on all microbatches; nothing that the caller can see changes."""
-    hook: GradientHook | None = None
-    if feedback is not None:
-        shapes = [each.shape for each in executor.parameters]
-
-        def hook(index: int, gradients: Gradients | None) -> Gradients | None:
-            return None if gradients is None else feedback.compress(index, gradients, shapes)
-
     return executor.run(
         microbatches.pieces,
         task,
         weights=microbatches.weights,
         seed=seed,
         pinned=microbatches.pinned,
-        gradient_hook=hook,
         steps_whole=steps_whole,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from phalanx.execution import ELEMENTWISE, MOMENTS, STEP
 from phalanx.train.position import Position
 
 __all__ = [
-    "check_errors",
     "check_groups",
     "check_name",
     "check_optimizer_entries",
@@ -165,20 +164,6 @@ def _check_complete(keys_by_index: Mapping[int, set[str]], optimizer: Optimizer)
         if any(keys != found[0] for keys in found):
             raise ValueError("an optimizer's parameters of one group have different entries")
         start = stop
-
-
-def check_errors(errors: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> None:
-    """Check what a codec did not send, by ``slot.place``."""
-    for name, error in errors.items():
-        slot, dot, place = name.partition(".")
-        if not dot or not all(
-            each.isascii() and each.isdecimal() and len(each) < 10 for each in (slot, place)
-        ):
-            raise ValueError(f"{name!r} is no `slot.place` of a codec's error")
-        if not error.is_floating_point() and not error.is_complex():
-            raise ValueError(f"{name!r} of the codec's errors is {error.dtype}")
-        if int(place) < len(parameters) and error.shape != parameters[int(place)].shape:
-            raise ValueError(f"{name!r} of the codec's errors has shape {tuple(error.shape)}")
 
 
 def check_scheduler_state(values: Any, scheduler: LRScheduler) -> None:

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.callbacks import EMA, Callback, EpochDone, FitBegun, FitEnded, StepDone
 from phalanx.clock import now_s
-from phalanx.codecs import Codec, Feedback
 from phalanx.errors import ConfigError, StateError
 from phalanx.execution import (
     EXECUTORS,
@@ -115,8 +114,6 @@ class Trainer(TrainerFacts):
         scheduler: Makes a learning-rate scheduler from the optimizer; stepped after every update,
             but `ReduceLROnPlateau` after every epoch, by the loss of its validation or training.
         metrics: torchmetrics or functions by name, counted in :meth:`fit` and :meth:`evaluate`.
-        codec: Each microbatch's gradient passes through it before they are added, with error
-            feedback: "fp16", "bf16", "one_bit", "top_k", or a codec; default: none.
         channels_last: Lay convolution weights out channels_last; default: on the CPU, where all the
             model's layers are known to compute the same so.
         callbacks: Called with every event, in order. Those of `phalanx.callbacks`, and all that
@@ -159,16 +156,15 @@ class Trainer(TrainerFacts):
         clip_norm: float | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         metrics: Mapping[str, Any] | None = None,  # Any: a metric or a function
-        codec: Codec | str | None = None,
         channels_last: bool | None = None,
         callbacks: Sequence[Callback] = (),
         **moved: object,
     ) -> None:
         refuse_moved(moved)
-        choice = ExecutorChoice.read(executor, EXECUTORS, reduce, codec)
+        choice = ExecutorChoice.read(executor, EXECUTORS, reduce)
         check_options(module, replicas, microbatches, intra_op, choice.kind, clip_norm)
         check_callables(seed, metrics, channels_last, callbacks)
-        check_ranks(choice.kind, workloads, codec)
+        check_ranks(choice.kind, workloads)
         check_shard_loading(shard_loading, weight, layout)
         parameters = list(module.parameters())
         self.module = module
@@ -199,7 +195,6 @@ class Trainer(TrainerFacts):
             splitter=Splitter(layout if layout is not None else Layout(), microbatches, weight),
             workloads=fixed,
             clip_norm=clip_norm,
-            feedback=None if codec is None else Feedback(codec),
             new_maker=partial(maker, shared=[self._objective], timed=balances, steps=True),
             history=RunHistory(),
             untrained=Untrained(module),
@@ -585,7 +580,6 @@ class Trainer(TrainerFacts):
             module=self.module,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            feedback=self._spec.feedback,
             history=self._spec.history,
             callbacks=self._stateful,
             progress=RunProgress(

@@ -138,19 +138,12 @@ def check_replicas(replicas: int | str | Sequence[Device], executor: str) -> Non
         )
 
 
-def check_ranks(executor: str, workloads: Any, codec: Any) -> None:
+def check_ranks(executor: str, workloads: Any) -> None:
     """Refuse what ranks cannot do together."""
-    if executor != "ranks":
-        return
-    if isinstance(workloads, str):
+    if executor == "ranks" and isinstance(workloads, str):
         raise UnsupportedError(
             "`workloads` must be numbers for executor='ranks', whose ranks would measure different "
             f"ones, but is {workloads!r}. Give this rank's replicas' shares."
-        )
-    if codec is not None:
-        raise UnsupportedError(
-            f"`codec` must be None for executor='ranks', but is {codec!r}. Use `codec_hook` with "
-            "DDP."
         )
 
 

@@ -103,7 +103,6 @@ def test_what_is_said_is_taken():
         "lr": 0.5,
         "seed": 9,
         "loss": "mse",
-        "codec": "top_k(0.1)",
         "executor": "processes",
         "timeout_s": 9.5,
         "max_failures": 0,
@@ -122,10 +121,6 @@ def test_what_is_said_is_taken():
         ({"lr": float("nan")}, "`--lr` must be a number above 0 that float32 holds, but is nan"),
         ({"lr": 1e300}, "`--lr` must be a number above 0 that float32 holds, but is 1e\\+300"),
         ({"lr": float("inf")}, "`--lr` must be a number above 0 that float32 holds, but is inf"),
-        (
-            {"codec": "zip"},
-            r"`--codec` must be fp16, bf16, one_bit, top_k or 'top_k\(fraction\)', ",
-        ),
         ({"loss": "hinge"}, "`--loss` must be cross_entropy, mse, l1, bce or module:attribute"),
         ({"forward": "mine"}, "`--forward` must be module:attribute, but is 'mine'"),
         ({"forward": "a:b", "loss": "l1"}, "`--loss` must be left out with `--forward`"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 
 import pytest
 import safetensors.torch
@@ -111,84 +110,17 @@ def test_codecs_without_error_keep_nothing(name: str) -> None:
     assert feedback.state_dict() == {}
 
 
-def test_compress_keeps_memory_order_and_rows() -> None:
-    """A channels_last weight is dense in memory with dim 0 outermost."""
-    weight = torch.randn(6, 5, 3, 3).to(memory_format=torch.channels_last)
-    bias = torch.randn(6)
-    in_memory = weight.as_strided((weight.numel(),), (1,))
-    sent = Feedback("one_bit").compress(
-        0, [in_memory, None, bias], [weight.shape, torch.Size([4, 9]), bias.shape]
-    )
-    assert sent[1] is None
-    assert sent[2] is not None
-    assert torch.equal(sent[2], bias)
-    assert sent[0] is not None
-    assert sent[0].shape == in_memory.shape
-    expected = Feedback("one_bit").round_trip("weight", weight)
-    torch.testing.assert_close(sent[0].view(6, 3, 3, 5).permute(0, 3, 1, 2), expected)
-
-
-def test_a_missing_gradient_keeps_its_error() -> None:
-    feedback = Feedback("top_k(0.5)")
-    shapes = [torch.Size([2])]
-    feedback.compress(1, [torch.tensor([3.0, 2.0])], shapes)
-    feedback.commit()
-    assert feedback.compress(1, [None], shapes) == [None]
-    feedback.commit()
-    (sent,) = feedback.compress(1, [torch.zeros(2)], shapes)
-    assert sent is not None
-    assert sent.tolist() == [0.0, 2.0]
-
-
-def test_slots_have_errors_of_their_own_in_threads_at_once() -> None:
-    shapes = [torch.Size([9, 5]), torch.Size([3]), torch.Size([7, 11])]
-    steps = [[[torch.randn(shape.numel()) for shape in shapes] for _ in range(3)] for _ in range(4)]
-    apart = [Feedback("one_bit") for _ in range(3)]
-    together = Feedback("one_bit")
-    for gradients in steps:
-        sent: dict[int, list[Tensor | None]] = {}
-
-        def send(slot: int, mine: list[Tensor], sent: dict[int, list[Tensor | None]]) -> None:
-            sent[slot] = together.compress(slot, mine, shapes)
-
-        threads = [
-            threading.Thread(target=send, args=(slot, gradients[slot], sent)) for slot in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30.0)
-        together.commit()
-        for slot, feedback in enumerate(apart):
-            alone = feedback.compress(slot, gradients[slot], shapes)
-            feedback.commit()
-            for mine, other in zip(sent[slot], alone, strict=True):
-                assert mine is not None
-                assert other is not None
-                assert torch.equal(mine, other)
-
-
 @pytest.mark.parametrize("name", WITH_ERROR)
 def test_a_state_through_a_file_goes_on_with_the_same_bits(name: str) -> None:
-    shapes = [torch.Size([9, 5]), torch.Size([3])]
-    gradients = [[torch.randn(shape.numel()) for shape in shapes] for _ in range(6)]
+    gradients = [torch.randn(9, 5) for _ in range(6)]
     whole, before, after = Feedback(name), Feedback(name), Feedback(name)
-    expected = []
-    for each in gradients:
-        expected.append(whole.compress(2, each, shapes))
-        whole.commit()
-    for each in gradients[:3]:
-        before.compress(2, each, shapes)
-        before.commit()
-    before.compress(2, gradients[3], shapes)  # pending: not part of the state
+    expected = [committed(whole, gradient) for gradient in gradients]
+    for gradient in gradients[:3]:
+        committed(before, gradient)
+    before.round_trip("weight", gradients[3])  # pending: not part of the state
     after.load_state_dict(safetensors.torch.load(safetensors.torch.save(before.state_dict())))
-    for each, sent in zip(gradients[3:], expected[3:], strict=True):
-        for mine, other in zip(after.compress(2, each, shapes), sent, strict=True):
-            assert mine is not None
-            assert other is not None
-            assert torch.equal(mine, other)
-        after.commit()
-    assert "2.0" in after.state_dict()
+    for gradient, sent in zip(gradients[3:], expected[3:], strict=True):
+        assert torch.equal(committed(after, gradient), sent)
 
 
 def test_what_was_handed_out_and_taken_in_stays_apart() -> None:
@@ -215,19 +147,6 @@ def test_a_state_of_channels_last_gradients_can_be_written() -> None:
     for _ in range(2):
         committed(feedback, torch.randn(6, 5, 3, 3).to(memory_format=torch.channels_last))
     assert safetensors.torch.save(feedback.state_dict())
-
-
-def test_errors_of_slots_that_are_no_more_go_to_others() -> None:
-    feedback = Feedback("top_k(0.5)")
-    for slot in range(5):
-        feedback.compress(slot, [torch.tensor([100.0, 2.0**slot])], [torch.Size([2])])
-    feedback.commit()
-    fewer = Feedback("top_k(0.5)")
-    fewer.load_state_dict(feedback.state_dict(), num_slots=2)
-    assert {key: error.tolist() for key, error in fewer.state_dict().items()} == {
-        "0.0": [0.0, 1.0 + 4.0 + 16.0],
-        "1.0": [0.0, 2.0 + 8.0],
-    }
 
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:

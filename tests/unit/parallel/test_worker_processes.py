@@ -166,22 +166,6 @@ def test_workers_keep_no_graph_that_is_gone(pair: Pair) -> None:
     assert pair.models["threads"]._running.executor._saved == [{}, {}]
 
 
-def test_a_codec_works_on_what_comes_back() -> None:
-    found = []
-    for executor in ("threads", "processes"):
-        net = Net().eval()
-        with DataParallel(net, 2, intra_op=1, codec="one_bit", executor=executor) as model:
-            for seed in range(2):
-                with model.no_sync():
-                    passed(model, batch(seed))
-                passed(model, batch(seed + 2))
-            outputs = model(batch(0))
-        found.append([parameter.grad for parameter in net.parameters()])
-    assert all(map(torch.equal, *found))
-    with pytest.raises(StateError, match="but they were dismissed"):
-        outputs.sum().backward()
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
