@@ -478,7 +478,7 @@ def _schedule_for(data: Data, epochs: int) -> Callable[[Optimizer], LRScheduler]
 def _length(loader: Iterable[Any]) -> int | None:
     try:
         return len(loader) if isinstance(loader, Sized) else None
-    except TypeError:  # a DataLoader over an IterableDataset
+    except Exception:  # a DataLoader over an IterableDataset, say
         return None
 
 

@@ -1,8 +1,8 @@
 """Where the order of the data comes from, so that a resumed epoch goes on where it was left.
 
 A loader's order, and what its collator draws, is decided by generators: its own, its parts', or the
-process's. Their state at the start of an epoch is kept; to go on, it is put back, the loader is
-iterated anew and the batches that were done already are passed over.
+process's. Their state at the start of an epoch is kept; to resume, it is put back, the loader is
+iterated from its beginning, and the batches that were done already are passed over.
 """
 
 from __future__ import annotations
@@ -168,34 +168,49 @@ class EpochOrder:
 
 
 @dataclass
+class _Taken:
+    """The batch that was read last; it is trained on, unless its step fails.
+
+    Attributes:
+        done: How many batches of the epoch were done before it.
+        states: Where the process's generators were before it was read.
+        batch: None until it is there.
+    """
+
+    done: int
+    states: ProcessStates
+    batch: Any = None
+
+
+@dataclass
 class _Opened:
     """A loader that is being iterated.
 
     Attributes:
         begun: The epoch, if it was opened from its first batch on, and may be rewound.
-        batches: What iterates, to know a generator again.
-        taken: How many batches were done when the last one was read, and the generators then.
+        batches: None after it has raised: what is left is then to be read again.
     """
 
     order: EpochOrder
     begun: int | None
-    batches: Iterator[Nested] | None = None
-    taken: tuple[int, ProcessStates] | None = None
+    batches: Iterator[Nested] | None
+    taken: _Taken | None = None
 
     def states_after(self, done: int) -> ProcessStates:
         """Return where the process's generators were when ``done`` batches had been trained on.
 
-        A batch that was read, and whose step then failed, is read again.
+        A batch whose step failed counts as not read yet.
         """
-        if self.taken is not None and self.taken[0] == done:
-            return self.taken[1]
+        if self.taken is not None and self.taken.done == done:
+            return self.taken.states
         return ProcessStates.capture()
 
 
 class Reader:
-    """Read loaders so that an epoch can be left in the middle and gone on with, here or elsewhere.
+    """Read loaders so that an epoch can be left in the middle and continued, here or elsewhere.
 
-    For an epoch that was left, the order is the one it began with, not the one there is now.
+    Here the open iterator continues. For another loader, and after a resume, the order is the one
+    that the epoch began with, not the one there is now.
     """
 
     def __init__(self) -> None:
@@ -203,47 +218,69 @@ class Reader:
         self._opened: _Opened | None = None
         self._stored: EpochOrder | None = None  # from a checkpoint, to be put back
 
-    def batches(self, loader: Iterable[Nested], first: int, epoch: int) -> Iterator[Nested]:
-        """Iterate over what is left of ``epoch`` after ``first`` batches."""
-        opened, self._loader = self._opened, loader
+    def open(self, loader: Iterable[Nested], done: int, epoch: int) -> None:
+        """Get ready to read what is left of ``epoch`` after ``done`` batches."""
+        opened, is_same, self._loader = self._opened, loader is self._loader, loader
         now: ProcessStates | None = None
+        skipped = done
         if self._stored is not None:
             order, now = self._stored, self._stored.now
             order.restore(loader)
-        elif opened is not None and first > 0:
-            if loader is opened.batches:
-                return iter(loader)  # a generator that was left in the middle goes on by itself
+        elif opened is not None and done > 0:
+            if is_same and opened.batches is not None:
+                return
             order = opened.order
-            if _may_draw(loader):
-                now = opened.states_after(first)
+            if is_same and isinstance(loader, Iterator):
+                skipped = 0  # a generator has them behind it
+            elif _may_draw(loader):
+                now = opened.states_after(done)
                 order.restore(loader)
         else:
             order = EpochOrder.capture(loader)
-        self._opened = opened = _Opened(order, epoch if first == 0 else None)
-        opened.batches = batches = _batches_from(loader, first, epoch)
+        self._opened = _Opened(order, epoch if done == 0 else None, None)
+        begin_epoch(loader, epoch)
+        self._opened.batches = iterator = iter(loader)
+        for _ in range(skipped):
+            next(iterator, None)
         self._stored = None
-        if first > 0 and now is not None:
+        if done > 0 and now is not None:
             now.restore()  # an optimizer or a callback may have drawn since the epoch began
-        return batches
 
     # Any: whatever stands for the end.
-    def take(self, batches: Iterator[Nested], done: int, end: Any) -> Any:
-        """Return the next of ``batches`` after ``done`` of the epoch, or ``end``."""
-        assert self._opened is not None
-        self._opened.taken = done, ProcessStates.capture()
-        return next(batches, end)
+    def take(self, done: int, end: Any) -> Any:
+        """Return the batch after ``done`` of the epoch, or ``end``; the same until it is done."""
+        opened = self._opened
+        assert opened is not None
+        assert opened.batches is not None
+        if opened.taken is None or opened.taken.done != done:
+            opened.taken = _Taken(done, ProcessStates.capture())
+            try:
+                opened.taken.batch = next(opened.batches, end)
+            except BaseException:
+                opened.batches = None
+                raise
+        return opened.taken.batch
 
-    def rewind(self, epoch: int) -> None:
-        """Put back what the opening of ``epoch`` has drawn; to be called if no batch was done."""
-        if self._opened is None:
+    def end_epoch(self) -> None:
+        """Forget the iterator, which has come to its end."""
+        self._opened = None
+
+    def pause(self, done: int, epoch: int) -> None:
+        """Keep no batch that was trained on; if none was, put back what the opening has drawn."""
+        opened = self._opened
+        if opened is None:
             return
-        if self._opened.begun == epoch and _may_draw(self._loader):
-            self._opened.order.restore(self._loader)
-        self._opened.begun = None
+        if opened.taken is not None and opened.taken.done < done:
+            opened.taken = None
+        if done == 0:
+            if opened.begun == epoch and _may_draw(self._loader):
+                opened.order.restore(self._loader)
+            self._opened = None
 
-    def reads(self, batches: Iterator[Nested]) -> bool:
-        """Tell whether ``batches`` were opened last, and nothing was put back since."""
-        return self._opened is not None and batches is self._opened.batches
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something to read from; not after :meth:`put_back`."""
+        return self._opened is not None
 
     def order(self, done: int, epoch: int) -> EpochOrder | None:
         """Return what is needed to go on after ``done`` batches of ``epoch``; None for nothing."""
@@ -258,8 +295,12 @@ class Reader:
         return replace(self._opened.order, now=self._opened.states_after(done))
 
     def put_back(self, order: EpochOrder | None) -> None:
-        """Go on from what a checkpoint holds."""
+        """Continue from what a checkpoint holds."""
         self._opened, self._stored = None, order
+
+    def close(self) -> None:
+        """Let go of the loader and its workers."""
+        self._loader = self._opened = None
 
 
 def _may_draw(loader: object) -> bool:
@@ -276,31 +317,21 @@ def length_of(loader: Iterable[Nested]) -> int | None:
     """Return how many batches there are, where the loader knows it."""
     try:
         return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # a generator, or a DataLoader over an IterableDataset
+    except Exception:  # it has none, or none yet: the iteration ends where it ends
         return None
 
 
-def is_complete(loader: Iterable[Nested], batches: int) -> bool:
-    """Tell whether ``batches`` are all, without asking for another, where the loader knows it."""
-    return 0 < (length_of(loader) or 0) <= batches
-
-
 def begin_epoch(loader: object, epoch: int) -> None:
-    """Tell the loader's sampler which epoch begins, from its first sample on."""
-    sampler = getattr(loader, "sampler", None)
-    if isinstance(sampler, ExactSampler):
-        sampler.load_state_dict({**sampler.state_after(0), "epoch": epoch})
-    elif sampler is not None and hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
+    """Announce the epoch to the loader and to every part of it that has ``set_epoch``.
 
-
-def _batches_from(loader: Iterable[Nested], first: int, epoch: int) -> Iterator[Nested]:
-    """Iterate over ``loader`` from batch ``first`` on."""
-    begin_epoch(loader, epoch)
-    iterator = iter(loader)
-    for _ in range(first):
-        next(iterator, None)
-    return iterator
+    Epochs count from 0 there, as in loops of plain PyTorch.
+    """
+    parts = {id(part): part for _, part in _parts_of(loader)}
+    for part in parts.values():
+        if isinstance(part, ExactSampler):
+            part.load_state_dict({**part.state_after(0), "epoch": epoch})
+        elif callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
 
 
 def _check_fits(name: str, state: Tensor, generator: torch.Generator) -> None:

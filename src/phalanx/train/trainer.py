@@ -39,7 +39,7 @@ from phalanx.train.evaluation import Evaluation, enter_training, leave_evaluatio
 from phalanx.train.formation import read_replicas
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import Objective, TrainTask
-from phalanx.train.order import Reader, is_complete, length_of
+from phalanx.train.order import Reader, length_of
 from phalanx.train.peer_state import join_ranks, pack_state_of
 from phalanx.train.position import Loss, Position, RunHistory
 from phalanx.train.sharding import Loaders
@@ -229,9 +229,12 @@ class Trainer(TrainerFacts):
     ) -> list[EpochDone]:
         """Train for ``epochs`` passes over ``loader``, or ``steps`` updates, whichever ends first.
 
-        An epoch that was left in the middle goes on behind the last batch that was done, and is the
-        first of this call's. Where the checkpoint of a :meth:`resume` was saved during a call with
-        ``epochs``, or after one that was interrupted, the next ends with that one's last epoch.
+        The loader is read to its end, as a ``for`` loop reads it. Each epoch is announced, counted
+        from 0, to the loader and every part of it that has ``set_epoch``. An epoch that was left in
+        the middle continues behind the last batch that was done, and is the first of this call's;
+        for the same loader its open iterator continues. Where the checkpoint of a :meth:`resume`
+        was saved during a call with ``epochs``, or after one that was interrupted, the next ends
+        with that one's last epoch.
 
         Args:
             loader: Any iterable of batches that can be iterated once per epoch.
@@ -284,8 +287,7 @@ class Trainer(TrainerFacts):
             raise
         finally:
             self._last_step = None
-            if self._position.batch == 0:  # as if the epoch had not been opened
-                self._reader.rewind(self.epochs)
+            self._reader.pause(self._position.batch, self.epochs)
         self._in_fit = False
         if not self._stopped:
             self._position = self._position._replace(target=None)
@@ -404,15 +406,21 @@ class Trainer(TrainerFacts):
         begin_s = now_s()
         enter_training(self.module)
         loader = self._loaders.open(loader)
-        batches = self._reader.batches(loader, self._position.batch, self.epochs)
-        while not is_complete(loader, self._position.batch):
-            if self._shall_end(None):
+        length = length_of(loader)
+        self._reader.open(loader, self._position.batch, self.epochs)
+        while True:
+            # After the last batch, as far as the loader knows, it is asked once more: the epoch
+            # ends with its end.
+            ends = self._shall_end(None)
+            if ends and not 0 < (length or 0) <= self._position.batch:
                 return None
-            if not self._reader.reads(batches):  # a callback has called `resume()`
-                batches = self._reader.batches(loader, self._position.batch, self.epochs)
-            batch = self._reader.take(batches, self._position.batch, _END)
+            if not self._reader.is_open:  # a callback has called `resume()`
+                self._reader.open(loader, self._position.batch, self.epochs)
+            batch = self._reader.take(self._position.batch, _END)
             if batch is _END:
                 break
+            if ends:
+                return None
             if self._position.batch == 0:
                 self._spec.splitter.check_rows(batch)
                 self._metrics.reset()
@@ -444,6 +452,7 @@ class Trainer(TrainerFacts):
             if is_by_epoch(self.scheduler):
                 self.scheduler.step((done.validation or done.train)["loss"])
             self._position = self._position.next_epoch()
+            self._reader.end_epoch()
 
         self._engines.write(finish)  # the scheduler must not be stepped twice for an epoch
         self._events.tell(done)
@@ -571,6 +580,7 @@ class Trainer(TrainerFacts):
     def __exit__(self, kind: object, *exc: object) -> None:
         self._closed = True
         if not self._in_step:
+            self._reader.close()
             self._engines.close()
             self._choice.leave(finished=kind is None and not self._in_fit)
 

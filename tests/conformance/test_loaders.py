@@ -1,0 +1,289 @@
+"""`fit` reads loaders as a `for` loop does: to their end, each epoch announced, nothing twice."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+
+import phalanx
+
+Batch = tuple[Tensor, Tensor]
+ROWS = 6
+
+
+class Seen:
+    """A loss that notes which rows it was computed on."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.rows += [int(each) for each in targets[:, 0]]
+        return F.mse_loss(outputs, targets)
+
+
+def trainer(seen: Seen, **options: Any) -> phalanx.Trainer:
+    torch.manual_seed(0)
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=1e-3)  # noqa: E731
+    options = {"executor": "inline", "replicas": 1, "microbatches": 1, **options}
+    return phalanx.Trainer(nn.Linear(3, 1), seen, sgd, **options)
+
+
+def trained(loader: Any, epochs: int) -> list[int]:
+    seen = Seen()
+    with trainer(seen) as t:
+        t.fit(loader, epochs=epochs)
+    return seen.rows
+
+
+def looped(loader: Any, epochs: int, begin: Callable[[int], object] = lambda _: None) -> list[int]:
+    """Return the rows of a plain loop."""
+    rows = []
+    for epoch in range(epochs):
+        begin(epoch)
+        rows += [int(row) for _, targets in loader for row in targets[:, 0]]
+    return rows
+
+
+def row(index: int) -> Batch:
+    return torch.full((3,), float(index)), torch.full((1,), float(index))
+
+
+class Rows(Dataset[Batch]):
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Batch:
+        self.read += 1
+        return row(index)
+
+
+def order_of(epoch: int) -> list[int]:
+    order: list[int] = torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch)).tolist()
+    return order
+
+
+# -- to their end -------------------------------------------------------
+
+
+class CountsEpochs(Sampler[int]):
+    """Counts its epochs behind its last item, as Accelerate's sampler does."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Iterator[int]:
+        yield from order_of(self.epoch)
+        self.epoch += 1
+
+
+class LoaderThatCounts:
+    """A loader of the user's own that does the same."""
+
+    def __init__(self, length: Any) -> None:
+        self.length = length
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        if isinstance(self.length, Exception):
+            raise self.length
+        return int(self.length)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index in order_of(self.epoch):
+            x, y = row(index)
+            yield x[None], y[None]
+        self.epoch += 1
+
+
+class Halves(IterableDataset[Batch]):
+    """Two workers read 3 rows each, in 2 + 2 batches of 2, but the loader's length is 3."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = torch.utils.data.get_worker_info()
+        rows = range(ROWS) if worker is None else range(3 * worker.id, 3 * worker.id + 3)
+        return map(row, rows)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Rows(), batch_size=3, sampler=CountsEpochs()),
+        lambda: DataLoader(Rows(), batch_sampler=BatchSampler(CountsEpochs(), 3, False)),
+        lambda: LoaderThatCounts(ROWS),
+        lambda: LoaderThatCounts(ROWS - 2),  # it yields more
+        lambda: LoaderThatCounts(ROWS + 2),
+        lambda: LoaderThatCounts(RuntimeError("not known yet")),
+        lambda: LoaderThatCounts(NotImplementedError("nor this")),
+    ],
+    ids=["sampler", "batch sampler", "loader", "longer", "shorter", "raises", "not written"],
+)
+def test_every_epoch_is_read_to_its_end(make: Callable[[], Any]) -> None:
+    assert trained(make(), 3) == looped(make(), 3)
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")  # it is torch that warns
+def test_rows_beyond_the_length_are_trained_on_and_the_workers_end() -> None:
+    children = set(multiprocessing.active_children())
+    rows = trained(DataLoader(Halves(), batch_size=2, num_workers=2), 1)
+    assert sorted(rows) == list(range(ROWS))
+    assert set(multiprocessing.active_children()) == children
+
+
+def test_an_epoch_ends_with_the_last_of_its_steps() -> None:
+    loader = LoaderThatCounts(ROWS)
+    with trainer(Seen()) as t:
+        assert [each.steps for each in t.fit(loader, steps=ROWS)] == [ROWS]
+    assert loader.epoch == 1
+
+
+# -- epochs are announced -------------------------------------------------
+
+
+class Announced(Rows):
+    """Notes the epochs; a loader, a sampler, a batch sampler or a data set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+        self.heard: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.heard.append(epoch)
+
+
+class AnnouncedSampler(Announced):
+    def __iter__(self) -> Iterator[int]:
+        return iter(order_of(self.epoch))
+
+
+class AnnouncedBatches(Announced):
+    def __iter__(self) -> Iterator[list[int]]:
+        order = order_of(self.epoch)
+        return iter([order[:3], order[3:]])
+
+
+class AnnouncedLoader(DataLoader[Batch]):
+    def __init__(self) -> None:
+        super().__init__(Rows(), batch_size=3, sampler=AnnouncedSampler())
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.heard.append(10 + epoch)  # type: ignore[attr-defined]
+
+
+MAKERS: dict[str, Callable[[Announced], Any]] = {
+    "sampler": lambda it: DataLoader(Rows(), batch_size=3, sampler=it),
+    "batch_sampler": lambda it: DataLoader(Rows(), batch_sampler=it),
+    "batch_sampler.sampler": lambda it: DataLoader(
+        Rows(), batch_sampler=BatchSampler(it, 3, False)
+    ),
+    "dataset": lambda it: DataLoader(it, batch_size=3),
+}
+
+
+@pytest.mark.parametrize("place", MAKERS)
+def test_every_part_of_a_loader_hears_of_the_epoch(place: str) -> None:
+    part = AnnouncedBatches() if place == "batch_sampler" else AnnouncedSampler()
+    loader = MAKERS[place](part)
+    rows = trained(loader, 3)
+    assert part.heard == [0, 1, 2]
+    assert rows == looped(loader, 3, part.set_epoch)
+
+
+def test_a_loader_hears_of_the_epoch_beside_its_parts() -> None:
+    loader = AnnouncedLoader()
+    trained(loader, 2)
+    assert sorted(loader.sampler.heard) == [0, 1, 10, 11]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("place", MAKERS)
+def test_an_announced_epoch_resumes_where_it_was_left(place: str, tmp_path: Path) -> None:
+    def make() -> Any:
+        part = AnnouncedBatches() if place == "batch_sampler" else AnnouncedSampler()
+        return MAKERS[place](part)
+
+    first, then = Seen(), Seen()
+    with trainer(first) as t:
+        t.fit(make(), steps=3)
+        t.save(tmp_path / "c")
+    with trainer(then) as t:
+        t.resume(tmp_path / "c")
+        t.fit(make(), steps=3)
+    assert first.rows + then.rows == trained(make(), 3)
+
+
+# -- nothing twice, nothing lost ------------------------------------------
+
+
+class Stream:
+    """A source that does not begin again."""
+
+    def __init__(self) -> None:
+        self.source = itertools.count()
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index in self.source:
+            x, y = row(index)
+            yield x[None], y[None]
+
+
+@pytest.mark.parametrize("ends", ["steps", "stop", "error"])
+def test_a_stream_continues_with_the_next_fit(ends: str) -> None:
+    seen = Seen()
+
+    def end(event: object) -> None:
+        if ends != "steps" and isinstance(event, phalanx.StepDone) and event.step % 2 == 0:
+            t.stop()
+            if ends == "error":
+                raise ValueError("ends it")
+
+    with trainer(seen, callbacks=[end]) as t:
+        stream = Stream()
+        for _ in range(3):
+            try:
+                t.fit(stream, steps=2 if ends == "steps" else 10)
+            except ValueError:
+                assert ends == "error"
+    assert seen.rows == list(range(6))
+
+
+def test_a_batch_whose_step_failed_comes_first_in_the_next_fit() -> None:
+    seen = Seen()
+    with trainer(seen) as t:
+        stream = Stream()
+        t.fit(stream, steps=2)
+        t.module.weight.requires_grad_(False)
+        t.module.weight.data.fill_(float("nan"))
+        with pytest.raises(phalanx.PhalanxError):
+            t.fit(stream, steps=2)
+        t.module.weight.data.fill_(0.0)
+        t.fit(stream, steps=2)
+    assert seen.rows == [0, 1, 2, 2, 3]
+
+
+def test_a_loader_is_not_read_again_to_continue() -> None:
+    data = Rows()
+    with trainer(Seen()) as t:
+        loader = DataLoader(data, batch_size=1)
+        for _ in range(ROWS):
+            t.fit(loader, steps=1)
+        assert t.epochs == 1
+    assert data.read == ROWS
