@@ -91,9 +91,10 @@ test: $(STAMP)  ## run the whole test suite
 	    || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
 
-check: $(STAMP)  # formatting, lint, types
+check: $(STAMP)  # formatting, lint, layers, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 
 format: $(STAMP)  # put the sources into the house format

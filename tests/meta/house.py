@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import sys
 import threading
@@ -157,30 +156,6 @@ def file_names(house: list[Module]) -> Iterator[str]:
             yield name
 
 
-def executor_kinds(house: list[Module]) -> set[str]:
-    """Return the names of the classes that keep the executor's contract."""
-    return {
-        node.name
-        for module in house
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ClassDef)
-        and any(ast.unparse(base).endswith("Executor") for base in node.bases)
-    }
-
-
-def questions_of_kind(house: list[Module], kinds: set[str]) -> list[str]:
-    """List where something outside execution/ asks which kind of executor it has."""
-    return [
-        f"{module.path}:{node.lineno}"
-        for module in house
-        if module.room != "execution"
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "isinstance"
-        and kinds & {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
-    ]
-
-
 def count_code(module: Module) -> int:
     """Count the lines that are not blank and hold neither a comment alone nor a docstring."""
     prose = {
@@ -216,21 +191,6 @@ def count_lines(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
-def size_of_classes() -> dict[str, dict[str, int]]:
-    """Return what an open object of the two largest public classes holds, and what opens it."""
-    net = nn.Linear(3, 2)
-    with open_trainer() as trainer:
-        attributes = len(vars(trainer))
-    with phalanx.DataParallelExecutorGroup(net, data=[("input", (4, 3))]) as group:
-        return {
-            type(each).__name__: {
-                "attributes": count,
-                "parameters": len(inspect.signature(type(each)).parameters),
-            }
-            for each, count in ((trainer, attributes), (group, len(vars(group))))
-        }
-
-
 @dataclass(frozen=True)
 class Figures:
     """All that is measured of the package."""
@@ -240,8 +200,6 @@ class Figures:
     walks: dict[str, dict[str, int]]
     class_names_twice: dict[str, int]
     file_names_in_several_rooms: dict[str, int]
-    isinstance_on_executors: list[str]
-    classes: dict[str, dict[str, int]]
     test_lines: int
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
@@ -249,7 +207,7 @@ class Figures:
         files, lines, code = (
             sum(room[key] for room in self.rooms.values()) for key in ("files", "lines", "code")
         )
-        yield "Python in src/phalanx", f"{lines:,} lines, {files} files", "30,000 lines, 170 files"
+        yield "Python in src/phalanx", f"{lines:,} lines, {files} files", "55,000 lines"
         yield "of these without comments and blanks", f"{code:,} lines", ""
         yield "C", f"{self.c['lines']} lines, {self.c['files']} files", "600 lines, 3 files"
         aims = ("15 / 100", "20 / 130", "7 / 25")
@@ -257,11 +215,7 @@ class Figures:
             yield name, " / ".join(map(str, walk.values())), aim
         yield "class names used twice", str(len(self.class_names_twice)), "0"
         yield "file names in several rooms", str(len(self.file_names_in_several_rooms)), "0"
-        yield "isinstance on executors elsewhere", str(len(self.isinstance_on_executors)), "0"
-        for name, size in self.classes.items():
-            found = f"{size['attributes']} / {size['parameters']}"
-            yield name, found, "15 / 16"
-        yield "lines of tests", f"{self.test_lines:,}", ""
+        yield "lines of tests", f"{self.test_lines:,}", "64,000 lines"
 
 
 def measure_house() -> Figures:
@@ -278,8 +232,6 @@ def measure_house() -> Figures:
         },
         class_names_twice=doubled(class_names(house)),
         file_names_in_several_rooms=doubled(file_names(house)),
-        isinstance_on_executors=questions_of_kind(house, executor_kinds(house)),
-        classes=size_of_classes(),
         test_lines=count_lines((ROOT / "tests").rglob("*.py")),
     )
 
@@ -291,8 +243,7 @@ def show(figures: Figures) -> None:
         "",
         "today",
         "aim",
-        caption="Walks: files / functions / calls / changes of room. "
-        "Classes: attributes / parameters of the constructor.",
+        caption="Walks: files / functions / calls / changes of room.",
     )
     for row in figures.rows():
         aims.add_row(*row)
@@ -305,7 +256,6 @@ def show(figures: Figures) -> None:
         ("Files", figures.file_names_in_several_rooms),
     ):
         console.print(f"{title}:", ", ".join(f"{name} {count}" for name, count in names.items()))
-    console.print("isinstance:", ", ".join(figures.isinstance_on_executors))
 
 
 if __name__ == "__main__":

@@ -85,27 +85,3 @@ def test_an_error_says_its_sentence_and_nothing_else(name):
     assert (
         str(build(getattr(errors, name), **ATTRIBUTES.get(name, {}))) == "`n` must be 1, but is 2."
     )
-
-
-class Forgetful(Exception):
-    """Loses `.rank` on the way, because only ``args`` travel with this ``__reduce__``."""
-
-    def __init__(self, message, rank=None):
-        super().__init__(message)
-        self.rank = rank
-
-    def __reduce__(self):
-        return type(self), self.args
-
-
-class Stuck(Exception):
-    """Cannot be read back, because its constructor asks for more than ``args``."""
-
-    def __init__(self, message, *, rank):
-        super().__init__(message)
-        self.rank = rank
-
-
-@pytest.mark.parametrize("cls", [Forgetful, Stuck])
-def test_a_planted_error_that_loses_its_rank_is_caught(cls):
-    assert losses(build(cls, rank=3))
