@@ -59,10 +59,7 @@ def main() -> None:
     net = Net()
     twin = copy.deepcopy(net)
     monitor = Monitor(interval=10, which=("outputs", "gradients"), pattern="body|head")
-    metrics = {
-        "accuracy": MulticlassAccuracy(10, average="micro"),
-        "macro F1": MulticlassF1Score(10, average="macro"),
-    }
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     with DataParallelExecutorGroup(
         net,
         ["cpu"] * 3,
@@ -73,18 +70,24 @@ def main() -> None:
         labels=[DataDesc("digit", (BATCH,), torch.int64)],
         workloads=WORKLOADS,
     ) as group:
-        group.fit(
-            train,
-            optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-            epochs=4,
-            metrics=metrics,
-            validate=held,
-            monitor=monitor,
-            on_epoch=lambda epoch: print(
-                f"epoch {epoch.epoch}: "
-                + ", ".join(f"{name} {value:.3f}" for name, value in epoch.validation.items())
-            ),
-        )
+        group.install_monitor(monitor)
+        for epoch in range(1, 5):
+            for batch in train:
+                monitor.tic()
+                group.forward(batch)
+                group.backward()
+                optimizer.step()
+                monitor.toc_print()
+            metrics = {
+                "accuracy": MulticlassAccuracy(10, average="micro"),
+                "macro F1": MulticlassF1Score(10, average="macro"),
+            }
+            for batch in held:
+                group.forward(batch, is_train=False)
+                for metric in metrics.values():
+                    group.update_metric(metric)
+            told = ", ".join(f"{name} {each.compute():.3f}" for name, each in metrics.items())
+            print(f"epoch {epoch}: {told}")
         rows = [part.stop - part.start for part in group.slices]
     print(f"rows of the last batch by replica: {rows}")
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)

@@ -176,7 +176,7 @@ def test_an_executor_group_runs_the_graphs(log: Log) -> None:
         with phalanx.DataParallelExecutorGroup(module, ["cpu"] * 2, **options) as group:
             group.forward({"data": x} if module.__class__ is Net else [x])
             group.backward([gradient])
-            group.update(sgd(module.parameters()))
+            sgd(module.parameters()).step()
             states.append([p.detach().clone() for p in module.parameters()])
     assert_same_bits(*states)
     assert log.take()[1] == 2

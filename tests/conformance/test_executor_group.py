@@ -158,7 +158,7 @@ def test_reshape_and_the_update_is_right_for_each_batch_size(grads_are_given):
             if grads_are_given:
                 assert group.outputs()[0].shape == (rows, 20)
             group.backward([mean] if grads_are_given else None)
-            group.update(optimizer)
+            optimizer.step()
             assert_close(module.fc.bias.detach(), torch.full((20,), -float(step), dtype=F64), F64)
 
 
@@ -307,7 +307,7 @@ def test_save_load_goes_on_alike_on_another_number_of_devices(save_on, load_on):
             for x, y in given:
                 group.forward(DataBatch(x, y))
                 group.backward()
-                group.update(optimizer)
+                optimizer.step()
             return group.get_params()
 
     params, buffers = train(nets[0], optimizers[0], save_on, batches[:3])
@@ -398,7 +398,7 @@ def test_a_group_that_shares_has_the_other_ones_memory():
         second.forward(draw(7, 5))
         second.backward([draw(7, 5, seed=1)])
         before = state_of(shallow)
-        second.update(torch.optim.SGD(shallow.parameters(), lr=0.5))
+        torch.optim.SGD(shallow.parameters(), lr=0.5).step()
         assert not torch.equal(before["layer_0.weight"], deep.layer_0.weight)
         assert torch.equal(shallow.layer_0.weight, deep.layer_0.weight)
         assert optimizer
@@ -496,47 +496,6 @@ def test_forward_takes_the_one_input_alone(form):
 # --- fit, predict, score --------------------------------------------------------------------------
 
 
-class OneAtATime:
-    """A loader whose batches die when the next one is fetched."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Any:
-        last = None
-        for seed in range(self.count):
-            if last is not None:
-                last[0].fill_(float("nan"))
-                last[1].fill_(-7)
-            last = [draw(7, 5, seed=seed), classes(7, seed)]
-            yield DataBatch(last[0], last[1])
-
-
-def test_fit_is_done_with_a_batch_before_it_fetches_the_next():
-    net, twin = Loss(), Loss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with group_of(net, desc("data", 7, 5), labels=[labels_desc(7)]) as group:
-        group.fit(OneAtATime(3), optimizer=optimizer, epochs=2)
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for seed in [0, 1, 2] * 2:
-        plain.zero_grad()
-        twin(draw(7, 5, seed=seed), classes(7, seed)).backward()
-        plain.step()
-    assert_close(list(net.parameters()), list(twin.parameters()), F64)
-
-
-def test_predict_strips_the_padded_rows():
-    net = Net()
-    whole = draw(17, 5)
-    padded = torch.cat([whole[14:], whole[:4]])
-    loader = [DataBatch(whole[:7]), DataBatch(whole[7:14]), DataBatch(padded, pad=4)]
-    with group_of(net, desc("data", 7, 5)) as group:
-        found = group.predict(loader)
-    found = found[0] if isinstance(found, list | tuple) else found
-    assert found.shape == (17, 4)
-    assert_close(found, net(whole).detach(), F64)
-
-
 # --- bucket_module_grad_req -----------------------------------------------------------------------
 
 
@@ -617,21 +576,8 @@ def test_buckets_of_several_lengths_train_one_set_of_parameters():
             x = draw(9, length, 3, seed=step)
             group.forward(x)
             group.backward()
-            group.update(optimizer)
+            optimizer.step()
             plain.zero_grad()
             twin(x).backward()
             plain.step()
     assert_close(list(net.parameters()), list(twin.parameters()), F64)
-
-
-# --- module_update_no_params ----------------------------------------------------------------------
-
-
-def test_update_of_a_net_without_parameters_does_nothing():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    ones = torch.ones(5, dtype=F64)
-    with group_of(Sum(), *(desc(name, 5) for name in "abc"), inputs_need_grad=True) as group:
-        group.forward((ones, ones, ones))
-        group.backward([ones])
-        group.update(optimizer)
-        assert group.input_grads()[1].tolist() == [2.0] * 5

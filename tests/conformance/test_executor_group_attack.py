@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric, RunningMean
+from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import MulticlassAccuracy
-from torchmetrics.wrappers import BootStrapper, Running
 
 from phalanx.compat import mxnet
 from phalanx.errors import ConfigError, StateError
-from phalanx.executor_group import DataBatch, ReplicaMetrics, gradients
+from phalanx.executor_group import DataBatch, gradients
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     CLASSES,
@@ -324,74 +321,6 @@ def test_a_collection_counts_a_batch_in_all_its_members_or_in_none(last):
         assert collection["n"].update_count == 2 * num_updates
 
 
-@pytest.mark.filterwarnings("ignore:Metric .* cannot be merged")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: MinMaxMetric(MulticlassAccuracy(CLASSES)),
-        lambda: BootStrapper(MulticlassAccuracy(CLASSES), num_bootstraps=2, quantile=None),
-        lambda: Running(MulticlassAccuracy(CLASSES), window=2),
-    ],
-)
-def test_score_and_fit_leave_no_metric_with_others_inside_out(make):
-    with group_of(Net(), DATA, labels=[labels_desc(7)]) as group:
-        torch.manual_seed(1)
-        found = group.score([(X, Y)], {"m": make()})
-        torch.manual_seed(1)
-        expected = make()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            expected.update(group.outputs()[0].cpu(), Y)
-            value = expected.compute()
-        assert set(found) == {"m"}
-        if isinstance(value, dict):
-            assert {k: float(v) for k, v in found["m"].items()} == pytest.approx(
-                {k: float(v) for k, v in value.items()}, nan_ok=True
-            )
-        else:
-            assert found["m"] == pytest.approx(float(value))
-
-
-@pytest.mark.filterwarnings("ignore:Metric .* cannot be merged")
-def test_running_means_are_in_the_results_of_fit_and_of_replica_metrics():
-    with group_of(Loss(), DATA, labels=[labels_desc(7)]) as group:
-        epochs = group.fit([(X, Y)], optimizer=sgd, metrics={"loss": RunningMean(window=2)})
-        assert epochs[0].metrics["loss"] == pytest.approx(float(group.outputs()[0]))
-    metrics = ReplicaMetrics({"loss": RunningMean(window=2), "mean": MeanMetric()})
-    assert metrics.compute() == {}
-    metrics.update([(torch.tensor([1.0, 3.0]), None, None)])
-    assert metrics.compute() == {"loss": 2, "mean": 2}
-
-
-# --- loops ----------------------------------------------------------------------------------------
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def once() -> Iterator[Any]:
-    yield X, Y
-
-
-@pytest.mark.parametrize("name", ["loader", "validate"])
-def test_a_generator_that_is_used_up_is_refused_in_the_second_epoch(name):
-    loaders = {"loader": [(X, Y)], "validate": [(X, Y)], name: once()}
-    epochs: list[Any] = []
-    with (
-        group_of(Loss(), DATA, labels=[labels_desc(7)]) as group,
-        pytest.raises(ConfigError, match=f"`{name}` must yield at least one batch"),
-    ):
-        group.fit(
-            loaders["loader"],
-            optimizer=sgd,
-            epochs=2,
-            validate=loaders["validate"],
-            on_epoch=epochs.append,
-        )
-    assert len(epochs) == 1
-
-
 # --- shapes, flags and parameters -----------------------------------------------------------------
 
 
@@ -445,7 +374,7 @@ def test_a_batch_by_mxnets_positions_has_an_index_and_no_weights():
         assert_close(mean.compute(), Loss()(X[:5], Y[:5]).detach(), F64)
 
 
-def test_scalas_names_of_the_constructor_and_the_loops():
+def test_scalas_names_of_the_constructor():
     net = Loss()
     with mxnet.DataParallelExecutorGroup(
         net,
@@ -464,12 +393,6 @@ def test_scalas_names_of_the_constructor_and_the_loops():
         assert group.workloads == (1, 2)
         assert group.inputs_need_grad
         assert not net.body.weight.requires_grad
-        epochs = group.fit(
-            trainData=[(X, Y)], evalData=[(X, Y)], evalMetric={}, numEpoch=2, optimizer=sgd
-        )
-        assert len(epochs) == 2
-        assert group.score(evalData=[(X, Y)], evalMetric={"loss": MeanMetric()})["loss"] > 0
-        assert len(group.predict(evalData=[(X, Y)])) == 1
 
 
 def test_names_of_states_and_parameters_are_those_of_the_module():

@@ -22,7 +22,6 @@ from tests.conformance.groups import (
     CLASSES,
     F64,
     THREE,
-    WORKLOADS,
     Cell,
     Loss,
     Net,
@@ -39,10 +38,6 @@ pytestmark = pytest.mark.devices
 
 ROWS = 7
 X, Y, G = draw(ROWS, 5), classes(ROWS), draw(ROWS, CLASSES, seed=1)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def frozen(module: nn.Module) -> list[str]:
@@ -112,36 +107,6 @@ class Turned(nn.Module):
 
     def forward(self, data: Tensor) -> Tensor:
         return data.cumsum(0)
-
-
-def last_error(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Depend on which dim is time and on the order of rows."""
-    rows = torch.arange(1, outputs.shape[1] + 1, dtype=F64)
-    return ((outputs - labels)[-1] * rows).sum()
-
-
-@pytest.mark.parametrize("workloads", [[1, 1, 1], WORKLOADS])
-def test_a_function_gets_rows_joined_along_the_batch_axis(workloads):
-    x, y = draw(3, 29), draw(3, 29, seed=1)
-    group = group_of(
-        Turned(),
-        desc("data", 3, 15, layout="TN"),
-        devices=THREE,
-        workloads=workloads,
-        labels=[desc("label", 3, 15, layout="TN")],
-        outputs=[desc("out", 3, 15, layout="TN")],
-    )
-    batches = [(x[:, :15], y[:, :15]), (x[:, 15:], y[:, 15:])]
-    shapes: list[tuple[int, ...]] = []
-
-    def function(outputs: Tensor, labels: Tensor) -> Tensor:
-        shapes.extend([tuple(outputs.shape), tuple(labels.shape)])
-        return last_error(outputs, labels)
-
-    with group:
-        found = group.score(batches, {"last": function})
-    assert shapes == [(3, 29), (3, 29)]
-    assert found["last"] == pytest.approx(last_error(x.cumsum(0), y).item(), rel=1e-12)
 
 
 def test_a_collected_metric_of_a_collection_joins_them_as_well():
@@ -297,32 +262,6 @@ PAIR = "`into` must hold two mappings"
 REFUSED_CALLS: dict[str, tuple[Call, str]] = {
     "a monitor": (lambda g: g.install_monitor(3), "`monitor` must be a `Monitor`, but is 3"),
     "a class of monitors": (lambda g: g.install_monitor(Monitor), "`monitor` must be a `Monitor`"),
-    "an optimizer": (lambda g: g.update(3), r"`optimizer` must be a `torch\.optim\.Optimizer`"),
-    "a class of optimizers": (lambda g: g.update(torch.optim.SGD), "`optimizer`.*Give it parame"),
-    "fit: an optimizer": (lambda g: fit(g, optimizer=3), "`optimizer` must be an optimizer, or"),
-    "fit: what makes one": (
-        lambda g: fit(g, optimizer=lambda parameters: 3),
-        r"`optimizer\(parameters\)` must be a `torch\.optim\.Optimizer`, but is 3",
-    ),
-    "fit: epochs": (lambda g: fit(g, epochs="a"), "`epochs` must be a whole number, but is 'a'"),
-    "fit: part of an epoch": (lambda g: fit(g, epochs=1.5), "`epochs` must be a whole number"),
-    "fit: no epoch": (lambda g: fit(g, epochs=0), "`epochs` must be at least 1, but is 0"),
-    "fit: a loader": (lambda g: fit(g, 3), "`loader` must yield batches, but is 3"),
-    "fit: a text": (lambda g: fit(g, "ab"), "`loader` must yield batches, but is 'ab'"),
-    "fit: one batch": (lambda g: fit(g, {"data": X}), "`loader` must yield batches"),
-    "fit: to validate": (lambda g: fit(g, validate=3), "`validate` must yield batches"),
-    "fit: metrics": (lambda g: fit(g, metrics=3), "`metrics` must map names to"),
-    "fit: a monitor": (lambda g: fit(g, monitor=3), "`monitor` must be a `Monitor`, but is 3"),
-    "fit: each epoch": (lambda g: fit(g, on_epoch=3), "`on_epoch` must be a function, but is 3"),
-    "score: metrics": (lambda g: g.score([(X, Y)], 3), "`metrics` must map names to"),
-    "score: one metric": (lambda g: g.score([(X, Y)], MeanMetric()), "`metrics`.*Give a name to"),
-    "score: a number": (
-        lambda g: g.score([(X, Y)], {"a": 3}),
-        r"`metrics\['a'\]` must be a `torchmetrics.Metric` object or a function, but is 3",
-    ),
-    "score: a class": (lambda g: g.score([(X, Y)], {"a": MeanMetric}), r"object: MeanMetric\(…\)"),
-    "score: a loader": (lambda g: g.score(3, {}), "`loader` must yield batches, but is 3"),
-    "predict: a loader": (lambda g: g.predict(3), "`loader` must yield batches, but is 3"),
     "parameters": (lambda g: g.set_params(3), "`params` must map names to tensors, but is 3"),
     "buffers": (lambda g: g.set_params({}, 3), "`buffers` must map names to tensors, but is 3"),
     "sparse parameters": (lambda g: set_weight(g, "to_sparse"), "`body.weight` must be a dense"),
@@ -333,10 +272,6 @@ REFUSED_CALLS: dict[str, tuple[Call, str]] = {
     "begin": (lambda g: g.outputs(begin="a"), "`begin` must be a whole number, but is 'a'"),
     "end": (lambda g: g.outputs(end=1.5), "`end` must be a whole number, but is 1.5"),
 }
-
-
-def fit(group: DataParallelExecutorGroup, loader: Any = ((X, Y),), **options: Any) -> object:
-    return group.fit(loader, **{"optimizer": sgd, **options})
 
 
 def set_weight(group: DataParallelExecutorGroup, method: str) -> None:
@@ -421,39 +356,6 @@ def test_states_may_be_arrays_and_are_converted_as_bound():
         group.forward(X)
         expected = Cell()(X, H.float().double(), C)
         assert_close(list(group.outputs()), [each.detach() for each in expected], F64)
-
-
-@pytest.mark.parametrize("call", ["fit", "score", "predict"])
-def test_a_closed_group_says_so_even_if_there_is_nothing_to_do(call):
-    group = group_of(Loss(), desc("data", ROWS, 5), labels=[labels_desc(ROWS)])
-    group.close()
-    calls: dict[str, Call] = {
-        "fit": lambda g: g.fit([], optimizer=sgd),
-        "score": lambda g: g.score([], {}),
-        "predict": lambda g: g.predict([]),
-    }
-    with pytest.raises(StateError, match="A closed group must not be used"):
-        calls[call](group)
-
-
-def test_a_group_that_does_not_train_refuses_to_fit_before_anything_is_done():
-    net, made = Loss(), []
-
-    def batches() -> Iterator[Any]:
-        made.append("a batch")
-        yield X, Y
-
-    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made.append("an optimizer")
-        return sgd(parameters)
-
-    data = desc("data", ROWS, 5)
-    with (
-        group_of(net, data, labels=[labels_desc(ROWS)], for_training=False) as group,
-        pytest.raises(StateError, match=r"`fit\(\)` needs a group that is for training"),
-    ):
-        group.fit(batches(), optimizer=optimizer)
-    assert made == []
 
 
 # --- tensors in whatever memory -------------------------------------------------------------------

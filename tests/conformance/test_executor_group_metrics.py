@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 from torchmetrics import classification, regression, text
@@ -153,23 +152,6 @@ def test_outputs_have_no_padded_rows():
         group.backward([torch.ones(ROWS - PAD, 5, dtype=F64)])
         grad = group.input_grads()[0]
         assert_close(grad[: ROWS - PAD], 1 - x[:-PAD].tanh().square(), F64)
-
-
-def test_score_is_that_of_all_rows_together():
-    """Last batch padded and smaller shares: neither a mean over batches nor over devices."""
-    net = nn.Linear(5, KINDS).double()
-    x, y = draw(29, 5), classes(29)
-    loader = [
-        DataBatch(x[:18], y[:18]),
-        DataBatch(torch.cat([x[18:], x[:7]]), torch.cat([y[18:], y[:7]]), pad=7),
-    ]
-    metrics = {"f1": made("macro F1"), "accuracy": made("accuracy")}
-    with group_of(net, desc("input", 18, 5), labels=[labels_desc(18)]) as group:
-        found = group.score(loader, metrics)
-    for name, metric in {"f1": made("macro F1"), "accuracy": made("accuracy")}.items():
-        metric.update(net(x).detach(), y)
-        assert abs(float(found[name]) - float(metric.compute())) < EXACT
-    assert F.cross_entropy is not None
 
 
 class Difference(torchmetrics.Metric):

@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.executor_group import DataBatch, DataDesc, Epoch, Monitor
+from phalanx.executor_group import DataBatch, DataDesc
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     CLASSES,
@@ -165,35 +165,6 @@ def test_two_passes_back_need_two_forward_passes_also_after_a_failed_one():
         group.forward(draw(7, 5))
     twin(draw(7, 5)).backward(draw(7, 4))
     assert_close(gradients_of(net), gradients_of(twin), F64)
-
-
-def test_fit_takes_what_a_loader_yields_and_tells_every_epoch():
-    net, twin = Loss(), Loss()
-    data = torch.utils.data.TensorDataset(draw(29, 5), classes(29))
-    loader = torch.utils.data.DataLoader(data, batch_size=7)
-    told: list[Epoch] = []
-    monitor = Monitor(which="gradients")
-    with group_of(net, desc("data", 7, 5), labels=[labels_desc(7)]) as group:
-        history = group.fit(
-            loader,
-            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-            epochs=2,
-            metrics={"loss": MeanMetric()},
-            validate=loader,
-            monitor=monitor,
-            on_epoch=told.append,
-        )
-    assert told == history
-    assert [epoch.batches for epoch in history] == [5, 5]
-    assert len(monitor.records) == 4
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for x, y in [*loader, *loader]:
-        plain.zero_grad()
-        twin(x, y).backward()
-        plain.step()
-    assert_close(list(net.parameters()), list(twin.parameters()), F64)
-    whole = twin(*data.tensors).item()
-    assert history[-1].validation["loss"] == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -359,13 +330,6 @@ def test_an_output_that_is_none_is_none():
         group.forward(draw(15, 5))
         assert group.outputs()[1] is None
         group.backward([draw(15, 4), None])
-
-
-def test_predict_joins_along_the_batch_axis():
-    x = draw(3, 9, 5)
-    with group_of(nn.Tanh(), desc("input", 3, 7, 5, layout="TNC")) as group:
-        found = group.predict([x[:, :7], x[:, 7:]])
-    assert torch.equal(found.cpu(), x.tanh())
 
 
 def test_states_may_have_the_padded_rows_too():

@@ -22,7 +22,6 @@ from tests.conformance.groups import (
     THREE,
     TWO,
     WORKLOADS,
-    Loss,
     Net,
     classes,
     desc,
@@ -35,10 +34,6 @@ pytestmark = [pytest.mark.devices, pytest.mark.promise("mxnet")]
 ROWS = 7
 BATCH = draw(ROWS, 5), classes(ROWS)
 G = draw(ROWS, CLASSES, seed=1)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def run_once(net: Net) -> tuple[mxnet.DataParallelExecutorGroup, Tensor, Tensor]:
@@ -218,9 +213,6 @@ def test_methods_take_the_keywords_of_both_languages():
                 )
                 call(**given, **({} if rows == 9 else {"reshape": True}))
                 assert group.batch_size == rows
-        assert torch.equal(group.predict(eval_data=[BATCH]), group.predict([BATCH]))
-        names = {"eval_data": [BATCH], "eval_metric": {"accuracy": metric}}
-        assert group.score(**names) == {"accuracy": metric.compute().item()}
 
 
 def test_parameters_go_by_mxnets_keywords():
@@ -241,19 +233,6 @@ def test_parameters_go_by_mxnets_keywords():
             group.get_params(arg_params=params)
         with pytest.raises(ConfigError, match="`arg_params` must be given once"):
             group.get_params({}, arg_params=params)
-
-
-def test_fit_takes_mxnets_keywords():
-    net, twin = Loss(), Loss()
-    with mxnet_group(net, label_shapes=[labels_desc(ROWS)]) as group:
-        history = group.fit(train_data=[BATCH], eval_data=None, optimizer=sgd, num_epoch=2)
-    assert [epoch.epoch for epoch in history] == [1, 2]
-    optimizer = sgd(list(twin.parameters()))
-    for _ in range(2):
-        optimizer.zero_grad()
-        twin(*BATCH).backward()
-        optimizer.step()
-    assert_close(list(net.parameters()), list(twin.parameters()), F64)
 
 
 # --- the page -------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def in_group(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
         for x, y in batches():
             group.forward(DataBatch([x], [y]))
             group.backward()
-            group.update(optimizer)
+            optimizer.step()
 
 
 def in_trainer(module: nn.Module, factory: Callable[..., Optimizer]) -> None:

@@ -294,25 +294,6 @@ class DataParallelExecutorGroup(executor_group.DataParallelExecutorGroup):
     )
     _update_metric = _also(_Group.update_metric, eval_metric="metric", evalMetric="metric")
     install_monitor = _also(_Group.install_monitor, mon="monitor")
-    fit = _also(
-        _Group.fit,
-        train_data="loader",
-        trainData="loader",
-        eval_data="validate",
-        evalData="validate",
-        eval_metric="metrics",
-        evalMetric="metrics",
-        num_epoch="epochs",
-        numEpoch="epochs",
-    )
-    score = _also(
-        _Group.score,
-        eval_data="loader",
-        evalData="loader",
-        eval_metric="metrics",
-        evalMetric="metrics",
-    )
-    predict = _also(_Group.predict, eval_data="loader", evalData="loader")
 
     # Any: a batch in any of its forms.
     def forward(self, *args: Any, **kwargs: Any) -> None:

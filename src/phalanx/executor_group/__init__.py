@@ -6,7 +6,6 @@ import typing
 
 from phalanx.executor_group.batches import DataBatch, DataDesc
 from phalanx.executor_group.group import DataParallelExecutorGroup
-from phalanx.executor_group.loop import Epoch
 from phalanx.executor_group.monitor import Monitor
 from phalanx.executor_group.records import NonFinite, Record
 from phalanx.metrics import ReplicaMetrics
@@ -19,7 +18,6 @@ __all__ = [
     "DataBatch",
     "DataDesc",
     "DataParallelExecutorGroup",
-    "Epoch",
     "GroupMetrics",
     "Monitor",
     "NonFinite",

@@ -9,12 +9,11 @@ Shape legend: B rows of the batch; device i has rows_i of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError, StateError
 from phalanx.executor_group.batches import DataDesc, read_descs
@@ -24,11 +23,9 @@ from phalanx.executor_group.gradients import GradientRequests
 from phalanx.executor_group.group_arguments import (
     check_buffer_rules,
     check_devices,
-    check_optimizer,
     read_flag,
     read_pair,
 )
-from phalanx.executor_group.loop import Epoch, fit, predict, score
 from phalanx.executor_group.monitor import Monitor, check_monitor
 from phalanx.executor_group.outputs import Output, measured, pick_gradients, read_outputs
 from phalanx.executor_group.parameters import read_tensors, share_tensors, write_params
@@ -203,11 +200,6 @@ class DataParallelExecutorGroup:
         if self._pass is None:
             return infer_shapes(self.module, self._binding, self._declared, self.for_training)
         return [(each.name, each.shape(self.batch_size)) for each in self._pass.outputs]
-
-    @property
-    def output_axes(self) -> list[int | None]:
-        """The batch axis of each output of the last batch; None for one without rows."""
-        return [each.axis if each.kind == "rows" else None for each in self._last().outputs]
 
     # -- binding -----------------------------------------------------
 
@@ -412,11 +404,6 @@ class DataParallelExecutorGroup:
             self.module, params, buffers, allow_extra=allow_extra, allow_missing=allow_missing
         )
 
-    def update(self, optimizer: Optimizer) -> None:
-        """Step ``optimizer``. Gradients are the whole batch's, so nothing is to be rescaled."""
-        check_optimizer(optimizer)
-        optimizer.step()
-
     # -- around it ---------------------------------------------------
 
     # Any: a metric, or what has an `update` like one; labels in any of their forms.
@@ -457,71 +444,6 @@ class DataParallelExecutorGroup:
         """Let ``monitor`` watch the module on every device."""
         check_monitor(monitor)
         monitor.install(self)
-
-    # Any: batches in any of their forms, as loaders yield them.
-    def fit(
-        self,
-        loader: Iterable[Any],
-        *,
-        optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer],
-        epochs: int = 1,
-        metrics: Mapping[str, Any] | None = None,
-        validate: Iterable[Any] | None = None,
-        monitor: Monitor | None = None,
-        on_epoch: Callable[[Epoch], object] | None = None,
-    ) -> list[Epoch]:
-        """Train a module that returns its loss: forward, backward, update for every batch.
-
-        Args:
-            loader: Yields batches as :meth:`forward` takes them, or (data, labels), or data and
-                labels in the order of their names; anew in each epoch.
-            optimizer: One, or a function that makes one from the parameters that need gradients.
-            epochs: How often.
-            metrics: By name; copies of them count, over training batches and over ``validate``.
-            validate: Yields batches to measure after each epoch.
-            monitor: Watches every batch, while this runs.
-            on_epoch: Called after each epoch.
-
-        Returns:
-            One entry per epoch.
-
-        Raises:
-            ConfigError: An argument cannot work, which is said first; or a batch does not fit.
-            StateError: The group is not for training, or is closed.
-        """
-        self._check_open()
-        self._check_training("fit")
-        return fit(
-            self,
-            loader,
-            optimizer=optimizer,
-            epochs=epochs,
-            metrics=metrics,
-            validate=validate,
-            monitor=monitor,
-            on_epoch=on_epoch,
-        )
-
-    # Any: batches in any of their forms, metrics or functions, and their values.
-    def score(self, loader: Iterable[Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the metrics over all rows of ``loader``, padded ones left out.
-
-        Args:
-            loader: As for :meth:`fit`.
-            metrics: By name: torchmetrics, or functions of all (outputs, labels), joined along
-                their batch axes.
-        """
-        self._check_open()
-        return score(self, loader, metrics)
-
-    # Any: batches in any of their forms.
-    def predict(self, loader: Iterable[Any]) -> Any:
-        """Return the outputs for all rows of ``loader``, padded ones left out: one, or a list.
-
-        An output without rows, such as a loss, is a list with each batch's.
-        """
-        self._check_open()
-        return predict(self, loader)
 
     # -- inside ------------------------------------------------------
 

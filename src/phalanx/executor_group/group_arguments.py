@@ -5,28 +5,20 @@ Whatever is wrong is said before anything is done, so that a refused call change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from numbers import Integral
 from typing import Any
 
 import numpy as np
-from torch import nn
-from torch.optim import Optimizer
 
-from phalanx.errors import ConfigError
-from phalanx.plan import check_argument, check_iterable
+from phalanx.plan import check_argument
 
 __all__ = [
     "check_buffer_rules",
     "check_devices",
-    "check_loader",
     "check_mapping",
-    "check_metrics",
-    "check_optimizer",
-    "check_yielded",
     "read_flag",
     "read_names",
-    "read_optimizer",
     "read_pair",
 ]
 
@@ -79,50 +71,3 @@ def check_buffer_rules(given: Any) -> None:
     """Refuse rules by something else than names; the rules themselves are read later."""
     if isinstance(given, Mapping):
         check_mapping("buffers", given, "rules")
-
-
-def check_loader(name: str, given: Any) -> None:
-    """Refuse what yields no batches."""
-    check_iterable(name, given, "yield batches", "Give a `DataLoader`, or a list of batches.")
-
-
-def check_yielded(name: str, num_batches: int) -> None:
-    """Refuse a loader that has yielded nothing, such as a generator that was used up."""
-    if not num_batches:
-        raise ConfigError(
-            f"`{name}` must yield at least one batch, but yields none. A generator is used up "
-            "after one pass: give something that can be iterated again."
-        )
-
-
-def check_metrics(given: Any) -> None:
-    """Refuse what does not map names to metrics or functions."""
-    kinds = "`torchmetrics.Metric` objects or functions"
-    check_mapping("metrics", given, kinds, "Give a name to each: {'accuracy': …}, say.")
-    for name, metric in given.items():
-        from torchmetrics import Metric  # slow: see `replica_metrics`
-
-        is_class = isinstance(metric, type)
-        fits = isinstance(metric, Metric) or (callable(metric) and not is_class)
-        way_out = f"Give an object: {metric.__name__}(…)." if is_class else ""
-        wanted = "be a `torchmetrics.Metric` object or a function"
-        check_argument(fits, f"metrics[{name!r}]", wanted, metric, way_out)
-
-
-def check_optimizer(given: Any) -> None:
-    """Refuse what cannot step; wrappers of optimizers can."""
-    fits = callable(getattr(given, "step", None)) and not isinstance(given, type)
-    way_out = "Give it parameters: optim.SGD(module.parameters(), lr=0.1), say."
-    check_argument(fits, "optimizer", "be a `torch.optim.Optimizer`", given, way_out)
-
-
-def read_optimizer(given: Any, parameters: Callable[[], list[nn.Parameter]]) -> Optimizer:
-    """Return the optimizer that is given, or what the function that is given makes."""
-    made = given
-    if not isinstance(given, Optimizer) and not callable(getattr(given, "step", None)):
-        wanted = "be an optimizer, or a function that makes one from parameters"
-        check_argument(callable(given), "optimizer", wanted, given)
-        made = given(parameters())
-        fits = callable(getattr(made, "step", None)) and not isinstance(made, type)
-        check_argument(fits, "optimizer(parameters)", "be a `torch.optim.Optimizer`", made)
-    return made  # type: ignore[no-any-return]
