@@ -15,7 +15,7 @@
 
 .DEFAULT_GOAL := help
 BENCHMARKS := bench-step bench-allreduce bench-balance bench-memory bench-recovery bench-tables bench-hosts bench-gpu
-.PHONY: help venv train test check format bits house promises docs bench $(BENCHMARKS) chaos night gpu clean .venv/moved
+.PHONY: help venv train test test-fast core-seconds check format bits house promises docs bench $(BENCHMARKS) chaos night gpu clean .venv/moved
 
 PYTHON ?= python3
 ARGS ?=
@@ -81,15 +81,21 @@ train: $(STAMP)  ## train the default model on the default data and show the res
 # play the test device (tests/device): without ARGS, its tests and those for a GPU come last. Where Python may not keep what it has compiled, pytest would
 # compile all tests anew, and each worker all modules: here it may. Threads of OpenMP that wait for work sleep:
 # by default they spin, and take the cores from the other worker (three times the CPU time of a test of weights).
-test night: export OMP_WAIT_POLICY := PASSIVE
+test test-fast night: export OMP_WAIT_POLICY := PASSIVE
+test: export CORE_SECONDS = out/core_seconds.jsonl
 test: $(STAMP)  ## run the whole test suite
+	@mkdir -p out; rm -f $(CORE_SECONDS)
 	@failed=0; unset PYTHONDONTWRITEBYTECODE; \
 	$(BIN)/python -m pytest -m "not night and not alone" -n $(WORKERS) --dist loadfile \
 	    --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	$(BIN)/python -m pytest -m "alone and not night" $(or $(ARGS),$(ALONE)) || [ $$? -eq 5 ] || failed=1; \
 	[ -n "$(ARGS)" ] || TEST_DEVICES=4 $(BIN)/python -m pytest --device dev -n $(WORKERS) --dist loadfile $(ON_DEVICE) \
 	    || [ $$? -eq 5 ] || failed=1; \
+	$(BIN)/python -m tests.core_seconds $(CORE_SECONDS); \
 	exit $$failed
+
+core-seconds: $(STAMP)  # let the core-seconds of the last `make test` be those that later ones are shown beside
+	@$(BIN)/python -m tests.core_seconds out/core_seconds.jsonl --keep
 
 check: $(STAMP)  # formatting, lint, layers, types
 	$(BIN)/ruff format --check .

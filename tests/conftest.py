@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -45,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise pytest.UsageError(f"--device must exist here, but is {name!r}: {error}") from error
+    if path := os.environ.get("CORE_SECONDS"):
+        from tests.core_seconds import CoreSeconds  # not there where tests/meta runs this
+
+        config.pluginmanager.register(CoreSeconds(Path(path).absolute(), name), "core_seconds")
 
 
 def register_test_device() -> None:

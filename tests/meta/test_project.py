@@ -15,7 +15,7 @@ import phalanx
 from phalanx.cli.app import app
 from tests.meta.source import ROOT, SOURCE, read_house
 
-MAX_LINES = 600
+MAX_LINES = 650
 SHELL_LANGUAGES = ("", "sh", "bash", "shell", "console")
 
 
