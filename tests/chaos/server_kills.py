@@ -49,7 +49,7 @@ CLIENTS = 8
 TAIL = 301
 ROWS = CLIENTS + TAIL  # of a host
 LONGEST_GAP_S = 0.1
-BOTH_EVERY = 100  # kills; starting a supervisor takes seconds
+BOTH_EVERY = 20  # kills; starting a supervisor takes seconds
 BURST = 7  # adds that every second client makes without waiting
 DEADLINE_S = 60.0
 NOBODY = 0xFFFFFFFF
@@ -234,7 +234,9 @@ def soak(
         began = time.perf_counter()
         for number in range(1, kills + 1):
             threading.Event().wait(draw.uniform(0.0, LONGEST_GAP_S))
-            target, both = draw.choice(targets), number % BOTH_EVERY == 0
+            # Each host dies at least once, however few the kills are.
+            target = targets[number - 1] if number <= HOSTS else draw.choice(targets)
+            both = number % BOTH_EVERY == 0
             (result.both_s if both else result.recoveries_s).append(target.kill(both=both))
             result.kills[target.host] += 1
             for client in clients:

@@ -1,8 +1,9 @@
-"""200 servers of hosts are killed under 8 clients: every add is there once, and hosts come back."""
+"""Servers of hosts are killed under 8 clients: every add is there once, and hosts come back."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -10,16 +11,14 @@ from tests.chaos import server_kills
 
 pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
 
-KILLS = 200
 
-
-@pytest.mark.slow
-def test_the_books_of_three_hosts_are_right_after_200_kills(tmp_path) -> None:
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.night)])
+def test_the_books_of_three_hosts_are_right_after_kills(kills: int, tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
-    result = server_kills.soak(KILLS, seed, tmp_path)
+    result = server_kills.soak(kills, seed, tmp_path)
     print(result)
-    assert sum(result.kills.values()) == KILLS
-    assert min(result.kills[host] for host in range(server_kills.HOSTS)) > KILLS // 10
-    assert len(result.both_s) == KILLS // server_kills.BOTH_EVERY
+    assert sum(result.kills.values()) == kills
+    assert len(result.kills) == server_kills.HOSTS
+    assert len(result.both_s) == kills // server_kills.BOTH_EVERY
     assert result.p50_s <= 1.0
