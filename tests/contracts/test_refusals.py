@@ -1,0 +1,456 @@
+"""A refused call changes nothing: one table of calls that cannot work, for everything public.
+
+Each row says of which subject, what is called, and the words of the error. The test compares all
+state of the subject before and after, and then uses the subject once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import phalanx
+from phalanx import DataParallel, Layout, ModelParallel, Trainer, merge_updates, tables
+from phalanx.errors import CheckpointError, ConfigError, PhalanxError, StateError, UnsupportedError
+from tests.zoo import MLP, adamw, assert_same_bits, gradients_of, mlp, sgd, state_of, vector_batch
+
+pytestmark = pytest.mark.promise("refused-calls-change-nothing", "limits-say-so")
+
+NAN = float("nan")
+X = torch.linspace(-1, 1, 56).reshape(8, 7)
+FOUR = torch.ones(8, 4)
+LINEAR = nn.Linear(7, 3)  # made here: making one draws
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Something to be called: how it is opened, its whole state, and a call that works."""
+
+    name: str
+    open: Callable[..., contextlib.AbstractContextManager[Any]]
+    state: Callable[[Any], Any]
+    use: Callable[[Any], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    subject: Subject
+    call: Callable[[Any], object]
+    match: str
+    error: type[PhalanxError] = ConfigError
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def draws() -> list[Any]:
+    """Return the states of the process's generators."""
+    return [torch.get_rng_state(), repr(random.getstate()), repr(np.random.get_state())]
+
+
+def threads() -> set[str]:
+    """Return the names of the threads, but for those that a first call starts for good."""
+    names = {thread.name for thread in threading.enumerate()}
+    return {name for name in names if not name.startswith("phalanx-replica-")}
+
+
+def copied(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, tree)
+
+
+# --- subjects -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_trainer(**options: Any) -> Iterator[Trainer]:
+    known: dict[str, Any] = {"loss": MLP.loss, "replicas": 2, "microbatches": 4}
+    if "forward" in options:
+        known["loss"] = None
+    with Trainer(mlp(), optimizer=adamw, **{**known, **options}) as trainer:
+        if not options:
+            trainer.step(vector_batch(8))
+        yield trainer
+
+
+def state_of_trainer(trainer: Trainer) -> Any:
+    return {
+        "module": state_of(trainer.module),
+        "optimizer": copied(trainer.optimizer.state_dict()),
+        "progress": (trainer.steps, trainer.epochs),
+        "training": [each.training for each in trainer.module.modules()],
+    }
+
+
+TRAINER = Subject(
+    "trainer",
+    open_trainer,
+    state_of_trainer,
+    lambda trainer: trainer.step(vector_batch(9)) if trainer.steps else None,
+)
+
+
+class Sides(nn.Module):
+    """Counts its calls in a buffer, and returns what ``kind`` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(7, 4)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, kind: str = "rows") -> Any:
+        self.seen += 1
+        y = self.left(x)
+        odd = {"y": y} if len(x) == 3 else [y]
+        lost = {"y": y[0]}
+        words = {"y": "word"}
+        table = {"y": y, "loss": y.sum()}
+        kinds = {"rows": y, "odd": odd, "lost": lost, "words": words, "table": table}
+        return kinds[kind]
+
+
+@contextlib.contextmanager
+def open_container(**options: Any) -> Iterator[DataParallel]:
+    with DataParallel(Sides(), devices=["cpu"] * 3, **options) as model:
+        model.forward_parts([X, None, None])
+        yield model
+
+
+CONTAINER = Subject(
+    "container",
+    open_container,
+    lambda model: [state_of(model), gradients_of(model)],
+    lambda model: model.forward_parts([X, None, None]),
+)
+
+
+class Copies(phalanx.AbstractParallel):
+    """Gives ``num_parts`` columns the whole input."""
+
+    num_parts = 2
+
+    def distribute(self, inputs: Any) -> list[Any]:
+        return [inputs] * self.num_parts
+
+
+@contextlib.contextmanager
+def open_columns(second: nn.Module | None = None) -> Iterator[Copies]:
+    model = Copies()
+    model.add(nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 4)), "cpu")
+    model.add(second or nn.Linear(7, 4), "cpu")
+    model.merge = list
+    with model:
+        model(X)
+        del model.merge
+        yield model
+
+
+def use_columns(model: Copies) -> None:
+    model.num_parts, model.merge = 2, list
+    assert len(model(X)) == 2
+
+
+COLUMNS = Subject(
+    "columns", open_columns, lambda model: [state_of(model), gradients_of(model)], use_columns
+)
+
+
+@contextlib.contextmanager
+def open_table(kind: str = "matrix") -> Iterator[Any]:
+    with tables.join() as world:
+        if kind == "keys":
+            table: Any = world.keys(3, name="embed", updater="adam")
+            table.add(torch.ones(1, 3), rows=[2])
+        else:
+            table = world.matrix(5, 3, name="embed", init=torch.ones(5, 3), updater="adam")
+        table.world = world
+        yield table
+
+
+TABLE = Subject(
+    "table",
+    open_table,
+    lambda table: [table.get([2, 4]), table.stats().adds],
+    lambda table: table.add(torch.ones(1, 3), rows=[1]),
+)
+
+
+@contextlib.contextmanager
+def open_nothing() -> Iterator[None]:
+    yield
+
+
+NOTHING = Subject("nothing", open_nothing, lambda _: None, lambda _: None)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def making_trainer(match: str, **options: Any) -> Row:
+    """Return the row of a construction that is refused."""
+    known = {"module": mlp(), "loss": MLP.loss, "optimizer": sgd, "replicas": 2}
+    return Row(NOTHING, lambda _: Trainer(**{**known, **options}), match)
+
+
+def making_container(match: str, **options: Any) -> Row:
+    known = {"module": Sides(), "devices": 3}
+    return Row(NOTHING, lambda _: DataParallel(**{**known, **options}), match)
+
+
+def loss_of(value: float) -> Callable[..., Tensor]:
+    """Return a loss that becomes ``value`` where a target is negative."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        mean = MLP.loss(outputs, targets.clamp(min=0))
+        return mean * value if bool((targets < 0).any()) else mean
+
+    return loss
+
+
+def with_target(place: int) -> tuple[Tensor, Tensor]:
+    x, y = vector_batch(8)
+    y[place] = -1
+    return x, y
+
+
+def stepping(batch: Any, match: str, **options: Any) -> Row:
+    return Row(TRAINER, lambda trainer: trainer.step(batch), match, options=options)
+
+
+class Output:
+    """An output with its loss inside, as models of Hugging Face return it."""
+
+    loss = torch.ones(())
+
+
+ROWS: list[Row] = [
+    making_trainer("`loss` must be a function, but is 3", loss=3),
+    making_trainer("`loss`", loss=None),
+    making_trainer("`forward` must be a function, but is 3", loss=None, forward=3),
+    making_trainer("`optimizer`", optimizer=F.cross_entropy),
+    making_trainer("`module` must have at least one parameter", module=nn.Tanh()),
+    making_trainer("`microbatches` must be a whole number, but is '2'", microbatches="2"),
+    making_trainer("`microbatches` must be a whole number, but is True", microbatches=True),
+    making_trainer("`microbatches` must be at least 1.*, but is 0", microbatches=0),
+    making_trainer("`clip_norm` must be a number, but is '1'", clip_norm="1"),
+    making_trainer(r"`clip_norm` must .*, but is -1\.0", clip_norm=-1.0),
+    making_trainer("`seed` must be a whole number, but is 'a'", seed="a"),
+    making_trainer("`replicas` must be at least 1, but is 0", replicas=0),
+    making_trainer("`replicas` must .*but is empty", replicas=[]),
+    making_trainer("`replicas` must .*'gpu'", replicas=["gpu"]),
+    making_trainer(r"Give \['cpu', 'cpu'\] for a replica on each", replicas="cpu,cpu"),
+    making_trainer("`replicas` must be a number, a sequence of devices or", replicas=2.5),
+    making_trainer("`executor` must be one of .*, but is 'gremlins'", executor="gremlins"),
+    making_trainer("`weight` must be a function, but is 3", weight=3),
+    making_trainer("`layout` must be a `Layout`, but is 3", layout=3),
+    making_trainer("`metrics` must map names to metrics, but is 3", metrics=3),
+    making_trainer(r"`callbacks\[1\]` must be a function, but is 3", callbacks=[len, 3]),
+    making_trainer("`workloads` must hold one share per device .*holds 1", workloads=[1]),
+    making_trainer("`workloads` must .*, but .*-1", workloads=[1, -1]),
+    making_trainer("`workloads` must .*, but .*nan", workloads=[1, NAN]),
+    making_container(r"`devices` must .*gpu-of-my-dreams", devices=["cpu", "gpu-of-my-dreams"]),
+    making_container(r"`devices` must .*meta:3x", devices=["meta:3x"]),
+    making_container("`devices` must .*but is empty", devices=[]),
+    making_container(r"Give 2, or \['cpu', 'cpu'\]", devices="cpu,cpu"),
+    making_container("`devices` must be a number of replicas or a sequence", devices={"cpu"}),
+    making_container("`workloads` must .*, but ", workloads=[0, 0, 0]),
+    making_container("`output` must hold rules .*, but holds 'median'", output="median"),
+    making_container("`output` must hold rules .*, but holds", output={"y": "cat(x)"}),
+    making_container("`buffers` must hold rules .*'average' for", buffers="average"),
+    making_container("`buffers` must hold rules .*'max' for 'seen'", buffers={"seen": "max"}),
+    making_container("`layout` must be a `Layout`", layout={"mask": None}),
+    making_container("`module` must be", module=3),
+    # batches
+    stepping((X, torch.zeros(7, dtype=torch.long)), r"must have 8 rows along dim 0 .*, but has 7"),
+    stepping(vector_batch(0), "must .*, but "),
+    stepping(X, "[Bb]atch`? must .*, but "),
+    stepping((X,), "[Bb]atch`? must .*, but "),
+    stepping(None, "[Bb]atch`? must .*, but "),
+    stepping((X.clone().requires_grad_() * 2, vector_batch(8)[1]), "requires a gradient"),
+    # losses
+    stepping(vector_batch(8), r"`loss` must .*\(2,\)", loss=lambda out, _: out.sum(1)),
+    stepping(vector_batch(8), "nan", loss=lambda out, _: out.mean() * NAN),
+    stepping(with_target(0), "(?i)loss.*microbatch 0", loss=loss_of(NAN)),
+    stepping(with_target(4), "(?i)loss.*microbatch 2", loss=loss_of(float("inf"))),
+    stepping(with_target(7), "(?i)loss.*microbatch 3", loss=loss_of(float("-inf"))),
+    *(
+        stepping(vector_batch(8), r"`forward` must return a loss of one element", forward=forward)
+        for forward in (
+            lambda net, pair: Output(),
+            lambda net, pair: (None, net(pair[0])),
+            lambda net, pair: net(pair[0]),
+        )
+    ),
+    *(
+        stepping(vector_batch(8), "`weight` must ", weight=lambda part, told=told: told)
+        for told in (-1.0, NAN, float("inf"), None, "many", torch.ones(2))
+    ),
+    # calls of a trainer
+    Row(TRAINER, lambda t: t.fit(None), "`loader` must yield batches, but is None"),
+    Row(TRAINER, lambda t: t.fit([]), "`loader` must .*, but "),
+    Row(TRAINER, lambda t: t.fit(iter(())), "`loader` must .*, but "),
+    Row(TRAINER, lambda t: t.evaluate([]), "`loader` must .*, but "),
+    Row(TRAINER, lambda t: t.evaluate(3), "`loader` must yield batches, but is 3"),
+    Row(TRAINER, lambda t: t.fit([vector_batch(8)], validate=3), "`validate` must yield batches"),
+    Row(TRAINER, lambda t: t.fit([vector_batch(8)], epochs=1.5), "`epochs` must be a whole"),
+    Row(TRAINER, lambda t: t.fit([vector_batch(8)], epochs=-1), "`epochs` must "),
+    Row(TRAINER, lambda t: t.fit([vector_batch(8)], steps=0), "`steps` must "),
+    Row(TRAINER, lambda t: t.save(3), "`folder` must be a path, but is 3"),
+    Row(TRAINER, lambda t: t.resume(3), "`folder` must be a path, but is 3"),
+    Row(TRAINER, lambda t: t.resume("/nowhere"), "nowhere", CheckpointError),
+    # calls of containers
+    Row(CONTAINER, lambda m: m(X, mask=X[:7]), "`mask` must have 8 rows .* like `(0|x)`"),
+    Row(CONTAINER, lambda m: m(3), "at least one tensor"),
+    Row(CONTAINER, lambda m: m.forward_sized([4, 4], X), r"`sizes` must hold 3 sizes .*\[4, 4\]"),
+    Row(CONTAINER, lambda m: m.forward_sized([4, 5, -1], X), "`sizes` must hold 3 sizes of at"),
+    Row(CONTAINER, lambda m: m.forward_sized("222", X), "`sizes` must hold 3 sizes"),
+    Row(CONTAINER, lambda m: m.forward_parts([X, X]), "`parts` must hold one input per replica"),
+    Row(CONTAINER, lambda m: m.forward_parts(X[:3]), "`parts` must hold one input per replica"),
+    Row(CONTAINER, lambda m: m.forward_parts([None] * 3), "`parts` must hold .*, not all None"),
+    Row(CONTAINER, lambda m: m(X, kind="odd"), "same structure .* replica 2"),
+    Row(CONTAINER, lambda m: m(X, kind="lost"), "Output `y` .* 3 rows"),
+    Row(CONTAINER, lambda m: m.forward_loss(X, F.mse_loss, X), "`loss_fn` must be callable"),
+    Row(CONTAINER, lambda m: m.forward_loss(F.mse_loss, X, FOUR[:7]), "`targets` must have 8 rows"),
+    Row(
+        CONTAINER,
+        lambda m: m.forward_loss(lambda out, _: out, X, X),
+        "`loss_fn` must return a scalar",
+    ),
+    *(
+        Row(
+            CONTAINER,
+            lambda m, told=told: m.forward_loss(F.mse_loss, X, FOUR, weight_fn=lambda _: told),
+            "`weight_fn` must ",
+        )
+        for told in (0, -1.0, NAN, None, "many")
+    ),
+    Row(
+        CONTAINER,
+        lambda m: m(X),
+        "'stack' can merge, but replicas returned",
+        options={"output": "stack"},
+    ),
+    Row(
+        CONTAINER,
+        lambda m: m(X, kind="table"),
+        r"names 'z'\.",
+        options={"output": {"z": "sum"}},
+    ),
+    Row(
+        CONTAINER,
+        lambda m: m(X, kind="words"),
+        "`y` .* by 'mean', but is str",
+        options={"output": "mean"},
+    ),
+    Row(
+        CONTAINER,
+        lambda m: m.share(LINEAR),
+        "weight",
+    ),
+    Row(NOTHING, lambda _: Layout(1.5), "must (be|say) a whole number"),
+    Row(NOTHING, lambda _: Layout(dims={"a": True}), "must (be|say) a whole number"),
+    # columns
+    Row(NOTHING, lambda _: ModelParallel(dim=1)(X), r"Call `add\(\)`", StateError),
+    Row(NOTHING, lambda _: ModelParallel(dim="1"), "`dim` must be a whole number"),
+    Row(COLUMNS, lambda m: m.add("linear"), "`module` must be an `nn.Module`"),
+    Row(COLUMNS, lambda m: m.add(nn.Sequential(m)), "`module` must lie outside"),
+    Row(COLUMNS, lambda m: m.add(LINEAR, "nowhere"), "must"),
+    Row(COLUMNS, lambda m: m.get(2), "`index` must be a column"),
+    Row(COLUMNS, lambda m: m.get("0"), "`index` must be a whole number"),
+    Row(COLUMNS, lambda m: m.send(torch.zeros(2), torch.zeros(3)), r"shape.*\(3,\).*\(2,\)"),
+    *(
+        Row(
+            COLUMNS,
+            lambda m, parts=parts: [setattr(m, "num_parts", parts), m(X)],
+            rf"`distribute\(\)` must return .* per column \(2\), but returned {parts}",
+        )
+        for parts in (1, 3)
+    ),
+    Row(
+        COLUMNS,
+        lambda m: m(X),
+        r"'cat\(0\)' can merge, but columns .* \(8, 4\), \(8, 5\)",
+        options={"second": nn.Linear(7, 5)},
+    ),
+    Row(NOTHING, lambda _: phalanx.split_linear(LINEAR, "3"), "`parts` must be a number"),
+    Row(NOTHING, lambda _: phalanx.unsplit(3), "`columns` must be a container of columns"),
+    Row(
+        NOTHING,
+        lambda _: DataParallel(nn.Tanh(), 2).flat_parameters(),
+        "none",
+        UnsupportedError,
+    ),
+    # tables
+    Row(TABLE, lambda t: t.add(torch.ones(1, 3), rows=[5]), "Row 5 is outside"),
+    Row(TABLE, lambda t: t.add(torch.ones(1, 3), rows=[0.5]), "`rows` must"),
+    Row(TABLE, lambda t: t.add(torch.ones(1, 3), rows=[0, 1]), r"`delta` must have shape \(2, 3\)"),
+    Row(TABLE, lambda t: t.add(torch.ones(2, 3)), r"`delta` must have shape \(5, 3\)"),
+    Row(TABLE, lambda t: t.add(torch.ones(1, 3).double(), rows=[0]), "`delta` must be of torch."),
+    Row(TABLE, lambda t: t.add([[1, 2], [3]], rows=[0, 1]), "`delta` must hold numbers in rows"),
+    Row(TABLE, lambda t: t.add([["a"]], rows=[0]), "`delta` must hold numbers"),
+    Row(TABLE, lambda t: t.add(torch.tensor([[1, 2, NAN]]), rows=[0]), "`delta` must be finite"),
+    Row(TABLE, lambda t: t.get([5]), "Row 5 is outside"),
+    Row(TABLE, lambda t: t.get(out=torch.empty(4, 3)), "`out` must be a tensor of torch.float32"),
+    Row(TABLE, lambda t: t.get([1], out=[0]), "`out` must be a tensor"),
+    Row(TABLE, lambda t: t.snapshot(3), "`directory` must be a path, but is 3"),
+    Row(TABLE, lambda t: t.restore("/nowhere"), "embed", CheckpointError),
+    Row(TABLE, lambda t: t.world.matrix(2, 4, name="embed"), "`(shape|updater)` of table 'embed'"),
+    *(
+        Row(TABLE, lambda t, options=options: t.world.matrix(**options), match)
+        for options, match in (
+            ({"rows": -1, "cols": 3}, "`rows` must be an integer from 0 on, but is -1"),
+            ({"rows": 2, "cols": 0}, "`cols` must be an integer from 1 on, but is 0"),
+            ({"rows": 2, "cols": 3, "dtype": torch.float16}, "`dtype` must be one of"),
+            ({"rows": 2, "cols": 3, "name": "a/b"}, "`name` must be 1 to 100 letters"),
+            ({"rows": 2, "cols": 3, "init": [1.0]}, r"`init` must have shape \(2, 3\)"),
+            ({"rows": 2, "cols": 3, "init": NAN}, "`init` must be finite"),
+            ({"rows": 2, "cols": 3, "staleness": -1}, "`staleness` must be a number of rounds"),
+            ({"rows": 2, "cols": 3, "staleness": 2, "sync": True}, "`staleness` must be absent"),
+            ({"rows": 2, "cols": 3, "updater": "nobody"}, "`updater` must"),
+        )
+    ),
+    *(
+        Row(TABLE, call, match, options={"kind": "keys"})
+        for call, match in (
+            (lambda t: t.add(torch.ones(1, 2), rows=[9]), r"`delta` must have shape \(1, 3\)"),
+            (lambda t: t.add(torch.tensor([[1, 2, NAN]]), rows=[9]), "`delta` must be finite"),
+            (lambda t: t.add(torch.ones(1, 3)), "rows"),
+        )
+    ),
+    Row(NOTHING, lambda _: tables.join(timeout_s=-1), "`timeout_s` must be seconds from 0"),
+    Row(NOTHING, lambda _: tables.join(num_workers=0), "`num_workers` must be 1 to"),
+    Row(NOTHING, lambda _: tables.join("a b"), "`run` must be 1 to 100 letters"),
+    Row(NOTHING, lambda _: tables.join("nobody-here", create=False), "begun", StateError),
+    # merging
+    Row(NOTHING, lambda _: merge_updates([]), "updates"),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"{i}-{row.subject.name}" for i, row in enumerate(ROWS)])
+def test_a_refused_call_changes_nothing(row: Row) -> None:
+    with row.subject.open(**row.options) as subject:
+        before, drawn, running = row.subject.state(subject), draws(), threads()
+        with pytest.raises(row.error, match=row.match) as caught:
+            row.call(subject)
+        assert type(caught.value) is row.error
+        assert_same_bits(row.subject.state(subject), before)
+        assert_same_bits(draws(), drawn)
+        assert threads() == running
+        row.subject.use(subject)
+
+
+def test_a_closed_trainer_says_so() -> None:
+    trainer = Trainer(mlp(), MLP.loss, sgd, replicas=2)
+    trainer.step(vector_batch(8))
+    trainer.close()
+    trainer.close()
+    for call in (trainer.step, lambda b: trainer.fit([b]), lambda b: trainer.evaluate([b])):
+        with pytest.raises(StateError, match="closed"):
+            call(vector_batch(8))
