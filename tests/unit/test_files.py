@@ -43,33 +43,6 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
             open_regular(path)
 
 
-@pytest.mark.timeout(20)
-def test_a_pipe_that_comes_between_the_look_and_the_open_is_not_waited_for(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    path.write_text("mine")
-    really_open = os.open
-
-    def exchanged(name, flags, *args):
-        path.unlink()
-        os.mkfifo(path)
-        return really_open(name, flags, *args)
-
-    monkeypatch.setattr(os, "open", exchanged)
-    with pytest.raises(OSError, match="it is a pipe"):
-        open_regular(path)
-
-
-def test_a_text_that_is_too_long_or_none_is_refused(tmp_path):
-    (tmp_path / "long").write_text("12345")
-    with pytest.raises(OSError, match="it is longer than 4 bytes"):
-        read_text(tmp_path / "long", max_bytes=4)
-    (tmp_path / "bytes").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="utf-8"):
-        read_text(tmp_path / "bytes", max_bytes=4)
-    with pytest.raises(FileNotFoundError):
-        read_text(tmp_path / "missing", max_bytes=4)
-
-
 @pytest.fixture(params=[0o022, 0o027, 0o077], ids=oct)
 def umask(request):
     before = os.umask(request.param)
@@ -149,10 +122,3 @@ def test_a_link_or_pipe_in_the_place_of_a_new_file_is_replaced_and_never_written
         found = (tmp_path / name).lstat()
         assert stat.S_ISREG(found.st_mode)
         assert found.st_mode == (tmp_path / "other").stat().st_mode
-
-
-def test_a_folder_in_the_place_of_a_draft_is_told_and_stays(tmp_path):
-    (tmp_path / "text.new").mkdir()
-    with pytest.raises(OSError, match=r"directory|permitted"), written_whole(tmp_path / "text"):
-        pass
-    assert (tmp_path / "text.new").is_dir()

@@ -132,20 +132,6 @@ def test_the_first_rank_writes(tmp_path, kind):
         assert (tmp_path / "log").exists() == is_first
 
 
-@pytest.mark.parametrize("kind", [JSONL, CSV])
-def test_a_place_where_no_file_can_be_is_refused(tmp_path, kind):
-    with pytest.raises(ConfigError, match="`path` must be a path, but is 5"):
-        kind(5)
-    with pytest.raises(ConfigError, match=r"`path` must be a file, but .* is a folder"):
-        kind(tmp_path)
-    log = kind(tmp_path / "log")
-    (tmp_path / "log").mkdir()
-    with pytest.raises(ConfigError, match="`path` must be a file that can be written, but"):
-        play(log, run(3))
-    play(kind(tmp_path / "new" / "log"), run(3))
-    assert (tmp_path / "new" / "log").is_file()
-
-
 class Writer:
     """Stands for torch's writer, which needs tensorboard."""
 

@@ -8,8 +8,7 @@ import shutil
 import pytest
 
 from phalanx.callbacks import BestCheckpoint, EarlyStopping
-from phalanx.errors import ConfigError
-from tests.unit.callbacks.events import epoch_done, fit_begun
+from tests.unit.callbacks.events import epoch_done
 
 
 class Trainer:
@@ -77,27 +76,6 @@ def test_a_stopping_goes_on_after_a_checkpoint_and_anew_with_another_trainer():
     assert trainer.stops == 1
     attached(twin)
     assert (twin.best, twin.waited) == (None, 0)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"best": 1.0},
-        {"best": "1", "waited": 0},
-        {"best": math.nan, "waited": 0},
-        {"best": True, "waited": 0},
-        {"best": 1.0, "waited": -1},
-        {"best": 1.0, "waited": 1.5},
-        {"best": 1.0, "waited": True},
-    ],
-    ids=str,
-)
-def test_what_is_no_state_of_a_stopping_changes_nothing(state):
-    stopping = EarlyStopping()
-    stopping.load_state_dict({"best": 5.0, "waited": 2})
-    with pytest.raises((KeyError, ValueError)):
-        stopping.load_state_dict(state)
-    assert stopping.state_dict() == {"best": 5.0, "waited": 2}
 
 
 # --- the best checkpoints ----------------------------------------------------------------------
@@ -205,48 +183,3 @@ def test_what_is_no_state_of_the_best_is_refused_and_no_way_out_of_the_folder(ke
     with pytest.raises((KeyError, TypeError, ValueError)):
         best.load_state_dict({"kept": kept})
     assert best.kept == {}
-
-
-# --- both --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [EarlyStopping, lambda **options: BestCheckpoint("b", **options)])
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"monitor": "loss"}, r"`monitor` must be 'train.' or 'validation.' and the name"),
-        ({"monitor": "test.loss"}, "`monitor` must be"),
-        ({"monitor": "validation."}, "`monitor` must be"),
-        ({"monitor": 5}, "`monitor` must be"),
-        ({"mode": "most"}, r"`mode` must be 'min' or 'max', but is 'most'"),
-    ],
-)
-def test_monitors_of_another_form_are_refused(make, options, match):
-    with pytest.raises(ConfigError, match=match):
-        make(**options)
-
-
-@pytest.mark.parametrize("make", [EarlyStopping, lambda **options: BestCheckpoint("b", **options)])
-def test_a_metric_that_is_not_there_is_told_before_the_first_step(make):
-    known = "'train.loss', 'train.accuracy', 'validation.loss', 'validation.accuracy'"
-    with pytest.raises(ConfigError, match=f"`monitor` must be one of {known}, but is 'train.f1'"):
-        make(monitor="train.f1")(fit_begun())
-    with pytest.raises(ConfigError, match=r"one of 'train.loss', but .*validate=…"):
-        make()(fit_begun(means=("train.loss",)))
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: EarlyStopping(patience=0), "`patience` must be at least 1 epoch, but is 0"),
-        (lambda: EarlyStopping(patience=1.5), "`patience` must be a whole number"),
-        (lambda: EarlyStopping(min_delta=-1), "`min_delta` must be at least 0, but is -1"),
-        (lambda: EarlyStopping(min_delta="a"), "`min_delta` must be a number"),
-        (lambda: BestCheckpoint("b", keep=0), "`keep` must be at least 1, but is 0"),
-        (lambda: BestCheckpoint(5), "`folder` must be a path, but is 5"),
-        (lambda: BestCheckpoint(__file__), "`folder` must be a folder, but .* is a file"),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused(make, match):
-    with pytest.raises(ConfigError, match=match):
-        make()

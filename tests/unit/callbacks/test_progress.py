@@ -277,8 +277,3 @@ def test_a_fit_shows_itself_and_puts_the_screen_back(monkeypatch):
     assert kinds.count("FitBegun") == kinds.count("FitEnded") == 3
     assert kinds[0] == "FitBegun"
     assert kinds[-1] == "FitEnded"
-
-
-def test_the_choice_of_progress_is_checked():
-    with pytest.raises(phalanx.ConfigError, match="`progress` must be True, False or None"):
-        progress_for("yes", ())

@@ -164,12 +164,6 @@ def test_what_cannot_be_data_is_refused_by_name(spec: str, sentence: str) -> Non
         open_data(spec, batch_size=2, seed=0)
 
 
-@pytest.mark.parametrize("spec", ["", "digit", "digits:", "digits:x", "idx:", "text:", ":", "x:"])
-def test_a_spec_of_no_known_form_is_refused_with_the_known_ones(spec: str) -> None:
-    with pytest.raises(ConfigError, match=r"Data must be `digits`, `idx:DIR`, .*, but is "):
-        open_data(spec, batch_size=2, seed=0)
-
-
 @pytest.mark.parametrize(
     ("spec", "error", "note"),
     [
@@ -184,9 +178,3 @@ def test_an_error_of_the_users_own_code_stays_what_it_is(
     with pytest.raises(error) as caught:
         open_data(spec, batch_size=2, seed=0)
     assert note in caught.value.__notes__[-1]
-
-
-@pytest.mark.parametrize("spec", ["own_data:tensors", "own_data:batch_list", "digits"])
-def test_a_batch_size_below_1_is_refused(spec: str) -> None:
-    with pytest.raises(ConfigError, match="`batch_size` must be 1 or more, but is 0"):
-        open_data(spec, batch_size=0, seed=0)

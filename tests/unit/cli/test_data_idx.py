@@ -69,23 +69,6 @@ def test_a_folder_without_a_test_set_has_none(tmp_path: Path) -> None:
     assert open_data(f"idx:{tmp_path}", batch_size=2, seed=0).test is None
 
 
-def test_half_a_test_set_is_refused(tmp_path: Path) -> None:
-    write_folder(tmp_path)
-    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(ConfigError, match="must hold `t10k-labels-idx1-ubyte` or"):
-        open_data(f"idx:{tmp_path}", batch_size=2, seed=0)
-
-
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must exist, but `.*nowhere` does not"):
-        open_data(f"idx:{tmp_path / 'nowhere'}", batch_size=2, seed=0)
-
-
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must hold `train-images-idx3-ubyte` or the same"):
-        open_data(f"idx:{tmp_path}", batch_size=2, seed=0)
-
-
 GOOD = pack(LABELS)
 
 
@@ -111,79 +94,3 @@ def test_a_file_that_is_not_what_it_says_is_refused_by_name(
     path.write_bytes(gzip.compress(content) if zipped else content)
     with pytest.raises(ConfigError, match=f"`{path}` {sentence}"):
         read_idx(path, num_dims=1)
-
-
-def damage(packed: bytes, place: int) -> bytes:
-    return packed[:place] + bytes((packed[place] ^ 0xFF,)) + packed[place + 1 :]
-
-
-ZIPPED = gzip.compress(GOOD)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param(GOOD, id="not zipped at all"),
-        pytest.param(ZIPPED[:-9], id="truncated"),
-        pytest.param(ZIPPED[:-4], id="without its length"),
-        pytest.param(damage(ZIPPED, len(ZIPPED) - 6), id="checksum"),
-        pytest.param(damage(ZIPPED, 10), id="compressed bytes"),
-    ],
-)
-def test_a_damaged_gzip_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "labels.gz"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"`{path}` must be a whole gzip file, but is not"):
-        read_idx(path, num_dims=1)
-
-
-def test_a_file_that_cannot_be_opened_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"`{tmp_path}` must be a readable file, but is not"):
-        read_idx(tmp_path, num_dims=1)
-
-
-def test_labels_that_do_not_match_the_images_are_refused(tmp_path: Path) -> None:
-    write_folder(tmp_path)
-    (tmp_path / "train-labels-idx1-ubyte").write_bytes(pack(LABELS[:6]))
-    with pytest.raises(ConfigError, match=r"train-labels.*one label per image.*\(7\).*holds 6"):
-        open_data(f"idx:{tmp_path}", batch_size=2, seed=0)
-
-
-def test_test_images_of_another_size_are_refused(tmp_path: Path) -> None:
-    write_folder(tmp_path)
-    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(pack(IMAGES[:3, :, :4].contiguous()))
-    with pytest.raises(ConfigError, match=r"must be of \(4, 5\) pixels .* but are of \(4, 4\)"):
-        open_data(f"idx:{tmp_path}", batch_size=2, seed=0)
-
-
-def test_a_test_label_that_training_never_saw_is_refused(tmp_path: Path) -> None:
-    write_folder(tmp_path)
-    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(pack(LABELS[:3] + 1))
-    with pytest.raises(ConfigError, match=r"must be below 3, .* but one is 3"):
-        open_data(f"idx:{tmp_path}", batch_size=2, seed=0)
-
-
-def test_a_share_for_the_test_set_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="`test_fraction` must be left out for `idx:"):
-        open_data(f"idx:{tmp_path}", batch_size=2, seed=0, test_fraction=0.1)
-
-
-@pytest.mark.parametrize("name", ["bomb", "bomb.gz"])
-def test_a_header_may_not_announce_more_than_there_is_memory(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("phalanx.cli.data.idx.available_memory_bytes", lambda: 1 << 20)
-    packed = bytes((0, 0, 8, 3)) + struct.pack(">3I", 1024, 32, 33) + bytes(1024 * 32 * 33)
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(packed) if name.endswith(".gz") else packed)
-    with pytest.raises(
-        ConfigError, match=r"of which 1048576 bytes are free, but .* announces 1081344 bytes"
-    ):
-        read_idx(path, num_dims=3)
-    assert read_idx(write_small(tmp_path), num_dims=3).shape == (7, 4, 5)
-
-
-def write_small(folder: Path) -> Path:
-    path = folder / "small"
-    path.write_bytes(pack(IMAGES))
-    return path

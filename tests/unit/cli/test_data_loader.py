@@ -7,7 +7,6 @@ import torch
 
 from phalanx.cli.data import TensorLoader
 from phalanx.cli.data.loader import ScalePixels, widen_tokens
-from phalanx.errors import ConfigError
 
 
 def open_loader(num_rows: int = 7, *, batch_size: int = 3, seed: int = 5) -> TensorLoader:
@@ -101,27 +100,6 @@ def test_a_batch_does_not_share_memory_with_the_data() -> None:
         inputs.zero_()
         targets.zero_()
     assert rows.tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-@pytest.mark.parametrize("batch_size", [0, -1])
-def test_a_batch_size_below_1_is_refused(batch_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"`batch_size` must be 1 or more, but is {batch_size}"):
-        open_loader(batch_size=batch_size)
-
-
-def test_tensors_of_different_length_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"one row per row of `inputs` \(4\), but holds 3"):
-        TensorLoader(torch.ones(4), torch.ones(3), batch_size=1, shuffle=False, generator=None)
-
-
-def test_no_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one row"):
-        TensorLoader(torch.ones(0), torch.ones(0), batch_size=1, shuffle=False, generator=None)
-
-
-def test_shuffling_without_a_generator_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`generator` must be a torch\.Generator"):
-        TensorLoader(torch.ones(2), torch.ones(2), batch_size=1, shuffle=True, generator=None)
 
 
 def test_its_repr_says_rows_batches_and_order() -> None:

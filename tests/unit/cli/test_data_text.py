@@ -126,12 +126,6 @@ def test_the_seed_decides_the_order_and_nothing_else(tmp_path: Path) -> None:
     assert not torch.equal(first[0], another[0])
 
 
-@pytest.mark.parametrize("context", [0, -3])
-def test_a_context_below_1_is_refused(tmp_path: Path, context: int) -> None:
-    with pytest.raises(ConfigError, match=f"`context` must be 1 byte or more, but is {context}"):
-        open_small(tmp_path, context=context)
-
-
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"x" * 44)
@@ -142,43 +136,6 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
         open_small(path)
     path.write_bytes(b"x" * 50)
     assert open_small(path).test is not None
-
-
-def test_a_path_that_is_neither_file_nor_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must name a file or a folder, but .* is neither"):
-        open_small(tmp_path / "nowhere")
-
-
-def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "binary").write_bytes(b"\0")
-    with pytest.raises(ConfigError, match="must hold some text, but holds none"):
-        open_small(tmp_path)
-
-
-def test_a_file_that_cannot_be_read_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "text"
-    path.write_bytes(b"x" * 100)
-
-    # Permissions do not stop the superuser, under whom tests may run.
-    def refuse(*args: object, **settings: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(text_reader, "open_regular", refuse)
-    with pytest.raises(ConfigError, match=f"`{path}` must be a readable file, .*denied"):
-        open_small(path)
-
-
-def test_more_text_than_the_bound_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in "abc":
-        (tmp_path / name).write_bytes(b"x" * 40)
-    paths = sorted(tmp_path.iterdir())
-    assert len(text_reader._concatenate(paths, "text:here", max_bytes=120)) == 120
-    with pytest.raises(ConfigError, match="must hold at most 119 bytes, but holds more"):
-        text_reader._concatenate(paths, "text:here", max_bytes=119)
 
 
 def test_the_library_is_cut_to_its_bound_and_leaves_out_tests_and_packages(

@@ -83,27 +83,6 @@ def test_the_gpt_drops_in_training_only() -> None:
     assert torch.equal(model(tokens), model(tokens))
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"vocab": 0}, "`vocab` must be 1 or more, but is 0"),
-        ({"heads": 0}, "`heads` must be 1 or more, but is 0"),
-        ({"heads": 5}, r"`width` must be a multiple of `heads` \(5\), but is 12"),
-        ({"dropout": 1.0}, r"`dropout` must be from 0 to less than 1, but is 1\.0"),
-    ],
-)
-def test_gpt_sizes_that_cannot_work_are_refused(change: dict[str, int], sentence: str) -> None:
-    sizes = {"vocab": 11, "context": 4, "width": 12, "layers": 1, "heads": 3, **change}
-    with pytest.raises(ConfigError, match=sentence):
-        GPT(**sizes)
-
-
-def test_more_tokens_than_the_context_are_refused() -> None:
-    model = GPT(vocab=11, context=4, width=12, layers=1, heads=3)
-    with pytest.raises(ConfigError, match=r"at most 4 tokens per row .*, but holds 5"):
-        model(torch.zeros(1, 5, dtype=torch.long))
-
-
 @pytest.mark.parametrize("spec", ["mlp", "cnn", "gpt"])
 def test_the_seed_decides_the_parameters_and_the_default_generator_is_left_alone(spec: str) -> None:
     data = TOKENS if spec == "gpt" else describe_images(1, 8, 8)
@@ -187,22 +166,6 @@ def test_a_users_own_function_draws_by_the_seed() -> None:
     weight, same_weight, other_weight = (next(m.parameters()) for m in (one, same, other))
     assert torch.equal(weight, same_weight)
     assert not torch.equal(weight, other_weight)
-
-
-@pytest.mark.usefixtures("own_models")
-@pytest.mark.parametrize(
-    ("attribute", "sentence"),
-    [
-        ("number", r"must be an nn\.Module or give one, but is a int"),
-        ("make_number", r"must be an nn\.Module or give one, but is a int"),
-        ("make_lazy", r"must have parameters of known sizes, but `0\.weight` has none yet"),
-        ("needs_argument", "must be callable without arguments"),
-        ("absent", "must have the attribute `absent`"),
-    ],
-)
-def test_what_is_no_model_is_refused(attribute: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        build_model(f"own_models:{attribute}", UNKNOWN, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -35,19 +35,6 @@ def test_replicas_are_read(text, replicas):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "-1", "1.5", "cpu,,cpu", "cpu,2", "auto,cpu", "2,1", "CPU:x", "²"]
-)
-def test_replicas_that_are_none_are_refused(text):
-    with pytest.raises(ConfigError, match="`--replicas` must be `auto`, a number, or one device"):
-        parse_replicas(text)
-
-
-def test_no_replicas_are_refused():
-    with pytest.raises(ConfigError, match="`--replicas` must be at least 1, but is 0"):
-        parse_replicas("0")
-
-
-@pytest.mark.parametrize(
     ("text", "workloads"),
     [
         (None, None),
@@ -59,23 +46,6 @@ def test_no_replicas_are_refused():
 )
 def test_workloads_are_read(text, workloads):
     assert parse_workloads(text) == workloads
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "must be `auto`, or numbers with commas between"),
-        ("1;2", "must be `auto`, or numbers with commas between"),
-        ("auto,1", "must be `auto`, or numbers with commas between"),
-        ("1,-2", "must hold finite numbers from 0 on, but holds -2.0"),
-        ("1,inf", "must hold finite numbers from 0 on, but holds inf"),
-        ("nan,1", "must hold finite numbers from 0 on, but holds nan"),
-        ("0,0", "must not all be 0"),
-    ],
-)
-def test_workloads_that_are_none_are_refused(text, message):
-    with pytest.raises(ConfigError, match=f"`--workloads` {message}"):
-        parse_workloads(text)
 
 
 @pytest.mark.parametrize("data", ["digits", "text:stdlib", "idx:/some/where", "my:data"])
@@ -207,19 +177,6 @@ def test_what_names_code_is_given_again():
     assert continue_with(own, {"forward": "own:step"}, run="r") == own
     with pytest.raises(ConfigError, match=r"add --forward own:step$"):
         continue_with(own, {}, run="r")
-
-
-def test_all_that_must_be_given_again_is_told_at_once():
-    with pytest.raises(ConfigError) as caught:
-        continue_with(OWN, {}, run="r")
-    assert str(caught.value).endswith(
-        "add --data own:rows --model own:Net --loss own:loss --memory-dir d"
-    )
-
-
-def test_other_code_than_the_runs_is_refused():
-    with pytest.raises(ConfigError, match=r"`--model` .*\(own:Net\), but is mlp. Give it so"):
-        continue_with(OWN, {**SAID, "model": "mlp"}, run="r")
 
 
 @pytest.mark.parametrize(

@@ -72,30 +72,6 @@ def test_runs_of_one_name_are_called_by_their_paths(tmp_path):
         read_runs([paths[0], paths[0]])
 
 
-def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"metrics.jsonl' is not there"):
-        read_runs([tmp_path])
-    with pytest.raises(ConfigError, match="must have steps"):
-        read_runs([write_run(tmp_path / "a", [])])
-    damaged = tmp_path / "b.jsonl"
-    damaged.write_text("nonsense\n" + written_record(records(1)[0]))
-    with pytest.raises(CheckpointError, match="Line 1"):
-        read_runs([damaged])
-
-
-@pytest.mark.parametrize("kind", ["step", "failure", "ranks", "epoch"])
-@pytest.mark.parametrize("place", [-(10**400), 10**400, -1], ids=["low", "high", "-1"])
-def test_a_record_without_a_place_on_a_chart_is_refused(tmp_path, kind, place):
-    lines = json.loads(json.dumps([*records(6), lost(3), CHANGED, record_of(epoch_done())]))
-    line = next(each for each in lines if each["kind"] == kind)
-    for name in ("epoch", "last_step") if kind == "epoch" else ("step",):
-        path = tmp_path / f"{name}.jsonl"
-        changed = [{**each, name: place} if each is line else each for each in lines]
-        path.write_text("".join(json.dumps(each) + "\n" for each in changed))
-        with pytest.raises(CheckpointError, match=f"`{name}` of each {kind} in .* must be from 0"):
-            read_runs([path])
-
-
 # --- deciding -------------------------------------------------------------------------------------
 
 

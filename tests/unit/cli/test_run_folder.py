@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from phalanx.callbacks import record_of
-from phalanx.cli.run_folder import RunFolder, name_run, refuse_existing
+from phalanx.cli.run_folder import RunFolder, name_run
 from phalanx.errors import CheckpointError, ConfigError
 from tests.unit.callbacks.events import events_of_run
 
@@ -40,22 +39,6 @@ def test_a_folder_that_holds_a_run_is_refused_with_the_way_to_go_on(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     with pytest.raises(ConfigError, match=rf"Go on with `--resume {tmp_path}`, or name another"):
         RunFolder.create(tmp_path)
-
-
-def test_a_folder_that_holds_anything_is_refused(tmp_path):
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"but .* holds files already\. Name another"):
-        refuse_existing(tmp_path)
-    with pytest.raises(ConfigError, match=r"`--out` must be a folder, but .* is a file"):
-        refuse_existing(tmp_path / "thesis.txt")
-
-
-def test_a_place_where_no_folder_can_be_made_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="must be a place where folders can be made"):
-        RunFolder.create(tmp_path / "file" / "run")
-    with pytest.raises(ConfigError, match="must be a place where folders can be made"):
-        RunFolder.create_next(tmp_path / "file", "run")
 
 
 def test_the_first_free_number_is_taken(tmp_path):
@@ -149,20 +132,6 @@ def test_metrics_go_back_to_the_checkpoint(folder):
     ]
 
 
-def test_metrics_of_another_run_are_refused(folder):
-    folder.append_metrics(records_of(3))
-    with pytest.raises(CheckpointError, match=r"the steps 1 to 4 of the checkpoint, but holds 3"):
-        folder.rewind_metrics(steps=4, epochs=1)
-
-
-def test_a_damaged_line_in_the_middle_is_named(folder):
-    folder.metrics_path.write_text('{"kind": "step", "step": 1, "loss": 1}\nhello\n{"kind": "x"}\n')
-    with pytest.raises(
-        CheckpointError, match=r"Line 2 of .* must be a step or an epoch, but is 'hello'"
-    ):
-        folder.rewind_metrics(steps=1, epochs=0)
-
-
 def test_a_line_of_metrics_ends_with_a_newline_and_nothing_else(folder):
     lines = ['{"kind": "step", "step": 1, "loss": 1, "note": "a\u2028b\u0085c"}\r\n', "{torn"]
     folder.metrics_path.write_text("".join(lines), encoding="utf-8")
@@ -237,11 +206,3 @@ def test_a_full_disk_is_told_with_the_way_to_go_on(folder, which):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert folder.read_config() == {"format": 1}
     assert not folder.model_path.exists()
-
-
-@pytest.mark.parametrize("which", range(3))
-def test_a_folder_that_has_vanished_is_told(folder, which):
-    shutil.rmtree(folder.path)
-    with pytest.raises(CheckpointError, match="must be a file that can be written"):
-        write_each(folder)[which]()
-    folder.remove_config()

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from phalanx.cli.app import main
-from phalanx.cluster import RayJob, on_ray
+from phalanx.cluster import on_ray
 from phalanx.cluster.ray_launcher import plan_ranks
 from phalanx.errors import ConfigError, UnsupportedError
 from tests.multiprocess.hosts import free_port
@@ -47,27 +46,6 @@ def test_a_rank_is_told_what_torchrun_would_tell_it_and_its_node():
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"workers": 0}, "`workers` must be at least 1 worker, but is 0."),
-        ({"cpus_per_worker": 0}, "`cpus_per_worker` must be at least 1 CPU, but is 0."),
-        ({"max_restarts": -1}, "`max_restarts` must be at least 0, but is -1."),
-        ({"timeout_s": 0.0}, "`timeout_s` must be above 0 seconds, but is 0.0."),
-        ({"timeout_s": float("nan")}, "`timeout_s` must be above 0 seconds, but is nan."),
-    ],
-)
-def test_a_number_that_makes_no_sense_is_refused(arguments, sentence):
-    with pytest.raises(ConfigError) as refused:
-        RayJob(**arguments)
-    assert str(refused.value).startswith(sentence)
-
-
-def test_what_cannot_be_called_is_refused():
-    with pytest.raises(ConfigError, match="`function` must "):
-        on_ray(7)
-
-
 def test_without_ray_the_way_out_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UnsupportedError, match=r"Say `pip install 'phalanx\[ray\]'`\."):
@@ -79,20 +57,3 @@ def test_an_address_where_nobody_answers_is_refused_at_once():
     port = free_port()
     with pytest.raises(ConfigError, match=f"nothing answers at localhost:{port} "):
         on_ray(print, address=f"localhost:{port}")
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--ray", "--nnodes", "2"], "`--nnodes` must be left out with `--ray`, but is given."),
-        (["--ray", "--trusted-network"], "`--trusted-network` must be left out with `--ray`"),
-        (["--address", "auto"], "`--address` must be left out without `--ray`, but is given."),
-        (["--ray"], "`script` must be a Python file, but there is no file "),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(words, sentence, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["phalanx", "launch", *words, "none.py"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert sentence in " ".join(capsys.readouterr().err.split())

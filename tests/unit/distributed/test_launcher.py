@@ -10,17 +10,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from phalanx.distributed.launcher import (
-    Job,
-    available_cores,
     describe_failures,
     first_failure,
-    launch,
 )
 from phalanx.distributed.rank_start import record_failures
-from phalanx.errors import ConfigError
-from phalanx.tables.membership import MAX_WORKERS
-
-MOST = max(MAX_WORKERS, available_cores())
 
 
 def failure(
@@ -81,27 +74,3 @@ def test_a_rank_notes_the_exit_code_that_it_is_about_to_end_with(
         record_failures(lambda: sys.exit(given))
     said = json.loads((tmp_path / "error.json").read_text())
     assert said["message"]["extraInfo"]["exit_code"] == noted
-
-
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [
-        ({"ranks": 0}, "`ranks` must be at least 1 rank, but is 0."),
-        ({"ranks": MOST + 1}, f"`ranks` must be at most {MOST} on one host, but is {MOST + 1}."),
-        ({"ranks": 2, "max_restarts": -1}, "`max_restarts` must be at least 0, but is -1."),
-        ({"ranks": 2, "nodes": (3, 2)}, "the fewest before the most, but is (3, 2)."),
-        ({"ranks": 2, "nodes": (1, 2)}, "`endpoint` must say where 2 hosts meet, but is empty."),
-    ],
-)
-def test_a_job_that_cannot_be_is_refused(job, words):
-    with pytest.raises(ConfigError) as caught:
-        Job(**job)
-    assert words in str(caught.value)
-
-
-def test_a_function_that_ranks_cannot_import_is_refused():
-    def inside() -> None: ...
-
-    for function in (lambda: 3, inside):
-        with pytest.raises(ConfigError, match="must be importable from a module, but is"):
-            launch(function, 2)

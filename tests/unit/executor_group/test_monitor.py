@@ -599,12 +599,6 @@ def test_a_folder_gets_a_writer_when_there_is_something_to_write(
     assert board.closed
 
 
-def test_a_folder_needs_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"pip install phalanx\[board\]"):
-        Monitor(board=tmp_path)
-
-
 def test_a_table_shows_what_toc_returns() -> None:
     monitor, told = Monitor(pattern="0"), io.StringIO()
     monitor.install(net := make_net())
@@ -619,40 +613,6 @@ def test_a_table_shows_what_toc_returns() -> None:
 
 
 # -- what is refused -------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"interval": 0}, r"`interval` must be at least 1 batch, but is 0"),
-        ({"which": "weights"}, r"`which` must hold some of .* but is 'weights'"),
-        ({"which": ()}, r"`which` must hold some of"),
-        ({"pattern": "("}, r"`pattern` must be a regular expression, but is '\('"),
-        ({"on_non_finite": "stop"}, r"`on_non_finite` must be one of .* but is 'stop'"),
-    ],
-)
-def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Monitor(**options)
-
-
-def test_what_has_no_module_cannot_be_watched_and_nothing_twice() -> None:
-    monitor, net = Monitor(), make_net()
-    with pytest.raises(ConfigError, match=r"`target` must be an `nn.Module`.*'int'"):
-        monitor.install(3)
-    monitor.install(net)
-    hooks = num_hooks(net)
-    with pytest.raises(ConfigError, match="watched already"):
-        monitor.install(DataParallel(net, THREE))
-    assert num_hooks(net) == hooks
-
-
-def test_a_statistic_must_be_one_number() -> None:
-    monitor = Monitor(statistic=lambda values: values)
-    monitor.install(net := make_net())
-    monitor.tic()
-    with pytest.raises(ConfigError, match=r"one number, but returned .* \(3, 6\) for `0.output`"):
-        net(draw(3, 4))
 
 
 def test_a_trainer_and_a_wrapped_model_are_installed_by_their_module() -> None:

@@ -160,23 +160,3 @@ def test_close_waits_for_the_threads_that_hold(region, buggy, monkeypatch):
         holder.result(LONG_S)
         closer.result(LONG_S)
         pass_through(theirs, "exclusive", SHORT_S)
-
-
-def test_a_close_that_is_refused_changes_nothing(region):
-    came, told = threading.Event(), threading.Event()
-    with LockFile(region) as other, ThreadPoolExecutor(1) as pool:
-        file, theirs = LockFile(region), other.range(0, 64)
-        ours, apart = file.range(0, 64), file.range(64, 64)
-        holder = pool.submit(hold_until, ours, came, told)
-        assert came.wait(LONG_S)
-        with pytest.raises(StateError, match="but another thread of this process holds it"):
-            file.close(SHORT_S)
-        pass_through(apart, "exclusive", SHORT_S)
-        with pytest.raises(PeerTimeout):
-            pass_through(theirs, "exclusive", SHORT_S)
-        told.set()
-        holder.result(LONG_S)
-        with ours.exclusive(SHORT_S), pytest.raises(StateError, match="but this thread holds it"):
-            file.close(LONG_S)
-        file.close()
-        pass_through(theirs, "exclusive", SHORT_S)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import ConfigError
 from phalanx.memory import FlatParameters, in_memory_order
 
 
@@ -72,14 +71,6 @@ def test_ties_are_kept() -> None:
     flat = flatten(net)
     assert len(flat.parameters) == 3
     assert net[1].weight is net[0].weight
-
-
-def test_two_parameters_in_one_memory_are_refused_and_stay() -> None:
-    first = nn.Parameter(torch.ones(3))
-    second = nn.Parameter(first.data)
-    with pytest.raises(ConfigError, match="must lie in memory of their own, but share it"):
-        FlatParameters([[first, second]])
-    assert first.data_ptr() == second.data_ptr()
 
 
 def test_empty_and_scalar_parameters() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx import ConfigError, DataParallel
+from phalanx import DataParallel
 
 
 class Two(nn.Module):
@@ -52,15 +51,3 @@ def test_parts_may_differ_in_everything() -> None:
     with DataParallel(nn.Identity(), 2) as model:
         outputs = model.forward_parts([torch.ones(2, 3), {"input": torch.zeros(0, 7)}])
     assert [tuple(out.shape) for out in outputs] == [(2, 3), (0, 7)]
-
-
-@pytest.mark.parametrize(
-    ("parts", "match"),
-    [
-        ([torch.ones(1)], r"one input per replica \(3\).*holds 1, 1 of them not None"),
-        ([None, None, None], r"not all None, but holds 3, 0 of them not None"),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(parts: list[object], match: str) -> None:
-    with DataParallel(nn.Identity(), 3) as model, pytest.raises(ConfigError, match=match):
-        model.forward_parts(parts)

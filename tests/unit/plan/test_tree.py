@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.errors import ConfigError
 from phalanx.plan import Node, SummationTree
 
 leaf_counts = st.integers(1, 70)
@@ -121,9 +120,3 @@ def test_only_the_root_stands_at_the_top(num_leaves: int) -> None:
     assert tree.width(tree.root.level) == 1
     assert tree.sibling(tree.root) is None
     assert tree.root.index == 0
-
-
-@pytest.mark.parametrize("num_leaves", [0, -1])
-def test_a_tree_needs_a_leaf(num_leaves: int) -> None:
-    with pytest.raises(ConfigError, match=rf"`num_leaves` must be at least 1, but is {num_leaves}"):
-        SummationTree(num_leaves)

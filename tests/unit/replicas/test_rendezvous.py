@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from phalanx.errors import GroupAborted, PeerTimeout, StateError, UnsupportedError
+from phalanx.errors import GroupAborted, PeerTimeout, UnsupportedError
 from phalanx.execution import ThreadPool
 from phalanx.replicas.rendezvous import ReplicaRendezvous
 
@@ -212,50 +212,6 @@ def test_members_at_different_places_are_told_so(pool: ThreadPool) -> None:
     for error in attend(pool, rendezvous, work):
         assert isinstance(error, UnsupportedError)
         assert "replica 0 came to the left and replica 2 to the right" in str(error)
-
-
-def test_who_is_not_expected_is_turned_away(pool: ThreadPool) -> None:
-    rendezvous = ReplicaRendezvous(DEADLINE_S)
-    with pytest.raises(StateError, match="expects replica 0, but this one expects nobody"):
-        rendezvous.exchange(0, None, "here")
-    with (
-        rendezvous.open([0, 2]),
-        pytest.raises(StateError, match="expects replica 1, but this one expects replicas 0, 2"),
-    ):
-        rendezvous.exchange(1, None, "here")
-
-
-def test_leaving_twice_or_without_being_a_member_does_nothing() -> None:
-    rendezvous = ReplicaRendezvous(DEADLINE_S)
-    rendezvous.leave(0)
-    with rendezvous.open([0]):
-        rendezvous.leave(1, ZeroDivisionError())
-        assert rendezvous.exchange(0, "alone", "here") == ["alone"]
-        rendezvous.leave(0, KeyError("first"))
-        rendezvous.leave(0)
-        with pytest.raises(GroupAborted, match="KeyError"):
-            rendezvous.exchange(0, None, "here")
-
-
-def test_one_member_from_two_threads_is_refused(pool: ThreadPool) -> None:
-    rendezvous = ReplicaRendezvous(DEADLINE_S)
-    refused = threading.Event()
-
-    def work(index: int) -> object:
-        if index == 2:
-            refused.wait(DEADLINE_S)
-            return rendezvous.exchange(1, "b", "here")
-        try:
-            return rendezvous.exchange(0, "a", "here")
-        except StateError as error:
-            refused.set()
-            return error
-
-    with rendezvous.open([0, 1]):
-        *doubles, other = pool.each(work)
-    assert other == ["a", "b"]
-    assert sum(value == ["a", "b"] for value in doubles) == 1
-    assert sum("came from two" in str(value) for value in doubles) == 1
 
 
 def test_runs_of_two_callers_follow_each_other() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import ConfigError
 from phalanx.plan import BufferRules
 from phalanx.replicas import Replica, add_gradients
 
@@ -44,26 +43,7 @@ def test_modes_and_freezing_follow_the_source() -> None:
     assert [p.requires_grad for p in replica.parameters] == [False, True]
 
 
-def test_a_module_that_cannot_be_copied_says_so() -> None:
-    class Stubborn(nn.Module):
-        def __deepcopy__(self, memo: object) -> Stubborn:
-            raise RuntimeError("not me")
-
-    with pytest.raises(RuntimeError, match="not me") as caught:
-        Replica(Stubborn(), CPU, 0)
-    assert "`Stubborn` must be copyable by `copy.deepcopy`" in caught.value.__notes__[0]
-
-
 # --- the copy -------------------------------------------------------------------------------------
-
-
-def test_a_lazy_module_is_refused_by_name_with_a_way_out() -> None:
-    source = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
-    match = r"Parameter `1\.weight` must have a shape .*, but is lazy\. Run the module once"
-    with pytest.raises(ConfigError, match=match):
-        Replica(source, CPU, 0)
-    source(torch.ones(1, 3))
-    Replica(source, CPU, 0)
 
 
 def test_subclasses_and_notes_on_parameters_are_kept() -> None:

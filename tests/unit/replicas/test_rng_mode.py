@@ -238,11 +238,6 @@ def watched_microbatch(draw: Callable[[], object]) -> None:
         draw()
 
 
-def test_a_draw_from_numpy_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="draws from NumPy's global generator"):
-        watched_microbatch(np.random.rand)
-
-
 def test_numpys_generator_that_another_thread_puts_aside_just_then_is_no_draw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,59 +17,6 @@ from phalanx.tables.spec import TableSpec
 pytestmark = pytest.mark.promise("refused-calls-change-nothing")
 
 NAN = float("nan")
-DELTA = torch.ones(2, 3)
-
-
-@pytest.mark.parametrize(
-    ("delta", "rows", "message"),
-    [
-        (DELTA, [0, 5], "Row 5 is outside table 'embed', which has 5 rows, counted from 0. Make"),
-        (DELTA, [-1, 0], "Row -1 is outside table 'embed'"),
-        (DELTA, torch.tensor([9000] + 40 * [1]), "Row 9000 is outside table 'embed'"),
-        (DELTA, [0.0, 1.0], "`rows` must hold integers, but holds torch.float32"),
-        (DELTA, [True, False], "`rows` must hold integers, but holds torch.bool"),
-        (DELTA, "ab", "`rows` must be a list of integers, but is 'ab'"),
-        (DELTA, 3, "`rows` must be a list of integers, but is 3"),
-        (DELTA, ["a"], "`rows` must be a list of integers"),
-        (DELTA, [[0, 1]], r"`rows` must be a list of row numbers, but has shape \(1, 2\)"),
-        (DELTA, [0, 1, 2], r"`delta` must have shape \(3, 3\) for table 'embed', but has \(2, 3\)"),
-        (torch.ones(2, 2), [0, 1], r"`delta` must have shape \(2, 3\)"),
-        (DELTA, None, r"`delta` must have shape \(5, 3\)"),
-        (DELTA.double(), [0, 1], "`delta` must be of torch.float32 like table 'embed', but is of"),
-        (np.ones((2, 3)), [0, 1], "`delta` must be of torch.float32"),
-        ([[1, 2], [3]], [0, 1], "`delta` must hold numbers in rows of equal length"),
-        ([["a"]], [0], "`delta` must hold numbers"),
-        (7, [0, 1], "`delta` must be a tensor, an array or a sequence of numbers, but is 7"),
-        (torch.tensor([[1, 2, NAN]]), [0], "`delta` must be finite for table 'embed'"),
-        (torch.tensor([[1, 2, float("-inf")]]), [0], "`delta` must be finite"),
-    ],
-)
-def test_an_add_that_cannot_be_is_refused_and_changes_nothing(delta, rows, message):
-    with tables.join() as world:
-        table = world.matrix(5, 3, name="embed", init=torch.randn(5, 3), updater="adam")
-        before = table._storage.copy_all(1.0)
-        with pytest.raises(ConfigError, match=message):
-            table.add(delta, rows=rows)
-        for part, was in zip(table._storage.copy_all(1.0), before, strict=True):
-            assert torch.equal(part, was)
-        assert table.stats().adds == 0
-
-
-@pytest.mark.parametrize(
-    ("rows", "out", "message"),
-    [
-        ([5], None, "Row 5 is outside"),
-        (None, torch.empty(4, 3), "`out` must be a tensor of torch.float32"),
-        ([1], torch.empty(1, 3, dtype=torch.float64), "`out` must be a tensor of torch.float32"),
-        ([1, 2], torch.empty(3, 2).t(), "`out` must be a contiguous tensor on the CPU"),
-        ([1], [0], "`out` must be a tensor"),
-    ],
-)
-def test_a_get_that_cannot_be_is_refused(rows, out, message):
-    with tables.join() as world:
-        table = world.matrix(5, 3, name="embed")
-        with pytest.raises(ConfigError, match=message):
-            table.get(rows, out=out)
 
 
 def test_a_refused_get_does_not_end_the_round():
@@ -79,33 +26,6 @@ def test_a_refused_get_does_not_end_the_round():
             table.get([7])
         table.add([1, 1])
         assert table.get().tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"rows": -1}, "`rows` must be an integer from 0 on, but is -1"),
-        ({"rows": 2.0}, "`rows` must be an integer from 0 on, but is 2.0"),
-        ({"cols": 0}, "`cols` must be an integer from 1 on, but is 0"),
-        ({"dtype": torch.float16}, "`dtype` must be one of float32, float64, bfloat16, int32"),
-        ({"dtype": "float"}, "`dtype` must be one of"),
-        ({"num_shards": 0}, "`num_shards` must be an integer from 1 on"),
-        ({"num_shards": 1000}, "`num_shards` must be at most 256"),
-        ({"nonfinite": "ignore"}, "`nonfinite` must be 'reject', 'skip' or 'allow', but is 'ign"),
-        ({"name": "a/b"}, "`name` must be 1 to 100 letters"),
-        ({"init": [1.0]}, r"`init` must have shape \(2, 3\)"),
-        ({"init": NAN}, "`init` must be finite"),
-        ({"init": 0.5, "dtype": torch.int32}, "`init` must be an integer for torch.int32"),
-        ({"staleness": -1}, "`staleness` must be a number of rounds from 0 on"),
-        ({"staleness": 2, "sync": True}, "`staleness` must be absent where `sync` is True"),
-        ({"sync": "yes"}, "`sync` must be True or False"),
-        ({"updater": {"name": "sgd", "lr": 1e39}}, r"`lr` .* at most 3.403e\+38 .*, but is 1e\+39"),
-        ({"updater": {"name": "adam", "lr": 10**400}}, "`lr` .* at most 3.403e"),
-    ],
-)
-def test_a_table_that_cannot_be_is_refused(kwargs, message):
-    with tables.join() as world, pytest.raises(ConfigError, match=message):
-        world.matrix(**{"rows": 2, "cols": 3, **kwargs})
 
 
 def test_a_rate_that_the_dtype_holds_is_taken():
@@ -129,43 +49,6 @@ def test_who_has_left_adds_nothing_and_may_read_on(kind):
         ):
             its.add([[1.0, 2.0]], rows=[1])
         assert ours.get([1]).tolist() == its.get([1]).tolist() == [[1.0, 2.0]]
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"timeout_s": -1}, "`timeout_s` must be seconds from 0"),
-        ({"timeout_s": NAN}, "`timeout_s` must be seconds from 0"),
-        ({"num_workers": 0}, "`num_workers` must be 1 to 256, but is 0"),
-        ({"num_workers": 257}, "`num_workers` must be 1 to 256, but is 257"),
-        ({"run": "a b"}, "`run` must be 1 to 100 letters"),
-        ({"sync": True, "staleness": 3}, "`staleness` must be absent"),
-    ],
-)
-def test_a_world_that_cannot_be_is_refused(kwargs, message):
-    with pytest.raises(ConfigError, match=message):
-        tables.join(**kwargs)
-
-
-def test_a_run_that_does_not_exist_is_not_joined_and_not_made():
-    with pytest.raises(StateError, match="Run 'nobody-here' must have been begun by another"):
-        tables.join("nobody-here", create=False)
-    with tables.join("nobody-here") as world:
-        assert world.worker_id == 0
-
-
-def test_two_workers_cannot_open_one_name_as_two_kinds_of_table():
-    with tables.join(num_workers=2) as one, one.thread_worker() as two:
-        table = one.matrix(2, 3, name="t", init=1.0)
-        for other, message in [
-            (lambda: two.matrix(2, 4, name="t"), r"`shape` of table 't' .* \(\[2, 3\]\), but is"),
-            (lambda: two.matrix(2, 3, torch.int32, name="t"), "`dtype` of table 't'"),
-            (lambda: two.matrix(2, 3, name="t", updater="sgd"), "`updater` of table 't'"),
-            (lambda: two.matrix(2, 3, name="t", sync=True), "`staleness` of table 't'"),
-        ]:
-            with pytest.raises(ConfigError, match=message):
-                other()
-        assert torch.equal(table.get(), torch.ones(2, 3))
 
 
 def test_a_table_that_does_not_fit_is_refused_and_its_name_stays_free():
@@ -338,16 +221,6 @@ def test_one_world_per_process():
     tables.shutdown()
     with pytest.raises(StateError, match="`init` must be called first"):
         tables.barrier()
-
-
-@pytest.mark.parametrize("directory", [3, None, b"x", ["a"]])
-def test_a_folder_that_is_no_path_is_refused(directory):
-    with tables.join() as world:
-        net = tables.SharedModule(torch.nn.Linear(2, 1), world)
-        for table in (world.matrix(2, 2), world.keys(2), net):
-            for call in (table.snapshot, table.restore):
-                with pytest.raises(ConfigError, match="`directory` must be a path, but is"):
-                    call(directory)
 
 
 def test_who_was_announced_and_never_came_is_named_at_the_end():

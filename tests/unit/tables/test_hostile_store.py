@@ -143,12 +143,3 @@ def test_values_of_an_older_start_are_refused_though_the_secret_has_signed_them(
     assert all("must be of this start of the run, but is of another" in str(t) for t in told)
     if RUN in keys:
         assert len(told) == SIZE
-
-
-def test_an_address_of_an_older_start_is_refused(trust):
-    older, store = Store(), Store()
-    host_rendezvous._SignedStore(older, trust.secret, "one").put("server/1", ["b", "tcp://b:1"])
-    store.values.update(older.values)
-    signed = host_rendezvous._SignedStore(store, trust.secret, "another")
-    with pytest.raises(ConfigError, match="'server/1' in the store must be of this start"):
-        signed.take("server/1", "rank 1", "")

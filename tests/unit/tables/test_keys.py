@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.errors import CheckpointError, ConfigError, StateError
+from phalanx.errors import ConfigError
 from phalanx.tables.hash_index import HashIndex
 from phalanx.tables.hash_segment import HashSegment
 from phalanx.tables.key_storage import KeyStorage
@@ -187,15 +187,6 @@ def test_a_snapshot_brings_keys_values_and_state_back(tmp_path, num_shards):
         assert torch.equal(back.get(keys), after)
 
 
-def test_a_snapshot_of_a_matrix_is_not_one_of_a_keys_table(tmp_path):
-    with tables.join() as world:
-        world.matrix(4, 3, name="t").snapshot(tmp_path)
-    with tables.join() as world:
-        table = world.keys(3, name="t")
-        with pytest.raises(CheckpointError, match=r"`shape` of the snapshot .*\(\['keys', 3\]\)"):
-            table.restore(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("delta", "rows", "message"),
     [
@@ -242,43 +233,6 @@ def test_a_large_add_that_is_refused_in_its_last_block_brings_no_key(world, upda
     assert len(table) == 20_002
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"cols": 0}, "`cols` must be an integer from 1 on, but is 0"),
-        ({"capacity": 0}, "`capacity` must be an integer from 1 to"),
-        ({"capacity": 2.5}, "`capacity` must be an integer from 1 to"),
-        ({"updater": "sum2"}, "`updater` must be one of"),
-        ({"updater": {"name": "sgd", "speed": 1}}, "Options of updater 'sgd' must be among `lr`"),
-        ({"init": [1.0]}, r"`init` must have shape \(1, 3\)"),
-        ({"init": [1.0, NAN, 1.0]}, "`init` must be finite"),
-        ({"init": "uniform"}, r"`init` must be a number, a row of 3 numbers or `tables.Uniform"),
-        ({"init": 0.5, "dtype": torch.int64}, "`init` must be an integer for torch.int64"),
-        ({"init": tables.Uniform(0, 1), "dtype": "int64"}, "`init` must be an integer or a row"),
-        ({"num_shards": 1000}, "`num_shards` must be at most 256"),
-    ],
-)
-def test_a_table_that_cannot_be_is_refused(world, kwargs, message):
-    with pytest.raises(ConfigError, match=message):
-        world.keys(**{"cols": 3, **kwargs})
-
-
-@pytest.mark.parametrize("bounds", [(1, 1), (2, 1), (0, NAN), (False, 1), ("a", 1)])
-def test_bounds_that_are_none_are_refused(bounds):
-    with pytest.raises(ConfigError, match="`low` and `high` must be finite numbers"):
-        tables.Uniform(*bounds)
-
-
-def test_one_name_cannot_be_a_matrix_and_a_keys_table(world):
-    table = world.keys(3, name="t")
-    table.add([[1, 2, 3]], rows=[5])
-    with pytest.raises(ConfigError, match="`shape` of table 't' must be what its first worker"):
-        world.matrix(3, 3, name="t")
-    with pytest.raises(ConfigError, match=r"`shape` of table 't' .*\['keys', 4\]"):
-        world.keys(4, name="t")
-    assert table.get([5]).tolist() == [[1.0, 2.0, 3.0]]
-
-
 def test_gets_go_into_out_and_several_may_be_open(world):
     table = world.keys(2)
     table.add([[1, 2]], rows=[-1])
@@ -289,16 +243,6 @@ def test_gets_go_into_out_and_several_may_be_open(world):
     assert [p.wait().tolist() for p in pending] == [[[0.0, 0.0]], [[1.0, 2.0]]]
     with pytest.raises(ConfigError, match="`rows` must be keys of table"):
         table.get()
-
-
-def test_only_the_master_assigns_and_a_closed_world_says_so():
-    with tables.join(num_workers=2) as one, one.thread_worker() as two:
-        table, other = (w.keys(2, name="t") for w in (one, two))
-        with pytest.raises(StateError, match="`assign` must be called by the master, worker 0"):
-            other.assign([[1, 1]], rows=[1])
-    for call in (table.keys, lambda: len(table), lambda: table.get([1])):
-        with pytest.raises(StateError, match="is closed"):
-            call()
 
 
 # --- readers that meet a writer -------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import nn
 
 from phalanx import tables
 from phalanx.clock import now_s
-from phalanx.errors import CheckpointError, ConfigError, PeerTimeout, StateError
+from phalanx.errors import CheckpointError, PeerTimeout
 from phalanx.ipc import wait_until
 from phalanx.tables import snapshot_schedule, snapshots
 from phalanx.tables.sharded import Storage
@@ -102,24 +102,6 @@ def test_it_ends_with_the_world(tmp_path):
         assert threads() == ["phalanx snapshots of worker 0"]
     assert threads() == []
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("every_s", [0, -1, True, "1", float("nan"), float("inf"), 1e7])
-def test_an_interval_that_is_none_is_refused(tmp_path, every_s):
-    with tables.join() as world:
-        table = world.matrix(7, 3, name="t")
-        with pytest.raises(ConfigError, match="`every_s` must be seconds above 0"):
-            table.snapshot(tmp_path, every_s=every_s)
-
-
-def test_a_worker_that_has_left_is_refused(tmp_path):
-    with tables.join() as world:
-        table = world.matrix(7, 3, name="t")
-        world.leave()
-        with pytest.raises(
-            StateError, match="must be called by a worker of the run, but worker 0 has left"
-        ):
-            table.snapshot(tmp_path, every_s=1)
 
 
 def test_the_next_master_writes_where_one_leaves(tmp_path):

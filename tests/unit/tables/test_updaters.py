@@ -210,39 +210,3 @@ def test_a_registered_function_that_returns_new_rows_is_refused(rows):
             table.add(delta, rows=rows)
         assert table.get().tolist() == [[7.0, 7.0]] * 3
         world.matrix(3, 2, updater="in place").add(delta, rows=rows)
-
-
-@pytest.mark.parametrize(
-    ("updater", "message"),
-    [
-        ("best", "`updater` must be one of 'sum', 'sgd', .* but is 'best'"),
-        ({"lr": 1}, "`updater` must be one of .* but is None"),
-        ({"name": "sgd", "rate": 1}, "Options of updater 'sgd' must be among `lr`, but 'rate'"),
-        ({"name": "sgd", "lr": -1}, "Option `lr` of updater 'sgd' must be at least 0 and below"),
-        ({"name": "sgd", "lr": float("nan")}, "Option `lr` of updater 'sgd'"),
-        ({"name": "sgd", "lr": "fast"}, "Option `lr` of updater 'sgd' must be a number"),
-        ({"name": "adam", "beta1": 1.0}, "Option `beta1` of updater 'adam' must be .* below 1"),
-        ({"name": "rmsprop", "alpha": 1}, "Option `alpha` of updater 'rmsprop' must be .* below 1"),
-        (3, "`updater` must be a name, a mapping .* but is 3"),
-    ],
-)
-def test_an_unknown_updater_or_option_is_refused(updater, message):
-    with tables.join() as world, pytest.raises(ConfigError, match=message):
-        world.array(3, updater=updater)
-
-
-def test_a_registered_function_takes_no_options():
-    tables.register_updater("plain", lambda rows, delta: rows.add_(delta))
-    message = "Options of updater 'plain' must be none, .* but are `lr`"
-    with tables.join() as world, pytest.raises(ConfigError, match=message):
-        world.array(3, updater={"name": "plain", "lr": 1})
-
-
-def test_integer_tables_take_sums_only():
-    with tables.join() as world, pytest.raises(ConfigError, match="must be 'sum' for a table of"):
-        world.array(3, torch.int64, updater="adam")
-
-
-def test_dc_asgd_must_know_how_many_workers_there_are():
-    with tables.join("dc-unknown") as world, pytest.raises(ConfigError, match="`num_workers` must"):
-        world.array(3, updater="dc_asgd")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import phalanx
 from phalanx import Update, merge_updates
-from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.errors import ConfigError
 from phalanx.plan import Node, SummationTree
 
 pytestmark = pytest.mark.promise("oxirs")
@@ -402,57 +402,6 @@ def test_an_update_of_nonsense_is_refused(arguments, words):
 
 def u(gradients: Any, loss: Any = 0.0, samples: int = 1, **options: Any) -> Update:
     return Update(gradients, loss, samples, **options)
-
-
-@pytest.mark.parametrize(
-    ("updates", "words"),
-    [
-        ([], "`updates` must hold at least one update, but is empty."),
-        ([u([1.0]), 3], "`updates` must hold objects of `Update`, but update 1 is 'int'."),
-        ([u([1.0], samples=0)] * 3, "but all 3 have weight 0. Leave the step out."),
-        ([u([1.0], weight=0)], "must stand for something together"),
-        ([u([1.0], rank=0), u([1.0])], "for all updates or for none, but is None for update 1."),
-        ([u([1.0]), u([1.0], NAN)], "`loss` of update 1 must be finite, but is nan."),
-        ([u([1.0], torch.tensor(INF))], "`loss` of update 0 must be finite, but is inf."),
-        ([u([1.0], t(1.0, 2.0))], "`loss` of update 0 must be a number or a tensor of one element"),
-        ([u([1.0], None)], "`loss` of update 0 must be a number"),
-        ([u([1.0, 2.0]), u([1.0])], "of update 1 must hold 2 numbers like those of update 0"),
-        ([u([1.0]), u([])], "like those of update 0, but hold 0."),
-        ([u([t(1.0)]), u([1.0])], "Gradient `0` of update 1 must be like that of update 0,"),
-        ([u(t(1.0)), u(t(1.0, 2.0))], "but is a tensor of shape (2,), torch.float32, on cpu."),
-        ([u(t(1.0)), u(t(1.0).double())], "but is a tensor of shape (1,), torch.float64, on cpu."),
-        ([u(t(1.0)), u(t(1.0).to("meta"))], "of shape (1,), torch.float32, on meta."),
-        ([u(t(1.0)), u(t(1.0).numpy())], "but is an array of shape (1,), float32."),
-        ([u({"a": {"b": t(1.0)}}), u({"a": {"b": t()}})], "Gradient `a.b` of update 1 must be"),
-        ([u({"a": t(1.0)}), u({"b": t(1.0)})], "a dict, but lack `a` and have `b` too."),
-        ([u([t(1.0)]), u([t(1.0), t(1.0)])], "a list, but have `1` too."),
-        ([u([t(1.0), t(1.0)]), u([t(1.0)])], "a list, but lack `1`."),
-        ([u([t(1.0)]), u((t(1.0),))], "a list, but are a tuple."),
-        ([u([t(1.0)]), u(t(1.0))], "a list, but are a Tensor."),
-        ([u([t(1.0)]), u(None)], "a list, but are a NoneType. Give None for a gradient of zero."),
-        ([u([{"a": 1.0, "b": 1.0}]), u([{"b": 1.0, "a": 1.0}])], "but differ in kind or order"),
-        ([u(torch.tensor([1]))], "Gradient of update 0 must be a number, or a tensor or array"),
-        ([u(np.array([1]))], "but is an array of shape (1,), int64."),
-        ([u(np.array([1.0], dtype=np.longdouble))], "dtype up to 64 bits, but is an array"),
-        ([u([t(1.0), "a"])], "Gradient `1` of update 0 must be a number, or a tensor"),
-        ([u(iter([1.0]))], "but is 'list_iterator'."),
-    ],
-)
-def test_updates_that_have_no_mean_are_refused(updates, words):
-    with pytest.raises(ConfigError) as caught:
-        merge_updates(updates)
-    assert words in str(caught.value)
-
-
-def test_errors_count_updates_as_they_were_given():
-    updates = [u([1.0], rank=2), u([1.0], NAN, rank=1), u(None, samples=0, rank=0)]
-    with pytest.raises(ConfigError, match="`loss` of update 1 must be finite"):
-        merge_updates(updates)
-
-
-def test_sparse_gradients_are_not_built():
-    with pytest.raises(UnsupportedError, match=r"must be dense, but is torch\.sparse_coo"):
-        merge_updates([u([t(1.0).to_sparse()])])
 
 
 def test_nothing_is_computed_before_all_is_checked(monkeypatch):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
-from phalanx import CheckpointError, ConfigError, ExactSampler
+from phalanx import CheckpointError, ExactSampler
 
 
 @given(
@@ -77,12 +77,6 @@ def test_a_state_that_cannot_be_is_refused_and_changes_nothing(change: dict[str,
     with pytest.raises(CheckpointError, match="`state` must"):
         sampler.load_state_dict({**sampler.state_dict(), **change})
     assert list(sampler) == [2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("options", [{"data": 0}, {"rank": 2, "num_ranks": 2}, {"rank": -1}])
-def test_what_cannot_be_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        ExactSampler(**{"data": 3, **options})
 
 
 trained_on: list[float] = []

@@ -177,19 +177,6 @@ def test_a_data_set_that_knows_no_slices_is_dealt_out():
     assert [[label for _, label in part] for part in parts] == [[0], [1, 2, 3, 4]]
 
 
-# [(x0, y0), (x1, y1)] may be two samples, or a batch in four tensors. Cut along dim 0 it would give
-# halves of features without a word.
-def test_samples_in_containers_of_tensors_must_be_told_from_a_batch():
-    pairs = [(x(2), torch.ones(2)), (x(2), torch.zeros(2)), (x(2), torch.ones(2))]
-    with pytest.raises(ConfigError, match=r"`by` must say what `samples` is, a list of 3"):
-        split_batch(pairs, 2)
-    assert split_batch(pairs, 2, by="items") == [pairs[::2], pairs[1::2]]
-    rows = split_batch(pairs, 2, by="rows")
-    assert [[tuple(each.shape) for each in pair] for pair in rows[0]] == [[(1, 2), (1,)]] * 3
-    images = [x(3), x(3)]
-    assert split_batch(images, 2, by="items") == [[images[0]], [images[1]]]
-
-
 def refusal(call: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         call()
@@ -225,12 +212,6 @@ def refusal(call: Any) -> str:
 )
 def test_what_cannot_be_dealt_out_is_refused(arguments, words):
     assert words in refusal(lambda: split_batch(*arguments))
-
-
-def test_a_word_for_by_that_is_none_is_refused():
-    assert "`by` must be 'rows', 'items' or None, but is 'row'." in refusal(
-        lambda: split_batch([1], 1, by="row")
-    )
 
 
 def test_it_is_a_public_name():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from phalanx import ConfigError, Span, StepDone, Stragglers
+from phalanx import Span, StepDone, Stragglers
 from tests.unit.callbacks.events import epoch_done, step_done
 
 
@@ -59,9 +57,3 @@ def test_a_replica_without_rows_is_left_out_and_other_events_too() -> None:
     assert stragglers.report() == []
     stragglers(step((0.1, 0.0, 0.1), (4, 0, 4)))
     assert stragglers.report() == []
-
-
-@pytest.mark.parametrize("options", [{"factor": 1.0}, {"window": 0}])
-def test_what_cannot_be_is_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ConfigError):
-        Stragglers(**options)  # type: ignore[arg-type]
