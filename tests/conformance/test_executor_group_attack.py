@@ -214,7 +214,7 @@ def test_what_is_given_whole_and_written_to_is_each_devices_own(as_state, is_tra
             group.set_states([h])
         group.forward(zeros if as_state else (zeros, h), is_train=is_train)
         assert group.outputs()[0].unique().tolist() == [1]
-        assert h.tolist() == [0]  # the user's stays as it is, as with worker processes
+        assert h.tolist() == [0]  # the user's stays as it is
 
 
 # --- labels and weights ---------------------------------------------------------------------------

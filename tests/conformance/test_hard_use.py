@@ -380,8 +380,6 @@ def test_memory_shared_with_a_parameter_is_refused(keep: str) -> None:
         t.step(data)
     with phalanx.DataParallel(Aliased(keep), devices=2) as model, refusal:
         model(data[0])
-    with refusal:
-        phalanx.DataParallel(Aliased(keep), devices=2, executor="processes")
 
 
 @pytest.mark.parametrize("kind", ["gaps", "expanded"])

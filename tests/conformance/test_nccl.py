@@ -44,7 +44,7 @@ def test_other_words(make: Any, reduce: Any) -> None:
         make(reduce=reduce)
 
 
-@pytest.mark.parametrize("make", ALL)
+@pytest.mark.parametrize("make", [trainer, trainer_on_auto])
 def test_what_does_not_go_with_it(make: Any) -> None:
     with pytest.raises(UnsupportedError, match="`executor` must be 'threads' for reduce='nccl'"):
         make(reduce="nccl", executor="processes")

@@ -144,12 +144,9 @@ def test_containers_and_groups_refuse_it_too() -> None:
         with phalanx.DataParallel(net, devices=2) as model:
             assert_refused(net, r"Parameter `k.weight` must stay", lambda: model(batch()[0]))
         shape = desc("x", 12, 9, dtype=torch.float32)
-        for executor in ("threads", "processes"):
-            with group_of(
-                net, shape, devices=["cpu"] * 2, workloads=[1, 1], executor=executor
-            ) as group:
-                run = lambda: group.forward(batch()[0], is_train=True)  # noqa: E731
-                assert_refused(net, r"Parameter `k.weight` must stay", run)
+        with group_of(net, shape, devices=["cpu"] * 2, workloads=[1, 1]) as group:
+            run = lambda: group.forward(batch()[0], is_train=True)  # noqa: E731
+            assert_refused(net, r"Parameter `k.weight` must stay", run)
 
 
 def test_a_column_of_its_own_may_write_its_parameters(second_device: bool) -> None:
@@ -333,12 +330,11 @@ class InPlaceGroup(nn.Module):
         return self.layer(x.mul_(0.5))
 
 
-@pytest.mark.parametrize("executor", ["threads", "processes"])
-def test_a_groups_inputs_stay_the_users_in_every_executor(executor: str) -> None:
+def test_a_groups_inputs_stay_the_users() -> None:
     net, x = InPlaceGroup(), batch()[0]
     before, expected = x.clone(), net(x.clone())
     shape = desc("x", 12, 9, dtype=torch.float32)
-    with group_of(net, shape, devices=["cpu"] * 2, workloads=[1, 1], executor=executor) as group:
+    with group_of(net, shape, devices=["cpu"] * 2, workloads=[1, 1]) as group:
         for trains in (True, True, False, False):
             group.forward(x, is_train=trains)
             torch.testing.assert_close(group.outputs()[0], expected.detach())

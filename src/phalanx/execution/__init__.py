@@ -2,13 +2,11 @@
 
 from phalanx.distributed import GroupChanged
 from phalanx.execution.contract import (
-    CachedPayload,
     Executor,
     GradientHook,
     MicrobatchContext,
     MicrobatchResult,
     RunResult,
-    SourceVersion,
     Span,
     default_intra_op,
 )
@@ -18,14 +16,15 @@ from phalanx.execution.opening import (
     EXECUTORS,
     ExecutorChoice,
     ExecutorMaker,
-    PoolGroup,
     Processes,
     Ranks,
+    check_reduce,
     nccl_serves,
     refuse_moved,
+    refuse_without_nccl,
 )
 from phalanx.execution.partial_sums import Gradients, PartialSum
-from phalanx.execution.processes import ProcessExecutor, check_shareable
+from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import described
 from phalanx.execution.sent_once import SentOnce
 from phalanx.execution.sharded_optimizer import (
@@ -41,7 +40,6 @@ __all__ = [
     "EXECUTORS",
     "MOMENTS",
     "STEP",
-    "CachedPayload",
     "Executor",
     "ExecutorChoice",
     "ExecutorMaker",
@@ -52,13 +50,11 @@ __all__ = [
     "MicrobatchContext",
     "MicrobatchResult",
     "PartialSum",
-    "PoolGroup",
     "ProcessExecutor",
     "Processes",
     "Ranks",
     "RunResult",
     "SentOnce",
-    "SourceVersion",
     "Span",
     "Stepper",
     "ThreadExecutor",
@@ -66,10 +62,11 @@ __all__ = [
     "WholeStepper",
     "WorkerFailure",
     "WorkerLost",
-    "check_shareable",
+    "check_reduce",
     "default_intra_op",
     "described",
     "nccl_serves",
     "norm_of_gradients",
     "refuse_moved",
+    "refuse_without_nccl",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -44,7 +44,6 @@ from phalanx.replicas import (
 from phalanx.types import Nested
 
 __all__ = [
-    "CachedPayload",
     "Executor",
     "GradientHook",
     "MicrobatchContext",
@@ -53,7 +52,6 @@ __all__ = [
     "Reduction",
     "RunResult",
     "RunState",
-    "SourceVersion",
     "Span",
     "annotate_error",
     "default_intra_op",
@@ -61,24 +59,6 @@ __all__ = [
 
 T = TypeVar("T")
 GradientHook = Callable[[int, Gradients | None], Gradients | None]
-
-
-class SourceVersion:
-    """The source module as a run saw it; to be given back to the executor that made it."""
-
-
-class CachedPayload(ABC):
-    """A microbatch of which a replica is sent what it has not kept in `MicrobatchContext.saved`.
-
-    Attributes:
-        name: What the replica may have.
-    """
-
-    name: str
-
-    @abstractmethod
-    def for_replica(self, has: bool) -> Nested:
-        """Return what is sent to a replica that has ``name``, or has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +82,6 @@ class MicrobatchContext:
         seed: Where its random numbers start.
         rng: How it gets them.
         rng_use: Told whether it drew any.
-        saved: What the replica keeps from run to run, by name; see `Executor.forget`.
         in_worker: Whether this is a worker process, where the rows are nobody else's.
     """
 
@@ -112,18 +91,16 @@ class MicrobatchContext:
     seed: int
     rng: RngPlan = RngPlan()  # noqa: RUF009  # frozen
     rng_use: RngUse = field(default_factory=RngUse)
-    saved: dict[str, Any] = field(default_factory=dict)  # Any: whatever runs leave there
     in_worker: bool = False
 
-    def drawing(self, seed: int | None = None, *, kept: Sequence[object] = ()) -> MicrobatchRng:
+    def drawing(self, *, kept: Sequence[object] = ()) -> MicrobatchRng:
         """Return what gives the model its random numbers, entered around the user's code only.
 
         Args:
-            seed: For a backward pass on its own, where its numbers start; default: the forward's.
             kept: What may keep generators, beside the module.
         """
-        start, kept = self.seed if seed is None else seed, (self.replica.module, *kept)
-        return MicrobatchRng(start, self.rng, self.rng_use, kept=kept)
+        kept = (self.replica.module, *kept)
+        return MicrobatchRng(self.seed, self.rng, self.rng_use, kept=kept)
 
 
 @dataclass(frozen=True)
@@ -158,7 +135,6 @@ class RunResult:
         drew: Whether the model drew random numbers from the microbatches' own generators.
         seconds: What each pinned microbatch took until its gradients were there: without waiting
             for other replicas, and before any merging; 0 for those left out.
-        version: The source as the run saw it.
     """
 
     results: list[Any]  # Any: whatever the task returns
@@ -169,7 +145,6 @@ class RunResult:
     spans: list[Span] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     drew: bool = False
-    version: SourceVersion | None = None
 
 
 class Reduction(ABC):
@@ -277,7 +252,7 @@ class Executor(ABC):
         seed: tuple[int, ...],
         pinned: bool = False,
         only: range | None = None,
-        as_of: SourceVersion | None = None,
+        backward: bool = False,
         gradient_hook: GradientHook | None = None,
         adds: bool = True,
         steps_whole: bool = False,  # noqa: ARG002 - ranks compare it
@@ -290,8 +265,8 @@ class Executor(ABC):
             seed: Where the random numbers of this run start; each microbatch appends its index.
             pinned: Microbatch i goes to replica i, and to another only if that one is lost.
             only: Run these, while others run elsewhere; default: all.
-            as_of: Go on with what an earlier run left in `saved`, as that one saw the source;
-                default: take over what has changed. A closed executor of threads can do so, too.
+            backward: Go back through graphs of an earlier run: nothing is taken over from the
+                source, and no buffers are collected. A closed executor can do so, too.
             gradient_hook: Called with each microbatch's index and gradients, or None for one that
                 is left out; returns what is added in their place, or None to add them as they are.
             adds: Add gradients along the tree. Otherwise `RunResult.sums` has each microbatch's.
@@ -305,7 +280,6 @@ class Executor(ABC):
         Raises:
             Exception: What ``task`` raised, with a note that names replica and microbatch. Nothing
                 that the caller can see has changed then.
-            StateError: Replicas cannot be given the source ``as_of`` that run any more.
         """
         trains = tuple([source.training for source in self.sources])
         name = getattr(task, "__qualname__", type(task).__qualname__)
@@ -325,7 +299,7 @@ class Executor(ABC):
             pinned,
             rng=plan,
             only=only,
-            as_of=as_of,
+            backward=backward,
             gradient_hook=gradient_hook,
             adds=adds,
         )
@@ -406,7 +380,7 @@ class Executor(ABC):
             shares = Shares(workload_sizes(len(left), self.workloads))
         state.queue = WorkQueue(left, shares, [workload > 0 for workload in self.workloads])
         trains = self.sources[0].training
-        if trains in self._compared or not self.one_source or state.as_of is not None:
+        if trains in self._compared or not self.one_source or state.backward:
             self._work_on(state)
             return
         with same_afterwards(self.sources[0]):
@@ -433,10 +407,6 @@ class Executor(ABC):
     @abstractmethod
     def refresh(self) -> None:
         """Take over everything from the module now."""
-
-    @abstractmethod
-    def forget(self, name: str) -> None:
-        """Let replicas forget what they keep in `saved` under ``name``; called in any thread."""
 
     @abstractmethod
     def close(self) -> None:
@@ -483,7 +453,7 @@ class RunState:
         pinned: bool,
         rng: RngPlan,
         only: range | None,
-        as_of: SourceVersion | None,
+        backward: bool,
         gradient_hook: GradientHook | None,
         adds: bool,
     ) -> None:
@@ -494,8 +464,7 @@ class RunState:
         self.pinned = pinned
         self.rng = rng
         self.rng_use = RngUse()
-        self.as_of = as_of
-        self.version: SourceVersion | None = as_of
+        self.backward = backward
         self.gradient_hook = gradient_hook
         self.adds = adds
         self.queue: WorkQueue  # set when it starts
@@ -511,22 +480,16 @@ class RunState:
         self.spans: list[Span] = []
         self.seconds = [0.0] * len(microbatches)
 
-    def context(self, replica: Replica, index: int, saved: dict[str, Any]) -> MicrobatchContext:
-        """Put microbatch ``index`` into the hands of ``replica``, which keeps ``saved``."""
+    def context(self, replica: Replica, index: int) -> MicrobatchContext:
+        """Put microbatch ``index`` into the hands of ``replica``."""
         return MicrobatchContext(
             replica=replica,
             index=index,
-            batch=self.payload(index, saved),
+            batch=self.microbatches[index],
             seed=derive_seed(*self.seed, index),
             rng=self.rng,
             rng_use=self.rng_use,
-            saved=saved,
         )
-
-    def payload(self, index: int, saved: Collection[str]) -> Nested:
-        """Return what a replica that has ``saved`` is sent of microbatch ``index``."""
-        batch = self.microbatches[index]
-        return batch.for_replica(batch.name in saved) if isinstance(batch, CachedPayload) else batch
 
     def put(self, index: int, own: PartialSum) -> None:
         """Bring what microbatch ``index`` has left."""
@@ -552,7 +515,6 @@ class RunState:
             spans=sorted(self.spans, key=attrgetter("start_s")),
             seconds=self.seconds,
             drew=self.rng_use.drew,
-            version=self.version,
         )
 
 

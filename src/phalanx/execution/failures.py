@@ -40,7 +40,7 @@ class WorkerLost:
     """A worker process was lost in a step, which was completed without it.
 
     Attributes:
-        step: Number of the update, or of an executor group's forward pass, from 1.
+        step: Number of the update, from 1.
         worker: Number of the worker.
         pid: Its process.
         reason: What became of it.

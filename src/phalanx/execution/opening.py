@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,12 @@ __all__ = [
     "EXECUTORS",
     "ExecutorChoice",
     "ExecutorMaker",
-    "PoolGroup",
     "Processes",
     "Ranks",
+    "check_reduce",
     "nccl_serves",
     "refuse_moved",
+    "refuse_without_nccl",
 ]
 
 _REDUCTIONS = ("tree", "nccl")
@@ -48,7 +48,7 @@ class Processes:
     Args:
         timeout_s: How long a microbatch may take before its worker process counts as hung.
         max_failures: How many worker processes may be lost in all; None for any number.
-        on_failure: Called with every `WorkerLost`, after the update or pass that it was lost in.
+        on_failure: Called with every `WorkerLost`, after the update that it was lost in.
         memory_dir: A folder for files in the place of the memory that worker processes share, where
             that is short; default: anonymous memory, which no size of /dev/shm limits.
 
@@ -134,7 +134,7 @@ class ExecutorChoice:
             ConfigError: It is neither; or ``reduce`` is unknown.
             UnsupportedError: ``reduce`` does not fit the others.
         """
-        _check_reduce(reduce, given)
+        check_reduce(reduce, given)
         named = ", ".join(map(repr, kinds))
         others = "`Processes(…)` or `Ranks(…)`" if "ranks" in kinds else "`Processes(…)`"
         known = (
@@ -149,11 +149,6 @@ class ExecutorChoice:
             elastic = ElasticExchange(timeout_s=given.timeout_s, lost_after_s=given.lost_after_s)
             return ExecutorChoice(kind="ranks", options=Processes(), elastic=elastic)
         return ExecutorChoice(kind=given, options=Processes(), nccl=reduce == "nccl")
-
-    @property
-    def in_process(self) -> bool:
-        """Whether replicas run in this process, on any device, where hooks reach them."""
-        return self.kind != "processes"
 
     @property
     def is_first(self) -> bool:
@@ -183,24 +178,12 @@ class ExecutorChoice:
             UnsupportedError: There is one.
         """
         if self.nccl:
-            _refuse_without_nccl(devices)
+            refuse_without_nccl(devices)
         others = [str(device) for device in devices if device.type != "cpu"]
-        if others and not self.in_process:
+        if others and self.kind == "processes":
             raise UnsupportedError(
                 f"`devices` must be CPUs for executor={self.kind!r}, but hold {', '.join(others)}. "
                 "Use executor='threads', which serves several devices from one process."
-            )
-
-    def refuse_apart(self, needing: str) -> None:
-        """Refuse what needs replicas in this process.
-
-        Raises:
-            UnsupportedError: They are in others.
-        """
-        if not self.in_process:
-            raise UnsupportedError(
-                f"{needing} needs replicas in this process, but those of executor={self.kind!r} "
-                "are in others. Use executor='threads'."
             )
 
 
@@ -210,7 +193,14 @@ def nccl_serves(devices: Sequence[torch.device]) -> bool:
     return on_cuda and nccl_is_here()
 
 
-def _check_reduce(reduce: Any, executor: Any) -> None:
+# Any: whatever the user wrote.
+def check_reduce(reduce: Any, executor: Any = "threads") -> None:
+    """Refuse a way of summing gradients that is unknown, or does not fit the executor.
+
+    Raises:
+        ConfigError: ``reduce`` is unknown.
+        UnsupportedError: It does not fit ``executor``.
+    """
     fits = isinstance(reduce, str) and reduce in _REDUCTIONS
     check_argument(fits, "reduce", "be 'tree' or 'nccl'", reduce)
     if reduce == "nccl" and executor != "threads":
@@ -219,35 +209,18 @@ def _check_reduce(reduce: Any, executor: Any) -> None:
         )
 
 
-def _refuse_without_nccl(devices: Sequence[torch.device]) -> None:
+def refuse_without_nccl(devices: Sequence[torch.device]) -> None:
+    """Refuse devices that NCCL does not serve.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
     if not nccl_serves(devices):
         named = ", ".join(dict.fromkeys(map(str, devices)))
         raise UnsupportedError(
             f"`reduce` must be 'tree' for devices that NCCL does not serve, but is 'nccl' for "
             f"{named}. It serves CUDA's, where torch was built with it. Leave it out."
         )
-
-
-class PoolGroup:
-    """The memory pools of several executors, which find the parameters they share in one place.
-
-    Each executor has a pool of its own, because a pool frees nothing while its executor works; what
-    one has moved to its pool, the others' hold as well.
-    """
-
-    def __init__(self) -> None:
-        self._pools: weakref.WeakSet[SharedMemoryPool] = weakref.WeakSet()
-
-    def open(
-        self, parameters: Iterable[nn.Parameter], memory_dir: str | Path | None
-    ) -> SharedMemoryPool:
-        """Return a pool for one more executor, with what others have of its ``parameters``."""
-        pool = SharedMemoryPool(None if memory_dir is None else Path(memory_dir))
-        for parameter in parameters:
-            for other in self._pools:
-                pool.share(other, parameter)
-        self._pools.add(pool)
-        return pool
 
 
 class ExecutorMaker:
@@ -257,7 +230,6 @@ class ExecutorMaker:
         choice: Of which kind.
         module: The module to run.
         failures: Takes note of worker processes that were lost.
-        pools: The same for executors that share parameters; default: of its own.
         shared: What the runs refer to; worker processes get it with the module.
         timed: Measure replicas on devices that work behind their thread's back.
         steps: Whether it will step an optimizer.
@@ -269,7 +241,6 @@ class ExecutorMaker:
         module: nn.Module,
         failures: FailureLog,
         *,
-        pools: PoolGroup | None = None,
         shared: Sequence[object] = (),
         timed: bool = False,
         steps: bool = False,
@@ -282,8 +253,8 @@ class ExecutorMaker:
         self._steps = steps
         self._pool: SharedMemoryPool | None = None
         if choice.kind == "processes":
-            pools = PoolGroup() if pools is None else pools
-            self._pool = pools.open(module.parameters(), choice.options.memory_dir)
+            directory = choice.options.memory_dir
+            self._pool = SharedMemoryPool(None if directory is None else Path(directory))
 
     @property
     def allocate(self) -> Allocate:

@@ -28,11 +28,9 @@ from torch.optim import Optimizer
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.execution.contract import (
-    CachedPayload,
     Executor,
     ParameterPlaces,
     RunState,
-    SourceVersion,
     Span,
     default_intra_op,
 )
@@ -77,7 +75,7 @@ from phalanx.replicas import (
     statistic_specs,
 )
 
-__all__ = ["ProcessExecutor", "check_shareable"]
+__all__ = ["ProcessExecutor"]
 
 _LOOK_S = 0.02  # how often a thread whose worker has nothing to do looks how all is
 _CPU = torch.device("cpu")
@@ -131,7 +129,7 @@ class ProcessExecutor(Executor):
         self._intra_op = intra_op or default_intra_op(self.devices)
         _warn_of_oversubscription(num_workers, self._intra_op)
         self.parameters = list(source.parameters())
-        check_shareable(source)
+        _check_shareable(source)
         self._source = source
         self.sources = (source,)
         self.pool = pool
@@ -236,8 +234,6 @@ class ProcessExecutor(Executor):
         for parameter in self._moved:
             parameter.data = parameter.data.clone()
         self._moved = []
-        for held in ("pool", "_sync", "_gradient_buffers", "_objects", "_definitions"):
-            self.__dict__.pop(held, None)  # a graph may hold this for longer, and the memory not
 
     # -- workers -----------------------------------------------------
 
@@ -272,7 +268,8 @@ class ProcessExecutor(Executor):
                 "of it. Make a trainer or a group in the child."
             )
         self._workers.raise_deferred()
-        state.version = version = self._version_for(state)
+        assert not state.backward
+        changes = self._sync.changes()
         self._objects.look()
         self._settings = read_settings()  # here: some of them are the calling thread's
         modes = CallerModes.capture(self.devices)
@@ -280,30 +277,13 @@ class ProcessExecutor(Executor):
             state=state,
             spec=self._packed_spec(state, modes),
             wants_gradients=modes.grad,
-            version=version,
+            changes=changes,
             objects=self._objects.packed,
         )
         self._prepare_first(run)
         self._threads.each(
             lambda index: self._look_after(index, run), on_interrupt=state.queue.fail
         )
-
-    def _version_for(self, state: RunState) -> _Version:
-        """Return the source as ``state`` shall see it."""
-        if state.as_of is None:
-            return _Version(self._sync.changes(), _versions_of(self.parameters))
-        assert isinstance(state.as_of, _Version)
-        if self._threads.closed:
-            raise StateError(
-                "`backward()` needs the worker processes of its forward pass, but they were "
-                "dismissed. Call `forward()` again."
-            )
-        if state.as_of.parameters != _versions_of(self.parameters):
-            raise StateError(
-                "Parameters must stay as they are from the forward pass until `backward()`, but "
-                "were modified. Call `forward()` again."
-            )
-        return state.as_of
 
     def _packed_spec(self, state: RunState, modes: CallerModes) -> bytes:
         numbers = {id(each): index for index, each in enumerate(self._shared)}
@@ -321,8 +301,6 @@ class ProcessExecutor(Executor):
 
     def _prepare_first(self, run: _ProcessRun) -> None:
         """Prepare what workers do first, here: threads of their own would wait for each other."""
-        if any(isinstance(batch, CachedPayload) for batch in run.state.microbatches):
-            return  # what is sent depends on whether the worker is alive still
         for index, worker in enumerate(self._workers):
             microbatch = run.state.queue.take(index) if worker.ready else None
             if microbatch is not None:
@@ -369,7 +347,6 @@ class ProcessExecutor(Executor):
     def _prepare(self, index: int, microbatch: int, run: _ProcessRun) -> _SentMicrobatch:
         """Pack a microbatch for worker ``index``; its rows go where that one reads them."""
         worker, state, once = self._workers[index], run.state, {}
-        self._check_repeatable(worker, state, microbatch)
         worker.mailbox.clear()
 
         def aside(obj: Any) -> Any:
@@ -379,8 +356,8 @@ class ProcessExecutor(Executor):
             return ("once", name)
 
         buffer = self._gradient_buffers.take() if run.wants_gradients else None
-        batch = state.payload(microbatch, worker.saved)
-        changes = run.version.changes.since(worker.version)
+        batch = state.microbatches[microbatch]
+        changes = run.changes.since(worker.version)
         task = MicrobatchMessage(
             index=microbatch,
             spec=run.spec,
@@ -391,23 +368,6 @@ class ProcessExecutor(Executor):
             reply=worker.answers.place,
         )
         return _SentMicrobatch(microbatch, buffer, once, pack(task))
-
-    def _check_repeatable(self, worker: WorkerProcess, state: RunState, microbatch: int) -> None:
-        """Refuse to repeat what a lost worker had, when the source is another by now."""
-        batch = state.microbatches[microbatch]
-        if (
-            state.as_of is None
-            or not isinstance(batch, CachedPayload)
-            or batch.name in worker.saved
-        ):
-            return
-        assert isinstance(state.as_of, _Version)
-        if not self._sync.is_at(state.as_of.changes):
-            raise StateError(
-                "`backward()` needs the worker that ran the forward pass, or the module as it was "
-                "then, but the worker was lost and another forward pass was begun since. Call "
-                "`forward()` again."
-            )
 
     def _compute(self, index: int, message: _SentMicrobatch, run: _ProcessRun) -> None:
         worker = self._workers[index]
@@ -420,7 +380,7 @@ class ProcessExecutor(Executor):
                 f"Raised by replica {index} in process {worker.pid}, "
                 f"microbatch {message.microbatch}.",
             )
-        worker.version = run.version.changes.version
+        worker.version = run.changes.version
         worker.answers.reserve(answer.result_bytes)
         self._count(index, message, answer, run)
 
@@ -464,25 +424,13 @@ class ProcessExecutor(Executor):
 
 
 @dataclass(frozen=True)
-class _Version(SourceVersion):
-    """The module as a run saw it: what workers take over, and the versions of the parameters."""
-
-    changes: Changes
-    parameters: list[int]
-
-
-def _versions_of(parameters: Sequence[nn.Parameter]) -> list[int]:
-    return [parameter._version for parameter in parameters if not parameter.is_inference()]
-
-
-@dataclass(frozen=True)
 class _ProcessRun:
     """What the threads of one run share."""
 
     state: RunState
     spec: bytes  # what all tasks of the run have in common
     wants_gradients: bool
-    version: _Version
+    changes: Changes  # what workers take over from the module
     objects: PackedObjects
     first: dict[int, _SentMicrobatch] = field(default_factory=dict)  # by worker
 
@@ -513,7 +461,7 @@ def _warn_of_oversubscription(num_workers: int, intra_op: int) -> None:
         )
 
 
-def check_shareable(source: nn.Module) -> None:
+def _check_shareable(source: nn.Module) -> None:
     """Refuse a module whose tensors processes cannot share; nothing is done to it.
 
     Raises:

@@ -29,7 +29,6 @@ from phalanx.execution.contract import (
     GradientHook,
     MicrobatchContext,
     RunResult,
-    SourceVersion,
 )
 from phalanx.execution.partial_sums import PartialSum, TreeSums
 from phalanx.execution.rank_messages import RankMessage
@@ -131,7 +130,7 @@ class RankExecutor(ThreadExecutor):
         seed: tuple[int, ...],
         pinned: bool = False,
         only: range | None = None,
-        as_of: SourceVersion | None = None,
+        backward: bool = False,
         gradient_hook: GradientHook | None = None,
         adds: bool = True,
         steps_whole: bool = False,
@@ -143,7 +142,7 @@ class RankExecutor(ThreadExecutor):
             PeerError: Another rank raised something; nothing has changed anywhere then.
         """
         assert only is None
-        assert as_of is None
+        assert not backward
         assert gradient_hook is None  # containers have no ranks
         assert adds
         own = {

@@ -82,13 +82,6 @@ class SourceSync:
         """Write all buffers again before the next run, whatever their versions say."""
         self._seen = [TensorVersion()] * len(self._copies)
 
-    def is_at(self, moment: Changes) -> bool:
-        """Tell whether nothing that workers take over has changed since ``moment`` was returned.
-
-        What the user does to the module shows with the next :meth:`changes`.
-        """
-        return (moment.buffers, moment.version) == (self._buffers_written, self._version)
-
     def changes(self) -> Changes:
         """Write the buffers that have changed, and return what a new worker has to take over.
 

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from phalanx.execution.contract import (
     ParameterPlaces,
     Reduction,
     RunState,
-    SourceVersion,
     Span,
     annotate_error,
     default_intra_op,
@@ -54,7 +52,6 @@ from phalanx.replicas import (
 __all__ = ["ThreadExecutor"]
 
 _NOTHING = contextlib.nullcontext()
-_NOW = SourceVersion()  # replicas share the source's parameters, whatever their version
 
 
 class ThreadExecutor(Executor):
@@ -133,7 +130,6 @@ class ThreadExecutor(Executor):
         homes = _homes(sources)
         self._order = RunOrder([*devices, *homes])
         self._streams = ReplicaStreams(devices, homes) if beside else None
-        self._saved: list[dict[str, Any]] = [{} for _ in self.replicas]
         # Replicas of one module see the same changes, so one of them watches for all.
         self._watchers = self.replicas[:1] if one_source else self.replicas
         self._places = ParameterPlaces(sources)
@@ -185,11 +181,6 @@ class ThreadExecutor(Executor):
         for replica in self.replicas:
             replica.outdate()
 
-    def forget(self, name: str) -> None:
-        """Drop what replicas keep under ``name``."""
-        for saved in self._saved:
-            saved.pop(name, None)
-
     def open_reduction(self, flat: FlatParameters) -> Reduction:
         """Sum gradients into ``flat``, each thread its part."""
         return LocalReduction(flat, len(self), self.places_of(flat), alike=False)
@@ -212,7 +203,7 @@ class ThreadExecutor(Executor):
 
     def _work_on(self, state: RunState) -> None:
         modes = CallerModes.capture(self.devices)
-        if state.as_of is not None:
+        if state.backward:
             self._work_under(modes, state)
             return
         with self._order.next_run(modes.streams):
@@ -221,8 +212,7 @@ class ThreadExecutor(Executor):
 
     def _work_under(self, modes: CallerModes, state: RunState) -> None:
         """Run all microbatches of ``state`` under the caller's modes."""
-        state.version = _NOW
-        each = self._threads.each if state.as_of is None else self.each
+        each = self.each if state.backward else self._threads.each
         rendezvous = self._rendezvous
         members = [index for index, weight in enumerate(state.weights) if weight > 0]
 
@@ -256,26 +246,25 @@ class ThreadExecutor(Executor):
         nccl: NcclSums | None,
     ) -> None:
         """Run what is left of ``state`` on one replica, in its thread."""
-        replica, saved = self.replicas[replica_index], self._saved[replica_index]
+        replica, backward = self.replicas[replica_index], state.backward
         compile_once, kind = self._compile_once, type(state.task).__qualname__
         rendezvous = self._rendezvous
         waited_s = None if rendezvous is None else partial(rendezvous.waited_s, replica_index)
         watch = Stopwatch(replica.device, waited_s=waited_s, on_device=self._timed)
         done: list[int] = []
-        goes_on = state.as_of is not None  # the source may be another by now, and its buffers, too
-        if not goes_on:
+        if not backward:  # else the source and its buffers may be others than in the forward pass
             replica.refresh()
         while (index := state.queue.take(replica_index)) is not None:
             start_s = now_s()
             written: Statistics = {}
             try:
-                if not goes_on:
+                if not backward:
                     replica.statistics.refresh()  # to begin with the source's buffers
-                context = state.context(replica, index, saved)
+                context = state.context(replica, index)
                 alone = compile_once and compile_once.running(kind, replica.device, context.batch)
-                with alone or _NOTHING, replica.running(forward=not goes_on):
+                with alone or _NOTHING, replica.running(forward=not backward):
                     state.results[index] = state.task(context)
-                if not goes_on:
+                if not backward:
                     written = replica.statistics.collect(state.weights[index])
                 watch.lap()
                 with _NOTHING if streams is None else streams.of_sums(replica_index):
@@ -289,7 +278,7 @@ class ThreadExecutor(Executor):
             except BaseException as error:
                 state.queue.fail()
                 replica.drop_gradients()
-                if not goes_on:
+                if not backward:
                     replica.statistics.collect(0.0)
                 annotate_error(error, replica, index)
                 raise

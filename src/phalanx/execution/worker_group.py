@@ -174,5 +174,3 @@ class WorkerGroup:
         """End all workers."""
         self._dismiss()
         self._workers.clear()
-        self._mailboxes.clear()  # a graph may hold the executor for longer, and the memory not
-        self.__dict__.pop("_pool", None)

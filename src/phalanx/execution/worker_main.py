@@ -339,7 +339,7 @@ class Worker:
 
     Attributes:
         pool: The memory that it shares with its executor.
-        saved: What calls and runs have left for later ones, by name.
+        saved: What calls have left for later ones, by name.
     """
 
     def __init__(self, index: int, init: WorkerInit, pool: SharedMemoryPool) -> None:
@@ -384,7 +384,6 @@ class Worker:
             batch=batch,
             seed=derive_seed(*task.seed, task.index),
             rng=spec.rng,
-            saved=self.saved,
             in_worker=True,
         )
         watch = Stopwatch(_CPU)

@@ -111,7 +111,7 @@ class DataParallelExecutorGroup:
         check_devices(devices)
         check_buffer_rules(buffers)
         self._model = DataParallel(module, devices, workloads=workloads, buffers=buffers)
-        self._model.keep_inputs()
+        self._model.keep_inputs()  # batches may be buffers of the caller's that are filled again
         self._declared = read_descs(outputs, "outputs")
         self._binding = Binding.of(module, data, labels, states)
         self._asked = grad_req, fixed_parameters

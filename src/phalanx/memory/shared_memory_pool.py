@@ -73,12 +73,6 @@ class SharedMemoryPool:
                 for tensor, start in zip(tensors, offsets, strict=True)
             ]
 
-    def share(self, other: SharedMemoryPool, tensor: Tensor) -> None:
-        """Have the region, too, in which ``tensor`` lies on another pool, if it lies on that."""
-        place = other.handle_of(tensor)
-        if place is not None and self.handle_of(tensor) is None:
-            self._add(other._regions[place.region])
-
     def handle_of(self, tensor: Tensor) -> TensorHandle | None:
         """Return where ``tensor`` lies, or None when it is not in one of the regions."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.execution import Executor, ThreadExecutor
+from phalanx.execution import ThreadExecutor
 from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
 from phalanx.parallel.pinning import keeping
@@ -206,8 +206,7 @@ class AbstractParallel(Container):
         ]
 
         def run(index: int, module: nn.Module, leaves: Nested) -> Nested:
-            own_args, own_kwargs = calls[index].split(leaves)
-            return module(*own_args, **own_kwargs)
+            return calls[index].run(module, leaves)
 
         return self._run([call.leaves for call in calls], [1.0] * len(calls), run, self.merge)
 
@@ -257,7 +256,7 @@ class AbstractParallel(Container):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._placed = list(present_devices(self._placed))
 
-    def _is_of(self, executor: Executor) -> bool:
+    def _is_of(self, executor: ThreadExecutor) -> bool:
         return all(map(is_, executor.sources, self._columns()))
 
     def _make_executor(self) -> ThreadExecutor:

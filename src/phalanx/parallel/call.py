@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,7 +10,7 @@ from torch import nn
 from phalanx.errors import ConfigError
 from phalanx.types import Nested
 
-__all__ = ["Call", "CallPart"]
+__all__ = ["Call"]
 
 
 class Call:
@@ -60,25 +59,10 @@ class Call:
 
     def split(self, leaves: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return positional and keyword arguments again."""
-        return _split(leaves, self.num_args)
+        values = list(leaves.values())
+        return values[: self.num_args], dict(list(leaves.items())[self.num_args :])
 
-
-@dataclass(frozen=True)
-class CallPart:
-    """Run a module on one worker's part of a call; an object, so that it can go to a process.
-
-    Attributes:
-        num_args: By worker, how many of its leaves are positions.
-    """
-
-    num_args: tuple[int, ...]
-
-    def __call__(self, worker: int, module: nn.Module, leaves: Nested) -> Nested:
-        """Return the module's outputs."""
-        args, kwargs = _split(leaves, self.num_args[worker])
+    def run(self, module: nn.Module, leaves: Mapping[str, Any]) -> Nested:
+        """Call ``module`` with ``leaves`` in the place of this call's own."""
+        args, kwargs = self.split(leaves)
         return module(*args, **kwargs)
-
-
-def _split(leaves: Mapping[str, Any], num_args: int) -> tuple[list[Any], dict[str, Any]]:
-    values = list(leaves.values())
-    return values[:num_args], dict(list(leaves.items())[num_args:])

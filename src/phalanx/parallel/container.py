@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.execution import Executor, FailureLog, PoolGroup, RunResult
+from phalanx.execution import RunResult, ThreadExecutor
 from phalanx.memory import FlatParameters
 from phalanx.parallel.balancing import Balancing
 from phalanx.parallel.graph import Graph, HeldGradients, refuse_transforms
@@ -44,16 +44,13 @@ class _Running:
     """
 
     def __init__(self) -> None:
-        self.executor: Executor | None = None
+        self.executor: ThreadExecutor | None = None
         self.opening = threading.RLock()  # two threads may make the first call
         self.restore_caller: Callable[[], object] | None = None
         self.flat: FlatParameters | None = None
         self.held = HeldGradients()
         self.hold = False
         self.balancing: Balancing | None = None
-        self.pools = PoolGroup()
-        self.failures: FailureLog | None = None
-        self.num_passes = 0
 
     def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
         return _Running, ()
@@ -87,11 +84,11 @@ class Container(nn.Module):
         self._initialisers = _Initialisers()
         self._running = _Running()
 
-    def _make_executor(self) -> Executor:
+    def _make_executor(self) -> ThreadExecutor:
         """Make the workers; each kind of container has its own."""
         raise NotImplementedError
 
-    def _is_of(self, executor: Executor) -> bool:
+    def _is_of(self, executor: ThreadExecutor) -> bool:
         """Tell whether ``executor`` runs the modules that this container holds now."""
         return executor.sources[0] is self._trained()
 
@@ -298,7 +295,7 @@ class Container(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_running": _Running()}
 
-    def _open_executor(self) -> Executor:
+    def _open_executor(self) -> ThreadExecutor:
         with self._running.opening:
             before = self._running.executor
             if before is not None and not (self._is_of(before) and before.matches_source()):
@@ -316,7 +313,7 @@ class Container(nn.Module):
                 self._quiet_caller(executor)
             return self._running.executor
 
-    def _quiet_caller(self, executor: Executor) -> None:
+    def _quiet_caller(self, executor: ThreadExecutor) -> None:
         """Let the caller's operators run on one thread while workers share its CPU.
 
         The pool behind them (loss, optimizer) would go on spinning beside the workers after each
@@ -339,7 +336,7 @@ class Container(nn.Module):
 
         Args:
             parts: Inputs by worker; None for those that take no part, whose weight is 0.
-            run: Called as ``run(worker, module, inputs)`` in the worker's thread or process.
+            run: Called as ``run(worker, module, inputs)`` in the worker's thread.
             merge: Called with the outputs, in order, in the caller's thread.
             observe: Called once with the seconds that each worker took, forward and backward: in
                 the first backward pass through all of them, or here if there can be none.
@@ -364,7 +361,6 @@ class Container(nn.Module):
                 write_statistics(self._buffers_by_name(), statistics)
         if observe is not None:
             graph.report_seconds(report.seconds, observe)
-        self._running.num_passes += 1
         return merged
 
     def keep_inputs(self) -> None:

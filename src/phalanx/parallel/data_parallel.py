@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.execution import (
-    Executor,
-    ExecutorChoice,
-    ExecutorMaker,
-    FailureLog,
-    Processes,
-    WorkerLost,
-    check_shareable,
-)
+from phalanx.execution import ThreadExecutor, check_reduce, refuse_without_nccl
 from phalanx.parallel.balancing import Balancing
-from phalanx.parallel.call import Call, CallPart
+from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
 from phalanx.parallel.graph import refuse_transforms
 from phalanx.parallel.replica_losses import ReplicaLosses, loss_of_nothing
@@ -56,7 +48,6 @@ from phalanx.types import Device, LossFn, Nested, WeightFn
 __all__ = ["DataParallel"]
 
 T = TypeVar("T")
-_EXECUTORS = ("threads", "processes")
 
 
 class DataParallel(Container, Unwrapped):
@@ -90,10 +81,6 @@ class DataParallel(Container, Unwrapped):
         intra_op: Threads inside operators per replica; default: cores divided by replicas.
         channels_last: Lay convolution weights out channels_last, which CPUs run faster; default:
             on the CPU, where all the model's layers are known to compute the same so.
-        executor: "threads": replicas are threads of this process. "processes", or `Processes` with
-            options: they are worker processes of this host, with the same bits; one that is lost is
-            replaced, in forward, in backward and between them. Losses in a backward pass are told
-            with the next pass.
         reduce: "tree": gradients are added in an order of their own, whatever the devices. "nccl":
             on each GPU, and then over all GPUs by NCCL within this process, in NCCL's order and so
             to other bits. What `no_sync()` keeps back goes along the tree all the same.
@@ -133,11 +120,11 @@ class DataParallel(Container, Unwrapped):
         buffers: str | Mapping[str, str] = "mean",
         intra_op: int | None = None,
         channels_last: bool | None = None,
-        executor: str | Processes = "threads",
         reduce: str = "tree",
     ) -> None:
         super().__init__(intra_op)
-        self._choice = ExecutorChoice.read(executor, _EXECUTORS, reduce)
+        check_reduce(reduce)
+        self._nccl = reduce == "nccl"
         if not isinstance(module, nn.Module):
             raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -146,7 +133,8 @@ class DataParallel(Container, Unwrapped):
         self._workloads = [1.0] * len(self._devices) if given is None else list(given)
         self._balances = isinstance(workloads, str)
         check_workloads(self._workloads, len(self._devices))
-        self._choice.refuse_devices(self._devices)
+        if self._nccl:
+            refuse_without_nccl(self._devices)
         if layout is not None and not isinstance(layout, Layout):
             raise ConfigError(
                 f"`layout` must be a `Layout`, but is {layout!r}. Give Layout(dim=1), say."
@@ -155,9 +143,6 @@ class DataParallel(Container, Unwrapped):
         self._merging = Merging(output, self._layout.dim)
         self._rules = BufferRules(buffers)
         self._rules.check(_buffer_names(module))
-        if not self._choice.in_process:
-            self._refuse_meetings(module)
-            check_shareable(module)
         check_choice("channels_last", channels_last)
         self._channels_last = channels_last
         self._arguments = _arguments_of(module)
@@ -167,12 +152,6 @@ class DataParallel(Container, Unwrapped):
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each replica."""
         return self._devices
-
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        """The worker processes' numbers; empty before the first pass, and without any."""
-        executor = self._running.executor
-        return () if executor is None else tuple(executor.worker_pids)
 
     @property
     def workloads(self) -> tuple[float, ...]:
@@ -251,7 +230,11 @@ class DataParallel(Container, Unwrapped):
         # A part without rows runs, too, so its statistics must weigh something.
         weights = [0 if call is None else max(1, rows[i]) for i, call in enumerate(calls)]
 
-        run = CallPart(tuple(0 if call is None else call.num_args for call in calls))
+        def run(replica: int, module: nn.Module, inputs: Nested) -> Nested:
+            call = calls[replica]
+            assert call is not None  # replicas without a part do not run
+            return call.run(module, inputs)
+
         leaves = [None if call is None else call.leaves for call in calls]
         observe = self._observer(rows)
 
@@ -300,42 +283,12 @@ class DataParallel(Container, Unwrapped):
             ...     torch.allclose(model.forward_loss(loss_fn, x, y), loss_fn(net(x), y))
             True
         """
-        self._choice.refuse_apart("`forward_loss()`")
         return self._as_tried(lambda: self._loss(loss_fn, inputs, targets, weight_fn, sizes))
-
-    def threads(self, init: Callable[[], object]) -> Self:
-        self._choice.refuse_apart("`threads()`")
-        return super().threads(init)
-
-    def flat_parameters(self) -> tuple[Tensor, Tensor]:
-        self._choice.refuse_apart("`flat_parameters()`")
-        return super().flat_parameters()
-
-    def share_memory_with(self, other: DataParallel) -> None:
-        """Let the executors of both find the parameters that they share in one place.
-
-        Otherwise each would move them to its own memory, and the other would have to start anew.
-        """
-        self._running.pools = other._running.pools
-
-    def refuse_apart(self, needing: str) -> None:
-        """Refuse what needs replicas in this process.
-
-        Raises:
-            UnsupportedError: They are in others.
-        """
-        self._choice.refuse_apart(needing)
-
-    def lost_workers(self) -> Iterator[WorkerLost]:
-        """Yield the worker processes that were lost and of which nobody was told yet."""
-        if self._running.failures is not None:
-            yield from self._running.failures.take(self._running.num_passes)
 
     def extra_repr(self) -> str:
         names = [str(device) for device in self._devices]
         kinds = ", ".join(f"{name}×{names.count(name)}" for name in dict.fromkeys(names))
-        told = f"{len(names)} replicas on {kinds}, dim={self._layout.dim}"
-        return told if self._choice.in_process else f"{told}, worker processes"
+        return f"{len(names)} replicas on {kinds}, dim={self._layout.dim}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -350,23 +303,17 @@ class DataParallel(Container, Unwrapped):
     def _trained(self) -> nn.Module:
         return self.module
 
-    def _make_executor(self) -> Executor:
+    def _make_executor(self) -> ThreadExecutor:
         self._refuse_synchronised_insides()
-        make = ExecutorMaker(
-            self._choice,
+        return ThreadExecutor(
             self.module,
-            self._failures(),
-            pools=self._running.pools,
+            self._devices,
+            workloads=self._workloads,
+            intra_op=self._intra_op,
+            rules=self._rules,
             timed=self._balances,
+            nccl=self._nccl,
         )
-        return make(
-            self._devices, workloads=self._workloads, intra_op=self._intra_op, rules=self._rules
-        )
-
-    def _failures(self) -> FailureLog:
-        if self._running.failures is None:
-            self._running.failures = FailureLog(self._choice.options.max_failures)
-        return self._running.failures
 
     def _balancing(self) -> Balancing | None:
         """Return what balances the workloads; None where they are given."""
@@ -377,18 +324,6 @@ class DataParallel(Container, Unwrapped):
     def _observer(self, sizes: Sequence[int]) -> Callable[[Sequence[float]], None] | None:
         balancing = self._balancing()
         return None if balancing is None else balancing.observer(sizes)
-
-    def _refuse_meetings(self, module: nn.Module) -> None:
-        names = (
-            f"{name}.running_mean" if name else "running_mean" for name in batch_norm_names(module)
-        )
-        name = next((name for name in names if self._rules.of(name) == "sync"), None)
-        if name is not None and len(self._devices) > 1:
-            raise UnsupportedError(
-                "`buffers` must be 'mean', 'first' or 'sum' for executor='processes', but is "
-                f"'sync' for `{name}`. Use executor='threads', whose batch norms can wait for each "
-                "other."
-            )
 
     def _refuse_synchronised_insides(self) -> None:
         """A container inside runs its batch norms on threads of its own, which cannot meet."""
@@ -437,7 +372,8 @@ class DataParallel(Container, Unwrapped):
     def _outputs(self, call: Call, parts: list[Nested], sizes: list[int]) -> Nested:
         used = _used(sizes)
 
-        run = CallPart((call.num_args,) * len(used))
+        def run(_: int, module: nn.Module, inputs: Nested) -> Nested:
+            return call.run(module, inputs)
 
         def merge(outputs: list[Nested]) -> Nested:
             return self._merging.merge(outputs, _used_of(sizes, used), self._home())
@@ -460,8 +396,7 @@ class DataParallel(Container, Unwrapped):
         weights = losses.weights(_only(slices, used), sizes, weight_fn)
 
         def run(replica: int, module: nn.Module, both: Nested) -> Nested:
-            args, kwargs = call.split(both["inputs"])
-            outputs = module(*args, **kwargs)
+            outputs = call.run(module, both["inputs"])
             if not weights[replica]:
                 return loss_of_nothing(outputs)
             return losses.of(outputs, both["targets"])
@@ -483,13 +418,6 @@ class DataParallel(Container, Unwrapped):
     def _as_tried(self, run: Callable[[], T]) -> T:
         """Run with channels_last weights where they are wanted; some models do not run so."""
         refuse_transforms()  # before anything is laid out anew
-        outputs = self._run_as_tried(run)
-        if self._choice.options.on_failure is not None:
-            for lost in self.lost_workers():
-                self._choice.options.on_failure(lost)
-        return outputs
-
-    def _run_as_tried(self, run: Callable[[], T]) -> T:
         if self._running.executor is not None or not self._wants_channels_last():
             return run()
         use_channels_last(self.module)

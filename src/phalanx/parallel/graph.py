@@ -12,8 +12,6 @@ inputs are cut and outputs merged is not known here: that happens outside, in th
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +21,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from phalanx.errors import StateError, UnsupportedError
-from phalanx.execution import Executor, Gradients, RunResult, SourceVersion
+from phalanx.execution import Gradients, RunResult, ThreadExecutor
 from phalanx.memory import dense_strides
-from phalanx.parallel.tasks import BackwardTask, ForwardTask, GradientPayload, Outputs, RunPart
+from phalanx.parallel.tasks import BackwardTask, ForwardTask, Outputs, ReplicaGraph, RunPart
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas import (
     CallerModes,
@@ -45,7 +43,7 @@ from phalanx.types import Nested
 
 __all__ = ["Graph", "HeldGradients", "refuse_transforms"]
 
-_numbers = itertools.count()
+_BACKWARD = 1  # what sets the seeds of backward passes apart from those of forward passes
 
 
 class HeldGradients:
@@ -141,7 +139,7 @@ class Graph:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: ThreadExecutor,
         parts: Sequence[Nested | None],
         run: RunPart,
         *,
@@ -155,7 +153,6 @@ class Graph:
         self._held, self._hold = held, hold
         self._inputs = inputs
         self._records = torch.is_grad_enabled()
-        self._seed = (seed_of_process(),)
         self.modes = CallerModes.capture(executor.devices)
         self._trainable = {id(p) for p in executor.parameters if p.requires_grad}
         self._given = {
@@ -163,15 +160,9 @@ class Graph:
             for replica, part in enumerate(parts)
             if part is not None
         }
-        number = next(_numbers)
-        self._names = {replica: f"graph {number} {replica}" for replica in self._given}
-        self._forget = weakref.finalize(
-            self, _forget, weakref.ref(executor), list(self._names.values())
-        )
-        self._forget.atexit = False
+        self._graphs: dict[int, ReplicaGraph] = {}  # of replicas with such outputs, until freed
         # (replica, place) of outputs that need gradients
         self._connected: list[tuple[int, int]] = []
-        self._version: SourceVersion | None = None
         self._forward_s: list[float] = []
         self._observe: Callable[[Sequence[float]], None] | None = None
 
@@ -180,30 +171,28 @@ class Graph:
     def forward(self, weights: Sequence[float]) -> RunResult:
         """Run the module on every part; ``weights`` say what each stands for."""
         batches = [
-            (self._names[replica], *self._given[replica].cut_off())
-            if replica in self._given
-            else None
+            self._given[replica].cut_off() if replica in self._given else None
             for replica in range(len(self._executor))
         ]
         task = ForwardTask(self._run, self._records, self._inputs)
-        return self._executor.run(batches, task, weights=weights, seed=self._seed, pinned=True)
+        seed = (seed_of_process(),)
+        return self._executor.run(batches, task, weights=weights, seed=seed, pinned=True)
 
     def outputs(self, result: RunResult) -> list[Nested]:
         """Return the replicas' outputs, in the caller's graph where they need gradients."""
-        self._version = result.version
         flat: dict[int, list[Any]] = {}
         specs: dict[int, pytree.TreeSpec] = {}
         for replica in self._given:
             found: Outputs = result.results[replica]
             flat[replica], specs[replica] = flatten(found.nested)
             self._connected += [(replica, place) for place in found.needing]
+            if found.graph is not None:
+                self._graphs[replica] = found.graph
         if self._connected:
             values = [flat[replica][place] for replica, place in self._connected]
             connected = _Connect.apply(self, values, *self._tensors())  # type: ignore[no-untyped-call]
             for (replica, place), tensor in zip(self._connected, connected, strict=True):
                 flat[replica][place] = tensor
-        else:
-            self._free()
         return [unflatten(flat[replica], spec) for replica, spec in specs.items()]
 
     def report_seconds(
@@ -229,16 +218,11 @@ class Graph:
         ]
         return leaves + [p for p in self._executor.parameters if id(p) in self._trainable]
 
-    def _free(self) -> None:
-        """Let the replicas' graphs go."""
-        self._version = None
-        self._forget()
-
     # -- backward ----------------------------------------------------
 
     def backward(self, grads: Sequence[Tensor | None], keep_graph: bool) -> Gradients:
         """Run every replica's backward pass and return the gradients of :meth:`_tensors`."""
-        if self._version is None:
+        if not self._graphs:
             raise StateError(
                 "`backward()` needs the graph of its forward pass, but an earlier `backward()` "
                 "has freed it. Call the first one with retain_graph=True."
@@ -259,7 +243,7 @@ class Graph:
         gradients = self._input_gradients(result)
         gradients += [None] * len(self._trainable) if hold else self._merged(result, merge)
         if not keep_graph:
-            self._free()
+            self._graphs.clear()
         return gradients
 
     def _run_backward(
@@ -271,28 +255,25 @@ class Graph:
         hold: bool,
         merge: bool,
     ) -> RunResult:
-        executor, own = self._executor, {replica: [] for replica in members}  # type: ignore[var-annotated]
+        executor = self._executor
+        own: dict[int, dict[int, Tensor]] = {replica: {} for replica in members}
         for (replica, place), grad in zip(self._connected, grads, strict=True):
             if grad is not None:
-                own[replica].append((place, grad))
+                own[replica][place] = grad
         batches = [
-            GradientPayload(self._names[replica], own[replica], self._given[replica].cut_off)
-            if replica in own
-            else None
+            (self._graphs[replica], own[replica]) if replica in own else None
             for replica in range(len(executor))
         ]
-        task = BackwardTask(
-            self._run, self.modes, keep_graph, seed_of_process(), meets=executor.has_rendezvous
-        )
+        task = BackwardTask(keep_graph, meets=executor.has_rendezvous)
         changed = merge and self._held.by_replica
         with torch.enable_grad():  # gradients are asked for
             return executor.run(
                 batches,
                 task,
                 weights=[float(replica in own) for replica in range(len(executor))],
-                seed=self._seed,
+                seed=(seed_of_process(), _BACKWARD),
                 pinned=True,
-                as_of=self._version,
+                backward=True,
                 gradient_hook=self._with_held if changed else None,
                 adds=not hold,
             )
@@ -386,13 +367,6 @@ class _Connect(torch.autograd.Function):
         keep_graph = keeps_graph()
         with ctx.graph.modes.on_streams():
             return (None, None, *ctx.graph.backward(grads, keep_graph))
-
-
-def _forget(executor: Callable[[], Executor | None], names: Sequence[str]) -> None:
-    found = executor()
-    if found is not None:
-        for name in names:
-            found.forget(name)
 
 
 def _shaped(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
