@@ -12,10 +12,11 @@
 #   ELASTIC_KILLS=20    how many of ranks that survive,
 #   RAY_KILLS=20        and how many of their actors and nodes on Ray;
 #   FRAMES=10000000     how many mutated frames it has servers and clients read
+#   CELLS="3.12:2.8.0"  the versions of Python and torch that `make matrix` tries
 
 .DEFAULT_GOAL := help
 BENCHMARKS := bench-step bench-allreduce bench-balance bench-memory bench-recovery bench-tables bench-hosts bench-gpu
-.PHONY: help venv train test test-fast core-seconds check format bits house promises docs bench $(BENCHMARKS) chaos night gpu clean .venv/moved
+.PHONY: help venv train test test-fast matrix core-seconds check format bits house promises docs bench $(BENCHMARKS) chaos night gpu clean .venv/moved
 
 PYTHON ?= python3
 ARGS ?=
@@ -27,6 +28,7 @@ RANK_KILLS ?= 300
 ELASTIC_KILLS ?= 20
 RAY_KILLS ?= 20
 FRAMES ?= 10000000
+CELLS ?= 3.12:2.8.0 3.13:2.13.0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,6 +36,7 @@ STAMP := $(VENV)/.installed
 AUTOLOAD := src/phalanx_autoload.py  # stands in site-packages itself, as a copy
 ON_DEVICE = tests/device $(shell grep -rl --include='test_*.py' -e 'mark\.gpu' -e 'mark\.devices' tests)
 ON_DEVICE_AT_NIGHT = tests/conformance/test_parity.py  # a minute
+FAST := -m "not slow and not night and not alone" tests/unit tests/conformance
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 # By itself pip would compile every file that comes, a minute and a half; Python compiles those that are used.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
@@ -81,7 +84,7 @@ train: $(STAMP)  ## train the default model on the default data and show the res
 # play the test device (tests/device): without ARGS, its tests and those for a GPU come last. Where Python may not keep what it has compiled, pytest would
 # compile all tests anew, and each worker all modules: here it may. Threads of OpenMP that wait for work sleep:
 # by default they spin, and take the cores from the other worker (three times the CPU time of a test of weights).
-test test-fast night: export OMP_WAIT_POLICY := PASSIVE
+test test-fast matrix night: export OMP_WAIT_POLICY := PASSIVE
 test: export CORE_SECONDS = out/core_seconds.jsonl
 test: $(STAMP)  ## run the whole test suite
 	@mkdir -p out; rm -f $(CORE_SECONDS)
@@ -93,6 +96,12 @@ test: $(STAMP)  ## run the whole test suite
 	    || [ $$? -eq 5 ] || failed=1; \
 	$(BIN)/python -m tests.core_seconds $(CORE_SECONDS); \
 	exit $$failed
+
+test-fast: $(STAMP)  ## run the tests that need no other process: a minute or two
+	@$(BIN)/python -m pytest $(FAST) -n $(WORKERS) --dist loadfile $(ARGS)
+
+matrix: $(STAMP)  # run the fast tests with other versions of Python and torch; 5 GB a cell, removed afterwards
+	@$(BIN)/python -m tests.matrix $(CELLS) -- $(FAST) -n $(WORKERS) --dist loadfile $(ARGS)
 
 core-seconds: $(STAMP)  # let the core-seconds of the last `make test` be those that later ones are shown beside
 	@$(BIN)/python -m tests.core_seconds out/core_seconds.jsonl --keep
@@ -148,6 +157,7 @@ night: $(STAMP)  # every kind of fault at every point in every worker, whole pro
 	    || [ $$? -eq 5 ]
 	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 TEST_DEV_FIRST=1 $(BIN)/python -m pytest -m devices --device dev $(ON_DEVICE) \
 	    || [ $$? -eq 5 ]
+	@[ -n "$(ARGS)" ] || $(MAKE) matrix
 
 gpu: $(STAMP)  ## the tests that run on a GPU, and the benchmark beside nn.DataParallel and DDP over NCCL
 	@kind=$$($(BIN)/python -c 'import torch; print(torch.accelerator.current_accelerator(check_available=True) or "")'); \

@@ -48,7 +48,7 @@ __all__ = [
     "will_execute",
 ]
 
-TRIED_ON = ("2.13",)
+TRIED_ON = ("2.8", "2.13")
 
 # Any below: torch's stubs do not know these functions, or not their types.
 

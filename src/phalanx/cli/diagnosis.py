@@ -16,7 +16,7 @@ from phalanx.train import candidates
 
 __all__ = ["Choice", "Finding", "choose", "describe_machine", "examine", "is_well"]
 
-_OLDEST_TORCH = (2, 7)
+_OLDEST_TORCH = (2, 8)
 _LEAST_MEMORY_BYTES = 256 << 20  # torch itself, with one small model
 _SMALL_SHARED_BYTES = 256 << 20  # a container's usual 64 MiB are less
 _FEW_FILES = 256

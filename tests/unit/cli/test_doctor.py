@@ -65,7 +65,7 @@ def test_of_a_machine_that_has_all_nothing_is_said():
     ("facts", "severity", "topic", "said"),
     [
         ({"system": "Darwin 23.1"}, "error", "System", "this is Darwin 23.1"),
-        ({"torch": "2.6.1"}, "error", "torch", "must be 2.7 or newer, but is 2.6.1"),
+        ({"torch": "2.7.1"}, "error", "torch", "must be 2.8 or newer, but is 2.7.1"),
         ({"available_bytes": 99 << 20}, "error", "Memory", "Only 99 MiB.*End other"),
         (
             {"available_bytes": 99 << 20, "limit_bytes": GIB},
