@@ -42,8 +42,8 @@ def launch(
         int,
         typer.Option(
             min=0,
-            help="Start each rank again by itself, so often, while the others go on: for ranks "
-            "that survive the loss of others.",
+            help="Restart each rank by itself, so often, while the others continue: for elastic "
+            "ranks, `Ranks()`.",
         ),
     ] = 0,
     log_dir: Annotated[

@@ -29,7 +29,12 @@ from phalanx.distributed.backend import SharedGroup, open_group
 from phalanx.distributed.cuda_group import nccl_is_here
 from phalanx.distributed.elastic_membership import About, GroupEpoch, RankMembership, Report
 from phalanx.distributed.exchange import Exchange
-from phalanx.distributed.open_store import open_lasting_store, read_rank
+from phalanx.distributed.open_store import (
+    keep_survivors,
+    open_lasting_store,
+    read_rank,
+    refuse_torchrun,
+)
 from phalanx.errors import GroupAborted, PeerLost, PeerTimeout, PhalanxError, StateError
 
 __all__ = ["ElasticExchange", "GroupChanged", "RanksChanged"]
@@ -83,6 +88,7 @@ class ElasticExchange(Exchange):
     """
 
     def __init__(self, *, timeout_s: float, lost_after_s: float) -> None:
+        refuse_torchrun()
         self.entered = False
         self.about: list[About] = []
         self.num_done = 0
@@ -123,6 +129,7 @@ class ElasticExchange(Exchange):
         self.entered = True
         received = self._settle(admits=False)
         self._has_state = True
+        keep_survivors()
         return received
 
     def admit(self) -> None:

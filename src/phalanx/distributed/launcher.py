@@ -90,8 +90,8 @@ class Job:
         endpoint: ``host:port`` where the hosts meet; empty for one host alone.
         run_id: What the hosts of one job have in common; on one host alone a part of what is drawn.
         max_restarts: How often all ranks are started again after one has failed.
-        rank_restarts: How often each rank is started again by itself before that, while the others
-            go on: for a script whose ranks survive the loss of others (`Ranks`).
+        rank_restarts: How often each rank is restarted by itself before that, while the others
+            continue: for a script with elastic ranks (`Ranks`).
         log_dir: Where each rank's output is kept; None for nowhere.
         colour: Whether the line prefixes bear colours.
         timeout_s: How long hosts wait for each other, in seconds.
@@ -220,9 +220,7 @@ def launch_script(script: Path, args: Sequence[str], job: Job) -> None:
         raise ConfigError(f"`script` must be a Python file, but there is no file {str(script)!r}.")
     prefix = "\x1b[9${local_rank}m[rank ${rank}]\x1b[0m " if job.colour else "[rank ${rank}] "
     how = {"tee": Std.ALL, "log_line_prefix_template": prefix}
-    words: tuple[str, ...] = ("-u", "-c", "from phalanx.distributed.rank_start import main; main()")
-    if job.rank_restarts:
-        words = ("-u", _RESTARTS, str(job.rank_restarts))
+    words = ("-u", _RESTARTS, str(job.rank_restarts))
     _run(job, how, sys.executable, (str(script), *args), words)
 
 

@@ -9,9 +9,18 @@ from pathlib import Path
 from torch.distributed import Store, TCPStore, rendezvous
 
 from phalanx.distributed.folder_store import FolderStore
-from phalanx.errors import ConfigError, PeerTimeout
+from phalanx.errors import ConfigError, PeerTimeout, UnsupportedError
 
-__all__ = ["FOLDER", "STORE", "keep_store", "open_lasting_store", "open_store", "read_rank"]
+__all__ = [
+    "FOLDER",
+    "STORE",
+    "keep_store",
+    "keep_survivors",
+    "open_lasting_store",
+    "open_store",
+    "read_rank",
+    "refuse_torchrun",
+]
 
 FOLDER = "PHALANX_JOB_FOLDER"
 """The variable that tells the ranks of a job on one host where it keeps what outlives them."""
@@ -20,6 +29,31 @@ STORE = "PHALANX_JOB_STORE"
 """The variable with the ``host:port`` of a store that outlives the ranks, kept by the launcher."""
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+def refuse_torchrun() -> None:
+    """Refuse elastic ranks in a process that torchrun, or a call of `launch`, has started.
+
+    torch's agent ends the survivors of a lost rank. `phalanx launch` puts a process between the
+    agent and each rank (`rank_restarts.py`), which sets a variable for it.
+
+    Raises:
+        UnsupportedError: This is such a process.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and "PHALANX_RANK_RESTARTS" not in os.environ:
+        size = os.environ.get("LOCAL_WORLD_SIZE", "2")
+        raise UnsupportedError(
+            "`executor=Ranks()` needs a launcher that keeps the survivors of a lost rank, but "
+            f"torchrun and `phalanx.launch()` end them. Start `phalanx launch -n {size} script.py`, "
+            "or take executor='ranks', whose ranks all restart from the last checkpoint."
+        )
+
+
+def keep_survivors() -> None:
+    """Let the launcher keep this host's other ranks when this rank is lost."""
+    if _ERROR_FILE in os.environ:
+        Path(os.environ[_ERROR_FILE]).with_name("elastic").touch()
 
 
 def read_rank() -> tuple[int, int]:

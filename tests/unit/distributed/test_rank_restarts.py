@@ -1,4 +1,4 @@
-"""The process above a rank: what it says as it starts the rank again."""
+"""The process above a rank: its message as it restarts the rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ from phalanx.distributed.launcher import signals_put_back
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL", -signal.SIGKILL),
     ],
 )
-def test_who_goes_on_is_said_of_ranks_that_survive_only(end, how, status, monkeypatch, capsys):
+def test_a_restart_names_the_rank_and_how_it_ended(end, how, status, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(rank_restarts, "_RANK", ("-c", f"import os, sys; {end}"))
     monkeypatch.setattr(sys, "argv", ["rank_restarts.py", "1", str(os.getppid()), "folder"])
-    monkeypatch.setenv("RANK", "2")
+    (tmp_path / "2").mkdir()
+    for name, value in {
+        "RANK": "2",
+        "LOCAL_WORLD_SIZE": "3",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "2" / "error.json"),
+    }.items():
+        monkeypatch.setenv(name, value)
     with signals_put_back():
         assert rank_restarts._main() == status
     said = capsys.readouterr().err
     assert said.startswith("Rank 2 (process ")
     assert said.endswith(
-        f") {how}. It is started again (1 of 1); ranks that survive its loss go on (`Ranks()`).\n"
+        f") {how}. It is restarted (1 of 1); elastic ranks (`Ranks()`) continue meanwhile.\n"
     )
