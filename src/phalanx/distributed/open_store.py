@@ -45,8 +45,9 @@ def refuse_torchrun() -> None:
         size = os.environ.get("LOCAL_WORLD_SIZE", "2")
         raise UnsupportedError(
             "`executor=Ranks()` needs a launcher that keeps the survivors of a lost rank, but "
-            f"torchrun and `phalanx.launch()` end them. Start `phalanx launch -n {size} script.py`, "
-            "or take executor='ranks', whose ranks all restart from the last checkpoint."
+            "torchrun and `phalanx.launch()` end them. Start "
+            f"`phalanx launch -n {size} script.py`, or take executor='ranks', whose ranks all "
+            "restart from the last checkpoint."
         )
 
 

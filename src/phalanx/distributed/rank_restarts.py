@@ -1,11 +1,11 @@
-"""A process between the launcher and one rank: it restarts the rank, and keeps the other ranks alive.
+"""A process between the launcher and one rank: it restarts the rank, and keeps the survivors.
 
     launcher ──> python rank_restarts.py RESTARTS LAUNCHER FOLDER script.py args… ──> the rank
 
 torch's agent ends all ranks of a host as soon as one of them fails. Elastic ranks (`Ranks()`) train
 on without the one that was lost, so this process keeps a failure to itself until all ranks of the
-host have ended, if its rank has said that its group is elastic. A rank that was killed while another
-one finished the training is then no failure of the job. A rank that ended with an error is.
+host have ended, if its rank has said that its group is elastic. A rank that was killed while
+another one finished the training is then no failure of the job. A rank with an error is.
 
 It runs as a file and imports the standard library only: it costs a few MiB and starts at once. In
 jobs on several hosts the one above rank 0 also keeps the store, which then outlives that rank; for
