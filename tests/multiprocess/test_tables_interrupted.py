@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.cluster import connection
+from phalanx.cluster import PendingCall, connection
 from phalanx.errors import PeerTimeout
 from phalanx.tables import deferred_adds, remote_part, spread
 from tests.interrupts import interrupt_at
@@ -95,11 +95,13 @@ def miss_the_end_of_a_barrier(world: tables.TableGroup) -> None:
         remote = world._context.membership._others.of(1)[0]
         poll = remote.connection.poll
 
-        def interrupt(*_: object) -> bool:
-            remote.connection.poll = poll  # type: ignore[method-assign]
+        def interrupt(pending: PendingCall, timeout_s: float) -> bool:
+            remote.connection.poll = poll
+            # Only then: at "alone" this worker would no longer count for "first".
+            assert poll(pending, timeout_s), "the barrier did not end"
             raise KeyboardInterrupt
 
-        remote.connection.poll = interrupt  # type: ignore[assignment, method-assign]
+        remote.connection.poll = interrupt
         with pytest.raises(KeyboardInterrupt):
             world.barrier("first")
         with pytest.raises(PeerTimeout):  # nobody else comes to it
