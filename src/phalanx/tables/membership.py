@@ -24,9 +24,11 @@ from phalanx.errors import ConfigError
 from phalanx.ipc import LockFile, ProcessIdentity, RangeLock, Region, late_peers, wait_until
 from phalanx.plan import check_argument
 
-__all__ = ["MAX_WORKERS", "Barrier", "Membership"]
+__all__ = ["GAVE_UP_EARLIER", "MAX_WORKERS", "Barrier", "Membership"]
 
 MAX_WORKERS = 256
+GAVE_UP_EARLIER = "They had come before, and given up at their own deadlines."
+"""What an error adds where nobody stayed away."""
 _LINE = 8
 _WORDS = 4  # of a worker, on the page of the barriers
 _EXPECTED, _LOOKED_NS = range(2)
@@ -277,6 +279,7 @@ class Barrier:
         words of 8 bytes
         0, 1            how many are finished, of all names; the round of the last
         2 + 4w and on   worker w:  barrier it waits for | incarnation | name, hashed | round
+                        a negative barrier: it gave that one up
 
     Args:
         region: Of :meth:`needed_bytes`, zeros at first; kept open.
@@ -346,23 +349,26 @@ class Barrier:
             self._words[0] = number
 
     def _missing(self, number: int, hashed: int) -> list[int]:
-        membership, words = self._membership, self._words
-        return [
-            worker
-            for worker in membership.awaited()
-            if words[self._start_of(worker) : self._start_of(worker) + 3].tolist()
-            != [number, membership.incarnation(worker), hashed]
-        ]
+        """Return the awaited workers that do not wait for the barrier."""
+        return [w for w in self._membership.awaited() if not self._has(w, number, hashed)]
+
+    def _has(self, worker: int, number: int, hashed: int) -> bool:
+        start, incarnation = self._start_of(worker), self._membership.incarnation(worker)
+        return self._words[start : start + 3].tolist() == [number, incarnation, hashed]
 
     def _give_up(
         self, worker: int, name: str, line: tuple[int, int, int, int], timeout_s: float
     ) -> None:
         number, _, hashed, round_ = line
         with self._membership.lock.exclusive(timeout_s):
+            self._finish(number, hashed)  # the last one may have left since the last look
             if self._words[0] >= number:
                 return
             missing = self._missing(number, hashed)
-            came = [w for w in self._membership.awaited() if w not in missing]
-            self._words[self._start_of(worker)] = 0
-        size, event = len(missing) + len(came), f"barrier {name!r} (round {round_})"
-        raise late_peers("Worker", missing, size, event, timeout_s, came=came)
+            away = [w for w in missing if not self._has(w, -number, hashed)]
+            size, late = self._membership.num_workers(), away or missing
+            came = [w for w in self._membership.awaited() if w not in late]
+            self._words[self._start_of(worker)] = -number
+        more = "" if away else GAVE_UP_EARLIER
+        event = f"barrier {name!r} (round {round_})"
+        raise late_peers("Worker", late, size, event, timeout_s, came=came, more=more)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from phalanx.errors import StateError
 from phalanx.ipc import RangeLock, Region, aligned, late_peers, wait_until
-from phalanx.tables.membership import Membership
+from phalanx.tables.membership import GAVE_UP_EARLIER, Membership
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
@@ -287,6 +287,7 @@ class Rounds:
         """Say that ``worker`` has logged all adds of its round."""
         line = self._page.worker(worker)
         with self._mutex:
+            line[ARRIVED_AS] = abs(line[ARRIVED_AS])
             line[CLOCK] += 1
             return Arrival(worker, line[CLOCK], line[ARRIVED_AS])
 
@@ -294,6 +295,7 @@ class Rounds:
         """Say that ``worker`` has logged all adds of round ``number``, and of those before."""
         line = self._page.worker(worker)
         with self._mutex:
+            line[ARRIVED_AS] = abs(line[ARRIVED_AS])
             line[CLOCK] = max(line[CLOCK], number)
             return Arrival(worker, number, line[ARRIVED_AS])
 
@@ -309,6 +311,7 @@ class Rounds:
         number, line = arrival.number, self._page.worker(arrival.worker)
         with self._mutex:
             if line[CLOCK] < number and self._is_its_own(arrival):
+                line[ARRIVED_AS] = arrival.incarnation
                 line[CLOCK] = number
 
         def ready() -> bool:
@@ -332,11 +335,16 @@ class Rounds:
     def _has(self, worker: int, number: int) -> bool:
         line = self._page.worker(worker)
         arrived_as = self._membership.incarnation(worker)
-        return line[CLOCK] >= number and line[ARRIVED_AS] == arrived_as
+        return line[CLOCK] >= number and abs(line[ARRIVED_AS]) == arrived_as
+
+    def _has_given_up(self, worker: int, number: int) -> bool:
+        """Tell whether a worker had come to a round, and given it up at its deadline."""
+        line, arrived_as = self._page.worker(worker), self._membership.incarnation(worker)
+        return line[CLOCK] == number - 1 and line[ARRIVED_AS] == -arrived_as
 
     def _is_its_own(self, arrival: Arrival) -> bool:
         """Tell whether the line still belongs to this worker, not to a later one of its number."""
-        return self._page.worker(arrival.worker)[ARRIVED_AS] == arrival.incarnation
+        return abs(self._page.worker(arrival.worker)[ARRIVED_AS]) == arrival.incarnation
 
     def _apply(self, number: int, timeout_s: float) -> None:
         """Apply all rounds up to ``number``; an abandoned get leaves its round open."""
@@ -370,12 +378,15 @@ class Rounds:
                 with self._mutex:
                     if line[CLOCK] == number and self._is_its_own(arrival):
                         line[CLOCK] = number - 1
+                        line[ARRIVED_AS] = -arrival.incarnation
+                away = [each for each in missing if not self._has_given_up(each, number)]
+                rule = "In a bulk-synchronous table all workers make the same gets, or leave."
                 raise late_peers(
                     "Worker",
-                    missing,
+                    away or missing,
                     self._membership.num_workers(),
                     f"get {number} of table {self._spec.name!r}",
                     timeout_s,
-                    more="In a bulk-synchronous table all workers make the same gets, or leave.",
+                    more=rule if away else GAVE_UP_EARLIER,
                 )
         self._apply(number, timeout_s)  # the last one came just now

@@ -5,7 +5,8 @@
     line 257 + w   worker w  CLOCK | round, count | round, count | ARRIVED_AS | CLAIMED | CLAIMED_AS
 
 Words have 8 bytes, lines 8 words. Line 0 is written with its lock held, that of a worker by this
-worker alone. ARRIVED_AS and CLAIMED_AS are the incarnations that wrote CLOCK and CLAIMED.
+worker alone. ARRIVED_AS and CLAIMED_AS are the incarnations that wrote CLOCK and CLAIMED; where
+ARRIVED_AS is negative, the worker came to round CLOCK + 1 as well, and gave it up.
 """
 
 from __future__ import annotations

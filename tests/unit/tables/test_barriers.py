@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from phalanx import PeerTimeout, tables
+from phalanx.tables.membership import Membership
 
 pytestmark = pytest.mark.promise("every-wait-ends")
 
@@ -56,3 +57,34 @@ def test_who_comes_to_another_barrier_has_not_come(request):
         assert world.barrier("right") == 1
         elsewhere.join(10)
         assert not elsewhere.is_alive()
+
+
+def test_who_gave_a_barrier_up_is_not_named_in_place_of_who_stayed_away(request):
+    with (
+        tables.join(name_of_run(request), num_workers=3, timeout_s=0.05) as world,
+        world.thread_worker() as second,
+        world.thread_worker() as third,
+    ):
+        with pytest.raises(PeerTimeout, match="Workers 1–2 of 3 did not come") as raised:
+            world.barrier("end")
+        assert raised.value.rank == 1
+        with pytest.raises(PeerTimeout, match=r"Worker 2 of 3 .*; workers 0–1 did") as raised:
+            second.barrier("end")
+        assert raised.value.rank == 2
+        with pytest.raises(PeerTimeout, match="They had come before, and given up") as raised:
+            third.barrier("end")
+        assert raised.value.rank == 0
+
+
+def test_the_last_one_may_leave_just_before_the_deadline(request, monkeypatch):
+    """So may the one that a worker names: nobody is late then, and the barrier is over."""
+    with tables.join(name_of_run(request)) as world:
+        other = world.thread_worker()
+        looks = iter([lambda: None, other.close])
+
+        def look(*_: object) -> bool:
+            next(looks)()
+            return False  # another waiting worker has looked a moment ago
+
+        monkeypatch.setattr(Membership, "look_for_dead", look)
+        assert world.barrier("end", timeout_s=0.0) == 1

@@ -72,6 +72,24 @@ def test_a_get_that_came_too_late_can_be_waited_for_again():
         other.close()
 
 
+def test_who_gave_a_get_up_is_not_named_in_place_of_who_stayed_away():
+    with (
+        tables.join(sync=True, num_workers=3, timeout_s=0.05) as world,
+        world.thread_worker() as second,
+        world.thread_worker() as third,
+    ):
+        gets = [each.array(1, name="x").async_get for each in (world, second, third)]
+        pending = [get() for get in gets[:2]]
+        for each in (*pending, pending[0]):
+            with pytest.raises(PeerTimeout, match="Worker 2 of 3 did not come to get 1") as raised:
+                each.wait()
+            assert raised.value.rank == 2
+        last = gets[2]()
+        with pytest.raises(PeerTimeout, match="They had come before, and given up") as raised:
+            last.wait()
+        assert raised.value.rank == 0
+
+
 def test_threads_that_share_a_worker_lose_no_add():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
