@@ -58,7 +58,7 @@ def main() -> None:
     held = batches(data.test or [], mask)
     net = Net()
     twin = copy.deepcopy(net)
-    monitor = Monitor(interval=10, which=("outputs", "gradients"), pattern="body|head")
+    monitor = Monitor(interval=10, pattern="body|head", sort=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     with DataParallelExecutorGroup(
         net,

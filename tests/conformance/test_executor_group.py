@@ -327,41 +327,27 @@ def test_save_load_goes_on_alike_on_another_number_of_devices(save_on, load_on):
 # --- monitor --------------------------------------------------------------------------------------
 
 
-def monitored(which: Any, devices: Any, **options: Any) -> list[tuple[Any, ...]]:
+@pytest.mark.parametrize(
+    ("monitor_all", "counts"),
+    [
+        (False, {"fc_0": 3, "act_0": 1, "fc_1": 3, "act_1": 1}),
+        (True, {"fc_0": 4, "act_0": 2, "fc_1": 4, "act_1": 2}),
+    ],
+)
+def test_monitor_records_each_thing_once_on_one_device(monitor_all, counts):
     net = nn.Sequential()
-    for name, layer in (
-        ("fc_0", nn.Linear(2, 2)),
-        ("act_0", nn.Sigmoid()),
-        ("fc_1", nn.Linear(2, 2)),
-        ("act_1", nn.Sigmoid()),
-    ):
+    for name in counts:
+        layer = nn.Linear(2, 2) if name.startswith("fc") else nn.Sigmoid()
         net.add_module(name, layer.double())
-    monitor = Monitor(1, which=which, sort=True, **options)
-    with group_of(net, desc("input", 7, 2), devices=devices) as group:
+    monitor = Monitor(1, sort=True, monitor_all=monitor_all)
+    with group_of(net, desc("input", 7, 2), devices=["cpu"]) as group:
         group.install_monitor(monitor)
         monitor.tic()
         group.forward(draw(7, 2))
         group.backward([draw(7, 2, seed=1)])
-        return monitor.toc()
-
-
-@pytest.mark.parametrize(
-    ("which", "counts"),
-    [
-        (("outputs",), {"fc_0": 1, "act_0": 1, "fc_1": 1, "act_1": 1}),
-        (("inputs",), {"fc_0": 1, "act_0": 1, "fc_1": 1, "act_1": 1}),
-        (("parameters",), {"fc_0": 2, "fc_1": 2}),
-        (("gradients",), {"fc_0": 2, "fc_1": 2}),
-        (("outputs", "parameters"), {"fc_0": 3, "act_0": 1, "fc_1": 3, "act_1": 1}),
-    ],
-)
-def test_monitor_records_each_thing_once_on_one_device(which, counts):
-    records = monitored(which, ["cpu"])
-    found = {
-        key: sum(str(name).startswith(key) for _, _, name, _ in records)
-        for key in ("fc_0", "act_0", "fc_1", "act_1")
-    }
-    assert {key: count for key, count in found.items() if count} == counts
+        names = [name for _, name, _ in monitor.toc()]
+    found = {key: sum(name.startswith(key) for name in names) for key in counts}
+    assert found == counts
 
 
 # --- executor_group (shared memory) ---------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.executor_group import Collected, DataBatch, DataParallelExecutorGroup, Monitor
+from phalanx.executor_group import Collected, DataBatch, DataParallelExecutorGroup
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     CLASSES,
@@ -260,8 +260,6 @@ def test_what_needs_another_shape_of_weights_is_not_told_to_reshape(group):
 Call = Callable[[DataParallelExecutorGroup], object]
 PAIR = "`into` must hold two mappings"
 REFUSED_CALLS: dict[str, tuple[Call, str]] = {
-    "a monitor": (lambda g: g.install_monitor(3), "`monitor` must be a `Monitor`, but is 3"),
-    "a class of monitors": (lambda g: g.install_monitor(Monitor), "`monitor` must be a `Monitor`"),
     "parameters": (lambda g: g.set_params(3), "`params` must map names to tensors, but is 3"),
     "buffers": (lambda g: g.set_params({}, 3), "`buffers` must map names to tensors, but is 3"),
     "sparse parameters": (lambda g: set_weight(g, "to_sparse"), "`body.weight` must be a dense"),

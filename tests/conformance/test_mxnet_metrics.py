@@ -219,39 +219,6 @@ def test_what_a_metric_gathers_may_be_arrays_texts_and_mappings() -> None:
     assert kept.target["x"].shape == (5, 2)
 
 
-# --- the monitor ----------------------------------------------------------------------------------
-
-
-def test_a_monitor_tells_norms_by_size_of_outputs_arguments_and_auxiliary_states() -> None:
-    monitor = mxnet.Monitor(1)
-    with classifier_group() as group:
-        group.installMonitor(monitor)
-        monitor.tic()
-        group.forward(mxnet.DataBatch([X], [CLASSES]))
-        records = monitor.toc()
-        values = {record.name: record.value for record in records}
-        weight = group.module.fc.weight.detach()
-    assert {"fc.output", "fc.weight", "norm.bias", "norm.running_mean"} <= values.keys()
-    assert values["fc.weight"] == pytest.approx(float(weight.norm() / weight.numel() ** 0.5))
-
-
-def test_a_monitor_takes_a_statistic_of_ones_own_and_prints(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    net = nn.Linear(2, 1)
-    monitor = mxnet.Monitor(1, stat_func=lambda values: values.abs().max(), pattern="weight")
-    monitor.install(net)
-    monitor.tic()
-    net(torch.ones(1, 2))
-    monitor.toc_print()
-    monitor.remove()
-    printed = capsys.readouterr().out
-    assert "weight" in printed
-    assert f"{net.weight.abs().max().item():.6g}" in printed
-    with pytest.raises(ConfigError, match="`stat_func` must be given once"):
-        mxnet.Monitor(1, torch.sum, statistic=torch.sum)
-
-
 # --- batches, maps and shapes ---------------------------------------------------------------------
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from phalanx import executor_group
 from phalanx.compat.mxnet_metrics import Accuracy, CustomMetric, EvalMetric
-from phalanx.compat.mxnet_monitor import Monitor
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.executor_group import DataDesc
+from phalanx.executor_group import DataDesc, Monitor
 from phalanx.plan import workload_sizes
 
 __all__ = [
@@ -293,7 +292,7 @@ class DataParallelExecutorGroup(executor_group.DataParallelExecutorGroup):
         allowMissing="allow_missing",
     )
     _update_metric = _also(_Group.update_metric, eval_metric="metric", evalMetric="metric")
-    install_monitor = _also(_Group.install_monitor, mon="monitor")
+    install_monitor = _also(_Group.install_monitor, monitor="mon")
 
     # Any: a batch in any of its forms.
     def forward(self, *args: Any, **kwargs: Any) -> None:

@@ -6,8 +6,7 @@ import typing
 
 from phalanx.executor_group.batches import DataBatch, DataDesc
 from phalanx.executor_group.group import DataParallelExecutorGroup
-from phalanx.executor_group.monitor import Monitor
-from phalanx.executor_group.records import NonFinite, Record
+from phalanx.executor_group.monitor import Monitor, Record
 from phalanx.metrics import ReplicaMetrics
 
 if typing.TYPE_CHECKING:
@@ -20,7 +19,6 @@ __all__ = [
     "DataParallelExecutorGroup",
     "GroupMetrics",
     "Monitor",
-    "NonFinite",
     "Record",
     "ReplicaMetrics",
 ]

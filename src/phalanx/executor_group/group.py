@@ -26,7 +26,7 @@ from phalanx.executor_group.group_arguments import (
     read_flag,
     read_pair,
 )
-from phalanx.executor_group.monitor import Monitor, check_monitor
+from phalanx.executor_group.monitor import Monitor
 from phalanx.executor_group.outputs import Output, measured, pick_gradients, read_outputs
 from phalanx.executor_group.parameters import read_tensors, share_tensors, write_params
 from phalanx.executor_group.passes import Pass, check_graph, mode_of, telling_shapes
@@ -440,10 +440,9 @@ class DataParallelExecutorGroup:
             self._metrics = group_metrics.GroupMetrics()
         return self._metrics.update_metric(metric, last.parts(outputs, own, dims[1]), dims)
 
-    def install_monitor(self, monitor: Monitor) -> None:
-        """Let ``monitor`` watch the module on every device."""
-        check_monitor(monitor)
-        monitor.install(self)
+    def install_monitor(self, mon: Monitor) -> None:
+        """Let a monitor watch the module on every device."""
+        mon.install(self.module)
 
     # -- inside ------------------------------------------------------
 
